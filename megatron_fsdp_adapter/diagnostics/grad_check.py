@@ -46,10 +46,10 @@ class GradCheck:
         for group in unit.active_groups:
             if self.by_param:
                 names += [f"unit {unit.name}, parameter {m.fqns[0]}" for m in group.managed]
-                tensors += group.bucket_items
+                tensors += group.collected.params
             else:
-                names += [f"unit {unit.name}"] * len(group.collected_segments)
-                tensors += group.collected_segments
+                names += [f"unit {unit.name}"] * len(group.collected.segments(group.full))
+                tensors += group.collected.segments(group.full)
         filled = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]
         if filled:
             largest = torch._foreach_norm([tensors[i] for i in filled], float("inf"))

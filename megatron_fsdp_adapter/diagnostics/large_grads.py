@@ -31,7 +31,7 @@ class LargeGradCheck:
         held = [
             tensor
             for group in unit.active_groups
-            for tensor in group.collected_segments
+            for tensor in group.collected.segments(group.full)
             if tensor.numel() > 0
         ]
         if held:

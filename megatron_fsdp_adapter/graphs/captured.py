@@ -108,7 +108,7 @@ class WrittenGrads:
             param = self.group.params[index]
             if param.grad is not None:
                 views, grads = added if index in self.direct.written else copied
-                views.append(self.group.bucket_items[index])
+                views.append(self.group.collected.params[index])
                 grads.append(param.grad)
                 self.direct.note((index,))
             param.grad = None

@@ -113,7 +113,7 @@ class StreamedShards(LocalShards):
 
     def local_of(self, param: Any) -> torch.Tensor:
         pair = self._pairs[id(param)]
-        return pair.group.device_items[pair.index]
+        return pair.group.device_main.items(pair.group.held)[pair.index]
 
     # State.
 
@@ -162,16 +162,16 @@ class StreamedShards(LocalShards):
         """Puts the state of a group's parameters that has their shape into host memory."""
         buffers: dict[str, OffloadedBuffer] = {}
         for pair in pairs:
-            local = group.device_items[pair.index]
+            local = group.device_main.items(group.held)[pair.index]
             for name, value in self.state.get(local, {}).items():
                 if not is_like(value, local):
                     continue
                 if name not in buffers:
                     buffers[name] = group.offloaded(value.dtype)
-                buffers[name].host_items[pair.index].copy_(value)
-                self.state[local][name] = buffers[name].device_items[pair.index]
+                buffers[name].host.items(group.held)[pair.index].copy_(value)
+                self.state[local][name] = buffers[name].device_buffer.items(group.held)[pair.index]
                 kept = self._host.setdefault(local, {})
-                kept[name] = buffers[name].host_items[pair.index]
+                kept[name] = buffers[name].host.items(group.held)[pair.index]
         return list(buffers.values())
 
     def regroup(self, optimizer: Any) -> None:

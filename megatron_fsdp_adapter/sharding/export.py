@@ -334,9 +334,9 @@ class _Chunk:
         for pair in self.source.engine.pairs:
             group = pair.group
             if self._is_chosen(group):
-                held = group.held.layout.shard_range(pair.index, group.held.rank)
+                held = group.held.range(pair.index)
                 shape = group.layout.specs[pair.index].layout_shape
-                local = group.main_items[pair.index].detach()
+                local = group.main.items(group.held)[pair.index].detach()
                 rows = held.start // max(1, torch.Size(shape[1:]).numel())
                 local = local.to(self.device, cast_to(local.dtype, self.plan.dtype), copy=True)
                 yield from self._blocks(self._described[id(pair)], local, rows, shape)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.core.engine.buffer import Held
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.identity import ParamPair
+from megatron_fsdp_adapter.core.layout.group import ShardSpec
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange, nested_shard_rank
 from megatron_fsdp_adapter.core.topology import Axis
 
@@ -82,11 +82,11 @@ class ModuleWeight:
     def _own(self) -> torch.Tensor:
         """This rank's rows of the main weights, behind what still writes them."""
         self.engine.gather.updates.settle()
-        return self.pair.group.main_items[self.pair.index]
+        return self.pair.group.main.items(self.pair.group.held)[self.pair.index]
 
-    def _rows(self, held: Held, number: int) -> FlatRange:
-        """The elements of the parameter that shard `number` of `held`'s layout has."""
-        return held.layout.shard_range(self.pair.index, number)
+    def _rows(self, spec: ShardSpec, number: int) -> FlatRange:
+        """The elements of the parameter that shard `number` of `spec`'s layout has."""
+        return spec.layout.shard_range(self.pair.index, number)
 
 
 def _exchange(whole: torch.Tensor, axis: Axis, parts: Iterable[FlatRange]) -> None:

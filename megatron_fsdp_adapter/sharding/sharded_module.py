@@ -245,7 +245,7 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     begins in the whole tensor; None at the origin."""
     param, held = pair.sharded, pair.group.held
     _copy_attributes(pair.unsharded, param)
-    rows = held.layout.shard_range(pair.index, held.rank)
+    rows = held.range(pair.index)
     ref = LayoutRef(held.layout, pair.index, held.rank, offset)
     param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
     param.fsdp_layout_ref = ref  # type: ignore[attr-defined]

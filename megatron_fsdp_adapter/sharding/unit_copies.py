@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..core.engine.buffer import FlatBuffer, copy_each, items_in, segments_in
+from ..core.engine.buffer import ShardedBuffer, copy_each
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
@@ -52,7 +52,10 @@ class Wanted:
     def planes(self, group: ParamGroup) -> list[tuple[Plane, list[torch.Tensor]]]:
         """What is copied of a group's weights, with what this rank holds of each segment."""
         if self.quantized and group.key.quantized:
-            return [(one.plane, one.held) for one in group.planes if one.plane.name in ROWS]
+            return [
+                (shard.plane, shard.segments(group.held))
+                for shard in group.weight_shards if shard.plane.name in ROWS
+            ]
         dtype = cast_to(group.main_dtype, self.dtype)
         return [(Plane(WEIGHT, dtype), _source(group, dtype))]
 
@@ -69,25 +72,21 @@ def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
     kept = group.main_on_host and group.own_current and dtype == group.key.dtype
     if kept and all(storage_bytes(segment) for segment in group.held_weights):
         return group.held_weights
-    return group.main_segments
+    return group.main.segments(group.held)
 
 
 class _GroupCopy:
     """One plane of one group. items: of each parameter, whole as this rank's model has it."""
 
     def __init__(self, group: ParamGroup, plane: Plane, source: list[torch.Tensor]) -> None:
-        runtime, layout = group.staging.runtime, group.layout
-        self.group, self._source = group, source
-        buffer = FlatBuffer(plane.numel(layout.total_numel), plane.dtype, runtime)
+        specs = (group.full, group.inner, group.held)
+        buffer = ShardedBuffer(group.full, specs, group.staging.runtime, plane=plane)
         buffer.forget()
-        parts = (group.full, group.inner, group.held)
-        full, inner, self._held = (segments_in(buffer, group.full, p, plane) for p in parts)
+        full, inner, self._held = (buffer.segments(spec) for spec in specs)
+        self._source = source
         self.gather_pairs: list[Pair] = list(zip(full, inner, strict=True))
         self.outer_pairs: list[Pair] = list(zip(inner, self._held, strict=True))
-        shapes = [plane.shape(spec.shape) for spec in layout.specs]
-        items = items_in(buffer, group.full, group.full, plane)
-        self.items = [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
-        self.held_items = items_in(buffer, group.full, group.held, plane)
+        self.items, self.held_items = buffer.params, buffer.items(group.held)
 
     def fill(self) -> None:
         """Casts what this rank holds into its place."""

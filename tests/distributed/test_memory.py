@@ -198,8 +198,8 @@ def engine_storages(wrapper: Any) -> dict[str, StorageWeakRef]:
     found = {}
     for group in wrapper.engine.groups:
         flats = {kind: getattr(group, kind).tensor for kind in ("main", "bucket", "grad")}
-        for number, flat in enumerate(flat for plane in group.planes for flat in plane.buffers):
-            flats[f"weights {number}"] = flat
+        for number, buffer in enumerate({*group.weights, *group.weight_shards}):
+            flats[f"weights {number}"] = buffer.tensor
         for kind, flat in flats.items():
             found[f"{group.name} {kind}"] = StorageWeakRef(flat.untyped_storage())
     return found

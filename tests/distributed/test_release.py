@@ -43,7 +43,7 @@ def buffers(model: Any) -> list[torch.Tensor]:
     found = {}
     for unit in model.engine.units:
         for group in unit.groups:
-            mine = [*group.weights, *(plane.shard for plane in group.planes), group.main]
+            mine = [*group.weights, *group.weight_shards, group.main]
             if group.key.requires_grad:
                 mine += [group.grad, group.bucket, group.collected]
             found.update({id(buffer): buffer.tensor for buffer in mine})

@@ -314,7 +314,7 @@ def _exports(trainer: Trainer, number: int) -> Any:
     sources = [unit_copies._source(group, BF16) for group in groups]
     if _is_offloaded(trainer):
         assert all(group.main_on_host for group in groups)
-        assert not any(s is g.main_segments for s, g in zip(sources, groups, strict=True))
+        assert not any(s is g.main.segments(g.held) for s, g in zip(sources, groups, strict=True))
     _check_export(trainer)
     load_weights(trainer, {name: value * 0.5 for name, value in trainer.params().items()})
     _check_export(trainer)

@@ -452,11 +452,11 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in engine.units:
         for number, group in enumerate(unit.groups):
             name = unit.name + (f"#{number}" if number else "")
-            for plane in group.planes:
-                label = f"{name}.{plane.plane.name}"
-                yield label, plane.full.tensor
-                if plane.shard is not plane.full:
-                    yield label.replace(".weight", "") + ".inner", plane.shard.tensor
+            for full, shard in zip(group.weights, group.weight_shards, strict=True):
+                label = f"{name}.{full.plane.name}"
+                yield label, full.tensor
+                if shard is not full:
+                    yield label.replace(".weight", "") + ".inner", shard.tensor
             if not group.main_is_weight:
                 yield f"{name}.main", group.main.tensor
             if group.key.requires_grad:
@@ -480,17 +480,17 @@ def initial_outputs(
     planes, by name of the parameter and of the plane). By the view itself: in slots, units share
     storage."""
     for group in engine.groups:
-        for plane in group.planes:
-            full = torch.zeros(plane.full.tensor.shape, dtype=plane.full.tensor.dtype)
+        for buffer, shard in zip(group.weights, group.weight_shards, strict=True):
+            full = torch.zeros(buffer.tensor.shape, dtype=buffer.tensor.dtype)
             for index, managed in enumerate(group.managed):
-                extent = plane.plane.range(group.layout.item_range(index))
-                name = managed.fqns[0] + (f":{plane.plane.name}" if group.key.quantized else "")
+                extent = buffer.plane.range(group.layout.item_range(index))
+                name = managed.fqns[0] + (f":{buffer.plane.name}" if group.key.quantized else "")
                 full[extent.start : extent.stop] = began[name].reshape(-1)
-            inner = full if plane.shard is plane.full else plane.shard.tensor.clone()
-            for output, _ in plane.outer_pairs:
-                yield id(output), _part(inner, output, plane.shard.tensor)
-            for output, _ in plane.gather_pairs:
-                yield id(output), _part(full, output, plane.full.tensor)
+            inner = full if shard is buffer else shard.tensor.clone()
+            for output in shard.segments(group.inner):
+                yield id(output), _part(inner, output, shard.tensor)
+            for output in buffer.segments(group.full):
+                yield id(output), _part(full, output, buffer.tensor)
 
 
 def _part(content: torch.Tensor, view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

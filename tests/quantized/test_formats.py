@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer, Held, items_in, segments_in
+from megatron_fsdp_adapter.core.engine.buffer import ShardedBuffer
 from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight
 from megatron_fsdp_adapter.core.layout import (
@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.core.layout import (
     plain,
     plan_group,
 )
+from megatron_fsdp_adapter.core.layout.group import ShardSpec
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.quantized import TransformerEngineParams, format_of
 from tests.quantized.emulated import (
@@ -57,15 +58,12 @@ class Shards:
         self.layout = planned(shapes, self.format, shards)
         self.buffers, self.params, self.quantizers = [], [], []  # type: ignore[var-annotated]
         for rank in range(shards):
-            held = Held(self.layout, rank)
+            held = ShardSpec(self.layout, rank)
             buffers = {
-                plane.name: FlatBuffer(plane.numel(self.layout.shard_numel), BYTES, runtime)
+                plane.name: ShardedBuffer(held, [held], runtime, plane=plane)
                 for plane in self.format.planes
             }
-            planes = {
-                plane.name: items_in(buffers[plane.name], held, held, plane)
-                for plane in self.format.planes
-            }
+            planes = {name: buffer.items(held) for name, buffer in buffers.items()}
             params = [emulated_parameter(value.to(torch.bfloat16), recipe) for value in values]
             weights = [
                 self._weight(rank, index, param, {n: each[index] for n, each in planes.items()})
@@ -96,18 +94,16 @@ class Shards:
 
     def gathered(self, plane: Plane) -> list[torch.Tensor]:
         """The plane of each weight, as a gather of every rank's shard makes it."""
-        full = FlatBuffer(plane.numel(self.layout.total_numel), BYTES, HostRuntime())
-        whole = Held(self.layout.with_shards(1), 0)
-        for rank, buffers in enumerate(self.buffers):
-            held = Held(self.layout, rank)
-            parts = zip(
-                segments_in(full, whole, held, plane),
-                segments_in(buffers[plane.name], held, held, plane),
-                strict=True,
-            )
-            for output, source in parts:
+        everything = ShardSpec(self.layout.with_shards(1), 0)
+        specs = [everything, *(buffers[plane.name].stored for buffers in self.buffers)]
+        full = ShardedBuffer(everything, specs, HostRuntime(), plane=plane)
+        for buffers in self.buffers:
+            shard = buffers[plane.name]
+            for output, source in zip(
+                full.segments(shard.stored), shard.segments(shard.stored), strict=True
+            ):
                 output.copy_(source)
-        return items_in(full, whole, whole, plane)
+        return full.items(everything)
 
 
 def check(values: Sequence[torch.Tensor], recipe: str, shards: int) -> Shards:

@@ -226,9 +226,9 @@ def test_what_was_wrapped_stays_as_it_was_until_the_first_step(world, strategy, 
         if isinstance(pair.unsharded, EmulatedTensor):
             name = pair.managed.fqns[0]
             assert torch.equal(pair.unsharded.dequantize(), before[name].dequantize()), name
-            rows = pair.group.held.layout.shard_range(pair.index, pair.group.held.rank)
+            rows = pair.group.held.range(pair.index)
             value = before[name]._high_precision_init_val.float() * 1.5  # type: ignore[attr-defined]
-            main = pair.group.main_items[pair.index]
+            main = pair.group.main.items(pair.group.held)[pair.index]
             torch.testing.assert_close(
                 main.reshape(-1), value.reshape(-1)[rows.start : rows.stop], rtol=1e-2, atol=0
             )
@@ -258,8 +258,8 @@ def test_main_weights_are_what_bytes_stand_for_where_nothing_else_was_kept(world
 # Trained weights under ZeRO-3: cast at every gather, with scales that are made once.
 
 
-def quantized_planes(rig: Rig) -> list:
-    return [p for g in rig.engine.groups if g.key.quantized for p in g.planes]
+def quantized_shards(rig: Rig) -> list:
+    return [s for g in rig.engine.groups if g.key.quantized for s in g.weight_shards]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -267,7 +267,7 @@ def test_shards_of_formats_with_columns_are_kept_and_no_others(world, recipe):
     rig = build(Setup(ZERO_3, recipe=recipe))
     rig.step()
     rig.engine.gather.release_all()
-    held = sum(storage_bytes(plane.shard.tensor) for plane in quantized_planes(rig))
+    held = sum(storage_bytes(shard.tensor) for shard in quantized_shards(rig))
     assert bool(held) == (recipe == "mxfp8")
 
 
@@ -283,8 +283,8 @@ def test_frozen_weights_are_kept(world):
     """What they stand for is their main weight, which rounds to other scales than they have."""
     rig = build(Setup(ZERO_3, recipe="current", frozen=True))
     rig.engine.gather.release_all()
-    frozen = [p.shard for g in rig.engine.groups if g.key.quantized and not g.key.requires_grad
-              for p in g.planes]  # fmt: skip
+    frozen = [s for g in rig.engine.groups if g.key.quantized and not g.key.requires_grad
+              for s in g.weight_shards]  # fmt: skip
     assert frozen and all(storage_bytes(shard.tensor) for shard in frozen)
 
 
@@ -323,9 +323,9 @@ def gathered_planes(rig: Rig) -> list[tuple[str, list[str]]]:
     names = {}
     for unit in rig.engine.units:
         for group in unit.groups:
-            for plane in group.planes:
-                for output, _ in plane.gather_pairs:
-                    names[id(output)] = (unit.name, plane.plane.name)
+            for full in group.weights:
+                for output in full.segments(group.full):
+                    names[id(output)] = (unit.name, full.plane.name)
     found = []
     for communicator in rig.engine.gather.communicators.values():
         original = communicator.all_gather

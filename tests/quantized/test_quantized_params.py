@@ -157,7 +157,7 @@ def live_bytes(rig: Rig) -> int:
     """Of all flat buffers of all groups, each storage once."""
     found = {}
     for group in rig.engine.groups:
-        flats = [f for plane in group.planes for f in plane.buffers]
+        flats = [buffer.tensor for buffer in (*group.weights, *group.weight_shards)]
         flats += [group.main.tensor, *(
             (group.grad.tensor, group.bucket.tensor) if group.key.requires_grad else ())]
         for flat in flats:

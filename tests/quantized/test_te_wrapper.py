@@ -69,7 +69,7 @@ def _bytes(trainer: Trainer) -> dict[str, torch.Tensor]:
         engine.gather.need(unit)
         for group in unit.groups:
             for index, entry in enumerate(group.managed if group.key.quantized else ()):
-                planes = [plane.items[index].flatten() for plane in group.planes]
+                planes = [full.params[index].flatten() for full in group.weights]
                 found[entry.fqns[0]] = torch.cat(planes).clone()
         engine.gather.release(unit)
     return found

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from megatron_fsdp_adapter.core.layout.format import Plane, plain
-from megatron_fsdp_adapter.core.layout.group import GroupLayout
+from megatron_fsdp_adapter.core.layout.group import ShardSpec
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import Runtime, fill_with_nan, storage_bytes
 
@@ -125,45 +125,56 @@ class FlatBuffer:
         return [self.tensor[extent.start : extent.stop] for extent in ranges]
 
 
-@dataclass(frozen=True)
-class Held:
-    """Which part of a group's full buffer is meant: shard number `rank` of `layout`, in every
-    segment. A parameter called `stored` is what a buffer has memory for; `held` is the part of
-    it that is wanted."""
-
-    layout: GroupLayout
-    rank: int
-
-
 WHOLE = plain(torch.float32).planes[0]
 """Of a buffer that has one element for each of the group, whatever its dtype."""
 
 
-def segments_in(
-    buffer: FlatBuffer, stored: Held, held: Held, plane: Plane = WHOLE
-) -> list[torch.Tensor]:
-    """The part `held` of each segment, 1-D, in a buffer that has the part `stored` of the group's
-    `plane`. `held` must lie inside `stored`."""
-    places = zip(
-        stored.layout.segment_shards(stored.rank),
-        held.layout.segment_shards(held.rank),
-        strict=True,
-    )
-    parts = [part.shift(own.start - full.start) for (full, own), (part, _) in places]
-    return buffer.views([plane.range(part) for part in parts])
+class ShardedBuffer(FlatBuffer):
+    """A flat buffer with the elements of one shard of a group, in one plane of its format.
 
+    Args:
+        stored: the shard that there is memory for. specs: shards inside it, `stored` among them,
+            whose views are made now and stay for life.
+        dtype: of the elements; None for the plane's. memory, is_zero: as of `FlatBuffer`.
+    """
 
-def items_in(
-    buffer: FlatBuffer, stored: Held, held: Held, plane: Plane = WHOLE
-) -> list[torch.Tensor]:
-    """The rows of each item that belong to `held`, in a buffer that has the part `stored` of the
-    group's `plane`; of zero rows where `held` has none."""
-    layout = held.layout
-    shifts = [own.start - full.start for full, own in stored.layout.segment_shards(stored.rank)]
-    pieces = []
-    for index, placement in enumerate(layout.placements):
-        rows = layout.shard_range(index, held.rank)
-        shift = 0 if rows.empty else placement.offset + shifts[placement.segment]
-        (piece,) = buffer.views([plane.range(rows.shift(shift))])
-        pieces.append(piece.view(plane.shape(layout.local_shape(index, held.rank))))
-    return pieces
+    def __init__(
+        self, stored: ShardSpec, specs: Sequence[ShardSpec], runtime: Runtime,
+        dtype: torch.dtype | None = None, plane: Plane = WHOLE,
+        memory: torch.Tensor | None = None, is_zero: bool = False,
+    ) -> None:  # fmt: skip
+        numel = plane.numel(stored.layout.shard_numel)
+        super().__init__(numel, dtype or plane.dtype, runtime, memory, is_zero)
+        self.stored, self.plane = stored, plane
+        self._segments = {spec: self._segment_views(spec) for spec in specs}
+        self._items = {spec: self._item_views(spec) for spec in specs}
+
+    def segments(self, spec: ShardSpec) -> list[torch.Tensor]:
+        """The part of each segment that belongs to `spec`, 1-D."""
+        return self._segments[spec]
+
+    def items(self, spec: ShardSpec) -> list[torch.Tensor]:
+        """The rows of each parameter that belong to `spec`; zero rows where it has none."""
+        return self._items[spec]
+
+    @functools.cached_property
+    def params(self) -> list[torch.Tensor]:
+        """Each parameter in the shape of the module's own, of a buffer that stores all of it."""
+        shapes = [self.plane.shape(spec.shape) for spec in self.stored.layout.specs]
+        items = self._items[self.stored]
+        return [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
+
+    def _segment_views(self, spec: ShardSpec) -> list[torch.Tensor]:
+        places = zip(self.stored.segments, spec.segments, strict=True)
+        parts = [part.shift(own.start - full.start) for (full, own), (part, _) in places]
+        return self.views([self.plane.range(part) for part in parts])
+
+    def _item_views(self, spec: ShardSpec) -> list[torch.Tensor]:
+        shifts = [own.start - full.start for full, own in self.stored.segments]
+        pieces = []
+        for index, placement in enumerate(spec.layout.placements):
+            rows = spec.range(index)
+            shift = 0 if rows.empty else placement.offset + shifts[placement.segment]
+            (piece,) = self.views([self.plane.range(rows.shift(shift))])
+            pieces.append(piece.view(self.plane.shape(spec.shape(index))))
+        return pieces

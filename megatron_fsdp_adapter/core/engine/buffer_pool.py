@@ -26,8 +26,6 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 
-from .buffer import FlatBuffer
-
 ALIGNMENT = 512
 """Bytes; of each flat buffer in a slot."""
 
@@ -143,18 +141,21 @@ class BufferPool:
 
 @dataclass(frozen=True)
 class UnitBuffers:
-    """Makes the transient buffers of unit number `ordinal`; without slots they come and go."""
+    """Where the transient buffers of unit number `ordinal` lie: in slots, or in storage that comes
+    and goes."""
 
     runtime: Runtime
     ordinal: int = 0
     weights: BufferPool | None = None
     buckets: BufferPool | None = None
 
-    def weight(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        return self._buffer(self.weights, numel, dtype)
+    def weight_memory(self, nbytes: int) -> torch.Tensor | None:
+        """Memory for life of so many bytes of gathered weights; None if they come and go."""
+        return None if self.weights is None else self.weights.take(self.ordinal, nbytes)
 
-    def bucket(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        return self._buffer(self.buckets, numel, dtype)
+    def bucket_memory(self, nbytes: int) -> torch.Tensor | None:
+        """The same of a reduce bucket."""
+        return None if self.buckets is None else self.buckets.take(self.ordinal, nbytes)
 
     @property
     def weight_slot(self) -> int | None:
@@ -163,10 +164,6 @@ class UnitBuffers:
     @property
     def bucket_slot(self) -> int | None:
         return None if self.buckets is None else self.buckets.plan.slot_of[self.ordinal]
-
-    def _buffer(self, slots: BufferPool | None, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        place = None if slots is None else slots.take(self.ordinal, numel * dtype.itemsize)
-        return FlatBuffer(numel, dtype, self.runtime, place)
 
 
 def unit_buffers(

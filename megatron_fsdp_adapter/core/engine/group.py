@@ -39,18 +39,19 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.layout.group import GroupLayout
+from megatron_fsdp_adapter.core.layout.format import Plane
+from megatron_fsdp_adapter.core.layout.group import GroupLayout, ShardSpec
 from megatron_fsdp_adapter.core.layout.planner import plan_group
 from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
+from megatron_fsdp_adapter.core.runtime.comm import Pair
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
-from .buffer import Copies, FlatBuffer, Held, copy_each, items_in, segments_in
+from .buffer import WHOLE, Copies, ShardedBuffer, copy_each
 from .buffer_pool import UnitBuffers, bucket_dtype
 from .guard import unchecked
 from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam
-from .planes import Parts, WeightPlane
 from .quantized import PlanesWriter, QuantizedParams, QuantizedWeight
 from .wgrad import FusedWgrad
 
@@ -80,26 +81,24 @@ class ParamGroup:
         params: unsharded parameters, in layout order; `managed[i]` tells their names and places.
         idle: whether the user has frozen all of them, for all forwards in flight: their backward
             collects and reduces nothing.
-        full, inner, held: of the group's buffer everything, what this rank has of it after a
-            reduction over the shard axis, and what its optimizer updates.
-        planes: of the compute weights; keeps_shard: whether this rank's shard of them stays between
-            gathers, where they are sharded; write_planes: writes this rank's part of quantized
-            planes that do not stay.
-        held_weights, main_segments: `held` of each segment, in both dtypes; the former is empty
-            where main weights are not cast to weights.
+        full, inner, held: the shards of the layout that everything is, that this rank has after a
+            reduction over the shard axis, and that its optimizer updates. All views of the group's
+            buffers are looked up by them (`ShardedBuffer.segments`, `items`).
+        weights, weight_shards: for each plane of the format the buffer that is computed with, and
+            the one that has this rank's part for life, the same unless a shard is kept beside it.
+        keeps_shard: whether it is, where weights are sharded; write_planes: writes this rank's part
+            of quantized planes that are not kept.
+        held_weights: `held` of each segment of what main weights are cast to, if they are.
         gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes.
-        main_items: this rank's rows of each parameter, in the main dtype; device_items: the same on
-            the device, where the optimizer updates them. staged: the device buffer of `main` that
-            those are in, where that is in host memory.
+        main, staged: the main weights, and where they are in host memory their device buffer;
+            device_main: of the two the buffer that the optimizer updates.
         own_current: whether `held_weights` equal the main weights in host memory.
         is_read: whether an update may still read the gradients of a step that has returned.
-        grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
-            segment and parameter; valid between reduction and zeroing.
-        bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
-            are written to, what lies between them, and all of `collected`; direct: those items
+        grad: the main gradients; `inner` of them is valid between reduction and zeroing.
+        bucket: what is communicated; `inner` of it is where a reduction that does not end in the
+            main gradients leaves what comes out. collected: what backward's gradients are written
+            to, `bucket` or `grad`; bucket_gaps: what lies between them; direct: those gradients
             that modules write by themselves.
-        bucket_segments, results: what is communicated, and `inner` of it, where a reduction that
-            does not end in the main gradients leaves what comes out.
     """
 
     def __init__(
@@ -134,18 +133,18 @@ class ParamGroup:
             self._build_weights(quantized)
             self._build_main(runtime, values)
             if key.requires_grad:
-                self._build_grads(runtime)
+                self._build_grads()
 
     def _set_parts(self) -> None:
         """The shard axis is the slow one: what an outer rank holds lies inside its inner shard,
         so that the two axes are gathered and reduced one after the other, in place."""
         axis, outer = self.domain.axis, self.domain.outer
         number, rank = (axis.size, axis.rank) if self.config.strategy.shard_main else (1, 0)
-        self.full = Held(self.layout.with_shards(1), 0)
-        self.inner = self.held = Held(self.layout.with_shards(number), rank)
+        self.full = ShardSpec(self.layout.with_shards(1), 0)
+        self.inner = self.held = ShardSpec(self.layout.with_shards(number), rank)
         if self.splits_outer and outer is not None:
             number, rank = number * outer.size, nested_shard_rank(rank, outer.rank, outer.size)
-            self.held = Held(self.layout.with_shards(number), rank)
+            self.held = ShardSpec(self.layout.with_shards(number), rank)
 
     @property
     def keeps_grads(self) -> bool:
@@ -187,39 +186,54 @@ class ParamGroup:
         stays = self.key.format.keeps_shards(self.key.requires_grad)
         wanted = self.splits_outer or self.main_on_host or stays
         self.keeps_shard = wanted and not self.keeps_weights
-        parts = Parts(self.full, self.inner, self.held)
-        self.planes = tuple(
-            WeightPlane(plane, parts, self.staging, self.keeps_shard)
-            for plane in self.key.format.planes
-        )
-        self.weights = [plane.full for plane in self.planes]
+        self.weights = [self._weight_buffer(plane) for plane in self.key.format.planes]
+        self.weight_shards = [
+            self._buffer(self.inner, plane=full.plane) if self.keeps_shard else full
+            for full in self.weights
+        ]
         for index, param in enumerate(self.params):
+            views = {full.plane.name: full.params[index] for full in self.weights}
             if quantized is None:
-                view = self.planes[0].items[index]
+                (view,) = views.values()
                 view.copy_(param.data)
                 param.data = view
             else:
-                views = {plane.plane.name: plane.items[index] for plane in self.planes}
                 fields = quantized.fields(param)
                 copy_each(list(views.values()), [fields[name] for name in views])
                 quantized.point(param, views)
-        for plane in self.planes:
-            plane.take_shard()
-        self.held_weights = [] if quantized is not None else self.planes[0].held
+        gathers: list[Pair] = []
+        self.outer_pairs: list[Pair] = []
+        for full, shard in zip(self.weights, self.weight_shards, strict=True):
+            inner = shard.segments(self.inner)
+            if self.keeps_shard:
+                copy_each(inner, full.segments(self.inner))
+            gathers += zip(full.segments(self.full), inner, strict=True)
+            self.outer_pairs += zip(inner, shard.segments(self.held), strict=True)
+        self.gather_pairs = [] if self.is_single_rank else gathers
+        self.held_weights = [] if quantized else self.weight_shards[0].segments(self.held)
         self._write_held = Copies(self.held_weights)
-        gathered = [] if self.is_single_rank else self.planes
-        self.gather_pairs = [pair for plane in gathered for pair in plane.gather_pairs]
-        self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
+
+    def _weight_buffer(self, plane: Plane) -> ShardedBuffer:
+        nbytes = plane.nbytes(self.layout.total_numel)
+        return self._buffer(self.full, plane=plane, memory=self.staging.weight_memory(nbytes))
+
+    def _buffer(
+        self, stored: ShardSpec, dtype: torch.dtype | None = None, plane: Plane = WHOLE,
+        memory: torch.Tensor | None = None,
+    ) -> ShardedBuffer:  # fmt: skip
+        specs = (self.full, self.inner, self.held)
+        inside = specs[specs.index(stored) :]
+        return ShardedBuffer(stored, inside, self.staging.runtime, dtype, plane, memory)
 
     def quantized_weights(self, into: PlaneItems) -> list[QuantizedWeight]:
         """This rank's rows of each parameter, where the format is a quantized one; in the planes of
         the group, unless others are given."""
-        layout, rank, format = self.held.layout, self.held.rank, self.key.format
-        own = {plane.plane.name: plane.held_items for plane in self.planes}
+        held = self.held
+        own = {shard.plane.name: shard.items(held) for shard in self.weight_shards}
         return [
             QuantizedWeight(
-                entry.param, entry.fqns[0], format, layout.shard_range(index, rank).start,
-                self.main_items[index], self.keeps_shard or self.keeps_weights,
+                entry.param, entry.fqns[0], self.key.format, held.range(index).start,
+                self.main.items(held)[index], self.keeps_shard or self.keeps_weights,
                 {name: items[index] for name, items in (into or own).items()},
             )
             for index, entry in enumerate(self.managed)
@@ -235,53 +249,51 @@ class ParamGroup:
             raise RuntimeError(f"{self.name}: it keeps its quantized weights")
         return self._writer(self.quantized_weights(items))
 
-    def _full_items(self, buffer: FlatBuffer) -> list[torch.Tensor]:
-        items = items_in(buffer, self.full, self.full)
-        shapes = [spec.shape for spec in self.layout.specs]
-        return [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
-
     def _build_main(
         self, runtime: Runtime, values: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
-        stored, self.staged = self.held, None
+        self.staged: OffloadedBuffer | None = None
         if self.main_is_weight:
-            self.main, stored = self.weights[0], self.full
+            self.main = self.weights[0]
         elif self.main_on_host:
             self.staged = self.offloaded(self.main_dtype)
             self.main = self.staged.host
         else:
-            self.main = FlatBuffer(stored.layout.shard_numel, self.main_dtype, runtime)
-        self.main_segments = segments_in(self.main, stored, self.held)
-        self.main_items = items_in(self.main, stored, self.held)
-        self.device_items = self.main_items if self.staged is None else self.staged.device_items
+            self.main = self._buffer(self.held, self.main_dtype)
+        self.device_main = self.main if self.staged is None else self.staged.device_buffer
         if self.key.quantized:
-            for index, param in enumerate(self.params):
-                rows = self.held.layout.shard_range(index, self.held.rank)
-                own = values[param].reshape(-1)[rows.start : rows.stop]
-                self.main_items[index].copy_(own.view(self.main_items[index].shape))
+            for index, (param, rows) in enumerate(
+                zip(self.params, self.main.items(self.held), strict=True)
+            ):
+                part = self.held.range(index)
+                rows.copy_(values[param].reshape(-1)[part.start : part.stop].view(rows.shape))
         elif not self.main_is_weight:
-            copy_each(self.main_segments, self.held_weights)
+            copy_each(self.main.segments(self.held), self.held_weights)
 
-    def _build_grads(self, runtime: Runtime) -> None:
+    def _build_grads(self) -> None:
         sharded, policy = not self.keeps_grads, self.config.policy
         stored = self.inner if sharded else self.full
-        self.grad = self.bucket = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
+        self.grad = self.bucket = self._buffer(stored, policy.grads_dtype)
         if sharded or policy.comm_dtype != policy.grads_dtype:
             dtype = bucket_dtype(self.layout, policy.comm_dtype, self.config.narrows_buckets)
-            self.bucket = self.staging.bucket(self.layout.total_numel, dtype)
+            memory = self.staging.bucket_memory(self.layout.total_numel * dtype.itemsize)
+            self.bucket = self._buffer(self.full, dtype, memory=memory)
         self.collected = self.bucket if sharded else self.grad
-        self.grad_segments = segments_in(self.grad, stored, self.inner)
-        self.held_grads = segments_in(self.grad, stored, self.held)
-        self.grad_items = items_in(self.grad, stored, self.held)
-        self.bucket_items = self._full_items(self.collected)
         writers = [entry.writer for entry in self.managed]
-        self.direct = FusedWgrad(self.params, writers, self.bucket_items, self.name)
+        self.direct = FusedWgrad(self.params, writers, self.collected.params, self.name)
         self.bucket_gaps = self.collected.views(self.layout.gaps())
-        self.collected_segments = segments_in(self.collected, self.full, self.full)
-        self.bucket_segments = segments_in(self.bucket, self.full, self.full)
-        self.results = segments_in(self.bucket, self.full, self.inner)
-        self._collect = Copies(self.bucket_items)
+        self._collect = Copies(self.collected.params)
         self._release_grads()
+
+    @property
+    def grad_segments(self) -> list[torch.Tensor]:
+        """What a reduction over the shard axis writes of the main gradients."""
+        return self.grad.segments(self.inner)
+
+    @property
+    def held_grads(self) -> list[torch.Tensor]:
+        """What the optimizer reads of the main gradients."""
+        return self.grad.segments(self.held)
 
     @property
     def has_transient_bucket(self) -> bool:
@@ -291,7 +303,7 @@ class ParamGroup:
         """Makes ready what is communicated: a copy, where gradients are kept in another dtype."""
         if self.bucket is not self.collected:
             self.bucket.allocate()
-            copy_each(self.bucket_segments, self.collected_segments)
+            copy_each(self.bucket.segments(self.full), self.collected.segments(self.full))
 
     def release_bucket(self) -> None:
         """Gives back what only a reduction needs."""
@@ -322,14 +334,14 @@ class ParamGroup:
         if self.main_is_weight or not self.held_weights:
             return
         if self.staged is None or not self.own_current:
-            self._write_held(self.main_segments)
+            self._write_held(self.main.segments(self.held))
         self.own_current = True
 
     def write_own_from_device(self) -> None:
         """The same from the device buffer of main weights in host memory, which an optimizer
         has updated."""
         if self.staged is not None:
-            copy_each(self.held_weights, self.staged.device_segments)
+            copy_each(self.held_weights, self.device_main.segments(self.held))
             self.own_current = True
 
     def has_grads(self) -> bool:
@@ -337,18 +349,17 @@ class ParamGroup:
         with unchecked():
             return self.direct.is_open or any(param.grad is not None for param in self.params)
 
-    def collect_late(self) -> tuple[FlatBuffer, list[torch.Tensor]]:
+    def collect_late(self) -> ShardedBuffer:
         """Moves the unsharded parameters' `.grad` into a buffer of their own, in the communication
-        dtype and zero where there is none; returns it with its segments."""
-        late = FlatBuffer(self.layout.total_numel, self.bucket.tensor.dtype, self.bucket.runtime)
+        dtype and zero where there is none; returns it."""
+        late = self._buffer(self.full, self.bucket.tensor.dtype)
         with unchecked():
             grads = [param.grad for param in self.params]
             for param in self.params:
                 param.grad = None
-        views = self._full_items(late)
-        found = [pair for pair in zip(views, grads, strict=True) if pair[1] is not None]
+        found = [pair for pair in zip(late.params, grads, strict=True) if pair[1] is not None]
         copy_each([view for view, _ in found], [grad for _, grad in found])  # type: ignore[misc]
-        return late, segments_in(late, self.full, self.full)
+        return late
 
     def take_grads(self, accumulate: bool) -> None:
         """Moves the unsharded parameters' `.grad` into `collected` and drops them; what modules
@@ -370,7 +381,7 @@ class ParamGroup:
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         zeroed = [] if accumulate else list(self.bucket_gaps)
-        for index, (view, grad) in enumerate(zip(self.bucket_items, every, strict=True)):
+        for index, (view, grad) in enumerate(zip(self.collected.params, every, strict=True)):
             kept = accumulate or index in written
             if grad is not None:
                 views, grads = added if kept else copied
@@ -404,7 +415,7 @@ class ParamGroup:
             self._drop_collected([self.params[index] for index in indices])
         if self.grad_state is not GradState.EMPTY:
             reduced = self.grad_state is not GradState.ACCUMULATED
-            items = self.grad_items if reduced else self.bucket_items
+            items = self.grad.items(self.held) if reduced else self.collected.params
             torch._foreach_zero_([items[index] for index in indices])
 
     def _drop_collected(self, params: Sequence[torch.nn.Parameter]) -> None:

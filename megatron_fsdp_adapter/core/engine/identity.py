@@ -122,16 +122,17 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
     may be released."""
     pairs = []
     for group in groups:
-        trainable = group.key.requires_grad
+        trainable, held = group.key.requires_grad, group.held
         for index, managed in enumerate(group.managed):
             optimizer = nn.Parameter(
-                as_dtensor(group.device_items[index], group, index), requires_grad=trainable
+                as_dtensor(group.device_main.items(held)[index], group, index),
+                requires_grad=trainable,
             )
             if group.main_on_host:
                 # Gradients are on the device, and torch takes none of another device than its
                 # parameter: the DTensor goes on saying that it is there.
-                optimizer._local_tensor = group.main_items[index]  # type: ignore[attr-defined]
-            grad = as_dtensor(group.grad_items[index], group, index) if trainable else None
+                optimizer._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
+            grad = as_dtensor(group.grad.items(held)[index], group, index) if trainable else None
             if grad is not None and grad.dtype != optimizer.dtype:
                 optimizer.grad_dtype = grad.dtype  # type: ignore[attr-defined]
             pairs.append(ParamPair(managed, group, index, optimizer, grad))

@@ -47,14 +47,13 @@ class EngineMemory:
         found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in KINDS}
         found[SLOTS] = [(slot, ()) for slot in self._slots()]
         for group in (group for unit in self._units for group in unit.groups):
-            for plane in group.planes:
-                kept = plane.held if group.key.quantized and not group.write_planes else []
-                if plane.shard is not plane.full:
-                    found[COMPUTE].append((plane.shard.tensor, kept))
-                elif group.main_is_weight:
-                    found[MAIN].append((plane.full.tensor, group.main_segments))
-                elif not plane.full.in_slot:
-                    found[COMPUTE].append((plane.full.tensor, kept))
+            for buffer in group.weight_shards:
+                own = buffer.segments(group.held)
+                kept = own if group.key.quantized and not group.write_planes else []
+                if group.main_is_weight:
+                    found[MAIN].append((buffer.tensor, own))
+                elif not buffer.in_slot:
+                    found[COMPUTE].append((buffer.tensor, kept))
             if not group.main_is_weight and not group.main_on_host:
                 found[MAIN].append((group.main.tensor, None))
             if group.key.requires_grad and not group.grad.in_slot:

@@ -12,29 +12,20 @@ from __future__ import annotations
 
 import torch
 
+from megatron_fsdp_adapter.core.layout.group import ShardSpec
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 
-from .buffer import FlatBuffer, Held, items_in, segments_in
+from .buffer import ShardedBuffer
 
 
 class OffloadedBuffer:
-    """A flat tensor in host memory, zero, of the part `held` of a group, and its device buffer,
-    released.
+    """A buffer in host memory (`host`), zero, of the shard `held` of a group, and its device buffer
+    (`device_buffer`), released."""
 
-    Attributes:
-        host, device_buffer: the two flat buffers.
-        host_items, device_items: this rank's rows of each parameter of the group.
-        device_segments: `held` of each segment.
-    """
-
-    def __init__(self, held: Held, dtype: torch.dtype, runtime: Runtime) -> None:
-        numel = held.layout.shard_numel
-        memory = runtime.host_memory(numel * dtype.itemsize)
-        self.host = FlatBuffer(numel, dtype, runtime, memory, is_zero=True)
-        self.host_items = items_in(self.host, held, held)
-        self.device_buffer = FlatBuffer(numel, dtype, runtime)
-        self.device_items = items_in(self.device_buffer, held, held)
-        self.device_segments = segments_in(self.device_buffer, held, held)
+    def __init__(self, held: ShardSpec, dtype: torch.dtype, runtime: Runtime) -> None:
+        memory = runtime.host_memory(held.layout.shard_numel * dtype.itemsize)
+        self.host = ShardedBuffer(held, [held], runtime, dtype, memory=memory, is_zero=True)
+        self.device_buffer = ShardedBuffer(held, [held], runtime, dtype)
         self.device_buffer.release()
 
     def load(self) -> None:

@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime, fill_with_nan
 
-from .buffer import FlatBuffer, segments_in
+from .buffer import FlatBuffer
 from .group import GradState, ParamGroup, by_domain
 from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
 from .reduction import Collective, ReducePlan, Reduction, scale_each
@@ -210,10 +210,10 @@ class ReducePipeline:
         buffers: list[FlatBuffer] = []
         late: list[Reduction] = []
         for group in groups:
-            buffer, segments = group.collect_late()
-            results = segments_in(buffer, group.full, group.inner)
+            buffer, plan = group.collect_late(), self.plans[group.key.domain]
+            segments, results = buffer.segments(group.full), buffer.segments(group.inner)
             buffers.append(buffer)
-            late.append(Reduction(group, self.plans[group.key.domain], segments, results, True))
+            late.append(Reduction(group, plan, segments, results, True))
             late[-1].scale_segments()
         self.runtime.follow(REDUCE, COMPUTE)
         for reduction in late:
@@ -312,7 +312,9 @@ class ReducePipeline:
         known = self._reductions.get((id(group), adds))
         if known is None:
             plan, in_slot = self.plans[group.key.domain], group.staging.bucket_slot is not None
-            known = Reduction(group, plan, group.bucket_segments, group.results, adds, in_slot)
+            segments = group.bucket.segments(group.full)
+            results = group.bucket.segments(group.inner)
+            known = Reduction(group, plan, segments, results, adds, in_slot)
             self._reductions[id(group), adds] = known
         return known
 

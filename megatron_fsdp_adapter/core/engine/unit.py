@@ -188,9 +188,9 @@ def _label(group: ParamGroup, unit: str) -> None:
     """Labels parameters and buffers, for messages."""
     for entry in group.managed:
         entry.param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
-    for plane in group.planes:
-        name = f" ({plane.plane.name})" if group.key.quantized else ""
-        plane.full.label = f"the gathered weights{name} of {unit}"
+    for full in group.weights:
+        name = f" ({full.plane.name})" if group.key.quantized else ""
+        full.label = f"the gathered weights{name} of {unit}"
     if group.key.requires_grad:
         group.bucket.label = f"the reduce bucket of {unit}"
         group.grad.label = f"the main gradients of {unit}"  # which may be the bucket too

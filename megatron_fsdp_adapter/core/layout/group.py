@@ -229,3 +229,25 @@ class GroupLayout:
 
     def _shard(self, number: int, rank: int) -> FlatRange:
         return split_evenly(self.segments[number].range, self.num_shards, rank)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec:
+    """Shard number `rank` of `layout`: which elements of each segment and of each parameter. Specs
+    are compared by identity, so that views can be looked up by them."""
+
+    layout: GroupLayout
+    rank: int
+
+    def range(self, index: int) -> FlatRange:
+        """The elements of parameter `index`, counted from its start; FlatRange(0, 0) if none."""
+        return self.layout.shard_range(index, self.rank)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Shape of that piece, as of `GroupLayout.local_shape`."""
+        return self.layout.local_shape(index, self.rank)
+
+    @cached_property
+    def segments(self) -> tuple[tuple[FlatRange, FlatRange], ...]:
+        """As of `GroupLayout.segment_shards`."""
+        return self.layout.segment_shards(self.rank)
