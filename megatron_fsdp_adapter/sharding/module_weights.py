@@ -73,7 +73,7 @@ class ModuleWeight:
             size = domain.outer.size
             numbers = [nested_shard_rank(inner.rank, number, size) for number in range(size)]
             _exchange(whole, domain.outer, [self._rows(group.held, n) for n in numbers])
-        if group.config.strategy.shard_main:
+        if group.shards_main:
             parts = [self._rows(inner, number) for number in range(domain.axis.size)]
             _exchange(whole, domain.axis, parts)
         return whole.view(shape)

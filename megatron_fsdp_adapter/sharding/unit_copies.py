@@ -22,7 +22,6 @@ from ..core.engine.buffer import ShardedBuffer, copy_each
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
-from ..core.engine.launches import GATHERED, GATHERED_OUTER
 from ..core.engine.unit import Unit
 from ..core.layout.format import Plane
 from ..core.runtime.comm import Pair
@@ -84,8 +83,12 @@ class _GroupCopy:
         buffer.forget()
         full, inner, self._held = (buffer.segments(spec) for spec in specs)
         self._source = source
-        self.gather_pairs: list[Pair] = list(zip(full, inner, strict=True))
-        self.outer_pairs: list[Pair] = list(zip(inner, self._held, strict=True))
+        self.gather_pairs: list[Pair] = []
+        self.outer_pairs: list[Pair] = []
+        if group.shards_main:
+            self.gather_pairs += zip(full, inner, strict=True)
+        if group.splits_outer:
+            self.outer_pairs += zip(inner, self._held, strict=True)
         self.items, self.held_items = buffer.params, buffer.items(group.held)
 
     def fill(self) -> None:
@@ -167,13 +170,9 @@ def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
         copies = parts[id(group)].values()
         return [pair for copy in copies for pair in copy.gather_pairs]
 
-    tasks: list[Callable[[], Any]] = [fill]
-    if engine.config.shard_outer:
-        tasks.append(lambda: gather.all_gather(GATHERED_OUTER, gather.outer, groups, outer))
-    if engine.config.strategy.shard_main:
-        tasks.append(lambda: gather.all_gather(GATHERED, gather.communicators, groups, inner))
     gather.follow_compute()  # main weights, and the memory of the copies, are compute's
-    runtime.submit(GATHER, *tasks)
+    over_outer, over_inner = gather.plan(groups, outer, inner)
+    runtime.submit(GATHER, fill, *gather.tasks(over_outer), *gather.tasks(over_inner))
     return _UnitCopy(unit, parts, runtime.record(GATHER))
 
 

@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import from_tensor
 from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name, join_halves
 from megatron_fsdp_adapter.checkpoint.names import split_depth
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.core.engine.buffer import ShardedBuffer
 from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
 from megatron_fsdp_adapter.quantized.blocks import in_blocks
 from megatron_fsdp_adapter.sharding import unit_copies
@@ -167,7 +167,7 @@ def test_exported_tensors_are_those_of_the_whole_model_and_training_goes_on(worl
     run_ranks(_exports, world, timeout=400)
 
 
-class _Counted(FlatBuffer):
+class _Counted(ShardedBuffer):
     """Counts the bytes of copies that exist."""
 
     alive, most, allowed = 0, 0, 0
@@ -190,7 +190,7 @@ class _Counted(FlatBuffer):
 
 def _bounded(rank: int, world: int) -> None:
     _chosen()
-    unit_copies.FlatBuffer = _Counted  # type: ignore[misc]
+    unit_copies.ShardedBuffer = _Counted  # type: ignore[misc]
     model, _ = sharded("optim_grads_params")
     sizes = [
         sum(g.layout.total_numel * (2 if g.key.dtype.is_floating_point else 4) for g in unit.groups)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from megatron_fsdp_adapter.core.config import EngineConfig
@@ -27,27 +28,16 @@ from .unit import Phase, Unit
 
 
 class DomainGather(NamedTuple):
-    """What is launched of one domain: output and input of each gather of its groups."""
+    """What is launched of one domain over one axis (`kind`): output and input of each gather of its
+    groups."""
 
+    kind: str
     communicator: Communicator
     groups: Sequence[ParamGroup]
     pairs: Sequence[Pair]
 
 
-def plan_gathers(
-    communicators: Mapping[str, Communicator],
-    groups: Sequence[ParamGroup],
-    pairs_of: Callable[[ParamGroup], list[Pair]],
-) -> list[DomainGather]:
-    """Of each domain that has this axis, and such pairs."""
-    planned = [
-        DomainGather(
-            communicators[domain], members, [pair for group in members for pair in pairs_of(group)]
-        )
-        for domain, members in by_domain(groups).items()
-        if domain in communicators
-    ]
-    return [one for one in planned if one.pairs]
+PairsOf = Callable[[ParamGroup], Sequence[Pair]]
 
 
 class GatherPipeline:
@@ -79,7 +69,10 @@ class GatherPipeline:
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
         self._unordered = False  # gathers, before which the compute stream may write what they read
-        self._planned: dict[int, list[DomainGather]] = {}
+        self._planned = [
+            self.plan(unit.groups, attrgetter("outer_pairs"), attrgetter("gather_pairs"))
+            for unit in units
+        ]
 
     def need(self, unit: Unit) -> None:
         """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
@@ -163,12 +156,13 @@ class GatherPipeline:
         if unit.weight_slot is not None:
             self._holders[unit.weight_slot] = unit
         outdated = unit.outdated
-        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated)]
-        if self.config.shard_outer and outdated:
-            tasks.append(lambda: self._gather_outer(unit))
-        if self.config.strategy.shard_main:
-            tasks.append(lambda: self._all_gather(unit))
-        self.runtime.submit(GATHER, *tasks)
+        outer, inner = self._planned[unit.ordinal]
+        self.runtime.submit(
+            GATHER,
+            lambda: self._fill_own(unit, outdated),
+            *self.tasks(outer if outdated else ()),
+            *self.tasks(inner),
+        )
         unit.outdated, unit.gathered = False, self.runtime.record(GATHER)
         self._unordered = True
 
@@ -179,32 +173,30 @@ class GatherPipeline:
             if outdated or not (group.keeps_shard or group.keeps_weights):
                 group.write_own_weights()
 
-    def _gather_outer(self, unit: Unit) -> list[Any]:
-        return self.all_gather(
-            GATHERED_OUTER, self.outer, unit.groups, lambda group: group.outer_pairs
+    def plan(
+        self, groups: Sequence[ParamGroup], outer: PairsOf, inner: PairsOf
+    ) -> tuple[list[DomainGather], list[DomainGather]]:
+        """The gathers of `groups` over the outer axis, and those over the shard axis that follow:
+        one for each domain with anything to gather."""
+        axes = ((GATHERED_OUTER, self.outer, outer), (GATHERED, self.communicators, inner))
+        of_outer, of_inner = (
+            [
+                DomainGather(kind, communicators[domain], members, pairs)
+                for domain, members in by_domain(groups).items()
+                if (pairs := [pair for group in members for pair in pairs_of(group)])
+            ]
+            for kind, communicators, pairs_of in axes
         )
+        return of_outer, of_inner
 
-    def _all_gather(self, unit: Unit) -> list[Any]:
-        if unit.ordinal not in self._planned:
-            self._planned[unit.ordinal] = plan_gathers(
-                self.communicators, unit.groups, lambda group: group.gather_pairs
-            )
-        return self._launch_each(GATHERED, self._planned[unit.ordinal])
+    def tasks(self, planned: Sequence[DomainGather]) -> list[Callable[[], list[Any]]]:
+        """What launches them, for a stream; nothing where there are none."""
+        return [lambda: self._launch_each(planned)] if planned else []
 
-    def all_gather(
-        self,
-        kind: str,
-        communicators: Mapping[str, Communicator],
-        groups: Sequence[ParamGroup],
-        pairs_of: Callable[[ParamGroup], list[Pair]],
-    ) -> list[Any]:
-        """One launch a domain; nothing in a domain without this axis, or without such pairs."""
-        return self._launch_each(kind, plan_gathers(communicators, groups, pairs_of))
-
-    def _launch_each(self, kind: str, planned: Sequence[DomainGather]) -> list[Any]:
+    def _launch_each(self, planned: Sequence[DomainGather]) -> list[Any]:
         works = []
         for one in planned:
-            self.launches.note(kind, one.groups, one.communicator)
+            self.launches.note(one.kind, one.groups, one.communicator)
             works += one.communicator.all_gather(one.pairs)
         return works
 

@@ -89,7 +89,8 @@ class ParamGroup:
         keeps_shard: whether it is, where weights are sharded; write_planes: writes this rank's part
             of quantized planes that are not kept.
         held_weights: `held` of each segment of what main weights are cast to, if they are.
-        gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes.
+        gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes;
+            empty where nothing is sharded over it.
         main, staged: the main weights, and where they are in host memory their device buffer;
             device_main: of the two the buffer that the optimizer updates.
         own_current: whether `held_weights` equal the main weights in host memory.
@@ -139,7 +140,7 @@ class ParamGroup:
         """The shard axis is the slow one: what an outer rank holds lies inside its inner shard,
         so that the two axes are gathered and reduced one after the other, in place."""
         axis, outer = self.domain.axis, self.domain.outer
-        number, rank = (axis.size, axis.rank) if self.config.strategy.shard_main else (1, 0)
+        number, rank = (axis.size, axis.rank) if self.shards_main else (1, 0)
         self.full = ShardSpec(self.layout.with_shards(1), 0)
         self.inner = self.held = ShardSpec(self.layout.with_shards(number), rank)
         if self.splits_outer and outer is not None:
@@ -155,6 +156,11 @@ class ParamGroup:
     def keeps_weights(self) -> bool:
         """Whether compute weights stay while the unit does not compute."""
         return not self.config.strategy.shard_weights
+
+    @property
+    def shards_main(self) -> bool:
+        """Whether this rank has a shard of the main weights, over the shard axis."""
+        return self.config.strategy.shard_main
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -201,15 +207,16 @@ class ParamGroup:
                 fields = quantized.fields(param)
                 copy_each(list(views.values()), [fields[name] for name in views])
                 quantized.point(param, views)
-        gathers: list[Pair] = []
+        self.gather_pairs: list[Pair] = []
         self.outer_pairs: list[Pair] = []
         for full, shard in zip(self.weights, self.weight_shards, strict=True):
             inner = shard.segments(self.inner)
             if self.keeps_shard:
                 copy_each(inner, full.segments(self.inner))
-            gathers += zip(full.segments(self.full), inner, strict=True)
-            self.outer_pairs += zip(inner, shard.segments(self.held), strict=True)
-        self.gather_pairs = [] if self.is_single_rank else gathers
+            if self.shards_main and not self.is_single_rank:
+                self.gather_pairs += zip(full.segments(self.full), inner, strict=True)
+            if self.splits_outer:
+                self.outer_pairs += zip(inner, shard.segments(self.held), strict=True)
         self.held_weights = [] if quantized else self.weight_shards[0].segments(self.held)
         self._write_held = Copies(self.held_weights)
 

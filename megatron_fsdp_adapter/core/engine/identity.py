@@ -51,7 +51,7 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTen
     placements: list[Placement] = []
     if group.domain.outer is not None:
         placements.append(Shard(0) if group.splits_outer else Replicate())
-    placements.append(Shard(0) if group.config.strategy.shard_main else Replicate())
+    placements.append(Shard(0) if group.shards_main else Replicate())
     if group.domain.mesh.ndim > len(placements):
         split = group.managed[index].split
         placements.append(Replicate() if split is None else Shard(split))

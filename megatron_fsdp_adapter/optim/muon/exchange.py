@@ -70,7 +70,7 @@ def parties_of(domain: ShardDomain, shards_main: bool, splits_outer: bool) -> Pa
 
 def parties_in(group: ParamGroup) -> Parties:
     """Of the parameters of `group`."""
-    return parties_of(group.domain, group.config.strategy.shard_main, group.splits_outer)
+    return parties_of(group.domain, group.shards_main, group.splits_outer)
 
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
