@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..core.config import EngineConfig, Strategy
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import plan_layout
+from ..core.engine.group import shard_rank
 from ..core.engine.hooks import in_backward
 from ..core.engine.partition import UnitPlan
 from ..core.runtime.comm import Communicator, Pair
@@ -183,7 +183,14 @@ class FaultReport:
     def __init__(
         self, plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig
     ) -> None:
-        self._plans, self._domains, self._config = list(plans), domains, config
+        self._plans, self._config = list(plans), config
+        self._placed: Layouts = {
+            plan.name: [
+                (layout, shard_rank(domains[key.domain], config), key.domain in config.whole)
+                for key, layout in plan.layouts.items()
+            ]
+            for plan in plans
+        }
         self._kinds = [type(plan.module).__name__ for plan in plans]
         self._own = [plan.strategy or config.strategy for plan in plans]
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
@@ -241,30 +248,8 @@ class FaultReport:
                 return f"unit {plan.name} at construction"
         return "the wrapper at construction"
 
-    def _layouts(self) -> Layouts:
-        engine = self._engine()
-        if engine is not None:
-            return {
-                unit.name: [
-                    (group.held.layout, group.held.rank, group.is_single_rank)
-                    for group in unit.groups
-                ]
-                for unit in engine.units
-            }
-        config = self._config
-        return {
-            plan.name: [
-                (
-                    plan_layout(key, managed, self._domains[key.domain], config), 0,
-                    key.domain in config.whole,
-                )
-                for key, managed in plan.groups.items()
-            ]
-            for plan in self._plans
-        }
-
     def _out_of_memory(self, what: str, error: RuntimeError) -> RuntimeError:
-        lines = memory_plan(self._layouts(), self._config, self._kinds, self._own)
+        lines = memory_plan(self._placed, self._config, self._kinds, self._own)
         plan = "\n".join(f"  {line}" for line in lines)
         return type(error)(
             f"rank {dist.get_rank()}: no memory for {what}: {error}\nWhat the strategy "

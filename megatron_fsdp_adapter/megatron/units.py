@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from ..core.config import EngineConfig
-from ..core.engine.group import plan_layout
+from ..core.engine.group import laid_out
 from ..core.engine.partition import (
     UnitPlan,
     managed_params,
@@ -156,11 +156,9 @@ def with_unsharded_units(
     """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
     are. Modules that write weight gradients by themselves write into kept ones where gradients
     are: in those units, and of domains that are whole anyway, on which the budget is not spent."""
+    plans = laid_out(plans, domains, engine_config)
     layouts = [
-        [
-            plan_layout(key, managed, domains[key.domain], engine_config)
-            for key, managed in plan.groups.items() if key.domain not in engine_config.whole
-        ]
+        [layout for key, layout in plan.layouts.items() if key.domain not in engine_config.whole]
         for plan in plans
     ]
     precision = policy_precision(engine_config)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..core.config import EngineConfig
 from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import laid_out
 from ..core.engine.partition import UnitPlan
 from ..core.runtime.device import make_runtime
 from ..core.topology import ShardDomain
@@ -58,11 +59,12 @@ def build_engine(
     # On whatever stream: core makes another one the current one while it builds the first model
     # whose layers are to be captured, and what it has initialized before may still be queued.
     runtime.synchronize()
+    plans = laid_out(plans, domains, config)
     verify_same_model(subject, plans, config, domains)
     report = FaultReport(plans, domains, config)
     with report.building():
         engine = FsdpEngine(
-            module, list(plans), domains, config, runtime, report.communicator,
+            module, plans, domains, config, runtime, report.communicator,
             prepare=Materializer(module, plans, device, initializer_of), **options,
         )
     report.engine_made(engine)

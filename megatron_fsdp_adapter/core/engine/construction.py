@@ -13,7 +13,7 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer_pool import AllocateSlots, BufferPool, plan_weights_and_buckets, unit_buffers
-from .group import ParamGroup, plan_layout
+from .group import ParamGroup
 from .partition import UnitPlan
 from .quantized import QuantizedParams
 from .unit import Phase, Unit
@@ -86,8 +86,7 @@ def make_pools(
     depths = [plan.inside for plan in plans]
     layouts = [
         [
-            plan_layout(key, held, domains[key.domain], config)
-            for key, held in plan.groups.items() if key.domain not in config.whole
+            layout for key, layout in plan.layouts.items() if key.domain not in config.whole
         ]
         for plan in plans
     ]
@@ -124,8 +123,8 @@ def build_units(
             own = config.for_group(plan.strategy, key.domain)
             staging = unit_buffers(runtime, ordinal, own, weights, buckets)
             groups += [ParamGroup(
-                f"{plan.name}/{key.domain}", key, managed, domains[key.domain], own,
-                staging, quantized if key.quantized else None, values,
+                f"{plan.name}/{key.domain}", key, managed, plan.layouts[key],
+                domains[key.domain], own, staging, quantized if key.quantized else None, values,
             )]  # fmt: skip
         strategy = config.for_unit(plan.strategy).strategy
         units.append(Unit(plan, ordinal, groups, strategy, quantized))

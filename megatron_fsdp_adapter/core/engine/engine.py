@@ -25,7 +25,7 @@ from .construction import (
     memory_of_exchanges,
 )
 from .gather import GatherPipeline
-from .group import GradState, ParamGroup
+from .group import GradState, ParamGroup, laid_out
 from .guard import unchecked
 from .identity import Identity, ParameterSwitch, ParamPair, make_pairs
 from .launches import LaunchComparison
@@ -90,6 +90,7 @@ class FsdpEngine:
         self.config, self.runtime = config, runtime
         runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
+        plans = laid_out(plans, used, config)
         gathers = {d: make_communicator(v.gather_group, runtime.device) for d, v in used.items()}
         reduces = {d: make_communicator(v.reduce_group, runtime.device) for d, v in used.items()}
         outer = {

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -51,7 +52,7 @@ from .buffer import WHOLE, Copies, ShardedBuffer, copy_each
 from .buffer_pool import UnitBuffers, bucket_dtype
 from .guard import unchecked
 from .offloaded import OffloadedBuffer
-from .partition import GroupKey, ManagedParam
+from .partition import GroupKey, ManagedParam, UnitPlan
 from .quantized import PlanesWriter, QuantizedParams, QuantizedWeight
 from .wgrad import FusedWgrad
 
@@ -107,6 +108,7 @@ class ParamGroup:
         name: str,
         key: GroupKey,
         managed: list[ManagedParam],
+        layout: GroupLayout,
         domain: ShardDomain,
         config: EngineConfig,
         staging: UnitBuffers,
@@ -115,7 +117,7 @@ class ParamGroup:
     ) -> None:
         self.name, self.key, self.domain, self.config = name, key, domain, config
         self.staging, runtime = staging, staging.runtime
-        self.managed = managed
+        self.managed, self.layout = managed, layout
         self.params = [entry.param for entry in managed]
         self.splits_outer = splits_outer(domain, config)
         self.is_single_rank = key.domain in config.whole
@@ -124,7 +126,6 @@ class ParamGroup:
                 f"whole={config.whole}: {key.domain!r} is sharded over {domain.axis.size} ranks; "
                 "name domains of one rank only"
             )
-        self.layout = plan_layout(key, managed, domain, config)
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
         self.is_read = self._release_waits = False
@@ -139,13 +140,14 @@ class ParamGroup:
     def _set_parts(self) -> None:
         """The shard axis is the slow one: what an outer rank holds lies inside its inner shard,
         so that the two axes are gathered and reduced one after the other, in place."""
-        axis, outer = self.domain.axis, self.domain.outer
-        number, rank = (axis.size, axis.rank) if self.shards_main else (1, 0)
-        self.full = ShardSpec(self.layout.with_shards(1), 0)
-        self.inner = self.held = ShardSpec(self.layout.with_shards(number), rank)
-        if self.splits_outer and outer is not None:
-            number, rank = number * outer.size, nested_shard_rank(rank, outer.rank, outer.size)
-            self.held = ShardSpec(self.layout.with_shards(number), rank)
+        size = self.domain.axis.size if self.shards_main else 1
+        rank, layout = shard_rank(self.domain, self.config), self.layout
+        self.full = self.inner = ShardSpec(layout.with_shards(1), 0)
+        if self.shards_main:
+            self.inner = ShardSpec(layout.with_shards(size), self.domain.axis.rank)
+        self.held = self.inner
+        if self.splits_outer:
+            self.held = ShardSpec(layout.with_shards(size * self.domain.outer_size), rank)
 
     @property
     def keeps_grads(self) -> bool:
@@ -436,20 +438,41 @@ def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
     return config.shard_outer and domain.outer is not None
 
 
+def shard_rank(domain: ShardDomain, config: EngineConfig) -> int:
+    """Which of the shards of main weights, over all axes, this rank has."""
+    outer, inner = domain.outer, domain.axis.rank if config.strategy.shard_main else 0
+    if outer is None or not splits_outer(domain, config):
+        return inner
+    return nested_shard_rank(inner, outer.rank, outer.size)
+
+
 PlaneItems = Mapping[str, list[torch.Tensor]]
 """By name of the plane, a tensor for each parameter."""
 
 
-def plan_layout(
-    key: GroupKey, managed: Sequence[ManagedParam], domain: ShardDomain, config: EngineConfig
-) -> GroupLayout:
-    """The layout of the parameters of one group, over all shards of their main weights."""
-    return plan_group(
-        [entry.spec(index, key.quantized) for index, entry in enumerate(managed)],
-        domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
-        padding_bound=config.padding_bound,
-        max_segments=config.max_segments,
-    )
+def laid_out(
+    plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig
+) -> list[UnitPlan]:
+    """`plans` with the layouts of their groups, over all shards of their main weights. A group that
+    has a layout of the same parameters keeps it."""
+
+    def layout(plan: UnitPlan, key: GroupKey) -> GroupLayout:
+        specs = tuple(
+            entry.spec(index, key.quantized) for index, entry in enumerate(plan.groups[key])
+        )
+        known, domain = plan.layouts.get(key), domains[key.domain]
+        if known is not None and known.specs == specs:
+            return known
+        return plan_group(
+            specs,
+            domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
+            padding_bound=config.padding_bound,
+            max_segments=config.max_segments,
+        )
+
+    return [
+        replace(plan, layouts={key: layout(plan, key) for key in plan.groups}) for plan in plans
+    ]
 
 
 def by_domain(groups: Sequence[ParamGroup]) -> dict[str, list[ParamGroup]]:

@@ -11,7 +11,7 @@ buffer, one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
+from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 
@@ -97,7 +98,8 @@ class UnitPlan:
     it, of a unit that was joined of several. `backward_reads_weights` is False for units whose
     backward needs no weights (an embedding look-up), which are not gathered in backward.
     `inside`: of how many other units, the root aside, its module is a part. `strategy`: the unit's
-    own, where that keeps more than the engine's.
+    own, where that keeps more than the engine's. `layouts`: of its groups, once they are planned
+    (`group.laid_out`).
     """
 
     name: str
@@ -107,6 +109,7 @@ class UnitPlan:
     inside: int = 0
     strategy: Strategy | None = None
     more: tuple[nn.Module, ...] = ()
+    layouts: Mapping[GroupKey, GroupLayout] = field(default_factory=dict)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
