@@ -21,17 +21,10 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 
 from ..core.config import MixedPrecisionPolicy
-from ..core.engine.engine import FsdpEngine
-from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..graphs.full_iteration import FullIterationGraphs
 from ..optim.memory import trim
-from ..quantized import TransformerEngineParams
-from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.export_source import Source
-from ..sharding.materialize import target_device
-from ..sharding.placement import Placements
-from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
     GradSync,
     check_trained,
@@ -39,31 +32,14 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from ..sharding.unit_grouping import group_layers, layer_numels
-from ..sharding.unsharded_budget import GIB
 from . import optimizer_seam, schedule_plans
-from .construction_problems import construction_problems
-from .core_init import core_initializers
-from .core_support import require_supported_core
-from .domains import SHARED_EMBEDDING, ModelDomains, whole_domains_of
+from .construction import Arguments, build, checked_domains, force_options
+from .domains import SHARED_EMBEDDING
 from .export_adapter import export_source
-from .fused_wgrad import asks_fusion
-from .grad_checks import chosen_check
-from .inner_module import ParamAndGradBuffer, ShardedModule
+from .inner_module import ShardedModule
 from .layer_graphs import LayerCaptures
 from .no_sync_check import NoSyncCheck
-from .options import capability, ddp_options, staging_options, unit_grouping
-from .options.rules import is_on
-from .options.settings import FP8_PARAM, WRAPPER, settle
-from .options.table import DECOUPLED, GATHER_PARTS
 from .param_attributes import mark
-from .te_weight_cache import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
-from .units import chosen_units, plan_units, with_unsharded_units
-
-
-def _dtype_name(dtype: torch.dtype | None) -> str:
-    """How the line that the wrapper prints names a dtype of the policy."""
-    return "in each parameter's dtype" if dtype is None else str(dtype)
 
 
 class FullyShardedDataParallel(GradSync, _BaseDataParallel):
@@ -102,17 +78,14 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         pg_collection: Any | None = None,
         module_placements: Mapping[str, str] | None = None,
     ) -> None:
-        require_supported_core()
-        super().__init__(config=config, module=module)
-        self._placements = Placements(module_placements or {})
-        self.device, self.ddp_config = target_device(module, device), ddp_config
-        self._initializer_of = core_initializers(config)
-        index, problems = construction_problems(
+        given = Arguments(
             config, ddp_config, module, fsdp_unit_modules, device, pg_collection,
-            target=self.device, placements=self._placements, initializer_of=self._initializer_of,
+            module_placements or {},
         )  # fmt: skip
-        raise_problems("FullyShardedDataParallel", problems)
-        assert index is not None  # or there were problems
+        domains = checked_domains(given)
+        index = domains.index
+        super().__init__(config=config, module=module)
+        self.device, self.ddp_config = given.device, ddp_config
         self.megatron_fsdp_dist_index = index
         installed = optimizer_seam.install_while_alive(self)
         self.disable_bucketing, self.bucket_size = disable_bucketing, None
@@ -121,128 +94,28 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
         self.tp_group, self.force_all_reduce = index.tp_group, False
-        self.engine = self._build_engine(module, fsdp_unit_modules)
+        self._built = built = build(given, domains)
+        self.engine = built.engine
+        self.fsdp_unit_modules = list(built.plan.classes)
+        if schedule_plans.is_asked_for(config):
+            schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
         self.captures = FullIterationGraphs(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
-        changes = settle(WRAPPER, {"ddp": ddp_config, "model": config})
-        forced = {change.option: change.after for change in changes}
-        quantizes = capability.recipe_of(config) is not None
-        if asks_fusion(config) or (quantizes and self.engine.config.strategy.shard_weights):
-            forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
+        forced = force_options(given, self.engine)
         self.module = ShardedModule(config, module, self.engine)
-        decoupled = is_on(ddp_config, DECOUPLED)
-        self.param_and_grad_buffer = ParamAndGradBuffer(
-            self.engine, self._slot_memory, decoupled
-        )
-        self.module.param_and_grad_buffer = self.param_and_grad_buffer
+        self.param_and_grad_buffer = built.param_and_grad_buffer
+        self.module.param_and_grad_buffer = built.param_and_grad_buffer
         for pair in self.engine.pairs:
-            mark(pair, self.engine, self.megatron_fsdp_dist_index)
+            mark(pair, self.engine, index)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materializing weights, would give all of them the same dropout in what they split.
         register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
-        self._announce(forced)
-
-    def _build_engine(
-        self, module: nn.Module, unit_classes: list[type[nn.Module] | str] | None
-    ) -> FsdpEngine:
-        engine_config = ddp_options.engine_config(self.ddp_config)
-        parts = is_on(self.ddp_config, GATHER_PARTS)
-        units = chosen_units(module, unit_classes, parts)
-        self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
-        domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
-        plans = plan_units(module, units, self.config, engine_config, domains)
-        # Named classes are the units: layers are not grouped.
-        layers = layer_numels(plans) if unit_classes is None else []
-        plans = group_layers(plans, unit_grouping.unit_numel(self.config, self.ddp_config, layers))
-        self._joined = unit_grouping.described(plans)
-        by_name = domains.by_name()
-        engine_config = with_single_rank_domains(
-            engine_config, by_name, whole_domains_of(self.config)
-        )
-        plans, self._kept = with_unsharded_units(
-            plans, module, self.config, engine_config, by_name, self.device,
-            ddp_options.unsharded_budget(self.ddp_config),
-        )
-        quantized = any(key.quantized for plan in plans for key in plan.groups)
-        self._slot_memory = staging_options.slot_memory(
-            self.ddp_config, domains.index, self.device
-        )
-        engine = build_engine(
-            "FullyShardedDataParallel",
-            module,
-            plans,
-            by_name,
-            engine_config,
-            self.device,
-            self._initializer_of,
-            grad_check=chosen_check(self.ddp_config),
-            allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
-            quantized=TransformerEngineParams() if quantized else None,
-        )
-        domains.broadcast_left_alone(module)
-        begin_delayed_scaling(module, self.config)
-        if schedule_plans.is_asked_for(self.config):
-            schedule_plans.watch_plans(module, engine, weakref.WeakMethod(self._before_pass))
-        return engine
-
-    def _announce(self, forced: Mapping[str, bool]) -> None:
-        """Prints, on one rank, what the wrapper does and what it switched on by itself."""
-        if dist.get_rank() != 0:
-            return
-        engine, axis = self.engine, self.megatron_fsdp_dist_index.domain(DENSE).axis
-        groups = engine.groups
-        numel = sum(group.layout.item_numel for group in groups)
-        padding = sum(group.layout.padding_numel for group in groups)
-        kept = ", ".join(f"{name}={value}" for name, value in forced.items())
-        said = (
-            f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
-            f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
-            f"{numel} parameters{self._quantized()}, {100 * padding / numel:.2f}% padding; "
-            "main weights "
-            f"{_dtype_name(engine.config.policy.main_params_dtype)}"
-            f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
-            f"{self._wire()}; {self._kept_whole()}{self._joined}"
-            f"{'set by the wrapper: ' if kept else ''}{kept}"
-        )
-        print(said.removesuffix("; "), flush=True)
-
-    def _wire(self) -> str:
-        config = self.engine.config
-        narrow = {
-            str(group.bucket.tensor.dtype)
-            for group in self.engine.groups
-            if group.key.requires_grad and group.has_transient_bucket
-        } - {str(config.policy.comm_dtype)}
-        carried = f" (what autograd makes, carried as {', '.join(sorted(narrow))})"
-        return f"{config.policy.comm_dtype}{carried if narrow else ''}"
-
-    def _kept_whole(self) -> str:
-        """What is not sharded: of domains of one rank, and what a budget keeps over a step."""
-        budget, kept = ddp_options.unsharded_budget(self.ddp_config), self._kept
-        whole = (group.key.domain for group in self.engine.groups if group.is_single_rank)
-        alone = {name.split(",")[0] for name in whole}
-        said = f"whole, on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
-        if not budget:
-            return said
-        count = len(kept.rows)
-        return said + (
-            f"whole over a step: weights of {kept.weights} and gradients of {kept.grads} of "
-            f"{count} units, for {kept.nbytes / GIB:.3f} of {budget / GIB:g} GiB; "
-        )
-
-    def _quantized(self) -> str:
-        """How many of the parameters of this rank are, in which format. Printed also if there are
-        none though they were asked for: layers that are not Transformer Engine's make none."""
-        groups = [group for group in self.engine.groups if group.key.quantized]
-        if not groups and not is_on(self.config, FP8_PARAM):
-            return ""
-        numel = sum(group.layout.item_numel for group in groups)
-        formats = sorted({group.key.format.name for group in groups})
-        return f" ({numel} of them quantized{': ' if formats else ''}{', '.join(formats)})"
+        if dist.get_rank() == 0:
+            print(built.announcement(config, forced), flush=True)
 
     def describe(self) -> str:
         """A table of the domains and of every parameter with the domain that it belongs to."""

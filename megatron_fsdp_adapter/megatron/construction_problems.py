@@ -3,18 +3,23 @@ made of it, so that all of it can be raised at once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.topology import FSDPDistributedIndex
-from ..sharding.materialize import InitializerOf, meta_problems
+from ..sharding.materialize import InitializerOf, meta_problems, target_device
 from ..sharding.module_problems import module_problems
 from ..sharding.placement import Placements
+from ..sharding.problems import raise_problems
 from . import activation_offload
 from .compat import core_api
-from .domains import read_index
+from .core_init import core_initializers
+from .core_support import require_supported_core
+from .domains import ModelDomains, read_index
 from .model_problems import model_problems
 from .options import (
     arguments,
@@ -24,35 +29,59 @@ from .options import (
 )
 
 
-def construction_problems(
-    config: Any,
-    ddp_config: Any,
-    module: nn.Module,
-    unit_classes: list[type[nn.Module] | str] | None,
-    device: torch.device | None,
-    pg_collection: Any | None,
-    *,
-    target: torch.device,
-    placements: Placements,
-    initializer_of: InitializerOf,
-) -> tuple[FSDPDistributedIndex | None, list[str]]:
-    """The index over the process groups, None only if there are problems, and the problems. The
-    first arguments are the constructor's; `target`: the device of the buffers. Collective where
-    the wrapper makes groups."""
+@dataclass(frozen=True)
+class Arguments:
+    """Those of a wrapper's constructor."""
+
+    config: Any
+    ddp_config: Any
+    module: nn.Module
+    unit_classes: list[type[nn.Module] | str] | None
+    given_device: torch.device | None
+    pg_collection: Any | None
+    module_placements: Mapping[str, str]
+
+    @cached_property
+    def placements(self) -> Placements:
+        """What is sharded, and what is left as it is."""
+        return Placements(self.module_placements)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Of the flat buffers."""
+        return target_device(self.module, self.given_device)
+
+    @cached_property
+    def initializer_of(self) -> InitializerOf:
+        """What gives values to modules on the meta device."""
+        return core_initializers(self.config)
+
+
+def checked_domains(given: Arguments) -> ModelDomains:
+    """The domains over the process groups. Collective where the wrapper makes groups.
+
+    Raises:
+        RuntimeError: this megatron-core is not supported.
+        ValueError: with everything that is wrong with the arguments.
+    """
+    require_supported_core()
+    config, ddp_config, module = given.config, given.ddp_config, given.module
     found = [
         *validation.wrapper_problems(
-            config, ddp_config, target, core_api.asks_tokens_on_the_host()
+            config, ddp_config, given.device, core_api.asks_tokens_on_the_host()
         ),
-        *capability.device_problems(config, target),
+        *capability.device_problems(config, given.device),
         *activation_offload.problems(config),
         *module_problems(
-            module, unit_classes, device, ddp_options.main_params_dtype(ddp_config),
-            placements.manages,
+            module, given.unit_classes, given.given_device,
+            ddp_options.main_params_dtype(ddp_config), given.placements.manages,
         ),
         *model_problems(module, config, ddp_config),
-        *meta_problems(module, config.init_model_with_meta_device, initializer_of),
-        *placements.problems(module),
-        *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
+        *meta_problems(module, config.init_model_with_meta_device, given.initializer_of),
+        *given.placements.problems(module),
+        *arguments.group_problems(config, arguments.group_ranks(given.pg_collection)),
     ]  # fmt: skip
-    index, of_groups = read_index(module, config, ddp_config, target, pg_collection)
-    return index, found + of_groups
+    index, of_groups = read_index(module, config, ddp_config, given.device, given.pg_collection)
+    raise_problems("FullyShardedDataParallel", found + of_groups)
+    assert index is not None  # or there were problems
+    return ModelDomains(index, given.placements, given.device)

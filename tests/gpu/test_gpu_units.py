@@ -69,7 +69,7 @@ def bytes_and_kept(trainer: Trainer) -> tuple[int, Any]:
     """Of all gathered weights; what was kept."""
     groups = trainer.wrapper.engine.groups
     nbytes = sum(full.nbytes for group in groups for full in group.weights)
-    return nbytes, trainer.wrapper._kept
+    return nbytes, trainer.wrapper._built.plan.kept
 
 
 def kept_train_alike(rank: int, world: int, name: str) -> str:

@@ -13,7 +13,16 @@ from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, 
 from ...core.runtime.rank_warnings import warn
 from ...sharding.unsharded_budget import GIB
 from .rules import is_on
-from .table import BUDGET, GRAD_COMM, MAIN_GRADS, MAIN_PARAMS, TRANSPOSES, engine_fields, read
+from .table import (
+    BUDGET,
+    DECOUPLED,
+    GRAD_COMM,
+    MAIN_GRADS,
+    MAIN_PARAMS,
+    TRANSPOSES,
+    engine_fields,
+    read,
+)
 
 
 def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
@@ -26,6 +35,11 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
 def unsharded_budget(ddp_config: Any) -> int:
     """Bytes that units may take more than their strategy does, to stay whole over a step."""
     return int((read(ddp_config, BUDGET) or 0.0) * GIB)
+
+
+def decouples_grads(ddp_config: Any) -> bool:
+    """Whether the optimizer reads `decoupled_grad`, which may have another dtype than `grad`."""
+    return is_on(ddp_config, DECOUPLED)
 
 
 def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
