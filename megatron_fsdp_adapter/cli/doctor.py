@@ -11,9 +11,6 @@ configuration will do or be refused for. Starts no training and no process group
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import difflib
 import importlib.metadata
 import json
 import os
@@ -26,15 +23,14 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.cli import machine, prove
+from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
 from megatron_fsdp_adapter.megatron.compat import patches, releases
 from megatron_fsdp_adapter.megatron.compat.table import NAMES
-from megatron_fsdp_adapter.megatron.options import sizes, support, table, validation
-from megatron_fsdp_adapter.megatron.options.settings import SETTINGS, Change, format_changes
-from megatron_fsdp_adapter.models.spec import OPTIONS
+from megatron_fsdp_adapter.megatron.options import sizes, validation
+from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
-from megatron_fsdp_adapter.prove import scale_down, source
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -101,8 +97,8 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     args: Any
     changes: list[Change]
     if given.script is None:
-        chosen = settings(given)
-        plain = {**validation.PLAIN_OPTIONS, **_of_this_core()}
+        chosen = named_options(given.set)
+        plain = {**validation.PLAIN_OPTIONS, **optimizer_options()}
         args, changes = SimpleNamespace(**{**plain, **chosen}), []
     else:
         args = runner.parse_arguments(Path(given.script), given.arguments)
@@ -121,18 +117,6 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def _of_this_core() -> dict[str, Any]:
-    """Options of optimizers that not every release has, as the optimizer config of the
-    megatron-core that is here has them: by these rules tell what Megatron-LM can do, whose
-    arguments have the same names."""
-    try:
-        from megatron_fsdp_adapter.megatron.compat import core_api
-    except ModuleNotFoundError:  # no megatron-core, which `bindings` reports
-        return {}
-    fields = core_api.optimizer_defaults()
-    return {name: value for name, value in fields.items() if name.startswith(support.EMERGING)}
-
-
 def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
     """What `plan` says, where it knows the device: that of --plan, or the one that is here. What it
     cannot plan is told, as the rest of the report stands."""
@@ -145,60 +129,6 @@ def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
         return advice.advice(options, given.world_size or 1, gpu)
     except (ValueError, RuntimeError) as error:
         return [f"nothing, as it cannot be planned: {error}"]
-
-
-ARGUMENTS = (
-    "bias_gelu_fusion", "bias_swiglu_fusion", "decrease_batch_size_if_needed", "fp4_format",
-    "fp8_format", "global_batch_size", "micro_batch_size", "quick_geglu", "recompute_activations",
-    "rotary_base", "rotary_percent", "separate_all_gather_groups", "squared_relu",
-    "start_weight_decay",
-)  # fmt: skip
-"""Arguments of Megatron-LM that are read here, are no fields of its configs and in no table."""
-
-
-def known_options() -> set[str]:
-    """Names that `--set` may have: fields of the configs of the megatron-core that is here, and
-    arguments of Megatron-LM that are read. Empty without megatron-core."""
-    try:
-        from megatron_fsdp_adapter.megatron.compat import core_api
-        from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
-    except ModuleNotFoundError:  # which `bindings` reports
-        return set()
-    own = dataclasses.fields(DistributedDataParallelConfig)
-    return {
-        *core_api.config_fields(), *(one.name for one in own), *OPTIONS, *source.ALIASES,
-        *scale_down.SIZES, *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED),
-        *validation.known_arguments(), *sizes.NAMES, *(row.option for row in SETTINGS),
-        *ARGUMENTS,
-    }  # fmt: skip
-
-
-def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """Options of `--set` by their names. ValueError for names that nothing has."""
-    chosen = dict(map(_assignment, given.set))
-    known = known_options()
-    wrong = []
-    for name in chosen if known else ():
-        if name not in known:
-            longer = sorted((one for one in known if name in one), key=lambda one: (len(one), one))
-            near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
-            remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            wrong.append(f"--set {name}={chosen[name]}: no option that is read here. {remedy}")
-    wrong += [f"--set {line}" for line in sizes.not_above_zero(chosen)]
-    if wrong:
-        raise ValueError("\n".join(wrong))
-    return chosen
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    name = name.removeprefix("--").replace("-", "_")
-    if not separator:
-        raise ValueError(f"--set {text}: it has no value. Write option=value.")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, table.DTYPES.get(value, value)
 
 
 def examine(given: argparse.Namespace) -> dict[str, Any]:
@@ -306,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
         if given.world_size is not None and given.world_size < 1:
             raise ValueError(f"--world-size {given.world_size}: there are no ranks. Use 1 or more.")
         if given.prove:
-            return prove.main(given, settings(given))
+            return prove.main(given, named_options(given.set))
         report = examine(given)
     except ValueError as error:
         print(f"doctor: {error}", file=sys.stderr)
