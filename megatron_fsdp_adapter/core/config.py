@@ -55,23 +55,27 @@ POLICY_DTYPES = (None, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes beside the compute dtype, which is the parameters' own.
+    """Dtypes of a sharded model.
 
     Attributes:
         main_params_dtype: dtype of the weights that the optimizer updates; None means that of
             each parameter.
         main_grads_dtype: dtype in which gradients accumulate; None means float32.
         grad_comm_dtype: dtype on the wire; None means the main-gradient dtype.
+        compute_dtype: dtype of the weights that floating-point modules compute with; None means
+            that of each parameter. `fully_shard_model` alone has it, as FSDP2's `param_dtype`.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
-            if dtype not in POLICY_DTYPES:
-                raise ValueError(f"{name}={dtype}: use one of {list(POLICY_DTYPES)}")
+            allowed = [*POLICY_DTYPES, *([torch.float16] if name == "compute_dtype" else [])]
+            if dtype not in allowed:
+                raise ValueError(f"{name}={dtype}: use one of {allowed}")
 
     @property
     def grads_dtype(self) -> torch.dtype:

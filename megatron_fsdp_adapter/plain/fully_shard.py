@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from ..core.engine.engine import FsdpEngine
@@ -202,6 +203,7 @@ def _engine(
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not only_looks_up(unit, {nn.Embedding}),
         format_of=format_of,
+        compute_dtype=config.policy.compute_dtype,
     )
     engine = build_engine(
         "fully_shard_model", module, plans, dict(index.domains),
@@ -209,9 +211,23 @@ def _engine(
         target_device(module, None), own_initializer, grad_check=check,
         quantized=TransformerEngineParams(),
     )
+    if config.policy.compute_dtype is not None:
+        for each in (*units.values(), module):
+            cast = functools.partial(_cast_inputs, config.policy.compute_dtype)
+            each.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
     if named is None:
         _announce(module, list(units.values()), engine)
     return engine
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """The inputs of a module, floating-point tensors in `dtype`."""
+    return tree_map_only(  # type: ignore[no-any-return]
+        torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value,
+        (args, kwargs),
+    )
 
 
 def _chosen_units(
@@ -290,7 +306,9 @@ def fully_shard_model(
             reduced one by one, and which all ranks call alike; [] for the whole module at once. By
             default those in `_no_split_modules`, else the entries of the largest lists of layers.
         data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
-        mixed_precision_policy: dtypes of main weights, main gradients and communication.
+        mixed_precision_policy: dtypes of main weights, main gradients and communication. With a
+            `compute_dtype` units compute in it, whatever dtype their parameters have: weights are
+            cast when they are gathered, and floating-point inputs of units when they are called.
         average_gradients: whether gradients are the mean over ranks, or the sum.
         chunked_optimizer_state_offload: main weights, and the state of a sharded optimizer (Adam),
             are in host memory; a step brings both to the device, one unit after the other.

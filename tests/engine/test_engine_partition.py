@@ -170,7 +170,7 @@ def test_only_what_is_known_to_look_up_is_not_gathered_in_backward(name):
 def test_specs_cut_between_rows(shape):
     module = nn.Module()
     module.p = nn.Parameter(torch.ones(shape))
-    spec = managed_params(module)[0].spec(0)
+    spec = managed_params(module)[0].spec(0, GroupKey("dense", torch.float32, True))
     assert spec.shape == shape and spec.granularity == torch.ones(shape or (1,))[0].numel()
 
 

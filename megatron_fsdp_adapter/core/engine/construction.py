@@ -26,9 +26,10 @@ def broadcast_weights(
     rank keeps other rows, so ranks that were initialized differently would otherwise shard a model
     that none of them had.
 
-    Returns what main weights of quantized parameters begin as: the values that those were made
-    from, or, not preserved, what they stand for. Their bytes are not quantized again:
-    they may have been made from rounded values, which would give other bytes."""
+    Returns what main weights begin as, where compute weights are not exactly that. Of parameters
+    with another compute dtype: their values. Of quantized ones: the values that they were made
+    from, or, not preserved, what they stand for. Their bytes are not quantized again: they may
+    have been made from rounded values, which would give other bytes."""
     values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
@@ -37,6 +38,8 @@ def broadcast_weights(
                 communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
             if quantized is None or not key.quantized:
                 _broadcast(entry.param.data, mine)
+                if key.given is not None:
+                    values[entry.param] = entry.param.data
                 continue
             fields = list(quantized.fields(entry.param).values())
             for tensor in (*fields, *quantized.scales(entry.param)):

@@ -166,9 +166,9 @@ class ParamGroup:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """Frozen parameters have no optimizer, so their main weights stay in compute dtype."""
+        """Frozen parameters have no optimizer, so their main weights stay in their own dtype."""
         chosen = self.config.policy.main_params_dtype
-        return self.key.dtype if chosen is None or not self.key.requires_grad else chosen
+        return self.key.own_dtype if chosen is None or not self.key.requires_grad else chosen
 
     @property
     def main_is_weight(self) -> bool:
@@ -270,14 +270,12 @@ class ParamGroup:
         else:
             self.main = self._buffer(self.held, self.main_dtype)
         self.device_main = self.main if self.staged is None else self.staged.device_buffer
-        if self.key.quantized:
-            for index, (param, rows) in enumerate(
-                zip(self.params, self.main.items(self.held), strict=True)
-            ):
-                part = self.held.range(index)
-                rows.copy_(values[param].reshape(-1)[part.start : part.stop].view(rows.shape))
-        elif not self.main_is_weight:
+        if not self.main_is_weight and self.held_weights:
             copy_each(self.main.segments(self.held), self.held_weights)
+        for index, param in enumerate(self.params):
+            if param in values:
+                part, rows = self.held.range(index), self.main.items(self.held)[index]
+                rows.copy_(values[param].reshape(-1)[part.start : part.stop].view(rows.shape))
 
     def _build_grads(self) -> None:
         sharded, policy = not self.keeps_grads, self.config.policy
@@ -458,7 +456,7 @@ def laid_out(
 
     def layout(plan: UnitPlan, key: GroupKey) -> GroupLayout:
         specs = tuple(
-            entry.spec(index, key.quantized) for index, entry in enumerate(plan.groups[key])
+            entry.spec(index, key) for index, entry in enumerate(plan.groups[key])
         )
         known, domain = plan.layouts.get(key), domains[key.domain]
         if known is not None and known.specs == specs:

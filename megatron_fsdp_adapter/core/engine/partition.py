@@ -36,12 +36,19 @@ Slot = tuple[nn.Module, str]
 @dataclass(frozen=True)
 class GroupKey:
     """What the parameters of one group have in common. dtype: of the compute weights, nominal
-    where they are quantized. quantized: their format; None if that is `dtype`."""
+    where they are quantized. quantized: their format; None if that is `dtype`. given: the dtype
+    that the module had, where it is to compute in another; None if it is `dtype`."""
 
     domain: str
     dtype: torch.dtype
     requires_grad: bool
     quantized: WeightFormat | None = None
+    given: torch.dtype | None = None
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """That of the module's parameters."""
+        return self.given or self.dtype
 
     @cached_property
     def format(self) -> WeightFormat:
@@ -74,18 +81,18 @@ class ManagedParam:
         with unchecked():
             return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
 
-    def spec(self, index: int, quantized: WeightFormat | None = None) -> ParamSpec:
-        """What the layout planner needs to know. Shards are cut between rows of dim 0, or granules
-        of a quantized format."""
+    def spec(self, index: int, key: GroupKey) -> ParamSpec:
+        """What the layout planner needs to know, in the group of this key. Shards are cut between
+        rows of dim 0, or granules of a quantized format."""
         shape = tuple(self.param.shape)
         return ParamSpec(
             index=index,
             fqns=self.fqns,
             shape=shape,
-            dtype=self.param.dtype,
+            dtype=key.dtype,
             requires_grad=self.param.requires_grad,
-            granularity=(quantized or plain(self.param.dtype)).granularity(shape),
-            quantized=quantized,
+            granularity=key.format.granularity(shape),
+            quantized=key.quantized,
             from_autograd=self.writer is WgradProtocol.AUTOGRAD and self.has_grads_of_its_dtype,
         )
 
@@ -173,6 +180,7 @@ def partition(
     writer_of: Callable[[ManagedParam], WgradProtocol] = lambda managed: WgradProtocol.AUTOGRAD,
     manages: Callable[[ManagedParam], bool] = lambda managed: True,
     format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
+    compute_dtype: torch.dtype | None = None,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -185,6 +193,8 @@ def partition(
         writer_of: `ManagedParam.writer` of a parameter.
         manages: whether a parameter is to be sharded at all; others stay as they are.
         format_of: how a parameter is represented; None in its own dtype.
+        compute_dtype: of the compute weights of floating-point parameters that are not quantized;
+            None for each parameter's own.
 
     Raises:
         ValueError: no parameter below `module` requires a gradient; or a parameter cannot be
@@ -206,12 +216,13 @@ def partition(
     plans[ROOT] = UnitPlan(ROOT, None)
     names = list(units)
     for managed in params:
+        format, own = _checked(format_of(managed), managed), managed.param.dtype
+        casts = compute_dtype is not None and own.is_floating_point and format is None
+        dtype = compute_dtype if casts and compute_dtype is not None else own
         key = GroupKey(
-            domain_of(managed.param, managed.fqns[0]),
-            managed.param.dtype,
-            managed.param.requires_grad,
-            _checked(format_of(managed), managed),
-        )
+            domain_of(managed.param, managed.fqns[0]), dtype, managed.param.requires_grad, format,
+            None if dtype == own else own,
+        )  # fmt: skip
         plan = plans[_common_owner(managed.fqns, names)]
         split = split_of(managed.param, managed.fqns[0])
         entry = replace(managed, split=split, writer=writer_of(managed))
