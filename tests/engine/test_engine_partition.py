@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from megatron_fsdp_adapter.core.engine.partition import (
     ROOT,
+    GroupKey,
     managed_params,
     only_looks_up,
     partition,
