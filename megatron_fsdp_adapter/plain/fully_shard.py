@@ -261,10 +261,6 @@ def _announce(module: nn.Module, units: Sequence[nn.Module], engine: FsdpEngine)
     print(f"fully_shard_model: {said}", flush=True)
 
 
-def _grad_check(by_unit: bool, by_param: bool) -> GradCheck | None:
-    return GradCheck(by_param) if by_unit or by_param else None
-
-
 def _raise_problems(
     module: nn.Module, classes: Sequence[type[nn.Module] | str] | None, main: torch.dtype | None,
     on_meta: bool,
@@ -306,9 +302,8 @@ def fully_shard_model(
             reduced one by one, and which all ranks call alike; [] for the whole module at once. By
             default those in `_no_split_modules`, else the entries of the largest lists of layers.
         data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
-        mixed_precision_policy: dtypes of main weights, main gradients and communication. With a
-            `compute_dtype` units compute in it, whatever dtype their parameters have: weights are
-            cast when they are gathered, and floating-point inputs of units when they are called.
+        mixed_precision_policy: dtypes of main weights, main gradients and communication, and of
+            units while they compute, whose inputs are cast too.
         average_gradients: whether gradients are the mean over ranks, or the sum.
         chunked_optimizer_state_offload: main weights, and the state of a sharded optimizer (Adam),
             are in host memory; a step brings both to the device, one unit after the other.
@@ -316,9 +311,8 @@ def fully_shard_model(
 
     The other options are those of Megatron's DDP config.
 
-    Raises:
-        ValueError: a module without trainable parameters, sharded already, or on several devices;
-            a unit class that matches nothing; an option with a wrong value.
+    ValueError: no trainable parameters, a module that is sharded already or on several devices, a
+    unit class that matches nothing, an option with a wrong value.
     """
     main = mixed_precision_policy.main_params_dtype
     _raise_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
@@ -332,7 +326,8 @@ def fully_shard_model(
         offload=chunked_optimizer_state_offload,
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
-    check = _grad_check(check_for_nan_in_grad, report_nan_in_param_grad)
+    by_param = report_nan_in_param_grad
+    check = GradCheck(by_param) if by_param or check_for_nan_in_grad else None
     engine = _engine(module, fsdp_unit_modules, index, config, check)
     engine.auto_sync, engine.user_managed_loop = sync_model_each_microbatch, True
     return FullyShardedModel(module, engine)
