@@ -309,10 +309,9 @@ def fully_shard_model(
             are in host memory; a step brings both to the device, one unit after the other.
         sync_model_each_microbatch: `set_model_auto_sync`: backward ends with finished gradients.
 
-    The other options are those of Megatron's DDP config.
-
-    ValueError: no trainable parameters, a module that is sharded already or on several devices, a
-    unit class that matches nothing, an option with a wrong value.
+    The other options are those of Megatron's DDP config. ValueError: no trainable parameters, a
+    module that is sharded already or on several devices, a unit class that matches nothing, an
+    option with a wrong value.
     """
     main = mixed_precision_policy.main_params_dtype
     _raise_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
@@ -326,8 +325,8 @@ def fully_shard_model(
         offload=chunked_optimizer_state_offload,
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
-    by_param = report_nan_in_param_grad
-    check = GradCheck(by_param) if by_param or check_for_nan_in_grad else None
+    checks = check_for_nan_in_grad or report_nan_in_param_grad
+    check = GradCheck(report_nan_in_param_grad) if checks else None
     engine = _engine(module, fsdp_unit_modules, index, config, check)
     engine.auto_sync, engine.user_managed_loop = sync_model_each_microbatch, True
     return FullyShardedModel(module, engine)
