@@ -1,47 +1,28 @@
-"""CUDA graphs behind an interface: pools of memory, capture, replay.
+"""CUDA graphs: pools of memory, capture, replay.
 
-`Graphs` is what the engine speaks to. The one in tests records operators on the host, so that what
-a replay reads, writes and leaves out can be looked at without a GPU.
+What is here is all that the rest of the package asks of a device. Tests put a class in its place
+that records operators on the host, so that what a replay reads, writes and leaves out can be looked
+at without a GPU.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
 
 
-class Graph(Protocol):
-    def replay(self) -> None:
-        """Runs what was captured, on the current stream."""
-
-
-class Graphs(Protocol):
-    """Captures functions. What they allocate is in a *pool*: memory that nothing but captures in
-    the same pool is given, at addresses that a replay uses again."""
-
-    def new_pool(self) -> Any: ...
-
-    def pool_bytes(self, pool: Any) -> int:
-        """What the pool has of the device's memory, in use or not."""
-
-    def capture(self, function: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
-        """A graph of what `function` launches, none of which has run, and what it returns: tensors
-        that hold something after a replay."""
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor at the same address, with the same shape, strides and dtype, that does not keep
-        the memory: the pool may give it to a later capture, which is replayed later."""
-
-
 class CudaGraphs:
-    """Args:
+    """Captures functions. What they allocate is in a *pool*: memory that nothing but captures in
+    the same pool is given, at addresses that a replay uses again.
+
     generators: those that captured functions draw from, beside the device's own, in a state that
-        graphs can use.
+    graphs can use.
     """
 
     def __init__(
@@ -58,13 +39,19 @@ class CudaGraphs:
         return torch.cuda.graph_pool_handle()
 
     def pool_bytes(self, pool: Any) -> int:
+        """What the pool has of the device's memory, in use or not."""
         segments = torch.cuda.memory_snapshot()
         return sum(
             one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(pool)
         )
 
-    def capture(self, function: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
-        """`torch.cuda.graph` was turned down: it waits for the whole device first. A stage of a
+    def capture(
+        self, function: Callable[[], Result], pool: Any
+    ) -> tuple[Callable[[], None], Result]:
+        """What replays all that `function` launches, none of which has run, on the current stream;
+        and what `function` returns: tensors that hold something after a replay.
+
+        `torch.cuda.graph` was turned down: it waits for the whole device first. A stage of a
         pipeline would wait for what another one sends it, and that one for what this one sends.
 
         The beginning of a capture does write, on its stream: seeds and offsets of random numbers,
@@ -92,13 +79,20 @@ class CudaGraphs:
             if collects:
                 gc.enable()
         current.wait_stream(self._stream)
-        return graph, result
+        return graph.replay, result
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor at the same address, with the same shape, strides and dtype, that does not keep
+        the memory: the pool may give it to a later capture, which is replayed later."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return tensor
-        flat = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        # In the form in which libraries exchange memory.
+        memory = SimpleNamespace(__cuda_array_interface__={
+            "shape": (storage.nbytes(),), "typestr": "|u1", "data": (storage.data_ptr(), False),
+            "version": 2,
+        })  # fmt: skip
+        flat = torch.as_tensor(memory, device=tensor.device)
         elements = storage.nbytes() // tensor.element_size() * tensor.element_size()
         return (
             flat[:elements]
@@ -113,12 +107,3 @@ def _end_after(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
         graph.capture_end()
     except RuntimeError as second:  # the first error tells more than the second
         error.args = (*error.args, f"the capture did not end: {second}")
-
-
-class _Memory:
-    """Device memory in the form in which libraries exchange it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2,
-        }  # fmt: skip

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,62 +26,48 @@ from torch import nn
 
 from ..core.engine.buffer import copy_each
 from ..core.engine.group import ParamGroup
-from ..core.engine.wgrad import FusedWgrad
-from .capture import Graph, Graphs
+from .capture import CudaGraphs
 
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
 
-class NotCapturable(TypeError):
-    """A call has inputs or outputs that a graph cannot be given."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """What a replay's input has in common with the capture's."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    needs_grad: bool
-
-
 def strip(value: Any, tensors: list[torch.Tensor], returned: bool = False) -> Any:
-    """`value` with specs for tensors, which are appended to `tensors`; comparable and hashable.
+    """A template of `value`, nested pairs of a type and what a replay's value has in common with
+    the capture's; comparable. Tensors are appended to `tensors`.
 
-    NotCapturable for what is neither a tensor, a plain value nor a tuple or dict of those. What is
+    TypeError for what is neither a tensor, a plain value nor a tuple or dict of those. What is
     `returned` may be a parameter (a bias that is added outside): it stays, with its gradient.
     """
     if isinstance(value, nn.Parameter):
         if returned:
-            return (nn.Parameter, value)
+            return nn.Parameter, value
     elif isinstance(value, torch.Tensor):
         tensors.append(value)
-        return TensorSpec(value.shape, value.stride(), value.dtype, value.requires_grad)
+        return torch.Tensor, (value.shape, value.stride(), value.dtype, value.requires_grad)
     elif isinstance(value, _PLAIN):
-        return (type(value), value)
+        return type(value), value
     elif type(value) is tuple:
-        return (tuple, tuple([strip(item, tensors, returned) for item in value]))
+        return tuple, tuple([strip(item, tensors, returned) for item in value])
     elif type(value) is dict:
         items = [(name, strip(item, tensors, returned)) for name, item in value.items()]
-        return (dict, tuple(items))
-    raise NotCapturable(f"it is given or returns a {type(value).__name__}")
+        return dict, tuple(items)
+    raise TypeError(f"it is given or returns a {type(value).__name__}")
 
 
 def shapes(template: Any) -> str:
     """Of the tensors of a template, to be read."""
-    if isinstance(template, TensorSpec):
-        return "x".join(map(str, template.shape)) or "scalar"
     kind, value = template
+    if kind is torch.Tensor:
+        return "x".join(map(str, value[0])) or "scalar"
     inside = value if kind is tuple else [item for _, item in value] if kind is dict else ()
     return ", ".join(filter(None, map(shapes, inside)))
 
 
 def fill(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The reverse of `strip`."""
-    if isinstance(template, TensorSpec):
-        return next(tensors)
     kind, value = template
+    if kind is torch.Tensor:
+        return next(tensors)
     if kind is tuple:
         return tuple(fill(item, tensors) for item in value)
     if kind is dict:
@@ -89,86 +75,96 @@ def fill(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class WrittenGrads:
-    """Where the weight gradients of a captured backward go: parts of one group's bucket."""
-
-    group: ParamGroup
-    indices: tuple[int, ...]
-
-    @property
-    def direct(self) -> FusedWgrad:
-        return self.group.direct
-
-    def put(self) -> None:
-        """Moves `.grad` into the bucket and drops it, as a unit's end does; inside of a capture."""
-        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for index in self.indices:
-            param = self.group.params[index]
-            if param.grad is not None:
-                views, grads = added if index in self.direct.written else copied
-                views.append(self.group.collected.params[index])
-                grads.append(param.grad)
-                self.direct.note((index,))
-            param.grad = None
-        if added[0]:
-            torch._foreach_add_(*added)
-        copy_each(*copied)
-        self.direct.settle()
-
-    def present(self) -> frozenset[int]:
-        """Those whose part of the bucket holds a gradient."""
-        return frozenset(self.direct.written.intersection(self.indices))
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Site:
-    """A module that is captured. function: its forward; grads: where its weight gradients go;
-    caches: tensors that it has beside parameters."""
+    """A module that is captured.
+
+    Attributes:
+        module: a weak reference: the module has what holds this.
+        parts: the groups whose buckets its weight gradients go to, with the indices of its
+            parameters in them.
+    """
 
     name: str
-    function: Callable[..., Any]
-    grads: tuple[WrittenGrads, ...]
-    caches: Callable[[], Iterable[torch.Tensor]] = tuple
+    module: Callable[[], nn.Module | None]
+    parts: Sequence[tuple[ParamGroup, Sequence[int]]]
 
-    def __hash__(self) -> int:
-        return id(self)
+    def function(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        module = self.module()
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
+
+    def caches(self) -> Iterator[torch.Tensor]:
+        """Tensors that it has beside parameters."""
+        module = self.module()
+        for child in () if module is None else module.modules():
+            for value in (*vars(child).values(), *child._buffers.values()):
+                if isinstance(value, torch.Tensor):
+                    yield value
 
     def check_open(self) -> None:
-        if not all(one.direct.is_open for one in self.grads):
+        """RuntimeError if its unit's backward does not run."""
+        if not all(group.direct.is_open for group, _ in self.parts):
             raise RuntimeError(
                 f"{self.name}: the backward of its graph runs outside of its unit's backward; call "
                 "the model through its wrapper, and run backward on what it returned"
             )
+
+    def take_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Its parameters with the gradients that they have, which are taken off them."""
+        params = [group.params[index] for group, indices in self.parts for index in indices]
+        found = [(param, param.grad) for param in params if param.grad is not None]
+        for param, _ in found:
+            param.grad = None
+        return found
+
+    def move_grads(self) -> None:
+        """Moves `.grad` into the buckets, as a unit's end does; inside of a capture."""
+        for group, indices in self.parts:
+            added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            for index in indices:
+                param = group.params[index]
+                if param.grad is not None:
+                    views, grads = added if index in group.direct.written else copied
+                    views.append(group.collected.params[index])
+                    grads.append(param.grad)
+                    group.direct.note((index,))
+                param.grad = None
+            if added[0]:
+                torch._foreach_add_(*added)
+            copy_each(*copied)
+            group.direct.settle()
+
+    def written(self) -> list[set[int]]:
+        """By group, the parameters whose part of the bucket holds a gradient."""
+        return [group.direct.written.intersection(indices) for group, indices in self.parts]
 
 
 class CapturedCall:
     """One call of `site`, of inputs like `template` says, in memory of `pool`.
 
     Attributes:
-        needs_backward: whether an output needs a gradient.
+        needs: of each output, whether it needs a gradient.
     """
 
-    def __init__(self, site: Site, template: Any, graphs: Graphs, pool: Any) -> None:
+    def __init__(self, site: Site, template: Any, graphs: CudaGraphs, pool: Any) -> None:
         self.site, self.template, self._graphs, self._pool = site, template, graphs, pool
-        self.needs_backward = False
         self._inner: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        self._backward: Graph | None = None
 
     # Forward.
 
     def record(
-        self, tensors: Sequence[torch.Tensor], is_ours: Callable[[torch.Tensor], bool]
+        self, tensors: Sequence[torch.Tensor], left_there: Container[int]
     ) -> list[torch.Tensor]:
-        """Captures the forward and runs it; returns its outputs. is_ours: whether a tensor is where
-        a graph of this pass has left it."""
-        reads = [is_ours(tensor) for tensor in tensors]
+        """Captures the forward and runs it; returns its outputs. left_there: addresses of what
+        graphs of this pass have returned."""
+        self._read_there = [tensor.data_ptr() in left_there for tensor in tensors]
 
         def forward() -> Any:
             placed = [
-                tensor if read else torch.empty_like(tensor)
-                for tensor, read in zip(tensors, reads, strict=True)
+                tensor if there else torch.empty_like(tensor)
+                for tensor, there in zip(tensors, self._read_there, strict=True)
             ]
             inner = [
                 place.detach().requires_grad_(tensor.requires_grad)
@@ -182,22 +178,18 @@ class CapturedCall:
 
         self._forward, result = self._graphs.capture(forward, self._pool)
         placed, inner, outputs, self._output = result
-        alias = self._graphs.alias
-        both = list(zip(placed, reads, strict=True))
-        self._addresses = [place.data_ptr() if read else None for place, read in both]
-        self._own = [None if read else alias(place) for place, read in both]
-        self._outputs = [alias(output) for output in outputs]
+        self._inputs = list(map(self._graphs.alias, placed))
+        self._outputs = list(map(self._graphs.alias, outputs))
         self.needs = [output.requires_grad for output in outputs]
-        self.needs_backward = any(self.needs)
-        self._inner = (inner, outputs) if self.needs_backward else None
+        self._inner = (inner, outputs) if any(self.needs) else None
         self._run_forward(tensors)
         return [output.detach() for output in outputs]
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether what the graph reads where others left it is there."""
         return all(
-            address is None or tensor.data_ptr() == address
-            for address, tensor in zip(self._addresses, tensors, strict=True)
+            not there or tensor.data_ptr() == place.data_ptr()
+            for there, place, tensor in zip(self._read_there, self._inputs, tensors, strict=True)
         )
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -206,10 +198,10 @@ class CapturedCall:
         return [output.detach() for output in self._outputs]
 
     def _run_forward(self, tensors: Sequence[torch.Tensor]) -> None:
-        for own, tensor in zip(self._own, tensors, strict=True):
-            if own is not None:
-                own.copy_(tensor)
-        self._forward.replay()
+        for there, place, tensor in zip(self._read_there, self._inputs, tensors, strict=True):
+            if not there:
+                place.copy_(tensor)
+        self._forward()
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the module would return."""
@@ -225,37 +217,42 @@ class CapturedCall:
         to the stage before when the next pass in this pool overwrites the graph's.
         """
         self.site.check_open()
-        if self._inner is not None:
-            return self._record_backward(grads)
-        if [grad is not None for grad in grads] != self._given:
+        if self._inner is None:
+            self._check_like_captured(grads)
+            for (group, _), after in zip(self.site.parts, self._after, strict=True):
+                group.direct.note(after)
+            found = self._input_grads
+        else:
+            found = self._record_backward(grads, *self._inner)
+            self._inner = None
+        for place, grad in zip(self._output_grads, grads, strict=True):
+            if place is not None and grad is not None:
+                place.copy_(grad)
+        self._backward()
+        return [
+            None if grad is None else grad.detach() if there else grad.clone()
+            for grad, there in zip(found, self._read_there, strict=True)
+        ]
+
+    def _check_like_captured(self, grads: Sequence[torch.Tensor | None]) -> None:
+        given = [grad is not None for grad in grads]
+        if given != [place is not None for place in self._output_grads]:
             raise RuntimeError(
                 f"{self.site.name}: other outputs get gradients than when its backward was "
                 "captured; switch its CUDA graph off"
             )
-        for one, before, after in zip(self.site.grads, self._before, self._after, strict=True):
-            if one.present() != before:
-                raise RuntimeError(
-                    f"{self.site.name}: its bucket holds other gradients than when its backward "
-                    "was captured; a replay would corrupt them. Switch its CUDA "
-                    "graph off"
-                )
-            one.direct.note(after)
-        self._run_backward(grads)
-        return self._handed_out(self._input_grads)
-
-    def _handed_out(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return [
-            None if grad is None else grad.detach() if own is None else grad.clone()
-            for grad, own in zip(found, self._own, strict=True)
-        ]
+        if self.site.written() != self._before:
+            raise RuntimeError(
+                f"{self.site.name}: its bucket holds other gradients than when its backward "
+                "was captured; a replay would corrupt them. Switch its CUDA "
+                "graph off"
+            )
 
     def _record_backward(
-        self, grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        assert self._inner is not None
-        (inner, outputs), self._inner = self._inner, None
-        self._given = [grad is not None for grad in grads]
-        self._before = [one.present() for one in self.site.grads]
+        self, grads: Sequence[torch.Tensor | None], inner: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        self._before = self.site.written()
 
         def backward() -> Any:
             placed = [None if grad is None else torch.empty_like(grad) for grad in grads]
@@ -264,34 +261,17 @@ class CapturedCall:
                 for output, place in zip(outputs, placed, strict=True)
                 if place is not None and output.requires_grad
             ]
-            earlier = self._set_aside()
+            eager = self.site.take_grads()  # of its eager calls, which are no part of this graph
             # Not `autograd.grad`, in which parts that are recomputed (checkpoints) refuse to run.
             torch.autograd.backward([one for one, _ in reached], [place for _, place in reached])
-            for one in self.site.grads:
-                one.put()
-            for param, grad in earlier:
+            self.site.move_grads()
+            for param, grad in eager:
                 param.grad = grad
             return placed, [tensor.grad for tensor in inner]
 
         self._backward, (placed, found) = self._graphs.capture(backward, self._pool)
         alias = self._graphs.alias
-        self._own_grads = [None if place is None else alias(place) for place in placed]
+        self._output_grads = [None if place is None else alias(place) for place in placed]
         self._input_grads = [None if grad is None else alias(grad) for grad in found]
-        self._after = [one.present() for one in self.site.grads]
-        self._run_backward(grads)
-        return self._handed_out(found)
-
-    def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Gradients that eager calls of the module have left, which are no part of this graph."""
-        params = [one.group.params[index] for one in self.site.grads for index in one.indices]
-        found = [(param, param.grad) for param in params if param.grad is not None]
-        for param, _ in found:
-            param.grad = None
+        self._after = self.site.written()
         return found
-
-    def _run_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        for own, grad in zip(self._own_grads, grads, strict=True):
-            if own is not None and grad is not None:
-                own.copy_(grad)
-        assert self._backward is not None
-        self._backward.replay()

@@ -78,7 +78,7 @@ class FullIterationGraphs:
         self._engine.gather.quiesce()
         for group in self._engine.groups:
             if group.key.requires_grad:
-                group.grad.keep()
+                group.grad.fixed = True
         self.captured = True
         if self._engine.quantization is not None:
             self._engine.quantization.at_once = True

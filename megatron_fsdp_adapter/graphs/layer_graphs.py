@@ -15,14 +15,17 @@ a pool for each length would cost the activations of a pass each.
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..core.engine import hooks
@@ -30,32 +33,31 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.unit import Unit
 from ..core.runtime.rank_warnings import warn
-from .capture import Graphs
-from .captured import CapturedCall, NotCapturable, Site, WrittenGrads, shapes, strip
+from .capture import CudaGraphs
+from .captured import CapturedCall, Site, shapes, strip
 
 HELD_BY = "a CUDA graph of a layer"
 
 
-class _Program:
-    """The calls of one kind of pass; `complete` when all its backwards are captured too."""
+@dataclasses.dataclass(eq=False)
+class Pass:
+    """One forward and its backward.
 
-    def __init__(self) -> None:
-        self.calls: list[CapturedCall] = []
-        self.complete = False
+    Attributes:
+        index: of its pool, from its first captured call on.
+        calls: its program, which it makes if it `records`; position: behind the last that came.
+        outstanding: how many calls wait for their backward.
+        addresses: of what its graphs have returned.
+    """
 
-
-class _Pass:
-    """One forward and its backward, in pool number `index` from its first captured call on."""
-
-    def __init__(self) -> None:
-        self.index, self.program, self.position = -1, None, 0
-        self.outstanding, self.forward_runs, self.is_eager = 0, True, False
-        self.addresses: set[int] = set()
-
-    program: _Program | None
-
-    def is_ours(self, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() in self.addresses
+    index: int = -1
+    calls: list[CapturedCall] = dataclasses.field(default_factory=list)
+    records: bool = False
+    position: int = 0
+    outstanding: int = 0
+    forward_runs: bool = True
+    is_eager: bool = False
+    addresses: set[int] = dataclasses.field(default_factory=set)
 
 
 class _Call(torch.autograd.Function):
@@ -64,12 +66,12 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: LayerGraphs, of: _Pass, call: CapturedCall, records: bool,
-        unused: torch.Tensor, *tensors: torch.Tensor,
+        ctx: Any, graphs: LayerGraphs, of: Pass, call: CapturedCall, unused: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.graphs, ctx.of, ctx.call = graphs, of, call
         ctx.set_materialize_grads(False)
-        outputs = call.record(tensors, of.is_ours) if records else call.replay(tensors)
+        outputs = call.record(tensors, of.addresses) if of.records else call.replay(tensors)
         ctx.mark_non_differentiable(
             *(output for output, needs in zip(outputs, call.needs, strict=True) if not needs)
         )
@@ -86,57 +88,61 @@ class _Call(torch.autograd.Function):
             )
         found = ctx.call.backward(grads)
         ctx.graphs.backward_done(ctx.of)
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
 class LayerGraphs:
-    """Args:
-    warmup: training steps that run eagerly first: libraries choose kernels and make their
-        workspaces in the first ones.
-    shared: buffers that captured modules share with others and replace by larger ones.
+    """From construction on, forwards of `modules` go through graphs.
+
+    Args:
+        modules: with their names.
+        warmup: training steps that run eagerly first: libraries choose kernels and make their
+            workspaces in the first ones.
+        shared: buffers that captured modules share with others and replace by larger ones.
+        before_pass: called before each forward of the model.
+        left_out: what is not captured, and why, to be printed.
 
     Attributes:
-        captured, replayed: how many calls were. is_settled: calls were captured, and none in the
-        step that has ended last. ran_eagerly: (module, why), of calls that did in training.
+        captured, replayed: how many calls were. ran_eagerly: (module, why), of calls that did in
+        training.
+
+    Raises:
+        ValueError: a module's weights are not those of one unit, or have no fixed place.
     """
 
-    is_settled = False
-
     def __init__(
-        self, engine: FsdpEngine, graphs: Graphs, warmup: int,
-        shared: Callable[[], Iterable[torch.Tensor]] = tuple,
+        self, engine: FsdpEngine, graphs: CudaGraphs, modules: Sequence[tuple[str, nn.Module]],
+        warmup: int, shared: Callable[[], Iterable[torch.Tensor]] = tuple,
+        before_pass: Callable[[], None] = lambda: None, left_out: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self._engine, self._graphs, self._warmup = weakref.ref(engine), graphs, max(1, warmup)
-        self._device, self._shared = engine.runtime.device, shared
-        self._steps = 0
+        self._engine, self._graphs, self._warmup = engine, graphs, max(1, warmup)
+        self._shared, self._before_pass, self._left_out = shared, before_pass, left_out
+        self._kinds = Counter(type(one).__name__ for _, one in modules)
+        self._steps = self.captured = self.replayed = self._captured_before = 0
+        self._said = self._began = self._eager_in_step = False
         self._pools: list[Any] = []
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, list[CapturedCall]] = {}
         self._kind: tuple[Site, Any] | None = None
-        self._in_flight: list[_Pass] = []
-        self._current: _Pass | None = None
+        self._in_flight: list[Pass] = []
+        self._current: Pass | None = None
         self.ran_eagerly: set[tuple[str, str]] = set()
-        self._abandoned, self._eager_in_step = 0, False
-        self._unused = torch.empty(0, device=self._device, requires_grad=True)
+        self._abandoned = 0
+        self._unused = torch.empty(0, device=engine.runtime.device, requires_grad=True)
         self._read_by_graphs: dict[int, torch.Tensor] = {}
-        self.captured = self.replayed = self._captured_before = 0
-
-    def install(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """From now on forwards of `modules`, given with their names, go through graphs. ValueError
-        if a module's weights are not those of one unit, or have no fixed place."""
-        engine = self._engine()
-        assert engine is not None
         me = weakref.ref(self)
         for name, module in modules:
-            held, own = weakref.ref(module), type(module).forward
-            grads, caches = _written_grads(engine, name, module), partial(_caches, held)
-            site = Site(name, _eager(held, own), grads, caches)
+            site = Site(name, weakref.ref(module), _parts(engine, name, module))
             module.forward = _graphed(me, site)  # type: ignore[method-assign]
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
         """Around a forward of the model. training: whether a backward will follow."""
+        self._before_pass()
         if training and torch.is_grad_enabled() and self._steps >= self._warmup:
-            self._current = _Pass()
+            if not self._began:
+                self._began = True
+                _forget_graphs_in_cycles(self._kinds.total())
+            self._current = Pass()
         try:
             yield
         finally:
@@ -146,27 +152,34 @@ class LayerGraphs:
                 self._end_if_over(current)
 
     def step_done(self) -> None:
-        """A training step's gradients are complete."""
+        """A training step's gradients are complete. After the first step in which nothing more was
+        captured, prints on one rank what is captured and what it takes."""
         self._steps += 1
         self._eager_in_step = False
-        self.is_settled = 0 < self.captured == self._captured_before
+        is_settled = 0 < self.captured == self._captured_before
         self._captured_before = self.captured
+        if is_settled and not self._said:
+            self._said = True
+            if dist.get_rank() == 0:
+                print(self.summary(), flush=True)
 
-    def pool_bytes(self) -> list[int]:
-        """Of device memory, of each pool: as many as there were passes in flight at a time."""
-        return [self._graphs.pool_bytes(pool) for pool in self._pools]
+    def summary(self) -> str:
+        """What is captured, in how much memory, and what runs eagerly and why."""
+        modules = ", ".join(f"{count} {kind}" for kind, count in self._kinds.items())
+        pools = " + ".join(f"{self._graphs.pool_bytes(pool) / 2**30:.3f}" for pool in self._pools)
+        eager = [*self._left_out, *sorted(f"{name}: {why}" for name, why in self.ran_eagerly)]
+        return (
+            f"CUDA graphs of layers: {modules}, {self.captured} calls captured; GiB of "
+            f"memory for each pass in flight: {pools}; eager: {'; '.join(eager)}"
+        )
 
     def reset(self) -> None:
         """Nothing is in flight any more: a step is over, or was given up. RuntimeError if
         recordings come to no end."""
         self._eager_in_step = False
-        if not self._in_flight:
-            return
-        unfinished = [one for one in self._in_flight if one.program and not one.program.complete]
+        unfinished = any(one.records for one in self._in_flight)
         self._in_flight = []
         if unfinished:
-            lost = {id(one.program) for one in unfinished}
-            self._programs = {k: v for k, v in self._programs.items() if id(v) not in lost}
             self._kind = self._kind if self._programs else None
             self._abandoned += 1
         if self._abandoned > 2:
@@ -181,35 +194,30 @@ class LayerGraphs:
         is_training = current is not None and not current.is_eager and torch.is_grad_enabled()
         if current is None or not is_training or hooks.in_backward():
             return site.function(*args, **kwargs)
+        if _has_hooks_on_saved():
+            reason = "hooks are on what autograd saves, which a replay does not call"
+            return self._eagerly(site, reason, args, kwargs)
         tensors: list[torch.Tensor] = []
         try:
-            self._refuse_hooks()
             template = strip((args, kwargs), tensors)
-        except NotCapturable as error:
+        except TypeError as error:
             return self._eagerly(site, str(error), args, kwargs)
-        unfit = self._begin(current, site, template) if current.program is None else ""
-        if unfit:
+        if current.index < 0 and (unfit := self._begin(current, site, template)):
             current.is_eager = self._eager_in_step = True
             return self._eagerly(site, unfit, args, kwargs, f" ({shapes(template)})")
-        program = current.program
-        assert program is not None
-        if program.complete:
-            call = self._next(current, site, template, tensors)
-            if call is None:
-                return self._eagerly(site, "its inputs are not as captured", args, kwargs)
-        else:
+        if current.records:
             call = CapturedCall(site, template, self._graphs, self._pools[current.index])
-        return self._run(current, program, call, tensors)
+        elif (found := self._next(current, site, template, tensors)) is None:
+            return self._eagerly(site, "its inputs are not as captured", args, kwargs)
+        else:
+            call = found
+        return self._run(current, call, tensors)
 
-    def _run(
-        self, current: _Pass, program: _Program, call: CapturedCall,
-        tensors: Sequence[torch.Tensor],
-    ) -> Any:  # fmt: skip
-        records = not program.complete
-        outputs = _Call.apply(self, current, call, records, self._unused, *tensors)
-        current.outstanding += call.needs_backward
-        if records:
-            program.calls.append(call)
+    def _run(self, current: Pass, call: CapturedCall, tensors: Sequence[torch.Tensor]) -> Any:
+        outputs = _Call.apply(self, current, call, self._unused, *tensors)
+        current.outstanding += any(call.needs)
+        if current.records:
+            current.calls.append(call)
             # A longer sequence, which runs eagerly, makes a module replace its table of positions.
             caches = (*call.site.caches(), *self._shared())
             self._read_by_graphs.update((id(one), one) for one in caches)
@@ -219,47 +227,39 @@ class LayerGraphs:
             self.replayed += 1
         return call.output(outputs)
 
-    def _begin(self, current: _Pass, site: Site, template: Any) -> str:
+    def _begin(self, current: Pass, site: Site, template: Any) -> str:
         """The first call of a pass: gives it a pool that is free. Why it is to run eagerly, if it
         is: empty if not."""
         if self._kind not in (None, (site, template)):
             return "inputs have other shapes, or values, than were captured"
         used = {one.index for one in self._in_flight}
         index = next(i for i in itertools.count() if i not in used)
-        if index not in self._programs and self._eager_in_step:
+        records = index not in self._programs
+        if records and self._eager_in_step:
             # Its backward may be to come: its nodes that accumulate gradients are on its stream.
             return "it would be captured behind a pass that runs eagerly and may be in flight"
         if index == len(self._pools):
             self._pools.append(self._graphs.new_pool())
-        engine = self._engine()
-        if self._kind is None and engine is not None:
-            engine.memory.pinned_by = HELD_BY
+        self._engine.memory.pinned_by = HELD_BY
         self._kind = (site, template)
-        current.index = index
-        current.program = self._programs.setdefault(index, _Program())
+        current.index, current.records = index, records
+        current.calls = [] if records else self._programs[index]
         self._in_flight.append(current)
         return ""
 
     def _next(
-        self, current: _Pass, site: Site, template: Any, tensors: Sequence[torch.Tensor]
+        self, current: Pass, site: Site, template: Any, tensors: Sequence[torch.Tensor]
     ) -> CapturedCall | None:
         """The program's next call of `site`; those in front of it, which did not come, are left
         out."""
-        assert current.program is not None
-        calls = current.program.calls
-        for position in range(current.position, len(calls)):
-            call = calls[position]
+        for position in range(current.position, len(current.calls)):
+            call = current.calls[position]
             if call.site is site and call.template == template:
                 if not call.accepts(tensors):
                     return None
                 current.position = position + 1
                 return call
         return None
-
-    def _refuse_hooks(self) -> None:
-        found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-        if found is not None:
-            raise NotCapturable("hooks are on what autograd saves, which a replay does not call")
 
     def _eagerly(
         self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -271,36 +271,31 @@ class LayerGraphs:
             warn(f"{site.name} runs without its CUDA graph: {reason}{at_first}")
         return site.function(*args, **kwargs)
 
-    def backward_done(self, of: _Pass) -> None:
+    def backward_done(self, of: Pass) -> None:
         """The backward of one captured call has run."""
         of.outstanding -= 1
         self._end_if_over(of)
 
-    def _end_if_over(self, of: _Pass) -> None:
+    def _end_if_over(self, of: Pass) -> None:
         if of.outstanding or of.forward_runs or of not in self._in_flight:
             return
         self._in_flight.remove(of)
-        if of.program is not None:
-            of.program.complete = True
+        self._programs[of.index] = of.calls
 
 
-def _eager(
-    module: Callable[[], nn.Module | None], own: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The module's own forward. The module is held weakly: it has what holds this."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(module(), *args, **kwargs)
-
-    return forward
+def _has_hooks_on_saved() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
 
 
-def _caches(module: Callable[[], nn.Module | None]) -> Iterator[torch.Tensor]:
-    alive = module()
-    for child in () if alive is None else alive.modules():
-        for value in (*vars(child).values(), *child._buffers.values()):
-            if isinstance(value, torch.Tensor):
-                yield value
+def _forget_graphs_in_cycles(layers: int) -> None:
+    """Frees autograd graphs of which torch's hooks on several tensors at a time keep nodes, as
+    those on the inputs of experts do, in a cycle with them: a capture would use their nodes that
+    add gradients to weights again. Python's collector frees them, but of nodes that others point to
+    it sees no more: a round for each of the `layers`. Once, in front of the first captures, which
+    find nothing of the steps before then."""
+    for _ in range(1 + layers):
+        if not gc.collect():
+            return
 
 
 def _graphed(graphs: Callable[[], LayerGraphs | None], site: Site) -> Callable[..., Any]:
@@ -313,9 +308,9 @@ def _graphed(graphs: Callable[[], LayerGraphs | None], site: Site) -> Callable[.
     return forward
 
 
-def _written_grads(
+def _parts(
     engine: FsdpEngine, name: str, module: nn.Module
-) -> tuple[WrittenGrads, ...]:
+) -> list[tuple[ParamGroup, list[int]]]:
     """The parts of buckets that the module's weight gradients go to, which from now on are open
     from the start of its unit's backward."""
     inside = {id(child) for child in module.modules()}
@@ -328,26 +323,23 @@ def _written_grads(
             f"{len(units)} units ({', '.join(unit.name for unit in units) or 'none'})"
         )
     (unit,) = units
-    found = []
-    for group in unit.groups:
-        indices = _held_by(inside, group)
-        if not indices:
-            continue
+    held = [(group, indices) for group in unit.groups if (indices := _held_by(inside, group))]
+    for group, _ in held:
         _check_fixed(unit, group)
-        if group.key.requires_grad:
-            group.direct.any = True
-            found.append(WrittenGrads(group, indices))
+    found = [(group, indices) for group, indices in held if group.key.requires_grad]
+    for group, _ in found:
+        group.direct.any = True
     unit.find_direct()
-    return tuple(found)
+    return found
 
 
-def _held_by(modules: set[int], group: ParamGroup) -> tuple[int, ...]:
+def _held_by(modules: set[int], group: ParamGroup) -> list[int]:
     """Which of the group's parameters any of these modules, given by their ids, holds."""
-    return tuple(
+    return [
         index
         for index, entry in enumerate(group.managed)
         if any(id(owner) in modules for owner, _ in entry.slots)
-    )
+    ]
 
 
 def _check_fixed(unit: Unit, group: ParamGroup) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from .construction import Arguments, build, checked_domains, force_options
 from .domains import SHARED_EMBEDDING
 from .export_adapter import export_source
 from .inner_module import ShardedModule
-from .layer_graphs import LayerCaptures
+from .layer_graphs import layer_graphs
 from .no_sync_check import NoSyncCheck
 from .param_attributes import mark
 
@@ -100,7 +100,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         if schedule_plans.is_asked_for(config):
             schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
         self.captures = FullIterationGraphs(self.engine)
-        self._layers = LayerCaptures(self.engine, module, config)
+        self._layers = layer_graphs(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
         forced = force_options(given, self.engine)
@@ -132,7 +132,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
         self._before_pass()
-        with self._layers.forward_pass(self.training):
+        with self._layers.forward_pass(self.training) if self._layers else nullcontext():
             output = self.module(*inputs, **kwargs)
         self.captures.after_forward()
         return output
@@ -183,7 +183,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         check_trained(self.engine)
         self.engine.finish_grads()
         self.captures.gradients_finished()
-        self._layers.gradients_finished()
+        if self._layers is not None:
+            self._layers.step_done()
         for param in self._shared_embeddings():
             param.main_grad = param.grad  # type: ignore[attr-defined]
 
@@ -207,7 +208,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once there is a
         graph of a training step they stay, for a replay to overwrite."""
         self._wiring.on_zero_grads()
-        self._layers.gradients_forgotten()
+        if self._layers is not None:
+            self._layers.reset()
         if self.captures.keeps_gradients():
             return
         self.engine.zero_grads()

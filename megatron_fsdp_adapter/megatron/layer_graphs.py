@@ -10,23 +10,20 @@ layer follows a capture that no hook surrounds, and it has three ways to call a 
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import GraphableMegatronModule
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
-from ..graphs.capture import CudaGraphs, Graphs
+from ..graphs.capture import CudaGraphs
 from ..graphs.layer_graphs import LayerGraphs
-from ..sharding.unsharded_budget import GIB
 from .options.cuda_graphs import captures_layers, modules_asked_for
 
 _MANAGER = "cudagraph_manager"
@@ -34,69 +31,24 @@ _PARTS = {"attn": "self_attention", "mlp": "mlp", "mamba": "mixer"}
 """Core's names of parts of layers, and the attributes that they are."""
 
 
-class LayerCaptures:
-    """The graphs of one wrapper's layers, if its options ask for any; else every call does nothing.
-
-    Args:
-        graphs: what captures; by default the device's CUDA graphs.
-    """
-
-    def __init__(
-        self, engine: FsdpEngine, module: nn.Module, config: Any, graphs: Graphs | None = None
-    ) -> None:
-        self.graphs: LayerGraphs | None = None
-        self._said, self._steps_before_captures = False, -1
-        self._dispatchers = [
-            one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
-        ]
-        if captures_layers(config):
-            take_off_managers(module)
-            asked = modules_asked_for(config)
-            chosen = list(captured_modules(module, asked))
-            self._modules = Counter(type(one).__name__ for _, one in chosen)
-            self._left_out = left_out(module, asked)
-            capturing = graphs or CudaGraphs(engine.runtime.device, _generators)
-            warmup = int(getattr(config, "cuda_graph_warmup_steps", 3))
-            self._steps_before_captures = warmup
-            self.graphs = LayerGraphs(engine, capturing, warmup, _buffers_of_core)
-            self.graphs.install(chosen)
-
-    def forward_pass(self, training: bool) -> AbstractContextManager[None]:
-        """Around a forward of the model, in training mode or not."""
-        if self.graphs is None:
-            return nullcontext()
-        forget_last_call(self._dispatchers)
-        if training and self._steps_before_captures == 0:
-            self._steps_before_captures = -1
-            forget_graphs_in_cycles(sum(self._modules.values()))
-        return self.graphs.forward_pass(training)
-
-    def gradients_finished(self) -> None:
-        """A step ends. In the first in which nothing more was captured, prints on one rank what is
-        captured and what it takes."""
-        if self.graphs is not None:
-            self.graphs.step_done()
-            self._steps_before_captures -= 1
-            if self.graphs.is_settled and not self._said:
-                self._said = True
-                if dist.get_rank() == 0:
-                    print(self.summary(), flush=True)
-
-    def summary(self) -> str:
-        """What is captured, in how much memory, and what runs eagerly and why."""
-        assert self.graphs is not None
-        modules = ", ".join(f"{count} {kind}" for kind, count in self._modules.items())
-        pools = " + ".join(f"{one / GIB:.3f}" for one in self.graphs.pool_bytes())
-        eager = ["embedding, output layer and loss", *self._left_out]
-        eager += sorted(f"{name}: {why}" for name, why in self.graphs.ran_eagerly)
-        return (
-            f"CUDA graphs of layers: {modules}, {self.graphs.captured} calls captured; GiB of "
-            f"memory for each pass in flight: {pools}; eager: {'; '.join(eager)}"
-        )
-
-    def gradients_forgotten(self) -> None:
-        if self.graphs is not None:
-            self.graphs.reset()
+def layer_graphs(
+    engine: FsdpEngine, module: nn.Module, config: Any, graphs: CudaGraphs | None = None
+) -> LayerGraphs | None:
+    """The graphs of one wrapper's layers; None if its options ask for none. graphs: what captures;
+    by default the device's CUDA graphs."""
+    if not captures_layers(config):
+        return None
+    take_off_managers(module)
+    asked = modules_asked_for(config)
+    dispatchers = [
+        one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
+    ]
+    return LayerGraphs(
+        engine, graphs or CudaGraphs(engine.runtime.device, _generators),
+        list(captured_modules(module, asked)), int(getattr(config, "cuda_graph_warmup_steps", 3)),
+        _buffers_of_core, partial(forget_last_call, dispatchers),
+        ["embedding, output layer and loss", *left_out(module, asked)],
+    )  # fmt: skip
 
 
 def forget_last_call(dispatchers: Iterable[Any]) -> None:
@@ -109,16 +61,6 @@ def forget_last_call(dispatchers: Iterable[Any]) -> None:
         for name, value in vars(dispatcher).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 setattr(dispatcher, name, value.detach())
-
-
-def forget_graphs_in_cycles(layers: int) -> None:
-    """The same for graphs of which torch's hooks on several tensors at a time keep nodes, as those
-    on the inputs of experts do, in a cycle with them. Python's collector frees them, but of nodes
-    that others point to it sees no more: a round for each of the `layers`. Once, in front of the
-    first captures, which find nothing of the steps before then."""
-    for _ in range(1 + layers):
-        if not gc.collect():
-            return
 
 
 def left_out(module: nn.Module, asked: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.graphs.layer_graphs import _Call
 from megatron_fsdp_adapter.megatron import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures, take_off_managers
+from megatron_fsdp_adapter.megatron.layer_graphs import layer_graphs, take_off_managers
 from megatron_fsdp_adapter.megatron.options import cuda_graphs
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
@@ -117,7 +117,7 @@ def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
     assert replays == [0, 2 * a_pass, 2 * a_pass, 3 * a_pass, 4 * a_pass, 5 * a_pass]
     lines = [str(one.message) for one in said if "without its CUDA graph" in str(one.message)]
     assert len(lines) == 1, lines  # once, whatever lengths come
-    assert "3x2x12" in lines[0] and len(trainer.wrapper._layers.graphs.ran_eagerly) == 1
+    assert "3x2x12" in lines[0] and len(trainer.wrapper._layers.ran_eagerly) == 1
 
 
 def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(
@@ -131,7 +131,7 @@ def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(
     for step in range(2):
         train_step(trainer, batches(CASE, step, 0, CPU))
     layers[0].mlp.table = torch.ones(7)
-    held = trainer.wrapper._layers.graphs._read_by_graphs.values()
+    held = trainer.wrapper._layers._read_by_graphs.values()
     assert any(one is table for one in held) and any(one is gathered for one in held)
 
 
@@ -315,7 +315,7 @@ def test_a_capture_begins_behind_what_was_launched_and_the_next_launch_comes_beh
     ):
         graphs = CudaGraphs(CUDA, lambda: [told.generator])
         side, graph = told.stream_made.return_value, told.graph_made.return_value
-        assert graphs.capture(lambda: "found", told.pool) == (graph, "found")
+        assert graphs.capture(lambda: "found", told.pool) == (graph.replay, "found")
     order = [call[0] for call in told.mock_calls]
     first = order.index("stream_made().wait_stream")
     began = order.index("graph_made().capture_begin")
@@ -364,7 +364,7 @@ def test_core_s_own_managers_are_taken_off(one_rank: torch.device) -> None:
     layer.cudagraph_manager = torch.nn.Identity()
     take_off_managers(trainer.wrapper)
     assert not hasattr(layer, "cudagraph_manager")
-    assert LayerCaptures(trainer.wrapper.engine, trainer.wrapper, object()).graphs is None
+    assert layer_graphs(trainer.wrapper.engine, trainer.wrapper, object()) is None
 
 
 def model(**fields: Any) -> Any:
@@ -391,8 +391,8 @@ def test_a_second_derivative_through_a_replay_is_an_error() -> None:
         replay=lambda given: [given[0].detach() ** 2],
         backward=lambda grads: [2 * x.detach() * grads[0]],
     )  # fmt: skip
-    graphs, of = SimpleNamespace(backward_done=lambda of: None), SimpleNamespace(is_ours=None)
-    (y,) = _Call.apply(graphs, of, call, False, torch.ones(0, requires_grad=True), x)
+    graphs, of = SimpleNamespace(backward_done=lambda of: None), SimpleNamespace(records=False)
+    (y,) = _Call.apply(graphs, of, call, torch.ones(0, requires_grad=True), x)
     [first] = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert torch.equal(first, 2 * x)
     with pytest.raises(RuntimeError, match="create_graph=True.*layers.0.*cuda_graph_impl='none'"):

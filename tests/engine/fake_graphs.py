@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter.megatron import domains
-from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures
+from megatron_fsdp_adapter.megatron.layer_graphs import layer_graphs
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -168,7 +168,9 @@ class FakeGraphs:
     def pool_bytes(self, pool: int) -> int:
         return pool * 2**29
 
-    def capture(self, function: Callable[[], Any], pool: int) -> tuple[FakeGraph, Any]:
+    def capture(
+        self, function: Callable[[], Any], pool: int
+    ) -> tuple[Callable[[], None], Any]:
         self.captures += 1
         number = self._in_pool[pool] = self._in_pool.get(pool, 0) + 1
         self.running = True
@@ -177,7 +179,7 @@ class FakeGraphs:
         self.running = False
         with torch.no_grad():
             recorder.end()
-        return FakeGraph(self, recorder, pool, number), result
+        return FakeGraph(self, recorder, pool, number).replay, result
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
@@ -196,7 +198,7 @@ class Asked:
 
 def put_graphs_into(wrapper: Any, graphs: FakeGraphs, *parts: str) -> None:
     """What the wrapper does where its options ask for graphs, which they cannot without a GPU."""
-    wrapper._layers = LayerCaptures(wrapper.engine, wrapper.module, Asked(*parts), graphs)
+    wrapper._layers = layer_graphs(wrapper.engine, wrapper.module, Asked(*parts), graphs)
 
 
 @contextmanager

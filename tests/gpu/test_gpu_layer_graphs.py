@@ -141,7 +141,7 @@ def same_bits(rank: int, world: int, name: str) -> str:
     del eager
     gc.collect()
     trainer = _trainer(cell, device, captured=True)
-    graphs = trainer.wrapper._layers.graphs
+    graphs = trainer.wrapper._layers
     *found, mine = _train(trainer, cell.lengths, rank)
     assert found == expected, f"{name}: {found} for {expected}"
     check_same_bits(mine, weights, name)
@@ -177,7 +177,7 @@ def pipeline_same_bits(rank: int, world: int, name: str) -> str:
             topology, case, "optim_grads_params", change, SLOTS,
             fields={"use_cpu_initialization": True},
         )  # fmt: skip
-        return _topology_numbers(trainer), [chunk._layers.graphs for chunk in trainer.chunks]
+        return _topology_numbers(trainer), [chunk._layers for chunk in trainer.chunks]
 
     (expected, weights), _ = run(captured=False)
     gc.collect()

@@ -411,7 +411,7 @@ def _measured(
     with _schedule(cell) as schedule, activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
     if cell["graph"] == "layers":
-        graphs = [chunk._layers.graphs for chunk in trainer.chunks]
+        graphs = [chunk._layers for chunk in trainer.chunks]
         assert all(one.replayed and not one.ran_eagerly for one in graphs), graphs
     check_shards(
         findings, "movement",
