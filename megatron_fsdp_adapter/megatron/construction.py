@@ -49,6 +49,7 @@ def build(given: Arguments, domains: ModelDomains) -> Built:
     plan = plan_model(module, given.unit_classes, config, ddp_config, domains)
     memory = staging_options.slot_memory(ddp_config, domains.index, given.device)
     engine = build_engine(
+        FsdpEngine,
         "FullyShardedDataParallel",
         module,
         plan.units,

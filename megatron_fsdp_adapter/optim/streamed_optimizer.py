@@ -86,15 +86,19 @@ class StreamedShards(LocalShards):
 
     Args:
         engines: those of the parameters, with `offload`.
+        asks: whether all readers of what a step writes ask the engine first, so that the step may
+            return before its updates are over.
 
     Raises:
         ValueError: the optimizer has state already, or is no Adam.
     """
 
     def __init__(
-        self, engines: Sequence[FsdpEngine], optimizer: Any, skip_empty: bool, decoupled: bool
+        self, engines: Sequence[FsdpEngine], asks: bool, optimizer: Any, skip_empty: bool,
+        decoupled: bool,
     ) -> None:
         self._engines, self._runtime = engines, engines[0].runtime
+        self._asks = asks and not any(engine.quantization for engine in engines)
         self._pairs = {id(pair.sharded): pair for engine in engines for pair in engine.pairs}
         self._host: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._stages: list[Stage] = []
@@ -254,10 +258,8 @@ class StreamedShards(LocalShards):
             group["params"] = [] if is_over else self.given(index)
 
     def _may_be_late(self) -> bool:
-        """Whether a step may return before its updates are over: all readers of what they write ask
-        the engine first, and nothing is lost with the step."""
-        asks = not any(engine.user_managed_loop or engine.quantization for engine in self._engines)
-        return asks and not self.copies_grads
+        """Whether a step may return before its updates are over: nothing is lost with the step."""
+        return self._asks and not self.copies_grads
 
     def _walk(self, optimizer: Any) -> None:
         at_start = [options_of(group) for group in optimizer.param_groups]
@@ -373,12 +375,14 @@ class StreamedShards(LocalShards):
         super().leave(optimizer)
 
 
-def shards_over(engines: Sequence[FsdpEngine]) -> Callable[[Any, bool, bool], LocalShards]:
+def shards_over(
+    engines: Sequence[FsdpEngine], asks: bool = True
+) -> Callable[[Any, bool, bool], LocalShards]:
     """What makes the shards of an optimizer over the parameters of `engines`, which are offloaded
-    all or none. ValueError if some are."""
+    all or none; `asks` as of `StreamedShards`. ValueError if some are."""
     wanted = {engine.config.offload for engine in engines}
     if len(wanted) > 1:
         raise ValueError(
             f"{OPTION}: it is True for some of the models of this optimizer; set it for all or none"
         )
-    return functools.partial(StreamedShards, engines) if wanted == {True} else LocalShards
+    return functools.partial(StreamedShards, engines, asks) if wanted == {True} else LocalShards

@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
-from ..core.engine.engine import FsdpEngine
 from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
@@ -51,6 +50,7 @@ from ..sharding.sharded_module import (
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, repeated_layers
 from ..sharding.unsharded_budget import GIB
+from .user_loop import UserLoopEngine
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
 """Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
@@ -63,7 +63,9 @@ class FullyShardedModel(GradSync, ShardedStateDict):
     Buffers (running statistics, say) are each rank's own: nothing here reduces them.
     """
 
-    def __init__(self, module: nn.Module, engine: FsdpEngine) -> None:
+    engine: UserLoopEngine
+
+    def __init__(self, module: nn.Module, engine: UserLoopEngine) -> None:
         super().__init__()
         self.module, self.engine = module, engine
         for pair in engine.pairs:
@@ -195,7 +197,7 @@ def _engine(
     index: FSDPDistributedIndex,
     config: EngineConfig,
     check: GradCheck | None,
-) -> FsdpEngine:
+) -> UserLoopEngine:
     units = _chosen_units(module, named)
     plans = partition(
         module,
@@ -206,7 +208,7 @@ def _engine(
         compute_dtype=config.policy.compute_dtype,
     )
     engine = build_engine(
-        "fully_shard_model", module, plans, dict(index.domains),
+        UserLoopEngine, "fully_shard_model", module, plans, dict(index.domains),
         with_single_rank_domains(config, index.domains),
         target_device(module, None), own_initializer, grad_check=check,
         quantized=TransformerEngineParams(),
@@ -240,7 +242,7 @@ def _chosen_units(
     return unit_modules(module, lambda child: isinstance(child, classes))
 
 
-def _announce(module: nn.Module, units: Sequence[nn.Module], engine: FsdpEngine) -> None:
+def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEngine) -> None:
     """Prints, on one rank, what was taken for units where no class was named."""
     if dist.get_rank() != 0:
         return
@@ -328,11 +330,11 @@ def fully_shard_model(
     checks = check_for_nan_in_grad or report_nan_in_param_grad
     check = GradCheck(report_nan_in_param_grad) if checks else None
     engine = _engine(module, fsdp_unit_modules, index, config, check)
-    engine.auto_sync, engine.user_managed_loop = sync_model_each_microbatch, True
+    engine.auto_sync = sync_model_each_microbatch
     return FullyShardedModel(module, engine)
 
 
-def _engines_of(params: Sequence[torch.Tensor]) -> list[FsdpEngine]:
+def _engines_of(params: Sequence[torch.Tensor]) -> list[UserLoopEngine]:
     """The engines that an optimizer's parameters belong to; ValueError if some are of none."""
     if any(getattr(param, "__fsdp_param__", False) for param in params):
         raise ValueError(
@@ -353,7 +355,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _engines_now(optimizer: Any) -> list[FsdpEngine]:
+def _engines_now(optimizer: Any) -> list[UserLoopEngine]:
     """Those of the parameters that the groups have. ValueError if some are of none."""
     known, engines = optimizer._fsdp_engines
     shards: LocalShards = optimizer._fsdp_shards
@@ -403,7 +405,7 @@ def _training_class(base: type) -> type:
 
 
 def _shards_for(
-    optimizer: torch.optim.Optimizer, engines: Sequence[FsdpEngine]
+    optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine]
 ) -> Callable[[Any, bool, bool], LocalShards]:
     """What makes the shards that `optimizer` steps on. ValueError if it cannot step on any."""
     kind = type(optimizer)
@@ -419,7 +421,7 @@ def _shards_for(
             f"optimizer={kind.__name__}: its step needs whole tensors, and shards are rows; use "
             "torch.optim.Muon itself, or an elementwise one (Adam, AdamW, SGD, ...)"
         )
-    return shards_over(engines)
+    return shards_over(engines, asks=False)
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

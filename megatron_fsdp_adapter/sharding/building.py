@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from ..core.topology import ShardDomain
 from ..diagnostics.fault_report import FaultReport
 from .materialize import InitializerOf, Materializer
 from .same_model import verify_same_model
+
+Engine = TypeVar("Engine", bound=FsdpEngine)
 
 
 def has_one_rank(domain: ShardDomain) -> bool:
@@ -38,6 +40,7 @@ def with_single_rank_domains(
 
 
 def build_engine(
+    kind: type[Engine],
     subject: str,
     module: nn.Module,
     plans: Sequence[UnitPlan],
@@ -46,7 +49,7 @@ def build_engine(
     device: torch.device,
     initializer_of: InitializerOf,
     **options: Any,
-) -> FsdpEngine:
+) -> Engine:
     """The engine over `plans`, on `device`, once all ranks are found to have the same model and the
     device has made it. Collective. `subject` names the wrapper in errors; `initializer_of` gives
     values to what is on the meta device; `options` are further ones of the engine.
@@ -63,7 +66,7 @@ def build_engine(
     verify_same_model(subject, plans, config, domains)
     report = FaultReport(plans, domains, config)
     with report.building():
-        engine = FsdpEngine(
+        engine = kind(
             module, plans, domains, config, runtime, report.communicator,
             prepare=Materializer(module, plans, device, initializer_of), **options,
         )

@@ -65,8 +65,6 @@ ELSEWHERE = [
     ("launches", "compare"),
     # For a backward that gathers while main weights are shown: tests/quantized/.
     ("quantization", "catch_up"),
-    # Of loops of the user's own, whose ranks may be without gradients: tests/distributed/.
-    ("reduce", "count"),
     # Of a step that raises, behind which the host waits for everything.
     ("streamed_optimizer", "_give_up"),
 ]

@@ -155,7 +155,7 @@ def test_a_loop_of_the_users_own_may_write_without_saying_so(strategy):
     for own, same in ((True, True), (False, False)):
         with pretended_world(1):
             rig = build(setup, HostRuntime(), LateCommunicator)
-            rig.engine.user_managed_loop = own
+            rig.engine.quantization.unnotified = own
             EVENTS["weights_written"](rig)
             found = rig.weights()
         expected = plain.weights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -26,11 +26,9 @@ from .construction import (
 )
 from .gather import GatherPipeline
 from .group import GradState, ParamGroup, laid_out
-from .guard import unchecked
-from .identity import Identity, ParameterSwitch, ParamPair, make_pairs
+from .identity import Identity, ParameterSwitch, make_pairs
 from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
-from .optimizer_grads import OptimizerGrads
 from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantization import make_quantization
@@ -64,13 +62,10 @@ class FsdpEngine:
     Attributes:
         calls_parts: whether a part of a pass runs that a schedule calls by itself (`parts.py`).
         auto_sync: whether the last backward of a step also finishes its gradients.
+        grads_attached: whether `.grad` of the sharded parameters are the step's gradients. False
+            from the beginning of a backward until all that it gave is reduced.
         loads: how often weights that are not trained were reported as written; exported_loads: the
             same number when everything was last exported.
-        user_managed_loop: whether the training loop is the user's own. It may do with parameters
-            and gradients what torch allows: freeze, write, clear and hook them. Megatron's loop
-            notifies the engine explicitly, so these checks are skipped.
-        writes: how often main weights were written other than by an optimizer's step; a copy of
-            them is stale when this has changed.
     """
 
     def __init__(
@@ -120,11 +115,11 @@ class FsdpEngine:
         self.quantization = make_quantization(self.groups, quantized, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
-        self.switch = ParameterSwitch(self.pairs)
-        self.grads, self.saved = OptimizerGrads(self.pairs), SavedTensorFilter()
+        self.trained = [pair for pair in self.pairs if pair.grad is not None]
+        self.switch, self.saved = ParameterSwitch(self.pairs), SavedTensorFilter()
         self._is_last_microbatch, self.knows_microbatches = True, False
-        self.auto_sync = self.user_managed_loop = self._has_frozen = self.calls_parts = False
-        self._shown_before, self._active_root = Identity.SHARDED, cast("str | None", None)
+        self.auto_sync = self.grads_attached = self.calls_parts = False
+        self._active_root = cast("str | None", None)
         self._counts_calls, self.loads, self.exported_loads = True, 0, -1
         self._forwards = self.in_flight = 0
         hooks.register(self, module, [plan.modules for plan in plans])
@@ -156,7 +151,13 @@ class FsdpEngine:
         have been written."""
         if self.switch.shown is not Identity.UNSHARDED or self.memory.away:
             self.memory.check("using the model", READ)
-            self.switch.show(Identity.UNSHARDED, before=self._take_over)
+            self.switch.show(Identity.UNSHARDED, before=self.before_unsharded)
+
+    def before_unsharded(self) -> None:
+        """Sharded parameters, which may have been written, are shown no longer."""
+        if self.quantization is not None:
+            self.quantization.catch_up()
+        self.gather.invalidate()
 
     def to_sharded(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])
@@ -173,54 +174,32 @@ class FsdpEngine:
         if idle and self.in_flight <= 0 and not self.memory.away:
             self.to_sharded()
 
-    def _take_over(self) -> None:
-        if self.quantization is not None:
-            self.quantization.catch_up(unsaid=self.user_managed_loop)
-        self.gather.invalidate()
-        if self.user_managed_loop:
-            self.mark_main_weights_stale()
-            self._follow_user()
-
     def mark_main_weights_stale(self) -> None:
         """Main weights in host memory may have been written: the next gather reads them."""
         self.gather.updates.drop_loads()
         for group in self.groups:
             group.own_current = False
 
-    def _follow_user(self) -> None:
-        """Takes over what the user has done to gradients and `requires_grad` since the last pass.
-        A group is idle if it was frozen in every forward whose backward is still to come."""
-        self._follow_grads()
-        if self.switch.follow_user() or self._has_frozen:
-            self._has_frozen = False
-            for group in (group for unit in self.units for group in unit.trainable_groups):
-                with unchecked():
-                    frozen = not any(param.requires_grad for param in group.params)
-                group.idle = frozen and (group.idle or self.in_flight <= 0)
-                self._has_frozen |= frozen
-
     # Forward.
 
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
         again = hooks.in_backward()
-        begins = not again and self._active_root in (None, name)
-        if begins:
-            self._shown_before = self.switch.shown
-            if self.user_managed_loop and self._shown_before is Identity.UNSHARDED:
-                self._follow_user()
-        self.to_unsharded()
-        if begins:
-            self._begin_forward()
-            self._active_root, self.root.busy = name, True
-        elif again and self.in_flight <= 0:
-            # A reentrant checkpoint of all of it: its forward, without gradients, was not counted.
-            self.in_flight = 1
-            for unit in self.units:
-                unit.forward_calls = 1
+        if not again and self._active_root in (None, name):
+            self.begin_forward(name)
+        else:
+            self.to_unsharded()
+            if again and self.in_flight <= 0:
+                # A reentrant checkpoint of all of it: its forward, without gradients, was not
+                # counted.
+                self.in_flight = 1
+                for unit in self.units:
+                    unit.forward_calls = 1
         self.gather.need(self.root)
 
-    def _begin_forward(self) -> None:
+    def begin_forward(self, name: str) -> None:
+        """A forward begins: no other is inside of it."""
+        self.to_unsharded()
         if self.backward.running or self._active_root is not None:
             self.recover()
         self.order.begin(FORWARD)
@@ -233,6 +212,7 @@ class FsdpEngine:
             self.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
+        self._active_root, self.root.busy = name, True
 
     def root_post_forward(self, name: str, output: Any) -> None:
         """That module returns."""
@@ -241,11 +221,12 @@ class FsdpEngine:
         self._active_root, self.root.busy = None, False
         if hooks.has_grad_output(output):
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
-            return
+        else:
+            self.end_evaluation()
+
+    def end_evaluation(self) -> None:
+        """A forward ends that no backward follows."""
         self.gather.release_all()
-        found = self._shown_before is Identity.SHARDED
-        if self.user_managed_loop and found and not torch.is_grad_enabled():
-            self.to_sharded()
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
@@ -298,9 +279,7 @@ class FsdpEngine:
         )
 
     def begin_accumulation(self) -> None:
-        if self.user_managed_loop:
-            self._follow_grads()
-        self.grads.attached, self._forwards = False, 0
+        self.grads_attached, self._forwards = False, 0
         # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
         # pipeline other forwards may still wait for their backward, which then follows.
         self.gather.forward_follows = self.in_flight == 1 and not self.is_last_microbatch
@@ -352,40 +331,30 @@ class FsdpEngine:
             RuntimeError: gradients of this rank were not finite, with a `grad_check`; or ranks have
                 launched different collectives in this step, on CUDA in the one before.
         """
-        began = self.has_grads
-        if not self.grads.attached and not self._is_idle:
+        if not self.grads_attached and not self._is_idle:
             self.reduce_grads()
-            # On how many ranks a backward has left gradients.
-            counts = self.user_managed_loop and not self.config.strategy.shard_weights
-            ran = self.reduce.count(began) if counts else None
             self.reduce.finish()
             self.to_sharded()
             self.launches.compare()
-            if ran is not None and not began and ran.item() == 0:
-                self.zero_grads()
-                return
-            self.grads.attach()
-            if self.reduce.check is not None:
-                self.reduce.check.raise_found()
-            if self.user_managed_loop:
-                # Of several forwards that one backward has joined, each was counted.
-                self.in_flight = 0
-                self.grads.run_hooks()
+            self.attach_grads()
+            self.grads_finished()
         self.to_sharded()
         self.gather.updates.load_ahead()
 
-    @torch.no_grad()
-    def complete_grads(self) -> None:
-        """Before a step, or clipping: finishes what the backwards of all ranks have begun. A rank
-        on which none ran joins the others' gathers and reductions, with zeros; there are no
-        gradients after if none ran anywhere. With sharded weights it cannot join, as the others
-        wait for it in forward; and gradients that the user has given stay."""
-        if not self.has_grads:
-            if self.config.strategy.shard_weights or self.grads.given_by_user:
-                return
-            self.to_unsharded()
-            self.gather.gather_all(as_forward=True)
-        self.finish_grads()
+    def attach_grads(self) -> None:
+        """Gives every parameter its reduced gradient. A frozen one gets none, so that no optimizer
+        moves it."""
+        for pair in self.trained:
+            if pair.group.grad_state is not GradState.EMPTY and (
+                pair.sharded.requires_grad or pair.sharded.grad is not None
+            ):
+                pair.attach_grad()
+        self.grads_attached = True
+
+    def grads_finished(self) -> None:
+        """All gradients of a step are attached."""
+        if self.reduce.check is not None:
+            self.reduce.check.raise_found()
 
     @property
     def _is_idle(self) -> bool:
@@ -410,35 +379,11 @@ class FsdpEngine:
         self.reduce.finish()
         if self.reduce.check is not None:
             self.reduce.check.clear()
-        self.grads.drop_all()
+        self.grads_attached = False
+        for pair in self.trained:
+            pair.drop_grad()
         for group in self.groups:
             group.drop_grads()
-
-    def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:
-        """Forgets the gradients of these sharded parameters."""
-        ids = {id(param) for param in params}
-        chosen = [pair for pair in self.pairs if id(pair.sharded) in ids]
-        if len(chosen) == sum(pair.grad is not None for pair in self.pairs):
-            self.zero_grads()
-        else:
-            self._clear(chosen, collected=True)
-
-    def _follow_grads(self) -> None:
-        """Takes over what the user has done to `.grad` of the sharded parameters."""
-        cleared, replaced = self.grads.changed_by_user()
-        if cleared or replaced:
-            self.reduce.finish()
-        for pair in replaced:
-            pair.take_over_grad()
-        if cleared:
-            self._clear(cleared, collected=False)
-
-    def _clear(self, chosen: list[ParamPair], collected: bool) -> None:
-        self.reduce.finish()
-        self.gather.updates.order_compute()
-        self.grads.clear(chosen, collected)
-        if self.reduce.check is not None and not self.has_grads:
-            self.reduce.check.clear()
 
     @property
     def has_grads(self) -> bool:
@@ -463,13 +408,12 @@ class FsdpEngine:
         rows. Collective if main weights have changed."""
         self.gather.updates.settle()
         if self.quantization is not None and self.switch.shown is Identity.SHARDED:
-            self.quantization.catch_up(unsaid=self.user_managed_loop)
+            self.quantization.catch_up()
 
     def will_quantize(self, trained: bool) -> bool:
         """Whether quantized weights, those that are trained or the others, are quantized again
         before a forward reads them."""
-        pending = self.quantization is not None and self.quantization.is_pending(trained)
-        return pending or (self.user_managed_loop and trained)
+        return self.quantization is not None and self.quantization.is_pending(trained)
 
     @torch.no_grad()
     def sync_weights(self, wait: bool) -> None:

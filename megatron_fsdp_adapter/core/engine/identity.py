@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron_fsdp_adapter.dtensor import UnevenDTensor
 
 from .group import ParamGroup
-from .guard import unchecked
 from .partition import ManagedParam
 
 
@@ -85,25 +84,10 @@ class ParamPair:
         of a loss that reads the sharded parameter, is part of it."""
         given: Any = self.sharded.grad
         if given is not None and given is not self.grad:
-            self._local_grad.add_(self._local_of(given))
+            self.grad._local_tensor.add_(self.local_of(given))  # type: ignore[union-attr]
         self.sharded.grad = self.sharded.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
 
-    @property
-    def is_cleared(self) -> bool:
-        """Whether the attached gradient has been taken away, under either name."""
-        decoupled = getattr(self.sharded, "decoupled_grad", None)
-        return self.sharded.grad is None or decoupled is None
-
-    def take_over_grad(self) -> None:
-        """What the user has put in the place of the gradient becomes the gradient."""
-        self._local_grad.copy_(self._local_of(self.sharded.grad))
-        self.sharded.grad = self.grad
-
-    @property
-    def _local_grad(self) -> torch.Tensor:
-        return self.grad._local_tensor  # type: ignore[union-attr]
-
-    def _local_of(self, given: Any) -> torch.Tensor:
+    def local_of(self, given: Any) -> torch.Tensor:
         """This rank's rows of a gradient that is not ours."""
         if getattr(given, "placements", None) != self.grad.placements:  # type: ignore[union-attr]
             raise RuntimeError(
@@ -144,8 +128,6 @@ class ParameterSwitch:
 
     def __init__(self, pairs: Sequence[ParamPair]) -> None:
         self.shown = Identity.UNSHARDED
-        self._pairs = pairs
-        self._trained = [pair.group.key.requires_grad for pair in pairs]
         self._slots = [
             (module._parameters, name, pair.unsharded, pair.sharded, fqn)
             for pair in pairs
@@ -166,46 +148,6 @@ class ParameterSwitch:
         for slot in self._slots:
             slot[0][slot[1]] = slot[then]  # type: ignore[assignment]
         self.shown = identity
-
-    def follow_user(self) -> bool:
-        """Gives both identities the `requires_grad` that the user has given one of them since the
-        last call; returns whether there was any.
-
-        Raises:
-            RuntimeError: a parameter that was frozen when it was wrapped is to be trained, or has
-                a hook that cannot run.
-        """
-        changed = []
-        with unchecked():
-            for number, (pair, known) in enumerate(zip(self._pairs, self._trained, strict=True)):
-                if pair.sharded._backward_hooks:
-                    raise RuntimeError(_hook_never_runs(pair))
-                if pair.unsharded.requires_grad is known is pair.sharded.requires_grad:
-                    continue
-                if pair.grad is None:
-                    raise RuntimeError(_frozen(pair))
-                changed.append(number)
-            for number in changed:
-                self._trained[number] = not self._trained[number]
-                for param in (self._pairs[number].unsharded, self._pairs[number].sharded):
-                    param.requires_grad = self._trained[number]
-        return bool(changed)
-
-
-def _frozen(pair: ParamPair) -> str:
-    return (
-        f"requires_grad of {pair.managed.fqns[0]} was set to True, but it was frozen when the "
-        "model was wrapped, and has no buffers for gradients; wrap the model with requires_grad="
-        "True, and freeze the parameter after that"
-    )
-
-
-def _hook_never_runs(pair: ParamPair) -> str:
-    return (
-        f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
-        "parameter in backward, so the hook would never run; use register_post_accumulate_grad_hook"
-        ", which runs when the reduced gradient is in .grad"
-    )
 
 
 def _replaced(fqn: str) -> str:

@@ -47,6 +47,8 @@ class Quantization:
     Attributes:
         at_once: whether changed weights are quantized at once and not when they are needed: once
             a CUDA graph computes, none of our code runs then.
+        unnotified: whether main weights may be written without a notification: those that are
+            trained count as changed at any time.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Quantization:
         # Bytes that are not kept are given back where a unit has been built, with what had made
         # them: scales are computed again.
         self._changed = any(group.write_planes for domain in trained for group in domain.groups)
-        self._loaded = self.at_once = False
+        self._loaded = self.at_once = self.unnotified = False
 
     def changed(self, loaded: bool, needed: bool) -> None:
         """Main weights were written; with `loaded` also those of frozen parameters. needed: raw
@@ -66,19 +68,18 @@ class Quantization:
         self._changed = True
         self._loaded |= loaded
         if needed or self.at_once:
-            self.catch_up(unsaid=False)
+            self.catch_up()
 
     def is_pending(self, trained: bool) -> bool:
         """Whether something has changed that is not made up for."""
-        return self._changed if trained else self._loaded
+        return self._changed or self.unnotified if trained else self._loaded
 
     @torch.no_grad()
-    def catch_up(self, unsaid: bool) -> None:
-        """Quantizes what has changed; with `unsaid` also what may have changed without a
-        notification. On the compute stream, behind all gathers of the old bytes; later gathers
-        have to follow it."""
-        domains = list(self._trained) if self._changed or unsaid else []
-        domains += self._frozen if self._loaded else []
+    def catch_up(self) -> None:
+        """Quantizes what has changed. On the compute stream, behind all gathers of the old bytes;
+        later gathers have to follow it."""
+        domains = list(self._trained) if self.is_pending(trained=True) else []
+        domains += self._frozen if self.is_pending(trained=False) else []
         self._changed = self._loaded = False
         if not domains:
             return

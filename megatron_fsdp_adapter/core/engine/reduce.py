@@ -105,7 +105,6 @@ class ReducePipeline:
         self.communicators, self.outer, self.launches = communicators, outer, launches
         self._received = received
         self._reductions: dict[tuple[int, bool], Reduction] = {}
-        self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
         self._in_flight: deque[InFlight] = deque()
         # A rank without gradients goes by it, to meet the others in the order that they go in.
         self._outer_in_backward = False
@@ -269,22 +268,6 @@ class ReducePipeline:
                 self._finish_outer(unit.trainable_groups)
         for unit in sorted(units, key=lambda unit: -unit.ordinal):
             self._finish_outer(unit.trainable_groups)
-
-    def count(self, here: bool) -> torch.Tensor:
-        """The number of ranks, over all axes, that call this with True: one element on the device,
-        valid from `finish` to the next call. For models of one domain."""
-        self.runtime.submit(REDUCE, functools.partial(self._set_count, float(here)))
-        for communicators in (self.communicators, self.outer):
-            for communicator in communicators.values():
-                self.runtime.submit(REDUCE, functools.partial(self._sum_count, communicator))
-        return self._count
-
-    def _sum_count(self, communicator: Communicator) -> list[Any]:
-        communicator.carries = "how many ranks have gradients"
-        return communicator.all_reduce([self._count])
-
-    def _set_count(self, here: float) -> None:
-        self._count.fill_(here)
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing what was collected; coalesced per domain."""

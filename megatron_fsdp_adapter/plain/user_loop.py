@@ -1,0 +1,239 @@
+"""A training loop of the user's own. Between passes it may do with parameters and gradients what
+torch allows: freeze, write, clear, replace and hook them, and run no backward on some ranks.
+
+The engine follows that when a pass begins, and when gradients are finished. Megatron's loop
+notifies its engine of what it does, which looks at none of this. Watching the attribute instead
+was rejected: torch has no hook for `p.grad = None`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.guard import unchecked
+from ..core.engine.identity import Identity, ParamPair
+from ..core.runtime.comm import Communicator
+from ..core.runtime.device import REDUCE
+
+
+class UserLoopEngine(FsdpEngine):
+    """The engine under a loop of the user's own; arguments are those of `FsdpEngine`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.quantization is not None:
+            self.quantization.unnotified = True
+        self._shown_before = Identity.SHARDED  # the forward that runs, or ran last
+        self._trained = [pair.group.key.requires_grad for pair in self.pairs]
+        self._has_frozen = False  # a group that is trained
+        self._given: dict[int, ParamPair] = {}  # whose gradients were attached, and not forgotten
+        self._ranks = torch.zeros(1, device=self.runtime.device)  # only the reduce stream writes it
+        self._asks_ranks = False  # whether any has gradients: this one has none
+
+    # What the engine calls.
+
+    def begin_forward(self, name: str) -> None:
+        """Follows the user also where a forward waits for its backward."""
+        self._shown_before = self.switch.shown
+        if self._shown_before is Identity.UNSHARDED:
+            self._follow_user()
+        super().begin_forward(name)
+
+    def before_unsharded(self) -> None:
+        """Any main weight may have been written, in host memory too."""
+        super().before_unsharded()
+        self.mark_main_weights_stale()
+        self._follow_user()
+
+    def end_evaluation(self) -> None:
+        """Shows sharded parameters again if they were shown before."""
+        super().end_evaluation()
+        if self._shown_before is Identity.SHARDED and not torch.is_grad_enabled():
+            self.to_sharded()
+
+    def begin_accumulation(self) -> None:
+        """Follows what happened to gradients since the forward."""
+        self._follow_grads()
+        super().begin_accumulation()
+
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Counts, behind the reductions, on how many ranks a backward has left gradients. With
+        sharded weights it is all or none."""
+        began = self.has_grads
+        super().reduce_grads()
+        if not self.config.strategy.shard_weights:
+            self._count(began)
+            self._asks_ranks = not began
+
+    def attach_grads(self) -> None:
+        """Forgets all gradients, which are zeros, if no rank has run a backward."""
+        asks, self._asks_ranks = self._asks_ranks, False
+        if asks and self._ranks.item() == 0:
+            self.zero_grads()
+            return
+        super().attach_grads()
+        self._given |= {id(pair): pair for pair in self.trained if pair.sharded.grad is pair.grad}
+
+    def grads_finished(self) -> None:
+        """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
+        super().grads_finished()
+        # Of several forwards that one backward has joined, each was counted.
+        self.in_flight = 0
+        for pair in self.trained:
+            hooks = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if hooks and pair.sharded.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(pair.sharded)
+
+    def zero_grads(self) -> None:
+        """Forgets all gradients, those too that the user has given."""
+        super().zero_grads()
+        self._given.clear()
+
+    # What an optimizer of torch calls.
+
+    @torch.no_grad()
+    def complete_grads(self) -> None:
+        """Before a step, or clipping: finishes what the backwards of all ranks have begun. A rank
+        on which none ran joins the others' gathers and reductions, with zeros; there are no
+        gradients after if none ran anywhere. With sharded weights it cannot join, as the others
+        wait for it in forward; and gradients that the user has given stay."""
+        if not self.has_grads:
+            given = any(pair.sharded.grad is not None for pair in self.trained)
+            if self.config.strategy.shard_weights or (given and not self.grads_attached):
+                return
+            self.to_unsharded()
+            self.gather.gather_all(as_forward=True)
+        self.finish_grads()
+
+    def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:
+        """Forgets the gradients of these sharded parameters."""
+        ids = {id(param) for param in params}
+        chosen = [pair for pair in self.pairs if id(pair.sharded) in ids]
+        if len(chosen) == len(self.trained):
+            self.zero_grads()
+        else:
+            self._forget(chosen, collected=True)
+
+    # What the user has done.
+
+    def _follow_user(self) -> None:
+        """Takes over what the user has done to gradients and `requires_grad` since the last pass.
+        A group is idle if it was frozen in every forward whose backward is still to come."""
+        self._follow_grads()
+        if self._follow_requires_grad() or self._has_frozen:
+            self._has_frozen = False
+            for group in (group for unit in self.units for group in unit.trainable_groups):
+                with unchecked():
+                    frozen = not any(param.requires_grad for param in group.params)
+                group.idle = frozen and (group.idle or self.in_flight <= 0)
+                self._has_frozen |= frozen
+
+    def _follow_requires_grad(self) -> bool:
+        """Gives both parameters of a pair the `requires_grad` that the user has given one of them
+        since the last call; returns whether there was any.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when it was wrapped is to be trained, or has
+                a hook that cannot run.
+        """
+        changed = []
+        with unchecked():
+            for number, (pair, known) in enumerate(zip(self.pairs, self._trained, strict=True)):
+                if pair.sharded._backward_hooks:
+                    raise RuntimeError(_hook_never_runs(pair))
+                if pair.unsharded.requires_grad is known is pair.sharded.requires_grad:
+                    continue
+                if pair.grad is None:
+                    raise RuntimeError(_frozen(pair))
+                changed.append(number)
+            for number in changed:
+                self._trained[number] = not self._trained[number]
+                for param in (self.pairs[number].unsharded, self.pairs[number].sharded):
+                    param.requires_grad = self._trained[number]
+        return bool(changed)
+
+    def _follow_grads(self) -> None:
+        """Takes over what the user has done to `.grad` of the sharded parameters since it was
+        attached: taken away, under either name, or replaced by another tensor."""
+        cleared = [pair for pair in self._given.values() if _is_cleared(pair)]
+        replaced = [
+            pair
+            for pair in self._given.values()
+            if not _is_cleared(pair) and pair.sharded.grad is not pair.grad
+        ]
+        if cleared or replaced:
+            self.reduce.finish()
+        for pair in replaced:
+            pair.grad._local_tensor.copy_(pair.local_of(pair.sharded.grad))  # type: ignore[union-attr]
+            pair.sharded.grad = pair.grad
+        if cleared:
+            self._forget(cleared, collected=False)
+
+    def _forget(self, chosen: Collection[ParamPair], collected: bool) -> None:
+        """Forgets the gradients of `chosen`. The shard of a group goes when none of its parameters
+        has a gradient; until then theirs are zeros in it.
+
+        collected: also what a backward has left on the unsharded parameters.
+        """
+        self.reduce.finish()
+        self.gather.updates.order_compute()
+        ids = {id(pair) for pair in chosen}
+        for pair in chosen:
+            pair.drop_grad()
+            self._given.pop(id(pair), None)
+        for group, found in groupby(self.trained, lambda pair: pair.group):
+            pairs = list(found)
+            mine = [pair.index for pair in pairs if id(pair) in ids]
+            others = [pair for pair in pairs if id(pair) not in ids]
+            have = any(not self.grads_attached or id(pair) in self._given for pair in others)
+            if mine and have:
+                group.zero_grads_of(mine, collected)
+            elif mine:
+                group.forget_grads(collected)
+        self.grads_attached &= self.has_grads
+        if self.reduce.check is not None and not self.has_grads:
+            self.reduce.check.clear()
+
+    def _count(self, here: bool) -> None:
+        """Counts, on the reduce stream, the ranks over all axes that call this with True. For
+        models of one domain."""
+        axes = [*self.reduce.communicators.values(), *self.reduce.outer.values()]
+        sums = [functools.partial(self._sum, axis) for axis in axes]
+        self.runtime.submit(REDUCE, functools.partial(self._set, float(here)), *sums)
+
+    def _set(self, here: float) -> None:
+        self._ranks.fill_(here)
+
+    def _sum(self, axis: Communicator) -> list[Any]:
+        axis.carries = "how many ranks have gradients"
+        return axis.all_reduce([self._ranks])
+
+
+def _is_cleared(pair: ParamPair) -> bool:
+    """Whether the attached gradient has been taken away, under either name."""
+    decoupled = getattr(pair.sharded, "decoupled_grad", None)
+    return pair.sharded.grad is None or decoupled is None
+
+
+def _frozen(pair: ParamPair) -> str:
+    return (
+        f"requires_grad of {pair.managed.fqns[0]} was set to True, but it was frozen when the "
+        "model was wrapped, and has no buffers for gradients; wrap the model with requires_grad="
+        "True, and freeze the parameter after that"
+    )
+
+
+def _hook_never_runs(pair: ParamPair) -> str:
+    return (
+        f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
+        "parameter in backward, so the hook would never run; use register_post_accumulate_grad_hook"
+        ", which runs when the reduced gradient is in .grad"
+    )
