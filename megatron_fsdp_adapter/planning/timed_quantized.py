@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
-from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, WeightFormat
+from megatron_fsdp_adapter.quantized.weights import QuantizedParams, QuantizedWeight
 
 from .program import Kind
 from .timed_runtime import TimedRuntime
 
 
-class TimedParams:
-    """`QuantizedParams` of ordinary parameters on the meta device. What a cast, or the transpose
+class TimedParams(QuantizedParams):
+    """Of ordinary parameters on the meta device. What a cast, or the transpose
     that backward derives, reads and writes is a memory pass."""
 
     def __init__(self, runtime: TimedRuntime, format: WeightFormat) -> None:

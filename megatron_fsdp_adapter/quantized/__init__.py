@@ -10,10 +10,11 @@ from .params import (
     dequantized,
     format_of,
     memory_of,
+    scales_of,
     stored_in,
 )
 
 __all__ = [
     "TransformerEngineParams", "attributes_of_class", "dequantized", "format_of", "memory_of",
-    "stored_in",
+    "scales_of", "stored_in",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.guard import resharded_class
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
-from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight, Quantizer
 from megatron_fsdp_adapter.core.layout.format import (
     BLOCK128,
     MXFP8,
@@ -25,6 +24,7 @@ from megatron_fsdp_adapter.core.layout.format import (
 from .checks import check_quantizer, check_recipe
 from .columns import mx_columns, padded, padded_shape
 from .quantizers import make_quantizer
+from .weights import QuantizedParams, QuantizedWeight, Quantizer
 
 HIGH_PRECISION = "_high_precision_init_val"
 OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
@@ -144,7 +144,7 @@ def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
     for name, value in kind.derived.items():
         setattr(param, name, value)
     planes = [getattr(param, name) for name in kind.planes.values()]
-    return [tensor for tensor in (*planes, *_scales(param, kind)) if tensor is not None]
+    return [tensor for tensor in (*planes, *scales_of(param)) if tensor is not None]
 
 
 def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
@@ -171,8 +171,8 @@ def dequantized(value: Any) -> Any:
     return value if kind_of(type(value)) is None else value.dequantize()
 
 
-class TransformerEngineParams:
-    """`QuantizedParams` over TE's classes. Its C++ compares classes exactly: a parameter that is
+class TransformerEngineParams(QuantizedParams):
+    """Over TE's classes. Its C++ compares classes exactly: a parameter that is
     guarded can be given to none of its functions, and none is called here."""
 
     def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -187,7 +187,7 @@ class TransformerEngineParams:
         return found
 
     def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
-        return _scales(param, _kind(param))
+        return scales_of(param)
 
     def high_precision(self, param: nn.Parameter) -> torch.Tensor | None:
         value = param.__dict__.get(HIGH_PRECISION)
@@ -252,9 +252,10 @@ def _make_columns(param: Any) -> None:
     param._columnwise_data, param._columnwise_scale_inv = data, padded(scales, multiples)
 
 
-def _scales(param: nn.Parameter, kind: Kind) -> list[torch.Tensor]:
-    """With the scale that delayed scaling has for the next cast."""
-    found = [getattr(param, name) for name in kind.scales]
+def scales_of(param: nn.Parameter) -> list[torch.Tensor]:
+    """What every rank has of a quantized parameter beside its planes: also the scale that delayed
+    scaling has for the next cast. `param` may be guarded."""
+    found = [getattr(param, name) for name in _kind(param).scales]
     quantizer: Any = param._quantizer  # type: ignore[attr-defined]
     return [*found, quantizer.scale] if is_delayed(quantizer) else found
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight, Quantizer
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
 
 from .e4m3 import (
@@ -26,6 +25,7 @@ from .e4m3 import (
     write_scales,
 )
 from .scaling import LAST, NEXT, AfterLoad
+from .weights import QuantizedWeight, Quantizer
 
 Rows = TypeVar("Rows", bound=OwnRows)
 

@@ -23,7 +23,7 @@ from ..core.engine.identity import ParamPair
 from ..core.engine.memory import COMPUTE, MAIN
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
-from ..quantized import dequantized
+from ..quantized import dequantized, scales_of
 from ..quantized.blocks import in_blocks
 from .export_source import Described, Source, sources
 from .problems import raise_problems
@@ -312,7 +312,7 @@ class _Chunk:
                         for plane, _ in self.wanted.planes(group)
                     }
                     if WEIGHT not in planes:
-                        add_scale(planes, unit.scales_of(pair.unsharded))
+                        add_scale(planes, scales_of(pair.unsharded))
                         planes = {name: plane.to("meta") for name, plane in planes.items()}
                     yield self._described[id(pair)], _trimmed(pair, planes)
         for described, tensor in self._rest():

@@ -26,6 +26,7 @@ from ..core.engine.unit import Unit
 from ..core.layout.format import Plane
 from ..core.runtime.comm import Pair
 from ..core.runtime.device import COMPUTE, GATHER, storage_bytes
+from ..quantized import scales_of
 
 WEIGHT, SCALE = "weight", "scale"
 """Names of what is copied of a weight that is not quantized, and of a scale that no plane has."""
@@ -157,7 +158,7 @@ def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
             copies = parts[id(group)]
             if WEIGHT not in copies and group.write_planes is not None:  # no shard is kept
                 items = {name: copy.held_items for name, copy in copies.items()}
-                group.planes_written_into(items)()
+                group.write_planes(items)
                 continue
             for copy in copies.values():
                 copy.fill()
@@ -185,6 +186,6 @@ def _finish(
         for pair in pairs[group]:
             planes = {name: part.items[pair.index] for name, part in parts.items()}
             if WEIGHT not in planes:
-                add_scale(planes, copy.unit.scales_of(pair.unsharded))
+                add_scale(planes, scales_of(pair.unsharded))
             found.append((pair, planes))
     return found

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight, Quantizer
 from megatron_fsdp_adapter.core.layout import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
 from megatron_fsdp_adapter.quantized import TransformerEngineParams
 from megatron_fsdp_adapter.quantized.e4m3 import scales_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
+from megatron_fsdp_adapter.quantized.weights import QuantizedWeight, Quantizer
 from tests.quantized import arithmetic as math
 from tests.quantized import te_weights
 

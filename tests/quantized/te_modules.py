@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.partition import managed_params
-from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.quantized import format_of
+from megatron_fsdp_adapter.quantized.weights import QuantizedWeight
 from tests.quantized.te_checks import place, same
 from tests.quantized.te_weights import KNOWS, cut, data_of, te_params, te_quantize
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.buffer import ShardedBuffer
 from megatron_fsdp_adapter.core.engine.partition import partition
-from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight
 from megatron_fsdp_adapter.core.layout import (
     BLOCK128,
     MXFP8,
@@ -27,6 +26,7 @@ from megatron_fsdp_adapter.core.layout import (
 from megatron_fsdp_adapter.core.layout.group import ShardSpec
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.quantized import TransformerEngineParams, format_of
+from megatron_fsdp_adapter.quantized.weights import QuantizedWeight
 from tests.quantized.emulated import (
     RECIPES,
     emulated_parameter,

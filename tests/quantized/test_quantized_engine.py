@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine import gather, quantization
+from megatron_fsdp_adapter.core.engine import gather
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
+from megatron_fsdp_adapter.quantized import weights
 from tests.engine.engine_cases import Rig, Setup, build, make_net
 from tests.engine.pretended import LateCommunicator, pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime, who_asks
@@ -94,7 +95,7 @@ class Deaf(RecordingRuntime):
 
 @pytest.mark.parametrize(
     ("module", "function"),
-    [(quantization, "catch_up"), (gather, "follow_compute"), (gather, "_finish"),
+    [(weights, "catch_up"), (gather, "follow_compute"), (gather, "_finish"),
      (gather, "_drop")],
 )  # fmt: skip
 def test_each_wait_is_needed_and_missed(module, function):

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.core.engine.quantization import Quantization
 from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
+from megatron_fsdp_adapter.quantized.weights import QuantizedParams
 from tests.adapter.test_cuda_graphs import Capturing
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -55,7 +55,7 @@ def _step_after_capture(trainer: Trainer, rank: int) -> None:
     flag.now = False
     before = _bytes(trainer)
     trainer.optimizer.step()
-    with mock.patch.object(Quantization, "catch_up", side_effect=AssertionError("runs Python")):
+    with mock.patch.object(QuantizedParams, "catch_up", side_effect=AssertionError("runs Python")):
         now = _bytes(trainer)
     changed = [not torch.equal(now[name], before[name]) for name in before]
     assert all(changed), f"{sum(changed)} of {len(changed)} weights have changed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,21 +16,19 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 from .buffer_pool import AllocateSlots, BufferPool, plan_weights_and_buckets, unit_buffers
 from .group import ParamGroup
 from .partition import UnitPlan
-from .quantized import QuantizedParams
+from .quantized import QuantizedWeights
 from .unit import Phase, Unit
 
 
 def broadcast_weights(
-    plan: UnitPlan, quantized: QuantizedParams | None, *axes: Mapping[str, Communicator]
+    plan: UnitPlan, quantized: QuantizedWeights | None, *axes: Mapping[str, Communicator]
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
     rank keeps other rows, so ranks that were initialized differently would otherwise shard a model
     that none of them had.
 
-    Returns what main weights begin as, where compute weights are not exactly that. Of parameters
-    with another compute dtype: their values. Of quantized ones: the values that they were made
-    from, or, not preserved, what they stand for. Their bytes are not quantized again: they may
-    have been made from rounded values, which would give other bytes."""
+    Returns what main weights begin as, where compute weights are not exactly that: of parameters
+    with another compute dtype their values, of quantized ones what `share` gives."""
     values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
@@ -41,14 +40,8 @@ def broadcast_weights(
                 if key.given is not None:
                     values[entry.param] = entry.param.data
                 continue
-            fields = list(quantized.fields(entry.param).values())
-            for tensor in (*fields, *quantized.scales(entry.param)):
-                _broadcast(tensor, mine)
-            value = quantized.high_precision(entry.param)
-            if value is None:
-                value = entry.param.dequantize()
-            value = values[entry.param] = value.detach().to(fields[0].device)
-            _broadcast(value, mine)
+            share = partial(_broadcast, communicators=mine)
+            values[entry.param] = quantized.share(entry.param, share)
     return values
 
 
@@ -60,13 +53,13 @@ def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> N
         tensor.copy_(whole)
 
 
-def check_known(plans: Sequence[UnitPlan], quantized: QuantizedParams | None) -> None:
+def check_known(plans: Sequence[UnitPlan], quantized: QuantizedWeights | None) -> None:
     """Raises ValueError if the plans have quantized weights and `quantized` is None."""
     formats = {key.format.name for plan in plans for key in plan.groups if key.quantized}
     if formats and quantized is None:
         raise ValueError(
             f"quantized=None, and the plans have weights of formats {sorted(formats)}: give the "
-            "engine the QuantizedParams of the library that made them"
+            "engine the QuantizedWeights of the library that made them"
         )
 
 
@@ -114,7 +107,7 @@ def build_units(
     plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig,
     runtime: Runtime, allocate: AllocateSlots,
     make_ready: Callable[[UnitPlan], dict[nn.Parameter, torch.Tensor]],
-    quantized: QuantizedParams | None,
+    quantized: QuantizedWeights | None,
 ) -> list[Unit]:  # fmt: skip
     """One unit at a time, resharded at once, so that initialization needs no more than the shards
     and one unit beside the module's own weights. make_ready: `values` of a plan's `ParamGroup`s."""

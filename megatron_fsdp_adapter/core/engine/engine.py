@@ -31,8 +31,7 @@ from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
 from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
-from .quantization import make_quantization
-from .quantized import QuantizedParams
+from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
 from .saved_tensors import SavedTensorFilter
@@ -79,7 +78,7 @@ class FsdpEngine:
         grad_check: GradCheck | None = None,
         allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
-        quantized: QuantizedParams | None = None,
+        quantized: QuantizedWeights | None = None,
     ) -> None:
         check_known(plans, quantized)
         self.config, self.runtime = config, runtime
@@ -112,7 +111,7 @@ class FsdpEngine:
             config, runtime, reductions, reduces, outer, self.launches, grad_check, received
         )
         self.memory = EngineMemory(self.units, received, allocate_slots is None, runtime)
-        self.quantization = make_quantization(self.groups, quantized, self.gather)
+        self.quantization = quantized and quantized.made(self.groups, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
         self.trained = [pair for pair in self.pairs if pair.grad is not None]

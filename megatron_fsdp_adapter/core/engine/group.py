@@ -9,8 +9,8 @@
 `weights` are the planes of the group's format: one in the compute dtype, which holds the raw
 parameters, or those that the fields of quantized parameters are in. `main` is what the optimizer
 updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
-them. Scales of quantized weights are made when main weights have changed (`quantization.py`), and
-so are their bytes where they are kept; optim_grads_params casts trained ones at every gather.
+them. Scales of quantized weights are made when main weights have changed, and so are
+their bytes where they are kept; optim_grads_params casts trained ones at every gather.
 Backward writes gradients into `collected`: the bucket where gradients are sharded, else the kept
 gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of
 that. `bucket` is in the communication dtype, or in that of the gradients where an exchange makes
@@ -53,7 +53,7 @@ from .buffer_pool import UnitBuffers, bucket_dtype
 from .guard import unchecked
 from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam, UnitPlan
-from .quantized import PlanesWriter, QuantizedParams, QuantizedWeight
+from .quantized import QuantizedWeights
 from .wgrad import FusedWgrad
 
 
@@ -112,7 +112,7 @@ class ParamGroup:
         domain: ShardDomain,
         config: EngineConfig,
         staging: UnitBuffers,
-        quantized: QuantizedParams | None = None,
+        quantized: QuantizedWeights | None = None,
         values: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.name, self.key, self.domain, self.config = name, key, domain, config
@@ -129,8 +129,7 @@ class ParamGroup:
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
         self.is_read = self._release_waits = False
-        self.write_planes: Callable[[], None] | None = None
-        self._writer: PlanesWriter | None = None
+        self.write_planes: Callable[..., None] | None = None
         with torch.no_grad():
             self._build_weights(quantized)
             self._build_main(runtime, values)
@@ -187,7 +186,7 @@ class ParamGroup:
         """Host memory for an element of each that main weights have, with its device buffer."""
         return OffloadedBuffer(self.held, dtype, self.staging.runtime)
 
-    def _build_weights(self, quantized: QuantizedParams | None) -> None:
+    def _build_weights(self, quantized: QuantizedWeights | None) -> None:
         # With an outer axis a shard is kept so that that is gathered once a step and not at every
         # use: it is the slow network. Keeping it otherwise was tried (docs/performance.md): a
         # gather then copies this rank's own piece, which costs what the cast does.
@@ -206,9 +205,7 @@ class ParamGroup:
                 view.copy_(param.data)
                 param.data = view
             else:
-                fields = quantized.fields(param)
-                copy_each(list(views.values()), [fields[name] for name in views])
-                quantized.point(param, views)
+                quantized.move(param, views)
         self.gather_pairs: list[Pair] = []
         self.outer_pairs: list[Pair] = []
         for full, shard in zip(self.weights, self.weight_shards, strict=True):
@@ -233,30 +230,6 @@ class ParamGroup:
         specs = (self.full, self.inner, self.held)
         inside = specs[specs.index(stored) :]
         return ShardedBuffer(stored, inside, self.staging.runtime, dtype, plane, memory)
-
-    def quantized_weights(self, into: PlaneItems) -> list[QuantizedWeight]:
-        """This rank's rows of each parameter, where the format is a quantized one; in the planes of
-        the group, unless others are given."""
-        held = self.held
-        own = {shard.plane.name: shard.items(held) for shard in self.weight_shards}
-        return [
-            QuantizedWeight(
-                entry.param, entry.fqns[0], self.key.format, held.range(index).start,
-                self.main.items(held)[index], self.keeps_shard or self.keeps_weights,
-                {name: items[index] for name, items in (into or own).items()},
-            )
-            for index, entry in enumerate(self.managed)
-        ]
-
-    def cast_at_gathers(self, writer: PlanesWriter) -> None:
-        """Has every gather cast this rank's part of quantized weights, which is not kept."""
-        self._writer, self.write_planes = writer, writer(self.quantized_weights({}))
-
-    def planes_written_into(self, items: PlaneItems) -> Callable[[], None]:
-        """What casts the same into planes elsewhere: `items` are this rank's of every parameter."""
-        if self._writer is None:
-            raise RuntimeError(f"{self.name}: it keeps its quantized weights")
-        return self._writer(self.quantized_weights(items))
 
     def _build_main(
         self, runtime: Runtime, values: Mapping[nn.Parameter, torch.Tensor]
@@ -442,10 +415,6 @@ def shard_rank(domain: ShardDomain, config: EngineConfig) -> int:
     if outer is None or not splits_outer(domain, config):
         return inner
     return nested_shard_rank(inner, outer.rank, outer.size)
-
-
-PlaneItems = Mapping[str, list[torch.Tensor]]
-"""By name of the plane, a tensor for each parameter."""
 
 
 def laid_out(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import Strategy
@@ -13,7 +12,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from .group import ParamGroup
 from .guard import GatheredParameter, PresentParameter, ReshardedParameter, set_classes
 from .partition import UnitPlan
-from .quantized import QuantizedParams
+from .quantized import QuantizedWeights
 
 
 class Phase(enum.Enum):
@@ -58,7 +57,7 @@ class Unit:
 
     def __init__(
         self, plan: UnitPlan, ordinal: int, groups: list[ParamGroup], strategy: Strategy,
-        knows: QuantizedParams | None = None,
+        knows: QuantizedWeights | None = None,
     ) -> None:
         self.name = name = plan.name
         self.ordinal, self.groups, self.inside = ordinal, groups, plan.inside
@@ -155,10 +154,6 @@ class Unit:
         """A pass reads the weights, which are there, next."""
         for param in self.quantized:
             self._knows.prepare(param)  # type: ignore[union-attr]
-
-    def scales_of(self, param: nn.Parameter) -> list[torch.Tensor]:
-        """What every rank has of a quantized parameter beside its planes."""
-        return self._knows.scales(param)  # type: ignore[union-attr]
 
     def release_weights(self) -> None:
         """Gives back the memory of gathered weights, on the current stream."""

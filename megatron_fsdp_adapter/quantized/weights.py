@@ -1,0 +1,261 @@
+"""When weights are quantized from main weights: once after each change of those.
+
+    compute stream   step | begin  maxima over ranks  finish | forward ...
+    gather stream                                            casts, gathers of bytes
+
+The bytes are written then too where they are kept; where they are not, a gather casts this rank's
+main weights with those scales, as it does for compute weights in another dtype. Scales of every
+gather would not be those of the step where they depend on what was seen so far (delayed scaling),
+and would cost a reduction a unit.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..core.engine.buffer import copy_each
+from ..core.engine.gather import GatherPipeline
+from ..core.engine.group import ParamGroup, by_domain
+from ..core.engine.launches import AGREED
+from ..core.engine.quantized import QuantizedWeights
+from ..core.layout.format import WeightFormat
+from ..core.runtime.comm import Communicator
+from ..core.runtime.device import COMPUTE, GATHER
+
+PlaneItems = Mapping[str, Sequence[torch.Tensor]]
+"""By plane, this rank's rows of each parameter of a group."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """One weight as a quantizer sees it: this rank's rows of it. Shapes are those of rows of the
+    weight, of shape (M, K); a rank may have none of them.
+
+    Attributes:
+        param: the parameter object. Its fields are not to be read: they may be guarded or old.
+        name: its first name.
+        format: that of its group.
+        start: where this rank's rows begin in the flat weight, in elements; a multiple of K times
+            the format's granule of rows. 0 if there are none.
+        main: (rows, K), the main weights, in the main dtype: float32, unless chosen otherwise, and
+            `param`'s own for frozen parameters.
+        kept: whether the planes are there between gathers.
+        planes: by name, the same rows of each plane, to be written: (rows / r, K / c) where one
+            element stands for r x c of the weight. Every rank that holds rows of the weight writes
+            all planes of these rows, and no others.
+    """
+
+    param: nn.Parameter
+    name: str
+    format: WeightFormat
+    start: int
+    main: torch.Tensor
+    kept: bool
+    planes: Mapping[str, torch.Tensor]
+
+
+class Quantizer(Protocol):
+    """Makes planes and scales of weights of one format from their main weights, in two phases.
+
+    All ranks of a domain have one over the same weights in the same order, and call it together,
+    also those that hold no rows. Everything is enqueued on the current stream; the host waits for
+    nothing. Between the phases the largest of each maximum is taken over all ranks that hold rows
+    of the weights. Main weights are rounded to the parameter's own dtype first, as a kernel that
+    reads compute weights would see them.
+    """
+
+    amax_numel: int
+    """How many maxima there are to agree upon; 0 if every scale is a matter of one rank's rows."""
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        """Where the maxima are for good: float32 of shape (amax_numel,), a part of the vector that
+        is reduced. Called once, before anything else, only if there are any."""
+
+    def begin(self) -> None:
+        """Fills all of `amaxes` from this rank's rows; 0 where it has none."""
+
+    def finish(self) -> None:
+        """Sets scales from `amaxes`, and writes this rank's rows of the planes that are kept.
+        Scales that are not in planes are set for the whole of every weight, on every rank."""
+
+    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
+        """What writes this rank's rows of the planes of `weights`, from main weights as they are,
+        with the scales that `finish` has set last; enqueued on the current stream, when the planes
+        are there. Asked for after `bind`, of parameters of one group that are not kept, whose
+        planes may be others than those that this quantizer was made of."""
+
+
+class QuantizedParams(QuantizedWeights):
+    """The engine's `QuantizedWeights`, of one library's parameters, which a subclass knows. They
+    are quantized again, lazily, after their main weights have changed."""
+
+    at_once = unnotified = False
+    _changed = _loaded = False
+
+    # Of a subclass.
+
+    @abc.abstractmethod
+    def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The tensor of every plane, by name, in the plane's shape and dtype, as they are now."""
+
+    @abc.abstractmethod
+    def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
+        """What every rank has beside the planes, as they are now; broadcast in place at
+        construction. The scale that the planes are multiplied by comes first, if it is no plane.
+        `param` may be guarded."""
+
+    @abc.abstractmethod
+    def high_precision(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The value that `param` was quantized from, on any device, in the weight's shape. Taken
+        away from the parameter. None if it was not preserved: main weights then begin as what the
+        planes stand for, `param.dequantize()`."""
+
+    @abc.abstractmethod
+    def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
+        """Makes `views`, one for each plane, which hold what `fields` gave, the fields of `param`
+        for life. Drops what is derived from fields."""
+
+    @abc.abstractmethod
+    def quantizer(self, format: WeightFormat, weights: Sequence[QuantizedWeight]) -> Quantizer:
+        """Of all weights of one domain and format, in an order that is the same on all ranks.
+        Called once, after all units are built."""
+
+    # Construction.
+
+    def share(
+        self, param: nn.Parameter, broadcast: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        """Returns the value that `param` was made from, or, if that was not preserved, what it
+        stands for. The bytes are not quantized again: they may have been made from rounded values,
+        which would give other bytes."""
+        fields = list(self.fields(param).values())
+        for tensor in (*fields, *self.scales(param)):
+            broadcast(tensor)
+        value = self.high_precision(param)
+        if value is None:
+            value = param.dequantize()
+        value = value.detach().to(fields[0].device)
+        broadcast(value)
+        return value
+
+    def move(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
+        fields = self.fields(param)
+        copy_each(list(views.values()), [fields[name] for name in views])
+        self.point(param, views)
+
+    def made(
+        self, groups: Sequence[ParamGroup], gather: GatherPipeline
+    ) -> QuantizedWeights | None:
+        self._gather = gather
+        quantized = [group for group in groups if group.key.quantized]
+        frozen = [group for group in quantized if not group.key.requires_grad]
+        trained = [group for group in quantized if group.key.requires_grad]
+        self._trained, self._frozen = self._plan(trained), self._plan(frozen)
+        # Bytes that are not kept are given back where a unit has been built, with what had made
+        # them: scales are computed again.
+        self._changed = any(group.write_planes for group in trained)
+        return self if quantized else None
+
+    def _plan(
+        self, groups: Sequence[ParamGroup]
+    ) -> tuple[list[Quantizer], list[Callable[[], list[object]]]]:
+        """Quantizers of `groups`, and what reduces their maxima: on the communicators of gathers,
+        all of whose work the compute stream is behind by then. Those of reductions may be in use.
+        """
+        gather = self._gather
+        quantizers: list[Quantizer] = []
+        reductions: list[Callable[[], list[object]]] = []
+        for domain, members in by_domain(groups).items():
+            made, amaxes = self._quantizers(members)
+            axes = [gather.communicators[domain]] if gather.config.strategy.shard_main else []
+            axes += [gather.outer[domain]] if members[0].splits_outer else []
+            quantizers += made
+            if amaxes.numel():
+                reductions += [partial(self._reduce, members, amaxes, axis) for axis in axes]
+        return quantizers, reductions
+
+    def _quantizers(
+        self, groups: Sequence[ParamGroup]
+    ) -> tuple[list[Quantizer], torch.Tensor]:
+        """One for each format, with the maxima of all of them."""
+        weights: dict[str, list[QuantizedWeight]] = {}
+        for group in groups:
+            weights.setdefault(group.key.format.name, []).extend(rows_of(group))
+        made = {name: self.quantizer(each[0].format, each) for name, each in weights.items()}
+        counts = [quantizer.amax_numel for quantizer in made.values()]
+        amaxes = torch.zeros(sum(counts), device=self._gather.runtime.device)
+        for quantizer, part in zip(made.values(), amaxes.split(counts), strict=True):
+            if part.numel():
+                quantizer.bind(part)
+        for group in groups:
+            if not (group.keeps_shard or group.keeps_weights):
+                _cast_at_gathers(group, made[group.key.format.name])
+        return list(made.values()), amaxes
+
+    # Main weights change.
+
+    def changed(self, loaded: bool, needed: bool) -> None:
+        self._changed = True
+        self._loaded |= loaded
+        if needed or self.at_once:
+            self.catch_up()
+
+    def is_pending(self, trained: bool) -> bool:
+        return self._changed or self.unnotified if trained else self._loaded
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        plans = [self._trained] if self.is_pending(trained=True) else []
+        plans += [self._frozen] if self.is_pending(trained=False) else []
+        self._changed = self._loaded = False
+        quantizers = [quantizer for plan, _ in plans for quantizer in plan]
+        if not quantizers:
+            return
+        runtime = self._gather.runtime
+        runtime.wait(COMPUTE, runtime.record(GATHER))
+        runtime.submit(
+            COMPUTE,
+            *(quantizer.begin for quantizer in quantizers),
+            *(reduction for _, reductions in plans for reduction in reductions),
+            *(quantizer.finish for quantizer in quantizers),
+        )
+
+    def _reduce(
+        self, groups: Sequence[ParamGroup], amaxes: torch.Tensor, axis: Communicator
+    ) -> list[object]:
+        self._gather.launches.note(AGREED, groups[:1], axis)
+        return axis.all_reduce_max(amaxes)
+
+
+def rows_of(
+    group: ParamGroup, into: PlaneItems = MappingProxyType({})
+) -> list[QuantizedWeight]:
+    """This rank's rows of each parameter of a quantized group; in the planes of the group, unless
+    others are given."""
+    held = group.held
+    own = {shard.plane.name: shard.items(held) for shard in group.weight_shards}
+    return [
+        QuantizedWeight(
+            entry.param, entry.fqns[0], group.key.format, held.range(index).start,
+            group.main.items(held)[index], group.keeps_shard or group.keeps_weights,
+            {name: items[index] for name, items in (into or own).items()},
+        )
+        for index, entry in enumerate(group.managed)
+    ]  # fmt: skip
+
+
+def _cast_at_gathers(group: ParamGroup, quantizer: Quantizer) -> None:
+    own = quantizer.writer(rows_of(group))
+
+    def write(into: PlaneItems = MappingProxyType({})) -> None:
+        (quantizer.writer(rows_of(group, into)) if into else own)()
+
+    group.write_planes = write
