@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.runtime.host_stash import HostStash
 from .fused_adam import FusedAdamStep, install
+from .host_stash import HostStash
 from .partial_steps import ending
 from .state_init import is_torch_optimizer, make_state, moments_of
 from .state_load import load_options, load_values

@@ -2,6 +2,12 @@
 
     release_memory(model, optimizer)        # another engine generates on the same device
     return_memory(model, optimizer)         # and training goes on, bit for bit
+
+Main weights go to the host. Compute weights that a gather writes again are dropped; so are
+gradients, buckets and slots. Quantized weights go to the host: their bytes are not a matter of
+main weights alone. Storages are given back and taken again under the tensors, as gathers do it:
+whatever holds a view of a buffer keeps it. Addresses change, which only CUDA graphs and
+registrations with NCCL know of: those are refused, and left where they are.
 """
 
 from __future__ import annotations
@@ -12,12 +18,12 @@ from typing import Any
 import torch
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.memory import KINDS, MAIN
+from ..core.engine.memory import COMPUTE, GRADIENTS, KINDS, MAIN, SLOTS
 from ..core.runtime.device import Runtime
-from ..core.runtime.host_stash import HostStash, Storages
 from ..quantized import memory_of
 from ..sharding.export_source import Source, sources
 from ..sharding.problems import raise_problems
+from .host_stash import HostStash, Kept, Storages
 from .local_optimizer import LocalShards
 
 OPTIMIZER = "optimizer"
@@ -50,7 +56,7 @@ def release_memory(
     kinds = [kind for kind in KINDS if kind not in chosen]
     chunks, shards = sources(model), local_shards(optimizer)
     for source in chunks:
-        source.engine.memory.check_free(kinds)
+        _check_free(source.engine, kinds)
     found = dict.fromkeys(kinds, 0)
     for source in chunks:
         more = {MAIN: [(storage, None) for storage in _left_alone(source)]}
@@ -88,20 +94,65 @@ def _left_alone(source: Source) -> list[torch.Tensor]:
 def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[str, int]:
     """Gives back memory of `kinds` and `more` storages; the bytes of each kind. RuntimeError where
     memory is pinned."""
-    engine.memory.check_free(kinds)
-    if kinds and not engine.memory.away:
+    _check_free(engine, kinds)
+    memory = engine.memory
+    if memory.stash is None:
+        memory.stash = HostStash(engine.runtime, memory.away)
+    if kinds and not memory.away:
         engine.to_sharded()
         engine.zero_grads()
         engine.gather.invalidate()
         engine.runtime.synchronize()
-    return engine.memory.park(kinds, more)
+    own = storages(engine)
+    found: dict[str, int] = memory.stash.park(
+        {kind: [*own[kind], *more.get(kind, ())] for kind in kinds}
+    )
+    return found
 
 
 def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
     """Takes it back; what can be gathered is gathered again."""
-    engine.memory.take(kinds)
+    if engine.memory.stash is not None:
+        engine.memory.stash.take(kinds)
     engine.mark_main_weights_stale()
     engine.gather.invalidate()
+
+
+def storages(engine: FsdpEngine) -> Storages:
+    """By kind: a tensor over each storage, and which parts of it return as they were."""
+    found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in KINDS}
+    found[SLOTS] = [(slot, ()) for slot in _slots(engine)]
+    for group in engine.groups:
+        for buffer in group.weight_shards:
+            own = buffer.segments(group.held)
+            kept = own if group.key.quantized and not group.write_planes else []
+            if group.main_is_weight:
+                found[MAIN].append((buffer.tensor, own))
+            elif not buffer.in_slot:
+                found[COMPUTE].append((buffer.tensor, kept))
+        if not group.main_is_weight and not group.main_on_host:
+            found[MAIN].append((group.main.tensor, None))
+        if group.key.requires_grad and not group.grad.in_slot:
+            found[GRADIENTS].append((group.grad.tensor, ()))
+    return found
+
+
+def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
+    stagings = [group.staging for group in engine.groups]
+    made = [slots for one in stagings for slots in (one.weights, one.buckets) if slots]
+    memory = [one for slots in dict.fromkeys(made) for one in slots.memory]
+    received = [] if engine.memory.received is None else [engine.memory.received]
+    return [*memory, *received] if engine.memory.ordinary else []
+
+
+def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
+    """RuntimeError if memory of `kinds` is pinned."""
+    pinned_by = engine.memory.pinned_by
+    if kinds and pinned_by:
+        raise RuntimeError(
+            f"release_memory: {pinned_by} has addresses of {', '.join(kinds)}; switch "
+            f"that off, or release the optimizer's state alone, with keep={list(KINDS)}"
+        )
 
 
 def _chosen(argument: str, kinds: str | Collection[str]) -> Sequence[str]:
@@ -137,9 +188,9 @@ def local_shards(optimizer: Any) -> list[LocalShards]:
 def park_state(shards: LocalShards, runtime: Runtime) -> int:
     """Gives the memory of an optimizer's state back; its bytes."""
     if shards.parked is None:
-        shards.parked = HostStash(runtime)
-    storages = {OPTIMIZER: [(state, None) for state in shards.state_storages()]}
-    return sum(shards.parked.park(storages).values())
+        shards.parked = HostStash(runtime, {})
+    own = {OPTIMIZER: [(state, None) for state in shards.state_storages()]}
+    return sum(shards.parked.park(own).values())
 
 
 def take_state(shards: LocalShards) -> None:

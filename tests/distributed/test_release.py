@@ -21,6 +21,7 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.memory import KINDS
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
+from megatron_fsdp_adapter.optim.memory import storages
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -184,7 +185,7 @@ def test_host_memory_is_taken_once(one_rank: None) -> None:
     for _ in range(2):
         release_memory(model, optimizer)
         return_memory(model, optimizer)
-        lots = (model.engine.memory._lot, optimizer._fsdp_shards.parked)
+        lots = (model.engine.memory.stash, optimizer._fsdp_shards.parked)
         known = [one for lot in lots for of in lot._known.values() for one in of.values()]
         places.append([copied.data_ptr() for one in known for h in one._host for copied in h])
     assert places[0] == places[1]
@@ -253,7 +254,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def slots_of(model: Any) -> list[torch.Tensor]:
-    return [slot for slot, _ in model.engine.memory.storages()["slots"]]
+    return [slot for slot, _ in storages(model.engine)["slots"]]
 
 
 def by_ours(trainer: Trainer, data: Any) -> None:

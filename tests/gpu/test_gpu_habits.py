@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter import export_shards, export_weights, release_memory, return_memory
+from megatron_fsdp_adapter.optim.memory import storages
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -109,7 +110,7 @@ def _registered(trainer: Trainer) -> list[torch.Tensor]:
     engine = trainer.wrapper.engine
     stagings = [group.staging for group in engine.groups]
     slots = [s for one in stagings for s in (one.weights, one.buckets) if s is not None]
-    kept = engine.memory.storages()["slots"]
+    kept = storages(engine)["slots"]
     return [] if kept else [memory for s in dict.fromkeys(slots) for memory in s.memory]
 
 

@@ -63,7 +63,8 @@ class FlatBuffer:
         memory: uint8, of as many bytes, to lie in for good; storage then never goes.
         is_zero: whether that is zero already.
 
-    label: what it is, and whose, for messages. in_slot: whether it lies in given memory.
+    label: what it is, and whose, for messages. in_slot: whether it lies in given memory. fixed:
+    whether its storage stays for good.
     """
 
     label = "a buffer"
@@ -115,10 +116,6 @@ class FlatBuffer:
         """Marks the contents as unused; the storage stays."""
         if self.runtime.poison and self.allocated:
             fill_with_nan(self.tensor)
-
-    def keep(self) -> None:
-        """Keeps the storage that is there for good: a CUDA graph writes to it."""
-        self.fixed = True
 
     def views(self, ranges: Sequence[FlatRange]) -> list[torch.Tensor]:
         """A 1-D view of each range. The buffer must be allocated."""

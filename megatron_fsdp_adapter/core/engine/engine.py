@@ -110,7 +110,7 @@ class FsdpEngine:
         self.reduce = ReducePipeline(
             config, runtime, reductions, reduces, outer, self.launches, grad_check, received
         )
-        self.memory = EngineMemory(self.units, received, allocate_slots is None, runtime)
+        self.memory = EngineMemory(received, ordinary=allocate_slots is None)
         self.quantization = quantized and quantized.made(self.groups, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)

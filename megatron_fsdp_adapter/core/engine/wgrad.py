@@ -114,7 +114,7 @@ class FusedWgrad:
         return self._written
 
     def note(self, indices: Iterable[int]) -> None:
-        """Marks gradients that a captured backward has written (`captured.py`)."""
+        """Marks gradients that were written without `write`, by a replay."""
         self._written.update(indices)
 
     def write(self, index: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .device import Runtime, fill_with_nan, storage_bytes
+from ..core.runtime.device import Runtime, fill_with_nan, storage_bytes
 
 Kept = Sequence[torch.Tensor] | None
 Storages = Mapping[str, Sequence[tuple[torch.Tensor, Kept]]]
@@ -74,14 +74,12 @@ def _everything(owner: torch.Tensor) -> torch.Tensor:
 class HostStash:
     """Storages by what they are for; each is here or away.
 
-    Attributes:
-        away: kinds that are given back.
+    away: kinds that are given back, to be written and read here.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, away: dict[str, list[StashedStorage]]) -> None:
+        self._runtime, self.away = runtime, away
         self._known: dict[str, dict[int, StashedStorage]] = {}
-        self.away: dict[str, list[StashedStorage]] = {}
 
     def park(self, storages: Storages) -> dict[str, int]:
         """Gives back, by kind, storages with what is kept of them; the bytes of each kind. Kinds
@@ -102,7 +100,7 @@ class HostStash:
             for one in parked:
                 one.save()
         self._runtime.synchronize()
-        self.away |= found
+        self.away.update(found)
         return {kind: sum(one.give_back() for one in parked) for kind, parked in found.items()}
 
     def take(self, kinds: Sequence[str]) -> None:
