@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .megatron.options.ddp_config import DistributedDataParallelConfig
     from .megatron.process_groups import create_all_gather_groups
     from .optim.memory import release_memory, return_memory
+    from .plain.fsdp2 import fully_shard
     from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
     from .sharding.export import export_shards, export_weights
 
@@ -34,6 +35,7 @@ _HOMES = {
     "enable_cpu_mode": "launch.cpu_mode",
     "export_shards": "sharding.export",
     "export_weights": "sharding.export",
+    "fully_shard": "plain.fsdp2",
     "fully_shard_model": "plain.fully_shard",
     "fully_shard_optimizer": "plain.fully_shard",
     "install": "launch.installation",
@@ -52,6 +54,7 @@ __all__ = [
     "enable_cpu_mode",
     "export_shards",
     "export_weights",
+    "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
     "install",
