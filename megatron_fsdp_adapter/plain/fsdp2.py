@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -38,6 +39,7 @@ from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.engine.partition import managed_params, only_looks_up, partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
+from ..dtensor import Chunks, OwnRows, UnevenDTensor
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.materialize import Initializer, own_initializer, target_device
@@ -348,7 +350,7 @@ def _check_call(module: nn.Module, placement_of: Callable[[nn.Parameter], Any] |
     } if placement_of is not None and not found else set()  # fmt: skip
     if dims - {0}:
         found.append(
-            f"shard_placement_fn: {Shard(max(dims))}: rows of dim 0 are cut; return Shard(0) or "
+            f"shard_placement_fn: Shard({max(dims)}): rows of dim 0 are cut; return Shard(0) or "
             "None"
         )
     raise_problems(SUBJECT, found)
@@ -471,6 +473,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         quantized=TransformerEngineParams(),
     )
     engine.auto_sync = True
+    _distribute_rows()
     for pair in engine.pairs:
         mark_shard(pair)
         pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
@@ -516,6 +519,34 @@ def _loaded_later(module: nn.Module, parent: nn.Module | None) -> Initializer:
                     value.data.fill_(torch.nan)
 
     return own_initializer(module, parent) or fill
+
+
+def _distribute_rows() -> None:
+    """Has `set_optimizer_state_dict` cut whole tensors into the rows that each rank has: torch's
+    own function cuts evenly, whatever placements say. It goes on doing so for all other tensors."""
+    original = _state_dict_utils.distribute_tensor
+    if getattr(original, "_knows_own_rows", False):
+        return
+
+    @functools.wraps(original)
+    def distribute(
+        tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> Any:
+        if not any(isinstance(one, OwnRows) for one in placements or ()):
+            return original(tensor, device_mesh, placements, **options)
+        start, size, rest = 0, tensor.shape[0], tensor.shape[1:]
+        for placement in placements:
+            if isinstance(placement, OwnRows):
+                start, size = start + placement.start, placement.size
+        box = ((start, *[0] * len(rest)), (size, *rest))
+        return UnevenDTensor.over(
+            tensor[start : start + size].clone(), device_mesh,
+            [Shard(0) if isinstance(one, OwnRows) else one for one in placements],
+            tensor.shape, tensor.stride(), Chunks((box,) if size else ()),
+        )  # fmt: skip
+
+    distribute._knows_own_rows = True  # type: ignore[attr-defined]
+    _state_dict_utils.distribute_tensor = distribute
 
 
 def _register_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:

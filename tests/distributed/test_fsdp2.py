@@ -1,0 +1,363 @@
+"""`fully_shard` beside torch's: one loop, written for FSDP2, run with either. Losses, weights and
+checkpoints are the same, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+)
+from torch.distributed.fsdp import fully_shard as theirs
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp_adapter import fully_shard as ours
+from megatron_fsdp_adapter import fully_shard_optimizer
+from megatron_fsdp_adapter.plain.fsdp2 import HINTS
+from tests.distributed.launch import run_ranks
+from tests.distributed.plain import Block, Net, net, tokens
+
+BF16, FP32 = torch.bfloat16, torch.float32
+STEPS, MICROBATCHES = 3, 2
+
+
+class Features(Net):
+    """A Net that can return what it computes in front of its loss."""
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens))).square() * self.temperature
+
+
+def model(dtype: torch.dtype = FP32) -> Any:
+    made = net(dtype)
+    made.__class__ = Features
+    made.temperature = nn.Parameter(torch.tensor([1.5], dtype=dtype))  # torch's takes no scalars
+    return made
+
+
+Shards = Callable[..., Any]
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _bottom_up(shard: Shards, made: Any, **options: Any) -> Any:
+    for block in made.blocks:
+        shard(block, **options)
+    return shard(made, **options)
+
+
+def _parts(shard: Shards, made: Any, **options: Any) -> Any:
+    """Units inside of units, lists of modules, and weights that stay after forward."""
+    shard(made.embedding, **options)
+    for block in made.blocks:
+        shard(block.up, **options)
+        shard(block, reshard_after_forward=block is not made.blocks[-1], **options)
+    shard([made.head], reshard_after_forward=False, **options)
+    return shard(made, **options)
+
+
+def _alone(shard: Shards, made: Any, **options: Any) -> Any:
+    return shard(made, reshard_after_forward=True, **options)
+
+
+def _frozen(shard: Shards, made: Any, **options: Any) -> Any:
+    made.blocks[0].requires_grad_(False)
+    return _bottom_up(shard, made, **options)
+
+
+def _ignored(shard: Shards, made: Any, **options: Any) -> Any:
+    """The rest is trained by gradients that the loop sums."""
+    made.head.requires_grad_(False)
+    return _bottom_up(shard, made, ignored_params=set(made.head.parameters()), **options)
+
+
+def _output(shard: Shards, made: Any, **options: Any) -> Any:
+    """Features, which the model returns in another dtype than it computes in."""
+    made.forward = made.features
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for block in made.blocks:
+        shard(block, mp_policy=policy)
+    return shard(made, mp_policy=replace(policy, output_dtype=FP32))
+
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "bottom up": (_bottom_up, {}),
+    "parts": (_parts, {}),
+    "one unit": (_alone, {}),
+    "frozen": (_frozen, {}),
+    "ignored": (_ignored, {}),
+    "fp32 in bf16": (
+        _parts, {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
+    ),
+    "output": (_output, {}),
+}  # fmt: skip
+
+
+def train(
+    made: Any, optimizer: Any, rank: int, accumulate: bool = False, first: int = 0,
+    most: float = 100.0,
+) -> tuple[list[float], list[float]]:
+    """Losses, and norms of gradients, which are scaled to at most `most`. A norm adds up what each
+    rank has, which is other rows under torch's: it differs in the last bits."""
+    losses, norms = [], []
+    for step in range(first, first + STEPS):
+        for microbatch in range(MICROBATCHES if accumulate else 1):
+            made.set_requires_gradient_sync(not accumulate or microbatch == MICROBATCHES - 1)
+            output = made(tokens(step, microbatch, rank))
+            assert output.dtype == FP32
+            loss = output.mean()
+            loss.backward()
+            losses.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(made.parameters(), most)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def whole(made: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+        for name, param in made.named_parameters()
+    }
+
+
+def check(found: Tensors, expected: Tensors, say: str) -> None:
+    assert found.keys() == expected.keys(), say
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), f"{say}: {name}"
+
+
+def adam(made: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(made.parameters(), lr=1e-2)
+
+
+def _cases(rank: int, world: int) -> None:
+    for name, (shape, options) in CASES.items():
+        one, other = shape(theirs, model(), **options), shape(ours, model(), **options)
+        sides = [(made, adam(made)) for made in (one, other)]
+        expected, found = (train(made, optimizer, rank) for made, optimizer in sides)
+        assert found[0] == expected[0], name
+        near(found[1], expected[1], f"{name}, norms")
+        check(whole(other), whole(one), name)
+        for accumulate, most in ((True, 100.0), (False, 0.5)):
+            expected, found = (
+                train(made, optimizer, rank, accumulate, 7, most) for made, optimizer in sides
+            )
+            near(found, expected, f"{name}, {accumulate=}, {most=}")
+
+
+def near(found: Any, expected: Any, say: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, msg=lambda text: say + text)
+
+
+def test_loops_written_for_fsdp2_give_its_numbers() -> None:
+    run_ranks(_cases, 2)
+
+
+MESHES: dict[str, Callable[[], dict[str, Any]]] = {
+    "replicas": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))},
+    "one tensor-parallel rank": lambda: {
+        "mesh": init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    },
+    "dims of a larger mesh": lambda: {
+        "mesh": init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("r", "s", "tp")),
+        "dp_mesh_dims": DataParallelMeshDims(shard=("r", "s")),
+    },
+}
+
+
+def _meshes(rank: int, world: int) -> None:
+    """The numbers of four shards, or of two by two, are the same but for the order of sums."""
+    one = _bottom_up(theirs, model())
+    expected = train(one, adam(one), rank)
+    for name, options in MESHES.items():
+        other = _bottom_up(ours, model(), **options())
+        near(train(other, adam(other), rank), expected, name)
+        held = sum(param._local_tensor.numel() for param in other.parameters())
+        assert held < 0.7 * sum(param.numel() for param in other.parameters()), name
+
+
+def test_meshes_of_fsdp2() -> None:
+    run_ranks(_meshes, 4)
+
+
+def _states(made: Any, optimizer: Any, options: StateDictOptions) -> tuple[Any, Any]:
+    return (
+        get_model_state_dict(made, options=options),
+        get_optimizer_state_dict(made, optimizer, options=options),
+    )
+
+
+def _interchange(rank: int, world: int) -> None:
+    """What either has after some steps is loaded into the other, which goes on as the first."""
+    options = StateDictOptions(full_state_dict=True)
+    for first, second in ((theirs, ours), (ours, theirs)):
+        made = _bottom_up(first, model())
+        optimizer = adam(made)
+        train(made, optimizer, rank)
+        # Copies: torch's functions change what they are given, and share step counts.
+        weights, moments = copy.deepcopy(_states(made, optimizer, options))
+        other = _bottom_up(second, net_of_zeros())
+        resumed = adam(other)
+        set_model_state_dict(other, dict(weights), options=options)
+        set_optimizer_state_dict(other, resumed, moments, options=options)
+        say = f"resumed with {second.__module__}"
+        check(whole(other), weights, say)
+        check(moments_of(other, resumed), moments_of(made, optimizer), say)
+        found, expected = (
+            train(*side, rank, first=9)[0] for side in ((other, resumed), (made, optimizer))
+        )
+        assert found == expected, say
+        check(whole(other), whole(made), say)
+
+
+def moments_of(made: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": value.full_tensor() if isinstance(value, DTensor) else value
+        for name, param in made.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+
+
+def net_of_zeros() -> Any:
+    made = model()
+    for param in made.parameters():
+        nn.init.zeros_(param)
+    return made
+
+
+def _meta_start(rank: int, world: int) -> None:
+    """Modules on the meta device have the values of a load."""
+    values = model().state_dict()
+    with torch.device("meta"):
+        made = Features()
+        made.temperature = nn.Parameter(torch.empty(1))
+    _bottom_up(ours, made).to_empty(device="cpu")
+    set_model_state_dict(
+        made, values if rank == 0 else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    check(whole(made), dict(model().named_parameters()), "loaded")
+    one = _bottom_up(theirs, model())
+    assert train(made, adam(made), rank)[0] == train(one, adam(one), rank)[0]
+
+
+def _in_host_memory(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    one = _bottom_up(theirs, model(), mp_policy=policy)
+    expected = train(one, adam(one), rank)[0]
+    made = _bottom_up(ours, model(), mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    assert train(made, fully_shard_optimizer(adam(made)), rank)[0] == expected
+    check(whole(made), whole(one), "in host memory")
+
+
+def _methods(rank: int, world: int) -> None:
+    made = _bottom_up(ours, model())
+    assert isinstance(made, FSDPModule) and isinstance(made.blocks[0], FSDPModule)
+    assert type(made.blocks[0]).__name__ == "FSDPBlock" and isinstance(made.blocks[0], Block)
+    made.set_gradient_divide_factor(4.0 * world)
+    for name in HINTS:
+        getattr(made, name)(True)
+    block, before = made.blocks[1], dict(model().named_parameters())
+    assert all(isinstance(param, DTensor) for param in made.parameters())
+    handle = block.unshard(async_op=True)
+    handle.wait()
+    handle.wait()
+    assert torch.equal(block.up.weight, before["blocks.1.up.weight"])
+    made(tokens(0, 0, rank))  # the forward does not reshard it
+    assert torch.equal(block.up.weight, before["blocks.1.up.weight"])
+    block.reshard()
+    block.reshard()
+    made.reset_iter_state()
+    assert all(isinstance(param, DTensor) for param in block.parameters())
+    one = _bottom_up(theirs, model())
+    for each in (made, one):
+        each(tokens(0, 0, rank)).mean().backward()
+    for (name, param), other in zip(made.named_parameters(), one.parameters(), strict=True):
+        quarter = other.grad.full_tensor() / 4
+        assert torch.equal(param.grad.full_tensor(), quarter), name
+    made.set_reshard_after_forward(False)
+    with torch.no_grad():
+        made(tokens(0, 0, rank))
+        assert made.blocks[0].up.weight.untyped_storage().nbytes() > 0
+    made.set_reshard_after_forward(True)
+    adam(made).step()
+    made(tokens(0, 0, rank))
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "twice": ("called with it before", lambda made: ours(ours(made))),
+    "a list": ("no forward", lambda made: ours(nn.ModuleList([made]))),
+    "columns": (
+        r"Shard\(1\)", lambda made: ours(made, shard_placement_fn=lambda param: Shard(1)),
+    ),
+    "late": (
+        "sharded already",
+        lambda made: (list(ours(made.blocks[0]).parameters()), ours(made)),
+    ),
+    "policies": (
+        "mp_policy.param_dtype",
+        lambda made: list(_mixed(made).parameters()),
+    ),
+    "hook": ("set_all_reduce_hook", lambda made: ours(made).set_all_reduce_hook(print)),
+    "deepcopy": ("deepcopy", lambda made: copy.deepcopy(ours(made))),
+    "optimizer of before": (
+        "from before fully_shard",
+        lambda made: _step(adam(made), ours(made)),
+    ),
+    "factor": (
+        "sharded already", lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
+    ),
+    "one of several": (
+        "recurse=False",
+        lambda made: _bottom_up(ours, made).set_requires_gradient_sync(False, recurse=False),
+    ),
+}  # fmt: skip
+
+
+def _mixed(made: Any) -> Any:
+    ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    return ours(made)
+
+
+def _read(made: Any) -> Any:
+    list(made.parameters())
+    return made
+
+
+def _step(optimizer: Any, made: Any) -> None:
+    made(tokens(0, 0, 0)).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_does_and_this_does_not_is_an_early_error(one_rank: None, name: str) -> None:
+    said, use = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        use(model())
+
+
+def _rest(rank: int, world: int) -> None:
+    for part in (_interchange, _meta_start, _in_host_memory, _methods):
+        part(rank, world)
+
+
+def test_checkpoints_meta_starts_offload_and_methods() -> None:
+    run_ranks(_rest, 2)
