@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .optim.memory import release_memory, return_memory
     from .plain.fsdp2 import fully_shard
     from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
+    from .plain.torch_fsdp import leave_fsdp2, use_as_fsdp2
     from .sharding.export import export_shards, export_weights
 
 __version__ = "0.1.0"
@@ -39,8 +40,10 @@ _HOMES = {
     "fully_shard_model": "plain.fully_shard",
     "fully_shard_optimizer": "plain.fully_shard",
     "install": "launch.installation",
+    "leave_fsdp2": "plain.torch_fsdp",
     "release_memory": "optim.memory",
     "return_memory": "optim.memory",
+    "use_as_fsdp2": "plain.torch_fsdp",
     "uninstall": "launch.installation",
 }
 
@@ -58,9 +61,11 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "install",
+    "leave_fsdp2",
     "release_memory",
     "return_memory",
     "uninstall",
+    "use_as_fsdp2",
 ]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from ..core.topology import DENSE, FSDPDistributedIndex
 from ..dtensor import Chunks, OwnRows, UnevenDTensor
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
-from ..sharding.materialize import Initializer, own_initializer, target_device
+from ..sharding.materialize import target_device, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
@@ -134,10 +134,13 @@ class ShardedModule(FSDPModule):
         _engine_of(self)
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads DTensors, sharded in any way, or whole tensors."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads DTensors, sharded in any way, or whole tensors. With `assign` too, values are
+        copied: parameters, which optimizers have, stay what they are."""
         _engine_of(self)
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        return super().load_state_dict(state_dict, strict)  # type: ignore[misc]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Gives parameters and buffers on the meta device memory. Sharded parameters have theirs,
@@ -324,7 +327,7 @@ def fully_shard(
         _check_call(one, shard_placement_fn)
     for one in modules:
         one.__dict__[MARK] = Mark(one, options)
-        one.__class__ = _sharded_class(type(one))
+        one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
         for _, mark in _marked(one):
             mark.around = weakref.ref(one)
     return module
@@ -469,7 +472,8 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
     ]
     engine = build_engine(
         UserLoopEngine, SUBJECT, root, plans, dict(index.domains),
-        with_single_rank_domains(config, index.domains), device, _loaded_later,
+        with_single_rank_domains(config, index.domains), device,
+        lambda module, parent: values_come_later,
         quantized=TransformerEngineParams(),
     )
     engine.auto_sync = True
@@ -507,18 +511,6 @@ def _config(root: nn.Module, options: Options) -> EngineConfig:
         ),
         offload=options.offload,
     )  # fmt: skip
-
-
-def _loaded_later(module: nn.Module, parent: nn.Module | None) -> Initializer:
-    """Values of what is on the meta device come from a load, or from the user: NaN until then."""
-
-    def fill(child: Any, _: Any) -> None:
-        for tensors in (child._parameters, child._buffers):
-            for value in tensors.values():
-                if value is not None and value.is_floating_point():
-                    value.data.fill_(torch.nan)
-
-    return own_initializer(module, parent) or fill
 
 
 def _distribute_rows() -> None:

@@ -36,6 +36,10 @@ def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer 
     return lambda child, _: child.reset_parameters()  # type: ignore[operator]
 
 
+def values_come_later(module: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
+    """Leaves NaN in what a load, or the user, gives values after the model is sharded."""
+
+
 def target_device(module: nn.Module, wanted: torch.device | str | None) -> torch.device:
     """Where the parameters of `module` are to live: on `wanted`, or with those that are not on the
     meta device, or else on this process's GPU, or the CPU where there is none."""
@@ -110,20 +114,23 @@ def initialize(name: str, module: nn.Module, device: torch.device, run: Initiali
     for own, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[own] = _unfilled(buffer, device)
+    checks = run is not values_come_later
     with torch.no_grad():
         run(module, originals)
     for own, original in originals.items():
         made = module._parameters[own]
         module._parameters[own] = original
         if original.is_meta:
-            _check(f"{name}.{own}", original, made)
+            _check(f"{name}.{own}", original, made, checks)
             _take_over(original, made)  # type: ignore[arg-type]
     for own, filled in module._buffers.items():
         if filled is not None:
-            _check(f"{name}.{own}", filled, filled)
+            _check(f"{name}.{own}", filled, filled, checks)
 
 
-def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None) -> None:
+def _check(
+    name: str, wanted: torch.Tensor, made: torch.Tensor | None, is_filled: bool
+) -> None:
     if made is None or made.shape != wanted.shape or made.dtype != wanted.dtype:
         found = None if made is None else (tuple(made.shape), made.dtype)
         raise ValueError(
@@ -131,7 +138,7 @@ def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None) -> None:
             f"{(tuple(wanted.shape), wanted.dtype)}"
         )
     # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
-    if made.is_floating_point() and made.detach().sum().isnan():
+    if is_filled and made.is_floating_point() and made.detach().sum().isnan():
         raise ValueError(
             f"{OPTION}=True: reset_parameters of the module that holds {name} did not write it, or "
             "not all of it; have it fill everything that the module holds itself"

@@ -4,6 +4,8 @@ checkpoints are the same, bit for bit."""
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,7 +31,7 @@ from torch.distributed.fsdp import fully_shard as theirs
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter import fully_shard as ours
-from megatron_fsdp_adapter import fully_shard_optimizer
+from megatron_fsdp_adapter import fully_shard_optimizer, leave_fsdp2, use_as_fsdp2
 from megatron_fsdp_adapter.plain.fsdp2 import HINTS
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net, net, tokens
@@ -361,3 +363,20 @@ def _rest(rank: int, world: int) -> None:
 
 def test_checkpoints_meta_starts_offload_and_methods() -> None:
     run_ranks(_rest, 2)
+
+
+def test_it_takes_the_place_of_torchs_wherever_that_was_imported() -> None:
+    found = types.ModuleType("a_library_that_imported_it")
+    found.shard = theirs  # type: ignore[attr-defined]
+    sys.modules[found.__name__] = found
+    try:
+        places = use_as_fsdp2()
+        own = f"{__name__}.theirs"
+        assert {"torch.distributed.fsdp.fully_shard", f"{found.__name__}.shard", own} <= set(places)
+        assert found.shard is ours is torch.distributed.fsdp.fully_shard  # type: ignore[attr-defined]
+        assert use_as_fsdp2() == []
+    finally:
+        assert leave_fsdp2() == places
+        del sys.modules[found.__name__]
+    assert ours is not theirs
+    assert found.shard is theirs is torch.distributed.fsdp.fully_shard  # type: ignore[attr-defined]

@@ -1,0 +1,48 @@
+"""`fully_shard` in the place of torch's: for programs and libraries that call that by its name."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from torch.distributed.fsdp._fully_shard import _fully_shard as implementation
+
+from .fsdp2 import fully_shard
+
+ORIGINAL = implementation.fully_shard
+REPLACED = "_fsdp_adapter_replaced"
+"""Of a module: the names under which it has ours."""
+
+
+def use_as_fsdp2() -> list[str]:
+    """Puts `fully_shard` into every imported module that has torch's, and into torch's own, from
+    which others import it later. Called twice, it finds what was imported meanwhile.
+
+    Returns:
+        Where it was put, as "module.name". Models that are sharded already stay as they are.
+    """
+    places = []
+    for module in _modules():
+        if module is implementation:
+            continue
+        for name in [name for name, value in vars(module).items() if value is ORIGINAL]:
+            setattr(module, name, fully_shard)
+            module.__dict__.setdefault(REPLACED, []).append(name)
+            places.append(f"{module.__name__}.{name}")
+    return sorted(places)
+
+
+def leave_fsdp2() -> list[str]:
+    """Takes it back from there; where it was."""
+    places = []
+    for module in _modules():
+        for name in module.__dict__.pop(REPLACED, []):
+            setattr(module, name, ORIGINAL)
+            places.append(f"{module.__name__}.{name}")
+    return sorted(places)
+
+
+def _modules() -> list[ModuleType]:
+    own = (__name__, f"{__package__}.fsdp2")
+    found = list(sys.modules.values())
+    return [one for one in found if isinstance(one, ModuleType) and one.__name__ not in own]
