@@ -16,13 +16,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -31,80 +28,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     UnshardHandle,
 )
-from torch.distributed.tensor import Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
-from ..core.config import STRATEGIES, EngineConfig
-from ..core.config import MixedPrecisionPolicy as Policy
-from ..core.engine.partition import managed_params, only_looks_up, partition, unit_modules
-from ..core.topology import DENSE, FSDPDistributedIndex
-from ..dtensor import Chunks, OwnRows, UnevenDTensor
-from ..quantized import TransformerEngineParams, format_of
-from ..sharding.building import build_engine, with_single_rank_domains
-from ..sharding.materialize import target_device, values_come_later
-from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
-from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
-from .user_loop import UserLoopEngine
-
-SUBJECT, MARK = "fully_shard", "_fsdp_adapter_mark"
-PENDING, BUILDING, BUILT = "pending", "being built", "built"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What one call of `fully_shard` was given. groups: of the shard axis, and of the replicas."""
-
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None]
-    reshards: bool
-    policy: MixedPrecisionPolicy
-    offload: bool
-    ignored: frozenset[nn.Parameter]
-
-    def of_the_model(self) -> dict[str, Any]:
-        """What is the same for all modules of a model."""
-        return {
-            "mesh": self.groups, "mp_policy.param_dtype": self.policy.param_dtype,
-            "mp_policy.reduce_dtype": self.policy.reduce_dtype, "offload_policy": self.offload,
-        }  # fmt: skip
-
-
-class Mark:
-    """Of a module that `fully_shard` was called with.
-
-    Attributes:
-        around: the marked module around it; itself where there is none.
-        state: PENDING until the root is sharded.
-        engine, ordinal: once it is, and the number of the module's unit, the root's last.
-        holds: whether the module's weights stay unsharded until `reshard`.
-        divide_factor: what sums of gradients are divided by; None for the number of ranks.
-    """
-
-    def __init__(self, module: nn.Module, options: Options) -> None:
-        self.options, self.around = options, weakref.ref(module)
-        self.state, self.ordinal = PENDING, -1
-        self.engine: UserLoopEngine | None = None
-        self.holds = False
-        self.divide_factor: float | None = None
-
-    def hold(self, holds: bool) -> None:
-        """Keeps the unit's weights from being resharded, or no longer."""
-        assert self.engine is not None
-        if holds is not self.holds:
-            self.holds, unit = holds, self.engine.units[self.ordinal]
-            (self.engine.gather.keep if holds else self.engine.gather.let_go)(unit)
-
-
-def mark_of(module: nn.Module) -> Mark | None:
-    """The mark of a module; None if `fully_shard` was not called with it."""
-    found: Mark | None = module.__dict__.get(MARK)
-    return found
-
-
-def _marked(module: nn.Module) -> list[tuple[nn.Module, Mark]]:
-    found = ((child, mark_of(child)) for child in module.modules())
-    return [(child, mark) for child, mark in found if mark is not None]
+from .fsdp2_model import (
+    BUILDING,
+    MARK,
+    PENDING,
+    SUBJECT,
+    Mark,
+    Options,
+    engine_of,
+    mark_of,
+    mark_on,
+    marked,
+    refuse_optimizers_of_before,
+    root_of,
+)
 
 
 class ShardedModule(FSDPModule):
@@ -116,22 +55,22 @@ class ShardedModule(FSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; shards the root first, if that has not happened."""
-        if _mark(self).state is PENDING:
-            _refuse_optimizers_of_before(_engine_of(self))
+        if mark_on(self).state is PENDING:
+            refuse_optimizers_of_before(engine_of(self))
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The same DTensors at any time, except while a forward runs or waits for its backward, or
         weights are held by `unshard`."""
-        if _mark(self).state is not BUILDING:
-            engine = _engine_of(self)
+        if mark_on(self).state is not BUILDING:
+            engine = engine_of(self)
             if not engine.gather.keeps_any:
                 engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors of the main weights, and buffers."""
-        _engine_of(self)
+        engine_of(self)
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(
@@ -139,13 +78,13 @@ class ShardedModule(FSDPModule):
     ) -> Any:
         """Loads DTensors, sharded in any way, or whole tensors. With `assign` too, values are
         copied: parameters, which optimizers have, stay what they are."""
-        _engine_of(self)
+        engine_of(self)
         return super().load_state_dict(state_dict, strict)  # type: ignore[misc]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Gives parameters and buffers on the meta device memory. Sharded parameters have theirs,
         in which each element is NaN until it is loaded or written."""
-        if _mark(self).state is PENDING:
+        if mark_on(self).state is PENDING:
             return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
         return self
 
@@ -155,7 +94,7 @@ class ShardedModule(FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the module's weights and holds them until `reshard`; parameters of all modules
         are the unsharded ones meanwhile. Not recursive. With `async_op` the handle waits."""
-        mark, engine = _mark(self), _engine_of(self)
+        mark, engine = mark_on(self), engine_of(self)
         unit = engine.units[mark.ordinal]
         engine.to_unsharded()
         mark.hold(True)
@@ -168,7 +107,7 @@ class ShardedModule(FSDPModule):
 
     def reshard(self) -> None:
         """Gives gathered weights back; parameters are DTensors again between passes."""
-        mark, engine = _mark(self), _engine_of(self)
+        mark, engine = mark_on(self), engine_of(self)
         mark.hold(False)
         engine.gather.release(engine.units[mark.ordinal])
         if not engine.gather.keeps_any:
@@ -176,23 +115,23 @@ class ShardedModule(FSDPModule):
 
     def reset_iter_state(self) -> None:
         """Forgets a forward or backward that raised, with its gradients."""
-        _engine_of(self).zero_grads()
+        engine_of(self).zero_grads()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether the next backwards end a step. Sharded gradients are reduced by each backward,
         as full ones take no memory here. RuntimeError for one module of several."""
-        if not recurse and len(_marked(_root(self))) > 1:  # type: ignore[arg-type]
+        if not recurse and len(marked(root_of(self))) > 1:  # type: ignore[arg-type]
             raise RuntimeError(
                 "set_requires_gradient_sync(recurse=False): gradients of all modules of a model "
                 "are reduced alike; call it on the root, with recurse=True"
             )
-        _engine_of(self).is_last_microbatch = requires_gradient_sync
+        engine_of(self).is_last_microbatch = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether `.grad` is complete after the next backward."""
-        _engine_of(self).is_last_microbatch = is_last_backward
+        engine_of(self).is_last_microbatch = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether weights that are sharded between passes go after each forward."""
@@ -205,20 +144,20 @@ class ShardedModule(FSDPModule):
         self._set_holds(not reshard_after_backward, recurse)
 
     def _set_holds(self, holds: bool, recurse: bool) -> None:
-        _engine_of(self)
-        for module, mark in _marked(self):  # type: ignore[arg-type]
+        engine_of(self)
+        for module, mark in marked(self):  # type: ignore[arg-type]
             if recurse or module is self:
                 mark.hold(holds)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides sums of gradients by `factor` and not by the number of ranks. For all modules of
         a model, before its parameters are read. RuntimeError after that."""
-        if _mark(self).state is not PENDING:
+        if mark_on(self).state is not PENDING:
             raise RuntimeError(
                 f"set_gradient_divide_factor({factor}): the model is sharded already; call it "
                 "after fully_shard, before parameters() is called and the model runs"
             )
-        for _, mark in _marked(_root(self)):  # type: ignore[arg-type]
+        for _, mark in marked(root_of(self)):  # type: ignore[arg-type]
             mark.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -328,7 +267,7 @@ def fully_shard(
     for one in modules:
         one.__dict__[MARK] = Mark(one, options)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
-        for _, mark in _marked(one):
+        for _, mark in marked(one):
             mark.around = weakref.ref(one)
     return module
 
@@ -342,7 +281,7 @@ def _check_call(module: nn.Module, placement_of: Callable[[nn.Parameter], Any] |
         found.append(
             f"module={type(module).__name__}: it has no forward; call fully_shard for its entries"
         )
-    if any(mark.state is not PENDING for _, mark in _marked(module)):
+    if any(mark.state is not PENDING for _, mark in marked(module)):
         found.append(
             f"module={type(module).__name__}: modules in it are sharded already, as their "
             "parameters were read, or they have run; call fully_shard for the model before that"
@@ -388,195 +327,3 @@ def _joined(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
     if not names:
         return None
     return (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten()).get_group()
-
-
-# The root is sharded.
-
-
-def _mark(module: Any) -> Mark:
-    found = mark_of(module)
-    assert found is not None
-    return found
-
-
-def _root(module: Any) -> nn.Module:
-    """The outermost marked module around `module`."""
-    around = _mark(module).around()
-    return module if around is None else around
-
-
-def _engine_of(module: Any) -> UserLoopEngine:
-    """The engine of the model, which is sharded if it was not."""
-    mark = _mark(module)
-    if mark.engine is None:
-        _build(_root(module))
-    assert mark.engine is not None
-    return mark.engine
-
-
-def _build(root: nn.Module) -> None:
-    """Shards the model `root`. Collective.
-
-    Raises:
-        ValueError: what cannot be sharded, ranks whose models differ, or options that differ
-            between calls.
-        CommunicationError, RuntimeError: another rank has failed or is late.
-    """
-    marked, mark = _marked(root), _mark(root)
-    for _, each in marked:
-        each.state = BUILDING
-    try:
-        engine = _engine(root, [each for _, each in marked], mark)
-    except BaseException:
-        for _, each in marked:
-            each.state = PENDING
-        raise
-    numbers = {unit.name: unit.ordinal for unit in engine.units}
-    names = {id(child): name for name, child in root.named_modules()}
-    for child, each in marked:
-        each.engine, each.state = engine, BUILT
-        each.ordinal = numbers.get(names[id(child)], engine.root.ordinal)
-        _register_casts(child, each.options.policy)
-
-
-def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
-    ignored = {id(param) for each in marks for param in each.options.ignored}
-    names = {one.fqns[0] for one in managed_params(root) if id(one.param) in ignored}
-    raise_problems(SUBJECT, [
-        *_options_that_differ(marks),
-        *module_problems(root, None, None, None, lambda name: name not in names),
-    ])  # fmt: skip
-    config = _config(root, mark.options)
-    (shard, outer), device = mark.options.groups, target_device(root, None)
-    ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
-    index = FSDPDistributedIndex(
-        shard, device_type=device.type, grad_scale=1.0 / (mark.divide_factor or ranks),
-        outer_fsdp_group=outer,
-    )  # fmt: skip
-    units = unit_modules(root, lambda child: mark_of(child) is not None)
-    plans = partition(
-        root,
-        units,
-        domain_of=lambda param, fqn: DENSE,
-        backward_reads_weights=lambda unit: not only_looks_up(
-            unit, {nn.Embedding, _sharded_class(nn.Embedding)}
-        ),
-        manages=lambda managed: id(managed.param) not in ignored,
-        format_of=format_of,
-        compute_dtype=config.policy.compute_dtype,
-    )
-    plans = [
-        replace(plan, strategy=STRATEGIES["optim_grads"])
-        if plan.module is not None and not _mark(plan.module).options.reshards else plan
-        for plan in plans
-    ]
-    engine = build_engine(
-        UserLoopEngine, SUBJECT, root, plans, dict(index.domains),
-        with_single_rank_domains(config, index.domains), device,
-        lambda module, parent: values_come_later,
-        quantized=TransformerEngineParams(),
-    )
-    engine.auto_sync = True
-    _distribute_rows()
-    for pair in engine.pairs:
-        mark_shard(pair)
-        pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
-    register_state_dict_hooks(root, engine)
-    refuse_conversions(root, engine)
-    return engine
-
-
-def _options_that_differ(marks: Sequence[Mark]) -> list[str]:
-    first = marks[0].options.of_the_model()
-    return [
-        f"{name}={value}: another call for this model was given {first[name]}; give all calls the "
-        "same"
-        for mark in marks for name, value in mark.options.of_the_model().items()
-        if value != first[name]
-    ][:1]
-
-
-def _config(root: nn.Module, options: Options) -> EngineConfig:
-    """Parameters, gradients and optimizer state have the dtype that parameters have, as under
-    FSDP2, where that is one that gradients may have."""
-    compute, wire = options.policy.param_dtype, options.policy.reduce_dtype
-    dtypes = {param.dtype for param in root.parameters() if param.requires_grad}
-    own = dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32
-    wire = wire or (torch.bfloat16 if (compute or own) == torch.bfloat16 else None)
-    return EngineConfig(
-        strategy=STRATEGIES["optim_grads_params"],
-        policy=Policy(
-            main_params_dtype=None, main_grads_dtype=own,
-            grad_comm_dtype=None if wire == torch.float16 else wire, compute_dtype=compute,
-        ),
-        offload=options.offload,
-    )  # fmt: skip
-
-
-def _distribute_rows() -> None:
-    """Has `set_optimizer_state_dict` cut whole tensors into the rows that each rank has: torch's
-    own function cuts evenly, whatever placements say. It goes on doing so for all other tensors."""
-    original = _state_dict_utils.distribute_tensor
-    if getattr(original, "_knows_own_rows", False):
-        return
-
-    @functools.wraps(original)
-    def distribute(
-        tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any
-    ) -> Any:
-        if not any(isinstance(one, OwnRows) for one in placements or ()):
-            return original(tensor, device_mesh, placements, **options)
-        start, size, rest = 0, tensor.shape[0], tensor.shape[1:]
-        for placement in placements:
-            if isinstance(placement, OwnRows):
-                start, size = start + placement.start, placement.size
-        box = ((start, *[0] * len(rest)), (size, *rest))
-        return UnevenDTensor.over(
-            tensor[start : start + size].clone(), device_mesh,
-            [Shard(0) if isinstance(one, OwnRows) else one for one in placements],
-            tensor.shape, tensor.stride(), Chunks((box,) if size else ()),
-        )  # fmt: skip
-
-    distribute._knows_own_rows = True  # type: ignore[attr-defined]
-    _state_dict_utils.distribute_tensor = distribute
-
-
-def _register_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        cast = functools.partial(cast_inputs, policy.param_dtype)
-        module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
-    if policy.output_dtype is not None:
-        module.register_forward_hook(functools.partial(_cast_output, policy.output_dtype))
-
-
-def cast_floats(dtype: torch.dtype, values: Any) -> Any:
-    """`values`, of which floating-point tensors are in `dtype`, inside of any containers."""
-    return tree_map_only(
-        torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
-    )
-
-
-def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """`cast_floats` of a module's inputs, as a hook in front of its forward."""
-    return cast_floats(dtype, (args, kwargs))
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return cast_floats(dtype, output)
-
-
-def _refuse_optimizers_of_before(engine: UserLoopEngine) -> None:
-    """Makes a step of an optimizer that has parameters of before they were sharded raise: it would
-    find no gradients, and train nothing."""
-
-    def check(optimizer: Any, *_: Any) -> None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if any(hasattr(param, "_fsdp_label") for param in params):
-            raise RuntimeError(
-                f"{type(optimizer).__name__}: it has parameters of a model from before fully_shard "
-                "had sharded them; make the optimizer from parameters() of the module that "
-                "fully_shard was called with last"
-            )
-
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(engine, handle.remove)

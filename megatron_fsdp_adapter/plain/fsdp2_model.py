@@ -1,0 +1,281 @@
+"""The model that modules of `fully_shard` make: their marks, and the engine that shards it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _state_dict_utils
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from ..core.config import STRATEGIES, EngineConfig
+from ..core.config import MixedPrecisionPolicy as Policy
+from ..core.engine.partition import managed_params, only_looks_up, partition, unit_modules
+from ..core.topology import DENSE, FSDPDistributedIndex
+from ..dtensor import Chunks, OwnRows, UnevenDTensor
+from ..quantized import TransformerEngineParams, format_of
+from ..sharding.building import build_engine, with_single_rank_domains
+from ..sharding.materialize import target_device, values_come_later
+from ..sharding.module_problems import module_problems
+from ..sharding.problems import raise_problems
+from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
+from .user_loop import UserLoopEngine
+
+SUBJECT, MARK = "fully_shard", "_fsdp_adapter_mark"
+PENDING, BUILDING, BUILT = "pending", "being built", "built"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one call of `fully_shard` was given. groups: of the shard axis, and of the replicas."""
+
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+    reshards: bool
+    policy: MixedPrecisionPolicy
+    offload: bool
+    ignored: frozenset[nn.Parameter]
+
+    def of_the_model(self) -> dict[str, Any]:
+        """What is the same for all modules of a model."""
+        return {
+            "mesh": self.groups, "mp_policy.param_dtype": self.policy.param_dtype,
+            "mp_policy.reduce_dtype": self.policy.reduce_dtype, "offload_policy": self.offload,
+        }  # fmt: skip
+
+
+class Mark:
+    """Of a module that `fully_shard` was called with.
+
+    Attributes:
+        around: the marked module around it; itself where there is none.
+        state: PENDING until the root is sharded.
+        engine, ordinal: once it is, and the number of the module's unit, the root's last.
+        holds: whether the module's weights stay unsharded until `reshard`.
+        divide_factor: what sums of gradients are divided by; None for the number of ranks.
+    """
+
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        self.options, self.around = options, weakref.ref(module)
+        self.state, self.ordinal = PENDING, -1
+        self.engine: UserLoopEngine | None = None
+        self.holds = False
+        self.divide_factor: float | None = None
+
+    def hold(self, holds: bool) -> None:
+        """Keeps the unit's weights from being resharded, or no longer."""
+        assert self.engine is not None
+        if holds is not self.holds:
+            self.holds, unit = holds, self.engine.units[self.ordinal]
+            (self.engine.gather.keep if holds else self.engine.gather.let_go)(unit)
+
+
+def mark_of(module: nn.Module) -> Mark | None:
+    """The mark of a module; None if `fully_shard` was not called with it."""
+    found: Mark | None = module.__dict__.get(MARK)
+    return found
+
+
+def marked(module: nn.Module) -> list[tuple[nn.Module, Mark]]:
+    found = ((child, mark_of(child)) for child in module.modules())
+    return [(child, mark) for child, mark in found if mark is not None]
+
+
+def mark_on(module: Any) -> Mark:
+    found = mark_of(module)
+    assert found is not None
+    return found
+
+
+def root_of(module: Any) -> nn.Module:
+    """The outermost marked module around `module`."""
+    around = mark_on(module).around()
+    return module if around is None else around
+
+
+def engine_of(module: Any) -> UserLoopEngine:
+    """The engine of the model, which is sharded if it was not."""
+    mark = mark_on(module)
+    if mark.engine is None:
+        _build(root_of(module))
+    assert mark.engine is not None
+    return mark.engine
+
+
+def _build(root: nn.Module) -> None:
+    """Shards the model `root`. Collective.
+
+    Raises:
+        ValueError: what cannot be sharded, ranks whose models differ, or options that differ
+            between calls.
+        CommunicationError, RuntimeError: another rank has failed or is late.
+    """
+    found, mark = marked(root), mark_on(root)
+    for _, each in found:
+        each.state = BUILDING
+    try:
+        engine = _engine(root, [each for _, each in found], mark)
+    except BaseException:
+        for _, each in found:
+            each.state = PENDING
+        raise
+    numbers = {unit.name: unit.ordinal for unit in engine.units}
+    names = {id(child): name for name, child in root.named_modules()}
+    for child, each in found:
+        each.engine, each.state = engine, BUILT
+        each.ordinal = numbers.get(names[id(child)], engine.root.ordinal)
+        _register_casts(child, each.options.policy)
+
+
+def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
+    ignored = {id(param) for each in marks for param in each.options.ignored}
+    names = {one.fqns[0] for one in managed_params(root) if id(one.param) in ignored}
+    raise_problems(SUBJECT, [
+        *_options_that_differ(marks),
+        *module_problems(root, None, None, None, lambda name: name not in names),
+    ])  # fmt: skip
+    config = _config(root, mark.options)
+    (shard, outer), device = mark.options.groups, target_device(root, None)
+    ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
+    index = FSDPDistributedIndex(
+        shard, device_type=device.type, grad_scale=1.0 / (mark.divide_factor or ranks),
+        outer_fsdp_group=outer,
+    )  # fmt: skip
+    units = unit_modules(root, lambda child: mark_of(child) is not None)
+    # The class of a marked module is a subclass of its own one.
+    look_ups: set[type[nn.Module]] = {nn.Embedding, *(
+        type(child) for child in units.values()
+        if isinstance(child, nn.Embedding) and type(child).forward is nn.Embedding.forward
+    )}  # fmt: skip
+    plans = partition(
+        root,
+        units,
+        domain_of=lambda param, fqn: DENSE,
+        backward_reads_weights=lambda unit: not only_looks_up(unit, look_ups),
+        manages=lambda managed: id(managed.param) not in ignored,
+        format_of=format_of,
+        compute_dtype=config.policy.compute_dtype,
+    )
+    plans = [
+        replace(plan, strategy=STRATEGIES["optim_grads"])
+        if plan.module is not None and not mark_on(plan.module).options.reshards else plan
+        for plan in plans
+    ]
+    engine = build_engine(
+        UserLoopEngine, SUBJECT, root, plans, dict(index.domains),
+        with_single_rank_domains(config, index.domains), device,
+        lambda module, parent: values_come_later,
+        quantized=TransformerEngineParams(),
+    )
+    engine.auto_sync = True
+    _distribute_rows()
+    for pair in engine.pairs:
+        mark_shard(pair)
+        pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
+    register_state_dict_hooks(root, engine)
+    refuse_conversions(root, engine)
+    return engine
+
+
+def _options_that_differ(marks: Sequence[Mark]) -> list[str]:
+    first = marks[0].options.of_the_model()
+    return [
+        f"{name}={value}: another call for this model was given {first[name]}; give all calls the "
+        "same"
+        for mark in marks for name, value in mark.options.of_the_model().items()
+        if value != first[name]
+    ][:1]
+
+
+def _config(root: nn.Module, options: Options) -> EngineConfig:
+    """Parameters, gradients and optimizer state have the dtype that parameters have, as under
+    FSDP2, where that is one that gradients may have."""
+    compute, wire = options.policy.param_dtype, options.policy.reduce_dtype
+    dtypes = {param.dtype for param in root.parameters() if param.requires_grad}
+    own = dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32
+    wire = wire or (torch.bfloat16 if (compute or own) == torch.bfloat16 else None)
+    return EngineConfig(
+        strategy=STRATEGIES["optim_grads_params"],
+        policy=Policy(
+            main_params_dtype=None, main_grads_dtype=own,
+            grad_comm_dtype=None if wire == torch.float16 else wire, compute_dtype=compute,
+        ),
+        offload=options.offload,
+    )  # fmt: skip
+
+
+def _distribute_rows() -> None:
+    """Has `set_optimizer_state_dict` cut whole tensors into the rows that each rank has: torch's
+    own function cuts evenly, whatever placements say. It goes on doing so for all other tensors."""
+    original = _state_dict_utils.distribute_tensor
+    if getattr(original, "_knows_own_rows", False):
+        return
+
+    @functools.wraps(original)
+    def distribute(
+        tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> Any:
+        if not any(isinstance(one, OwnRows) for one in placements or ()):
+            return original(tensor, device_mesh, placements, **options)
+        start, size, rest = 0, tensor.shape[0], tensor.shape[1:]
+        for placement in placements:
+            if isinstance(placement, OwnRows):
+                start, size = start + placement.start, placement.size
+        box = ((start, *[0] * len(rest)), (size, *rest))
+        return UnevenDTensor.over(
+            tensor[start : start + size].clone(), device_mesh,
+            [Shard(0) if isinstance(one, OwnRows) else one for one in placements],
+            tensor.shape, tensor.stride(), Chunks((box,) if size else ()),
+        )  # fmt: skip
+
+    distribute._knows_own_rows = True  # type: ignore[attr-defined]
+    _state_dict_utils.distribute_tensor = distribute
+
+
+def _register_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        cast = functools.partial(cast_inputs, policy.param_dtype)
+        module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(functools.partial(_cast_output, policy.output_dtype))
+
+
+def cast_floats(dtype: torch.dtype, values: Any) -> Any:
+    """`values`, of which floating-point tensors are in `dtype`, inside of any containers."""
+    return tree_map_only(
+        torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
+    )
+
+
+def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """`cast_floats` of a module's inputs, as a hook in front of its forward."""
+    return cast_floats(dtype, (args, kwargs))
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_floats(dtype, output)
+
+
+def refuse_optimizers_of_before(engine: UserLoopEngine) -> None:
+    """Makes a step of an optimizer that has parameters of before they were sharded raise: it would
+    find no gradients, and train nothing."""
+
+    def check(optimizer: Any, *_: Any) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if any(hasattr(param, "_fsdp_label") for param in params):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: it has parameters of a model from before fully_shard "
+                "had sharded them; make the optimizer from parameters() of the module that "
+                "fully_shard was called with last"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(engine, handle.remove)
