@@ -4,7 +4,6 @@ gradients anyway, if it can be there."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from megatron.core.optimizer.clip_grads import (
     get_grad_norm_fp32,
 )
 
-from ..optim.local_optimizer import LocalPair, LocalShards
+from ..optim.local_shards import Clip, LocalPair, LocalShards
 from .compat import core_api
 from .inner_module import our_chunks
 
@@ -21,42 +20,31 @@ EPS = 1e-6
 """What core adds to a norm before it divides by it."""
 
 
-@dataclass(frozen=True)
-class ClipByNorms:
+def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) -> Clip:
     """Clips gradients by the norm of their group to `largest`.
 
     norms: of the model's gradients (None), and of groups that have norms of their own: numbers, or
     tensors on the device. decoupled: gradients are where FusedAdam reads those of other dtypes.
     """
 
-    norms: Mapping[str | None, Any]
-    largest: float
-    decoupled: bool
-
-    def __call__(self, pairs: list[LocalPair]) -> None:
-        for group, norm in self.norms.items():
+    def apply(pairs: list[LocalPair]) -> None:
+        for group, norm in norms.items():
             held = [
                 local
                 for param, local in pairs
                 if local.numel() > 0 and core_api.norm_group(param) == group
             ]
             if held:
-                clip_grad_by_total_norm_fp32(
-                    held, self.largest, norm, use_decoupled_grad=self.decoupled
-                )
+                clip_grad_by_total_norm_fp32(held, largest, norm, use_decoupled_grad=decoupled)
 
-    @property
-    def is_one(self) -> bool:
-        """Whether all gradients are multiplied by one factor."""
-        return len(self.norms) == 1
-
-    def factor(self, device: torch.device) -> torch.Tensor | None:
-        """The one factor, as core computes it; None for 1."""
-        (norm,) = self.norms.values()
-        found = self.largest / (norm + EPS)
+    def factor(device: torch.device) -> torch.Tensor | None:
+        """As core computes it."""
+        found = largest / (norms[None] + EPS)
         if isinstance(found, torch.Tensor):
             return found.clamp_max(1.0)
         return torch.full((), found, device=device) if found < 1.0 else None
+
+    return Clip(apply, factor if len(norms) == 1 else None)
 
 
 def gradients(optimizer: Any, group: str | None) -> list[torch.Tensor]:
@@ -85,9 +73,7 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     }
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.follow_groups(self.optimizer)
-    asked = ClipByNorms(dict(norms), clip_grad, shards.decoupled)
-    if not shards.takes_clip(asked):
-        shards.clip_grads(asked)
+    shards.clip_grads(clip_by(dict(norms), clip_grad, shards.decoupled))
     total = self.clipped_norm = norms.pop(None)
     self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
     return total
@@ -110,7 +96,6 @@ def step(original: Callable[..., Any], self: Any) -> Any:
     try:
         return original(self)
     finally:
-        shards.step_follows = False
         shards.clip_now()
 
 

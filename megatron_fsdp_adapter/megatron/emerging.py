@@ -3,21 +3,19 @@ their weights and Adam's.
 
 Core makes two optimizers of its own for that, the first on whole weights, and refuses sharded ones.
 Here it makes what it makes for Adam, with parameter groups split in two; the shards of that
-optimizer step the groups that are marked (`optim/own_steps.py`).
+optimizer update the groups that are marked by a rule (`optim/local_shards.py`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
-from ..core.engine.identity import ParamPair
-from ..optim.local_optimizer import LocalShards
+from ..optim.local_shards import UpdateRule
 from . import lion, muon
 from .inner_module import ours_among
 from .options.support import ADAPTIVE, EMERGING, LION, MUON
@@ -31,31 +29,15 @@ _ASKED = "emerging_config"
 """Of a config that core is given in the place of one of these: that one."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How one of them is made of sharded weights.
-
-    Attributes:
-        mark: of its parameter groups.
-        problems: what an optimizer's config has against it.
-        has: whether a weight is its, and not Adam's.
-        make_groups: process groups for model chunks; collective, called on all ranks.
-        shards_of: of model chunks, the config and what tells its groups: what makes the shards.
-        table: what rank 0 prints, of model chunks and the config.
-    """
-
-    mark: str
-    problems: Callable[[Any], list[str]]
-    has: Callable[[ParamPair], bool]
-    make_groups: Callable[[Sequence[Any]], None]
-    shards_of: Callable[..., Callable[[Any, bool, bool], LocalShards]]
-    table: Callable[[Sequence[Any], Any], str]
-
-
-_MUON = Kind(MUON, muon.problems, muon.is_muons, muon.make_groups, muon.shards_of, muon.table)
-_LION = Kind(LION, lion.problems, lion.is_lions, lion.make_groups, lion.shards_of, lion.table)
-KINDS: Mapping[str, Kind] = {MUON: _MUON, ADAPTIVE: _MUON, LION: _LION}
-"""By `optimizer`."""
+KINDS: Mapping[str, Any] = {MUON: muon, ADAPTIVE: muon, LION: lion}
+"""By `optimizer`, the module that says how one is made of sharded weights:
+    KIND: the mark of its parameter groups.
+    problems: what an optimizer's config has against it.
+    has: whether a weight is its, and not Adam's.
+    make_groups: process groups for model chunks; collective, called on all ranks.
+    rule_of: of model chunks, the config and what tells its groups: how those are updated.
+    table: what rank 0 prints, of model chunks and the config.
+"""
 
 
 def asked_for(config: Any) -> Any | None:
@@ -78,11 +60,6 @@ def as_adam(config: Any) -> Any:
     return changed
 
 
-def problems(asked: Any) -> list[str]:
-    """What a config that asks for one of them has against it."""
-    return KINDS[asked.optimizer].problems(asked)
-
-
 def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str, Any]]:
     """Core's parameter groups split for one of them, with all that its step needs beside them.
     Collective over the default group, as core asks for parameter groups, also those of experts, on
@@ -94,7 +71,7 @@ def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str
     return split_groups(groups, chunks, kind)
 
 
-def split_groups(groups: Groups, chunks: Sequence[Any], kind: Kind) -> list[dict[str, Any]]:
+def split_groups(groups: Groups, chunks: Sequence[Any], kind: Any) -> list[dict[str, Any]]:
     """Every group in two, of Adam's parameters and of the others, on every rank alike: also where
     one of them is empty here, as it need not be on another pipeline stage."""
     own = {id(p.sharded) for chunk in chunks for p in chunk.engine.pairs if kind.has(p)}
@@ -102,14 +79,14 @@ def split_groups(groups: Groups, chunks: Sequence[Any], kind: Kind) -> list[dict
     for group in groups:
         others = [param for param in group["params"] if id(param) not in own]
         marked = [param for param in group["params"] if id(param) in own]
-        split += [{**group, "params": others}, {**group, "params": marked, MARK: kind.mark}]
+        split += [{**group, "params": others}, {**group, "params": marked, MARK: kind.KIND}]
     return split
 
 
-def shards_of(chunks: Sequence[Any], asked: Any) -> Callable[[Any, bool, bool], LocalShards]:
-    """What makes the shards of an optimizer whose groups are those of `split_groups`."""
+def rule_of(chunks: Sequence[Any], asked: Any) -> UpdateRule:
+    """That of an optimizer whose groups are those of `split_groups`."""
     kind = KINDS[asked.optimizer]
-    return kind.shards_of(chunks, asked, lambda group: group.get(MARK) == kind.mark)
+    return kind.rule_of(chunks, asked, lambda group: group.get(MARK) == kind.KIND)
 
 
 # In the place of core's functions (`compat/table.py`).

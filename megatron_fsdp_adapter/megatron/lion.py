@@ -7,16 +7,16 @@ output layer. Before, core's Lion has all weights, and its own betas.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.engine.identity import ParamPair
-from ..optim.lion import LionRule, LionShards
-from ..optim.local_optimizer import LocalShards
+from ..optim.lion import lion as lion_rule
+from ..optim.local_shards import Options, UpdateRule
 from .compat import core_api
 from .options.support import LION
 
+KIND = LION
 OTHERS = "is_embedding_or_output_parameter"
 """Core's mark of matrices that are Adam's."""
 
@@ -45,18 +45,18 @@ def betas(config: Any) -> tuple[float, float]:
     return getattr(config, first), getattr(config, second)
 
 
-def is_lions(pair: ParamPair) -> bool:
+def has(pair: ParamPair) -> bool:
     """Whether core gives a weight to Lion, and not to Adam."""
     shape = pair.group.layout.specs[pair.index].layout_shape
     is_matrix = len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
     return is_matrix or not core_api.MAKES_EMERGING
 
 
-def shards_of(
-    chunks: Sequence[Any], config: Any, has_mark: Callable[[dict[str, Any]], bool]
-) -> Callable[[Any, bool, bool], LocalShards]:
-    """What makes the shards of an optimizer of which Lion has the groups that are marked."""
-    return functools.partial(LionShards, LionRule(has_mark, betas(config)))
+def rule_of(
+    chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
+) -> UpdateRule:
+    """That of an optimizer of which Lion has the groups that are marked."""
+    return lion_rule(has_mark, betas(config))
 
 
 def make_groups(chunks: Sequence[Any]) -> None:
@@ -70,5 +70,5 @@ def table(chunks: Sequence[Any], config: Any) -> str:
     ]
     names, found = _BETAS[core_api.MAKES_EMERGING], betas(config)
     said = ", ".join(f"{name} {beta:g}" for name, beta in zip(names, found, strict=True))
-    lions = sum(map(is_lions, pairs))
+    lions = sum(map(has, pairs))
     return f"  Lion, as in megatron-core with {said}: {lions} of {len(pairs)} weights; Adam: others"

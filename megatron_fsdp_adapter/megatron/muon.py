@@ -5,7 +5,6 @@ groups that are marked (`optim/muon/shards.py`).
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +14,15 @@ import torch
 from torch import nn
 
 from ..core.engine.identity import ParamPair
-from ..optim.local_optimizer import LocalShards
+from ..optim.local_shards import Options, UpdateRule
 from ..optim.muon.exchange import exchange_groups
 from ..optim.muon.matrices import row_blocks
 from ..optim.muon.newton_schulz import EPS, coefficients_of
-from ..optim.muon.shards import (
-    MuonOptions,
-    MuonRule,
-    MuonShards,
-    SecondMoment,
-    tensor_split,
-)
+from ..optim.muon.shards import MuonOptions, tensor_split
+from ..optim.muon.shards import muon as muon_rule
 from .options.support import ADAPTIVE, HALF, MUON, SCALES
 
+KIND = MUON
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 ROUTERS = ("Router",)
 """Classes, by name, whose weights are Adam's."""
@@ -47,7 +42,7 @@ def problems(config: Any) -> list[str]:
 # Which weights, and of which matrices they are made.
 
 
-def is_muons(pair: ParamPair) -> bool:
+def has(pair: ParamPair) -> bool:
     """The one place that decides: a trained matrix of more than one row and column that is no
     embedding, output layer or router, nor said to be none of Muon's (`use_muon` False on it)."""
     raw = pair.unsharded
@@ -120,19 +115,18 @@ attention, and latent attention, whose keys have a part of their own for positio
 # Core's optimizer.
 
 
-def shards_of(
-    chunks: Sequence[Any], config: Any, has_mark: Callable[[dict[str, Any]], bool]
-) -> Callable[[Any, bool, bool], LocalShards]:
-    """What makes the shards of an optimizer of which Muon has the groups that are marked."""
+def rule_of(
+    chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
+) -> UpdateRule:
+    """That of an optimizer of which Muon has the groups that are marked."""
     around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options, split_qkv = _options(config), config.muon_split_qkv
-    rule = MuonRule(
-        is_muon=has_mark,
-        options=lambda group: options,
-        heights=lambda pair: heights(around[id(pair.sharded)], split_qkv, pair),
-    )
     made = {ranks: group for c in chunks for ranks, group in c.muon_groups.items()}
-    return functools.partial(MuonShards, [chunk.engine for chunk in chunks], rule, made)
+    return muon_rule(
+        [chunk.engine for chunk in chunks], made,
+        lambda group: options if has_mark(group) else None,
+        lambda pair: heights(around[id(pair.sharded)], split_qkv, pair),
+    )  # fmt: skip
 
 
 def make_groups(chunks: Sequence[Any]) -> None:
@@ -157,7 +151,7 @@ def _options(config: Any) -> MuonOptions:
         scale=lambda rows, columns: factor * scale(rows, columns),
         dtype=torch.bfloat16 if config.muon_fp32_matmul_prec == HALF else torch.float32,
         second=(
-            SecondMoment(config.adaptive_muon_beta2, config.adaptive_muon_eps)
+            (config.adaptive_muon_beta2, config.adaptive_muon_eps)
             if config.optimizer == ADAPTIVE else None
         ),
     )
@@ -179,7 +173,7 @@ def table(chunks: Sequence[Any], config: Any) -> str:
 
 
 def _said(chunk: Any, pair: ParamPair, config: Any) -> str:
-    if not is_muons(pair):
+    if not has(pair):
         return "Adam"
     parts = heights(chunk.module.module, config.muon_split_qkv, pair)
     rows, columns = _whole_shape(pair)

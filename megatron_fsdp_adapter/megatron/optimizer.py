@@ -2,7 +2,7 @@
 
 `install()` replaces a few methods of core's `DistributedOptimizer` by versions that act only when
 the model chunks are ours, and hand over to the original otherwise. The inner optimizer (torch
-AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.py`).
+AdamW, TE or apex FusedAdam) is made to step on local tensors (`optim/step.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from ..core.engine.engine import FsdpEngine
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import TP_DIM
-from ..optim.local_optimizer import adopt, initialize_state
 from ..optim.memory import local_shards, park_state, take_state, trim
-from ..optim.streamed_optimizer import shards_over
+from ..optim.residency import Residency
+from ..optim.step import adopt, initialize_state
 from ..sharding.problems import raise_problems
 from . import clipping, emerging, optimizer_state
 from .compat import core_api
@@ -34,7 +34,22 @@ from .options.settings import OPTIMIZER, settle
 from .options.support import CORES_OFFLOAD, OPTIMIZER_CONFIG_RULES
 from .options.table import OFFLOAD
 
+Chunks = Sequence[Any]
+"""Model chunks that are ours."""
+
 # In the place of core's functions (`compat/table.py`).
+
+
+def _for_ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of a method of core's optimizer: `function`, given the model chunks that are
+    ours in front of the call's own arguments, where there are such; else the original."""
+
+    @functools.wraps(function)
+    def chosen(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = our_chunks(self)
+        return function(ours, self, *args, **kwargs) if ours else original(self, *args, **kwargs)
+
+    return chosen
 
 
 def _param_groups(
@@ -55,7 +70,7 @@ def _param_groups(
         "Megatron's optimizer with FullyShardedDataParallel",
         [
             *dict.fromkeys(itertools.chain(*broken)),
-            *(emerging.problems(asked) if asked else ()),
+            *(emerging.KINDS[asked.optimizer].problems(asked) if asked else ()),
             *_precision_problems(given, ours),
             *_offload_problems(given, engines),
         ],
@@ -153,21 +168,16 @@ def _refuse_whole_matrices(
     return original(model_chunks, *args, **kwargs)
 
 
-def _offload_state(original: Callable[..., None], self: Any) -> None:
+@_for_ours
+def _offload_state(ours: Chunks, self: Any) -> None:
     """Main weights, which core moves as well, stay: gathers read them, also for generation."""
-    ours = our_chunks(self)
-    if not ours:
-        original(self)
-        return
     for shards in local_shards(self):
         park_state(shards, ours[0].engine.runtime)
     trim(ours[0].engine.runtime)
 
 
-def _restore_state(original: Callable[..., None], self: Any) -> None:
-    if not our_chunks(self):
-        original(self)
-        return
+@_for_ours
+def _restore_state(ours: Chunks, self: Any) -> None:
     for shards in local_shards(self):
         take_state(shards)
 
@@ -189,8 +199,11 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         return
     engines = [chunk.engine for chunk in ours]
     asked = emerging.asked_for(config)
-    made = shards_over(engines) if asked is None else emerging.shards_of(ours, asked)
-    adopt(optimizer, functools.partial(_begin_step, engines), made)
+    begin = functools.partial(_begin_step, engines)
+    if asked is None:
+        adopt(optimizer, begin, residency=Residency(engines, optimizer))
+    else:
+        adopt(optimizer, begin, emerging.rule_of(ours, asked))
 
 
 def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:
@@ -238,19 +251,15 @@ def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
     return dist.group.WORLD
 
 
-def _init_states(original: Callable[..., None], self: Any) -> None:
+@_for_ours
+def _init_states(ours: Chunks, self: Any) -> None:
     """0.16.1 takes a step with zero gradients, which decays weights and advances Adam's count."""
-    if not our_chunks(self):
-        original(self)
-        return
     initialize_state(self.optimizer)
 
 
-def _unscaling_data(original: Callable[..., Any], self: Any) -> Any:
+@_for_ours
+def _unscaling_data(ours: Chunks, self: Any) -> Any:
     """Local tensors: the inf check is one fused kernel over plain tensors. It writes them."""
-    ours = our_chunks(self)
-    if not ours:
-        return original(self)
     for chunk in ours:
         chunk.engine.gather.updates.order_compute()
     return [
@@ -288,18 +297,14 @@ def _replicas(chunks: Sequence[Any]) -> set[int]:
     return found
 
 
-def _norm_grads(
-    original: Callable[..., Any], self: Any, grad_norm_group: str | None = None
-) -> Any:
+@_for_ours
+def _norm_grads(ours: Chunks, self: Any, grad_norm_group: str | None = None) -> Any:
     """Each gradient element on one rank of the group that core adds up over, as stock DDP's shards
     are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the model-parallel
     group was rejected, as expert and dense parameters have different ones.
 
     Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
     tensor, so the norm came out too small and nothing was clipped."""
-    ours = our_chunks(self)
-    if not ours:
-        return original(self, *(() if grad_norm_group is None else (grad_norm_group,)))
     for chunk in ours:
         chunk.engine.gather.updates.order_compute()  # of a step before, on the same gradients
     elsewhere = _replicas(ours)
@@ -314,15 +319,13 @@ def _norm_grads(
     return [grad for grad in grads if grad.numel() > 0]
 
 
-def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
+@_for_ours
+def _count_zeros(ours: Chunks, self: Any) -> Any:
     """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
-    if not our_chunks(self):
-        return original(self)
     clipping.clip_now(self)
     norm_groups = (None, *core_api.SEPARATE_NORMS)
     grads = [grad for group in norm_groups for grad in clipping.gradients(self, group)]
-    device = our_chunks(self)[0].engine.runtime.device
-    zeros = torch.zeros(1, dtype=torch.float32, device=device)
+    zeros = torch.zeros(1, dtype=torch.float32, device=ours[0].engine.runtime.device)
     for grad in grads:
         zeros += grad.numel() - torch.count_nonzero(grad)
     dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
@@ -339,12 +342,10 @@ def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
     return False if norm > threshold else original(self)
 
 
-def _param_name(original: Callable[..., str], self: Any, param: Any) -> str:
+@_for_ours
+def _param_name(ours: Chunks, self: Any, param: Any) -> Any:
     """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
     model chunks of a rank have the same names."""
-    ours = our_chunks(self)
-    if not ours:
-        return original(self, param)
     if not hasattr(self, "param_to_name"):
         self.param_to_name = optimizer_state.parameter_names(ours)
         self.halved_names = optimizer_state.halved_names(ours)
@@ -398,8 +399,7 @@ def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, 
     original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
 
 
-def _reload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@_for_ours
+def _reload(ours: Chunks, self: Any, *args: Any, **kwargs: Any) -> None:
     """Main weights should follow the model's, which were loaded without the optimizer. Here a load
     writes the main weights themselves; 0.18 refuses to reload under FSDP."""
-    if not our_chunks(self):
-        original(self, *args, **kwargs)

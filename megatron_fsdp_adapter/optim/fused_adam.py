@@ -21,8 +21,17 @@ from typing import Any
 import torch
 
 from ..core.runtime.kernels import kernel_or_warning
-from .adam_update import CHUNK, Kernel, Update
-from .multi_tensor import DTYPES, Lists, Tables
+from .multi_tensor import (
+    CHUNK,
+    DTYPES,
+    Kernel,
+    Lists,
+    Update,
+    cached_tables,
+    chunks_on,
+    places_of,
+    table_of,
+)
 
 DECOUPLED = 1
 """The mode of AdamW; 0 adds weight decay to gradients."""
@@ -37,7 +46,7 @@ class FusedAdamStep:
         original: that function.
         kernel: what updates on a device; None where nothing can.
 
-    tables: where the tensors of its calls are. clip: one float32 on the device that gradients are
+    table: where the tensors of a call are. clip: one float32 on the device that gradients are
     multiplied by in the calls that follow; None for nothing.
     """
 
@@ -45,7 +54,7 @@ class FusedAdamStep:
         self, original: Callable[..., Any], kernel: Callable[[torch.device], Kernel | None]
     ) -> None:
         self._original, self._kernel = original, kernel
-        self.tables = Tables(CHUNK)
+        self.table = cached_tables()
         self.clip: torch.Tensor | None = None
 
     def __call__(
@@ -67,7 +76,7 @@ class FusedAdamStep:
         update = Update(
             lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip
         )
-        kernel(self.tables.of(lists), lists, update)
+        kernel(self.table(*places_of(lists)), lists, update)
         if self.clip is not None and self.clip.is_cuda:
             self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
 
@@ -98,7 +107,7 @@ def _check(kernel: Kernel, device: torch.device) -> None:
         grad = 0.5 * grad
         first, second = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad * grad
         update = first / 0.5 / ((second / 0.25).sqrt() + 1e-3) + 0.1 * weight
-        kernel(Tables(CHUNK).of(lists), lists, given)
+        kernel(table_of(chunks_on, *places_of(lists)), lists, given)
         expected = {"weights": weight - 0.1 * update, "moments": first, "second moments": second}
         for (name, value), (found,) in zip(expected.items(), lists[1:], strict=True):
             if not torch.allclose(found.double(), value, rtol=1e-4, atol=1e-5):

@@ -24,7 +24,7 @@ from ..quantized import memory_of
 from ..sharding.export_source import Source, sources
 from ..sharding.problems import raise_problems
 from .host_stash import HostStash, Kept, Storages
-from .local_optimizer import LocalShards
+from .local_shards import LocalShards
 
 OPTIMIZER = "optimizer"
 ALL_KINDS = (*KINDS, OPTIMIZER)

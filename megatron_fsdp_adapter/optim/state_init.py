@@ -63,18 +63,13 @@ def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
 
 def is_torch_optimizer(optimizer: Any) -> bool:
     """Whether it is one of torch's own, or derived from one."""
-    return is_torch_class(type(optimizer))
-
-
-def is_torch_class(kind: type) -> bool:
-    """Whether a class of optimizers is one of torch's own, or derived from one."""
-    bases = (base for base in kind.__mro__ if base is not torch.optim.Optimizer)
+    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
     return any(base.__module__.startswith("torch.optim.") for base in bases)
 
 
 @torch.no_grad()
 def make_state(
-    optimizer: Any, leaves_out: Callable[[dict[str, Any]], bool] = lambda group: False
+    optimizer: Any, leaves_out: Callable[[dict[str, Any]], Any] = lambda group: False
 ) -> None:
     """State for the parameters that `optimizer` has now, without taking a step; not for those of
     groups that it `leaves_out`."""

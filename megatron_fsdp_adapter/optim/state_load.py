@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,69 +20,65 @@ def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, E
     """What is in `state`, by the keys in `groups`, becomes the state of an optimizer on local
     shards, and what is not goes. ValueError as `_sorted_out`, and as `write_pieces`."""
     shards = optimizer._fsdp_shards
-    moments, others = _sorted_out(optimizer, groups, state)
+    keyed = [
+        pair for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for pair in zip(group["params"], saved["params"], strict=True)
+    ]  # fmt: skip
+    like, others = _sorted_out(optimizer, keyed, state)
     write_pieces(
-        {key: moment.piece for key, moment in moments.items()},
-        {key: moment.value for key, moment in moments.items()},
+        {label: piece for label, (_, _, piece, _) in like.items()},
+        {label: value for label, (_, _, _, value) in like.items()},
     )
-    for moment in moments.values():
-        if moment.piece.target is not optimizer.state[moment.param].get(moment.name):
-            shards.put(moment.param, moment.name, moment.piece.target._local_tensor)
+    for param, name, piece, _ in like.values():
+        if piece.target is not optimizer.state[param].get(name):
+            shards.put(param, name, piece.target._local_tensor)
     for param, name, value in others:
         target = optimizer.state[param].get(name)
         if isinstance(target, torch.Tensor):
             target.copy_(torch.as_tensor(value).view(target.shape))
         else:
             shards.put(param, name, copy.deepcopy(getattr(value, "_local_tensor", value)))
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for param, key in zip(group["params"], saved["params"], strict=True):
-            held, loaded = optimizer.state.get(param, {}), state.get(key, {})
-            gone = [name for name in held if name not in loaded]
-            if gone:
-                shards.drop(param, gone)
+    for param, key in keyed:
+        loaded = state.get(key, {})
+        gone = [name for name in optimizer.state.get(param, {}) if name not in loaded]
+        if gone:
+            shards.drop(param, gone)
     shards.show_state(optimizer)
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """State `name` of `param`, with rows like it: where it goes, and the value for it, a DTensor or
-    a plain whole tensor."""
-
-    param: Any
-    name: str
-    piece: Piece
-    value: torch.Tensor
+Moment = tuple[Any, str, Piece, torch.Tensor]
+"""A parameter, the name of state with rows like it, where that goes, and the value for it, a
+DTensor or a plain whole tensor."""
 
 
 def _sorted_out(
-    optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]
-) -> tuple[dict[str, _Moment], list[tuple[Any, str, Any]]]:
+    optimizer: Any, keyed: Sequence[tuple[Any, Any]], state: dict[Any, Entry]
+) -> tuple[dict[str, Moment], list[tuple[Any, str, Any]]]:
     """The values of `state` that have a parameter's rows, by what they are; parameter, name and
-    value of the others. Nothing is written. ValueError naming the moments of a wrong shape."""
-    moments, others, wrong = {}, [], []
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for param, key in zip(group["params"], saved["params"], strict=True):
-            for name, value in state.get(key, {}).items():
-                shown = optimizer.state[param].get(name)
-                new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
-                if not (new or isinstance(shown, DTensor)):
-                    others.append((param, name, value))
-                    continue
-                label = f"{name} of parameter {key}"
-                fitting = _fitting(param, value)
-                if fitting is None:
-                    given = tuple(getattr(value, "shape", ())) or type(value).__name__
-                    wrong.append(f"{label}: {given} for {tuple(param.shape)}")
-                else:
-                    target = _target(param, shown, value.dtype)
-                    piece = Piece.of(target, param, Place(label))
-                    moments[label] = _Moment(param, name, piece, fitting)
+    value of the others. keyed: parameters and their keys. Nothing is written. ValueError naming the
+    moments of a wrong shape."""
+    like: dict[str, Moment] = {}
+    others, wrong = [], []
+    for param, key in keyed:
+        for name, value in state.get(key, {}).items():
+            shown = optimizer.state[param].get(name)
+            new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
+            if not (new or isinstance(shown, DTensor)):
+                others.append((param, name, value))
+                continue
+            label, fitting = f"{name} of parameter {key}", _fitting(param, value)
+            if fitting is None:
+                given = tuple(getattr(value, "shape", ())) or type(value).__name__
+                wrong.append(f"{label}: {given} for {tuple(param.shape)}")
+            else:
+                target = _target(param, shown, value.dtype)
+                like[label] = param, name, Piece.of(target, param, Place(label)), fitting
     if wrong:
         raise ValueError(
             f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
             f"({len(wrong)} in all); give DTensors or whole tensors, of the same model"
         )
-    return moments, others
+    return like, others
 
 
 def _fitting(param: Any, value: Any) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,26 +20,9 @@ Entry = dict[str, Any]
 """State of one parameter."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What was shown of a parameter's state. entry: the dict in `optimizer.state`; values: what was
-    in it; local: what the inner optimizer had at that time."""
-
-    entry: Entry
-    values: Entry
-    local: Entry
-
-    def is_in(self, entry: Entry | None) -> bool:
-        """Whether `entry`, of `optimizer.state`, is what was shown."""
-        return entry is self.entry and is_same(entry, self.values)
-
-    def now_in(self, entry: Entry, changed_names: set[str]) -> Shown:
-        """That what is not of these names is in `entry` now."""
-        return Shown(entry, _but(self.values, changed_names), _but(self.local, changed_names))
-
-
-def _but(entry: Entry, names: set[str]) -> Entry:
-    return {name: value for name, value in entry.items() if name not in names}
+Shown = tuple[Entry, Entry, Entry]
+"""Of what was shown of a parameter's state: the dict in `optimizer.state`, what was in it, and what
+the inner optimizer had at that time."""
 
 
 def is_same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

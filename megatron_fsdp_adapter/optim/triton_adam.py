@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .adam_update import Update
-from .multi_tensor import Lists, Table
+from .multi_tensor import CHUNK, Lists, Table, Update
 
 BLOCK, WARPS, STAGES = 1024, 8, 3
 """Elements that a program has in registers at a time, its warps, and loads under way. Chunks of
@@ -112,12 +111,12 @@ def _fused_adam(
 
 
 def update(table: Table, lists: Lists, step: Update) -> None:
-    """See `adam_update.Kernel`."""
+    """See `multi_tensor.Kernel`."""
     grads, weights, firsts, _ = (TYPES[tensors[0].dtype] for tensors in lists)
     clip = table.addresses if step.clip is None else step.clip  # unread without one
-    _fused_adam[(table.chunks,)](
+    _fused_adam[(table.tensor_of.numel(),)](
         table.addresses, table.tensor_of, table.first_of, table.addresses.shape[1],
         clip, step.lr, step.beta1, step.beta2, step.correction1, step.correction2, step.eps,
         step.weight_decay, grads, weights, firsts, step.decoupled, step.clip is not None,
-        table.aligned, table.chunk, BLOCK, STAGES, num_warps=WARPS, enable_fp_fusion=False,
+        table.aligned, CHUNK, BLOCK, STAGES, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

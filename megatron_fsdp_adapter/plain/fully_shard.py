@@ -16,7 +16,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
-from ..optim.local_optimizer import LocalShards, adopt, end_step
-from ..optim.muon.torch_muon import is_torch_muon, muon_shards
-from ..optim.streamed_optimizer import OPTION, shards_over
+from ..optim.local_shards import INNER, LocalShards, UpdateRule
+from ..optim.muon.torch_muon import is_torch_muon, torch_muon
+from ..optim.residency import OPTION, Residency
+from ..optim.step import adopt, end_step
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.export_source import Described, Source, beside_engine
@@ -404,10 +405,8 @@ def _training_class(base: type) -> type:
     )
 
 
-def _shards_for(
-    optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine]
-) -> Callable[[Any, bool, bool], LocalShards]:
-    """What makes the shards that `optimizer` steps on. ValueError if it cannot step on any."""
+def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine]) -> UpdateRule:
+    """How `optimizer` steps on shards. ValueError if it cannot step on any."""
     kind = type(optimizer)
     if is_torch_muon(kind):
         if any(engine.config.offload for engine in engines):
@@ -415,13 +414,13 @@ def _shards_for(
                 f"optimizer={kind.__name__} with {OPTION}=True: it is for Adam; use AdamW, or set "
                 "it to False"
             )
-        return muon_shards(engines)
+        return torch_muon(engines)
     if kind.__name__ in NOT_ELEMENTWISE or issubclass(kind, torch.optim.Muon):
         raise ValueError(
             f"optimizer={kind.__name__}: its step needs whole tensors, and shards are rows; use "
             "torch.optim.Muon itself, or an elementwise one (Adam, AdamW, SGD, ...)"
         )
-    return shards_over(engines, asks=False)
+    return INNER
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -444,7 +443,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
     if hasattr(optimizer, "_fsdp_engines"):
         raise ValueError("optimizer: it is sharded already")
     engines = _engines_of(_params_of(optimizer))
-    adopt(optimizer, _complete_gradients, _shards_for(optimizer, engines))
+    rule = _rule_for(optimizer, engines)
+    adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, asks=False))
     optimizer._fsdp_engines = None, engines  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(_weights_changed)
     optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]

@@ -13,7 +13,8 @@ from megatron_fsdp_adapter.cli import precision_options
 from megatron_fsdp_adapter.diagnostics.memory import OPTIMIZER_STATE, Precision, group_bytes
 from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.emerging import KINDS
-from megatron_fsdp_adapter.megatron.muon import FUSED, is_muons, table
+from megatron_fsdp_adapter.megatron.muon import FUSED, table
+from megatron_fsdp_adapter.megatron.muon import has as is_muons
 from megatron_fsdp_adapter.optim.muon.matrices import row_blocks
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
 from tests.distributed.gpt import (

@@ -28,8 +28,7 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 
-from megatron_fsdp_adapter.optim.adam_update import Update
-from megatron_fsdp_adapter.optim.multi_tensor import Lists, Table
+from megatron_fsdp_adapter.optim.multi_tensor import Lists, Table, Update
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -157,6 +157,6 @@ def plain_sgd(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
 def assert_nothing_is_staged(optimizer: Any) -> None:
     """Of an optimizer in host memory nothing is on the device; of others nothing is asked."""
     shards = getattr(optimizer, "_fsdp_shards", None)
-    stages = getattr(shards, "_stages", ())
-    buffers = [buffer for stage in stages for buffer in getattr(stage, "buffers", ())]
+    parts = () if shards is None else shards.residency.parts
+    buffers = [buffer for part in parts for buffer in part.buffers]
     assert not any(buffer.device_buffer.allocated for buffer in buffers)

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
-from megatron_fsdp_adapter.megatron.muon import is_muons as rule_of
+from megatron_fsdp_adapter.megatron.muon import has as rule_of
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
 from megatron_fsdp_adapter.prove.gather_full import plain_name
 from tests.distributed.checks import check_norm

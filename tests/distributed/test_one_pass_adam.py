@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.optim import fused_adam, multi_tensor
-from megatron_fsdp_adapter.optim.adam_update import Update
 from megatron_fsdp_adapter.optim.fused_adam import FusedAdamStep
-from megatron_fsdp_adapter.optim.multi_tensor import chunks_of, is_aligned
+from megatron_fsdp_adapter.optim.multi_tensor import Update, chunks_of, is_aligned
 from tests.distributed.checks import check_run_bits, recorded_step
 from tests.distributed.fused_adam import (
     FusedAdam,
@@ -166,7 +165,7 @@ def _clipped_in_the_step(rank: int, world: int) -> None:
                 runs.append([recorded_step(trainer, one) for one in data])
             if kernel is not None:
                 told = kernel.updates
-                assert shards.fused_step.clip is None and shards._clip is None
+                assert shards.fused_step.clip is None and shards.clip is None
         check_run_bits(runs[1], runs[0], strategy)
         assert told and all(update.clip is not None and update.clip < 0.9 for update in told)
 

@@ -152,10 +152,10 @@ def _check_memory(trainer: Any) -> None:
     for group in (group for unit in units for group in unit.groups):
         if group.staged is not None:
             assert not group.staged.device_buffer.allocated and group.main is group.staged.host
-    stages = distributed_optimizer(trainer).optimizer._fsdp_shards._stages
-    buffers = [buffer for stage in stages for buffer in stage.buffers]
+    parts = distributed_optimizer(trainer).optimizer._fsdp_shards.residency.parts
+    buffers = [buffer for part in parts for buffer in part.buffers]
     assert buffers and not any(buffer.device_buffer.allocated for buffer in buffers)
-    assert 1 < len(stages) <= len(units)
+    assert 1 < len(parts) <= len(units)
 
 
 def test_steps_have_the_bits_of_steps_without_offload() -> None:

@@ -29,8 +29,8 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
-from megatron_fsdp_adapter.optim.local_optimizer import adopt
-from megatron_fsdp_adapter.optim.streamed_optimizer import StreamedShards, shards_over
+from megatron_fsdp_adapter.optim.residency import Residency
+from megatron_fsdp_adapter.optim.step import adopt
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.sharding import unit_copies
 from megatron_fsdp_adapter.sharding.building import with_single_rank_domains
@@ -403,7 +403,8 @@ class Rig(Loop):
         trained = [pair.sharded for pair in self.engine.pairs if pair.grad is not None]
         self.adam = torch.optim.AdamW(trained, lr=0.1)
         begin = self.engine.gather.begin_step
-        adopt(self.adam, lambda unused: begin(), shards_over([self.engine]))
+        residency = Residency([self.engine], self.adam)
+        adopt(self.adam, lambda unused: begin(), residency=residency)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -468,9 +469,9 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
 def streamed_buffers(rig: Rig) -> Iterator[tuple[str, torch.Tensor]]:
     """What a streamed optimizer has on the device of each unit, in turn."""
     shards = getattr(rig.adam, "_fsdp_shards", None)
-    for stage in shards._stages if isinstance(shards, StreamedShards) else ():
-        for number, buffer in enumerate(stage.buffers):
-            yield f"{stage.unit.name}.streamed{number}", buffer.device_buffer.tensor
+    for part in () if shards is None else shards.residency.parts:
+        for number, buffer in enumerate(part.buffers):
+            yield f"{part.unit.name}.streamed{number}", buffer.device_buffer.tensor
 
 
 def initial_outputs(

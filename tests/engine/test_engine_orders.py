@@ -16,7 +16,7 @@ import pytest
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
-from megatron_fsdp_adapter.optim import streamed_optimizer
+from megatron_fsdp_adapter.optim import residency
 from megatron_fsdp_adapter.sharding import unit_copies
 from tests.engine.engine_cases import build
 from tests.engine.pretended import pretended_world
@@ -29,7 +29,7 @@ Place = tuple[str, ...]
 
 SOURCES = [
     *Path(inspect.getfile(FsdpEngine)).parent.glob("*.py"),
-    Path(streamed_optimizer.__file__), Path(unit_copies.__file__),
+    Path(residency.__file__), Path(unit_copies.__file__),
 ]  # fmt: skip
 LOOKED_AT = [
     (ZERO_3, "steps", "steps"), (ZERO_1, "steps", "steps"), (ZERO_2, "steps", "steps"),
@@ -66,11 +66,11 @@ ELSEWHERE = [
     # For a backward that gathers while main weights are shown: tests/quantized/.
     ("quantization", "catch_up"),
     # Of a step that raises, behind which the host waits for everything.
-    ("streamed_optimizer", "_give_up"),
+    ("residency", "give_up"),
 ]
 """Places that no scenario comes to, or whose order concerns no memory."""
 NEEDLESS = [
-    ("deferred_updates", "order_compute", "_finish_updates"),  # the host has waited already
+    ("deferred_updates", "order_compute", "finish_updates"),  # the host has waited already
     ("gather", "_drop", "_mark_stale"),  # `invalidate` orders all gathers behind it
     ("reduce", "finish", "abandon"), ("reduce", "finish", "zero_grads"),  # as does the next filling
     ("deferred_updates", "begin_backward"),  # its event is hardly newer than the one before it

@@ -100,8 +100,8 @@ def memory(rank: int, world: int, strategy: str) -> str:
     # What the last step of an earlier check has left goes with a step of this one.
     assert -LEFT <= found - expected <= SMALL + expected // 1000, (found, expected)
     on_host = 0
-    for stage in distributed_optimizer(trainer).optimizer._fsdp_shards._stages:
-        for buffer in stage.buffers:
+    for part in distributed_optimizer(trainer).optimizer._fsdp_shards.residency.parts:
+        for buffer in part.buffers:
             assert buffer.host.tensor.is_pinned() and not buffer.device_buffer.allocated
             on_host += buffer.host.nbytes
     assert on_host == held[IN_HOST_MEMORY], (on_host, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -25,18 +26,23 @@ from tests.layout.layout_cases import specs_of
 # Owners.
 
 
+def loads(costs: Sequence[int], found: Sequence[int], ranks: int) -> list[int]:
+    """The cost of what each rank owns."""
+    return [sum(c for c, owner in zip(costs, found, strict=True) if owner == rank)
+            for rank in range(ranks)]  # fmt: skip
+
+
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 40))
 def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: int) -> None:
     found = owners.assign(costs, ranks)
     assert len(found) == len(costs) and all(0 <= owner < ranks for owner in found)
     assert found == owners.assign(costs, ranks)
-    largest = max(owners.loads(costs, found, ranks))
+    largest = max(loads(costs, found, ranks))
     assert largest <= sum(costs) / ranks + max(costs, default=0)
 
 
 def test_equal_matrices_of_neighboring_units_have_different_owners() -> None:
     assert owners.assign([5] * 8, 4) == (0, 1, 2, 3, 0, 1, 2, 3)
-    assert owners.imbalance([5] * 8, owners.assign([5] * 8, 4), 4) == 1.0
 
 
 def test_what_is_costly_in_a_unit_lies_on_different_ranks() -> None:
@@ -50,7 +56,10 @@ def test_a_large_model_on_many_ranks_is_planned_in_seconds() -> None:
     began = time.monotonic()
     found = owners.assign(costs, 1024)
     assert time.monotonic() - began < 10
-    assert owners.imbalance(costs, found, 1024) < 1.01
+    load = [0] * 1024
+    for cost, owner in zip(costs, found, strict=True):
+        load[owner] += cost
+    assert max(load) * 1024 / sum(load) < 1.01
 
 
 # Matrices.
@@ -189,10 +198,10 @@ def _deliver(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  
         assert runs_of(plans[source].sent[me]) == runs_of(runs)
         for sent, got in zip(plans[source].sent[me], runs, strict=True):
             rows = pinned_by(plan.params[sent.param], members[source], wholes[sent.param])
-            panel = found[got.param][got.matrix][got.piece.panel]
-            target = panel[got.piece.at : got.piece.at + got.numel]
+            panel = found[got.param][got.matrix][got.panel]
+            target = panel[got.at : got.at + got.local.numel]
             assert (target == -1).all(), "an element was sent twice"
-            target.copy_(rows[sent.piece.local.start : sent.piece.local.stop])
+            target.copy_(rows[sent.local.start : sent.local.stop])
 
 
 def _return(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  # type: ignore[no-untyped-def]
@@ -201,16 +210,16 @@ def _return(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  #
     for owner, runs in enumerate(plan.updates):
         assert runs_of(plans[owner].returned[me]) == runs_of(runs)
         for run in runs:
-            values = found[run.param][run.matrix][run.piece.panel]
-            target = own[run.param][run.piece.local.start : run.piece.local.stop]
+            values = found[run.param][run.matrix][run.panel]
+            target = own[run.param][run.local.start : run.local.stop]
             assert (target == -1).all(), "an element came back twice"
-            target.copy_(values[run.piece.at : run.piece.at + run.numel])
+            target.copy_(values[run.at : run.at + run.local.numel])
     for param, whole, rows in zip(plan.params, wholes, own, strict=True):
         assert torch.equal(rows, pinned_by(param, members[me], whole))
 
 
 def runs_of(runs) -> list[tuple[int, int, int, int, int]]:  # type: ignore[no-untyped-def]
-    return [(r.param, r.matrix, r.piece.panel, r.piece.at, r.numel) for r in runs]
+    return [(r.param, r.matrix, r.panel, r.at, r.local.numel) for r in runs]
 
 
 def test_nobody_owns_nothing() -> None:

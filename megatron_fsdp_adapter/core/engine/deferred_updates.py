@@ -13,26 +13,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .unit import Unit
-
-
-class Updater(Protocol):
-    """Updates units on a stream of its own, some of them from host memory."""
-
-    def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
-        """Loads what the first updates need, once `after` completes: host memory is final then.
-        All gradients of the units `of` are on their way."""
-
-    def drop_loads(self) -> None:
-        """What was loaded ahead may be old, or is not needed."""
-
-    def settle(self) -> None:
-        """Orders the compute stream, and the host where they are in its memory, behind what writes
-        main weights and state."""
 
 
 class DeferredUpdates:
@@ -46,8 +31,10 @@ class DeferredUpdates:
         self._began: Any = None
         self._last: Any = None
 
-    def join(self, updater: Updater) -> None:
-        """`updater` updates some of the units. It is not kept alive."""
+    def join(self, updater: Any) -> None:
+        """`updater` updates some of the units on a stream of its own, some of them from host
+        memory (`optim/residency.py`). It is told what the methods of the same names are. It is not
+        kept alive."""
         self._updaters.append(weakref.ref(updater))
 
     def queued(self, unit: Unit, event: Any) -> None:
@@ -76,13 +63,15 @@ class DeferredUpdates:
                 unit.update_passed()
 
     def load_ahead(self) -> None:
-        """All gradients of a step are on their way."""
+        """All gradients of a step are on their way: what the first updates need is loaded once the
+        last backward has begun, as host memory is final then."""
         if self._began is not None:
             for updater in self._alive():
                 updater.load_ahead(self, self._began)
 
     def drop_loads(self) -> None:
-        """Main weights or state may have been written, or no step follows."""
+        """What was loaded ahead may be old, or is not needed: main weights or state may have been
+        written, or no step follows."""
         self._began = None
         for updater in self._alive():
             updater.drop_loads()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
-from ...optim.streamed_optimizer import OPTION as OFFLOAD
+from ...optim.residency import OPTION as OFFLOAD
 from ...sharding.unsharded_budget import OPTION as BUDGET
 from ...sharding.unsharded_budget import can_keep
 from .rules import Joined, Rule, is_on, off

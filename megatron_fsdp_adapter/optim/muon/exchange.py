@@ -25,14 +25,14 @@ from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
 from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM, ShardDomain
 from ...sharding.duplicate_groups import duplicate_ranks
-from .matrices import Member, Piece
-from .plan import Run, Runs, StagePlan
+from .matrices import Member, Run
+from .plan import Runs, StagePlan
 
 MAX_BATCH = 1 << 22
 """Elements of the matrices that are computed at once, if there is more than one. Larger ones fill a
 device alone, and alone their bits do not depend on how many a rank owns."""
 
-Sources = dict[tuple[int, int], list[tuple[Piece, torch.Tensor]]]
+Sources = dict[tuple[int, int], list[tuple[Run, torch.Tensor]]]
 """What has arrived of each matrix, by parameter and matrix."""
 
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
@@ -48,29 +48,25 @@ class Parties:
     me: int
 
 
-def parties_of(domain: ShardDomain, shards_main: bool, splits_outer: bool) -> Parties:
-    """The ranks that have some of a domain's parameters between them: those of the shard axis, of
-    an outer axis that splits shards again, and of tensor parallelism. Replicas of shards on an
+def parties_in(group: ParamGroup) -> Parties:
+    """The ranks that have some of the parameters of `group` between them: those of the shard axis,
+    of an outer axis that splits shards again, and of tensor parallelism. Replicas of shards on an
     outer axis compute their own: its network is the slow one."""
+    domain = group.domain
     mesh, names = domain.mesh.mesh, domain.mesh.mesh_dim_names or ()
     found = []
     for place in torch.cartesian_prod(*(torch.arange(n) for n in mesh.shape)).view(-1, mesh.dim()):
         at = dict(zip(names, place.tolist(), strict=True))
         outer = at.get(OUTER_DIM, 0)
-        if domain.outer is not None and not splits_outer and outer != domain.outer.rank:
+        if domain.outer is not None and not group.splits_outer and outer != domain.outer.rank:
             continue
-        shard = at[domain.axis.name] if shards_main else 0
-        if splits_outer:
+        shard = at[domain.axis.name] if group.shards_main else 0
+        if group.splits_outer:
             shard = nested_shard_rank(shard, outer, domain.outer_size)
         found.append((int(mesh[tuple(place.tolist())]), Member(shard, at.get(TP_DIM, 0))))
     found.sort(key=lambda one: one[0])  # as torch sorts the ranks of a group
     ranks = tuple(rank for rank, _ in found)
     return Parties(ranks, tuple(member for _, member in found), ranks.index(dist.get_rank()))
-
-
-def parties_in(group: ParamGroup) -> Parties:
-    """Of the parameters of `group`."""
-    return parties_of(group.domain, group.shards_main, group.splits_outer)
 
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -157,7 +153,7 @@ class StageExchange:
                 target.zero_()
             else:
                 targets.append(target)
-                pieces.append(own[run.piece.local.start : run.piece.local.stop])
+                pieces.append(own[run.local.start : run.local.stop])
         copy_each(targets, pieces)
         self._exchange(source, self._plan.sent, self._plan.received)
 
@@ -166,11 +162,11 @@ class StageExchange:
         received = self._arrived()
         sources: Sources = {}
         for run, source in _cut(received, self._plan.received):
-            sources.setdefault((run.param, run.matrix), []).append((run.piece, source))
+            sources.setdefault((run.param, run.matrix), []).append((run, source))
         updates = self._memory_of_updates(received)
         targets: Sources = {}
         for run, target in _cut(updates, self._plan.returned):
-            targets.setdefault((run.param, run.matrix), []).append((run.piece, target))
+            targets.setdefault((run.param, run.matrix), []).append((run, target))
         for shape, keys in self._batches:
             found = orthogonalize(self._received_batch(shape, keys, sources))
             for key, panels in self._panels_of(found, keys):
@@ -191,7 +187,7 @@ class StageExchange:
         """Waits for the updates of this rank's rows: parameter, matrix, place in the flat rows, and
         values."""
         for run, values in _cut(self._arrived(), self._plan.updates):
-            yield run.param, run.matrix, slice(run.piece.local.start, run.piece.local.stop), values
+            yield run.param, run.matrix, slice(run.local.start, run.local.stop), values
 
     def _received_batch(
         self, shape: tuple[int, int], keys: Sequence[tuple[int, int]], sources: Sources
@@ -206,8 +202,8 @@ class StageExchange:
             if panels > 1:
                 whole = torch.empty_like(batch[number]).view(panels, -1)
                 split.append((number, whole))
-            for piece, source in sources.get(key, ()):
-                targets.append(whole[piece.panel, piece.at : piece.at + source.numel()])
+            for run, source in sources.get(key, ()):
+                targets.append(whole[run.panel, run.at : run.at + source.numel()])
                 pieces.append(source)
         copy_each(targets, pieces)
         for number, whole in split:
@@ -249,10 +245,10 @@ def _batch_size(shape: tuple[int, int]) -> int:
 
 
 def _counts(runs: Runs) -> list[int]:
-    return [sum(run.numel for run in of) for of in runs]
+    return [sum(run.local.numel for run in of) for of in runs]
 
 
 def _cut(flat: torch.Tensor, runs: Runs) -> Iterator[tuple[Run, torch.Tensor]]:
     """Each run, and its elements in a buffer that has all of them in order."""
     every = [run for of in runs for run in of]
-    return zip(every, flat.split([run.numel for run in every]) if every else (), strict=True)
+    return zip(every, flat.split([run.local.numel for run in every]) if every else (), strict=True)

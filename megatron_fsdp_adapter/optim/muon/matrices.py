@@ -48,10 +48,13 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of elements that a rank holds of a matrix. local: its place in the rank's rows of the
-    parameter; panel, at: the panel, and the first element there."""
+class Run:
+    """Elements that a rank holds of a matrix, and that travel. param, matrix: their numbers, of the
+    parameter among those that are exchanged together; local: their place in the rank's rows of the
+    parameter; panel, at: the panel of the matrix, and the first element there."""
 
+    param: int
+    matrix: int
     local: FlatRange
     panel: int
     at: int
@@ -111,8 +114,8 @@ class MuonParam:
         columns = self.columns * self.panels
         return tuple((sum(b - a for a, b in blocks), columns) for blocks in self.blocks)
 
-    def pieces(self, matrix: int, member: Member) -> Iterator[Piece]:
-        """What `member` holds of one of its matrices, in order."""
+    def runs(self, number: int, matrix: int, member: Member) -> Iterator[Run]:
+        """What `member` holds of one of its matrices, in order. number: of the parameter."""
         part = 0 if self.split is None else member.part
         height, width = self.local_shape
         first = part * height if self.split == 0 else 0
@@ -126,5 +129,5 @@ class MuonParam:
                 own = here.intersect(held)
                 if not own.empty:
                     offset = (at + low - start) * width + own.start - here.start
-                    yield Piece(own.shift(-held.start), panel, offset)
+                    yield Run(number, matrix, own.shift(-held.start), panel, offset)
             at += stop - start

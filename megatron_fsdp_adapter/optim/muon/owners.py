@@ -28,17 +28,3 @@ def assign(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
             owners[index], load[rank] = rank, least + costs[index]
             heapq.heappush(heap, (load[rank], count + 1, place, rank))
     return tuple(owners)
-
-
-def loads(costs: Sequence[int], owners: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """The cost of what each rank owns."""
-    found = [0] * ranks
-    for cost, owner in zip(costs, owners, strict=True):
-        found[owner] += cost
-    return tuple(found)
-
-
-def imbalance(costs: Sequence[int], owners: Sequence[int], ranks: int) -> float:
-    """The largest load over the mean; 1.0 where there is nothing to do."""
-    total = sum(costs)
-    return max(loads(costs, owners, ranks)) * ranks / total if total else 1.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .matrices import Member, MuonParam, Piece
+from .matrices import Member, MuonParam, Run
 
 STAGE_NUMEL = 1 << 26
 """Elements of a stage, if it has more than one parameter."""
@@ -68,19 +68,6 @@ def step_bytes(groups: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> int:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Run:
-    """Elements that travel: of matrix `matrix` of parameter `param`, both numbers in the stage."""
-
-    param: int
-    matrix: int
-    piece: Piece
-
-    @property
-    def numel(self) -> int:
-        return self.piece.local.numel
-
-
 Runs = tuple[tuple[Run, ...], ...]
 """For each rank of the exchange."""
 
@@ -107,45 +94,39 @@ def plan_stage(
     """The part of rank number `me` of `members`. owners: of each parameter's matrices, by number
     in `members`. Takes as long as there are matrices, and ranks for those that `me` owns."""
     ranks = range(len(members))
-    sources = {whole: _sources(whole, members) for whole in {p.split is None for p in params}}
     # Most ranks have none of it.
     found = tuple(defaultdict[int, list[Run]](list) for _ in range(4))
     sent, received, returned, updates = found
     for number, (param, of) in enumerate(zip(params, owners, strict=True)):
-        source = sources[param.split is None]
+        sends = _sends(param.split is None, members)
         for matrix, owner in enumerate(of):
-            mine = [Run(number, matrix, piece) for piece in param.pieces(matrix, members[me])]
+            mine = list(param.runs(number, matrix, members[me]))
             updates[owner] += mine
-            sent[owner] += mine if source.sends(me, owner) else []
+            sent[owner] += mine if sends(me, owner) else []
             for rank in ranks if owner == me else ():
-                theirs = [Run(number, matrix, at) for at in param.pieces(matrix, members[rank])]
+                theirs = list(param.runs(number, matrix, members[rank]))
                 returned[rank] += theirs
-                received[rank] += theirs if source.sends(rank, me) else []
+                received[rank] += theirs if sends(rank, me) else []
     return StagePlan(
         tuple(params), tuple(tuple(of) for of in owners),
         *(tuple(tuple(runs.get(rank, ())) for rank in ranks) for runs in found),
     )  # fmt: skip
 
 
-class _Sources:
-    """Which rank sends an owner what several ranks hold: the owner itself if it is one of them,
-    else one that the owner's number chooses. whole: tensor parallelism does not split it."""
+@functools.lru_cache(maxsize=2)  # the same for all stages of the same ranks
+def _sends(whole: bool, members: tuple[Member, ...]) -> Callable[[int, int], bool]:
+    """Whether a holder is the rank that sends an owner what several ranks hold: the owner itself if
+    it is one of them, else one that the owner's number chooses. whole: tensor parallelism does not
+    split it."""
+    keys = [(member.shard, 0 if whole else member.part) for member in members]
+    holders = defaultdict[tuple[int, int], list[int]](list)
+    for number, key in enumerate(keys):
+        holders[key].append(number)
 
-    def __init__(self, whole: bool, members: tuple[Member, ...]) -> None:
-        self._keys = [(member.shard, 0 if whole else member.part) for member in members]
-        self._holders: dict[tuple[int, int], list[int]] = {}
-        for number, key in enumerate(self._keys):
-            self._holders.setdefault(key, []).append(number)
-
-    def sends(self, holder: int, owner: int) -> bool:
-        """Whether `holder` is the one that sends `owner` what it holds."""
-        if self._keys[holder] == self._keys[owner]:
+    def sends(holder: int, owner: int) -> bool:
+        if keys[holder] == keys[owner]:
             return holder == owner
-        alike = self._holders[self._keys[holder]]
+        alike = holders[keys[holder]]
         return alike[owner % len(alike)] == holder
 
-
-@functools.lru_cache(maxsize=2)
-def _sources(whole: bool, members: tuple[Member, ...]) -> _Sources:
-    """The same for all stages of the same ranks."""
-    return _Sources(whole, members)
+    return sends

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.identity import ParamPair
-from ..local_optimizer import LocalShards
+from ..local_shards import Options, UpdateRule
 from .exchange import exchange_groups, wanted_groups
-from .shards import MuonOptions, MuonRule, MuonShards, Options
+from .shards import MuonOptions, muon
 
 
 def is_torch_muon(kind: type) -> bool:
@@ -24,13 +23,12 @@ def is_torch_muon(kind: type) -> bool:
     )
 
 
-def muon_shards(engines: Sequence[FsdpEngine]) -> Callable[[Any, bool, bool], LocalShards]:
-    """What makes the shards of a `torch.optim.Muon` over the parameters of `engines`. Every
-    parameter is one matrix, as it is to torch's own. Collective over the default process group
-    where an outer axis splits shards: all ranks have the same engines."""
-    rule = MuonRule(lambda _: True, _options, _whole)
+def torch_muon(engines: Sequence[FsdpEngine]) -> UpdateRule:
+    """The rule of a `torch.optim.Muon` over the parameters of `engines`. Every parameter is one
+    matrix, as it is to torch's own. Collective over the default process group where an outer axis
+    splits shards: all ranks have the same engines."""
     made = exchange_groups(engines) if wanted_groups(engines) else {}
-    return functools.partial(MuonShards, engines, rule, made)
+    return muon(engines, made, _options, _whole)
 
 
 def _whole(pair: ParamPair) -> tuple[int, ...]:

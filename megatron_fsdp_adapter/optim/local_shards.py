@@ -1,0 +1,345 @@
+"""The local tensors that an inner optimizer steps on while its parameters are DTensors.
+
+Why local: TE's FusedAdam allocates state of a DTensor's global shape (60 GiB on an 8B model), and
+torch's goes through DTensor dispatch for every operation of every parameter. The local tensors
+are made once, and what the inner optimizer keeps for them is shown to checkpoints as DTensors over
+the same storage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .fused_adam import FusedAdamStep
+from .host_stash import HostStash
+from .residency import OPTION, LocalPair, Residency
+from .state_init import COUNT, make_state
+from .state_view import Shown, are_same, changed, is_same, shown, taken_over
+
+Options = dict[str, Any]
+"""Of a parameter group; all of it, or all but its parameters."""
+
+
+def options_of(group: Options) -> Options:
+    """A copy without parameters, which a step leaves as it is: fused optimizers count a step in
+    each call, and one that is counted in a tensor is counted in place."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) and name == COUNT else value
+        for name, value in group.items() if name != "params"
+    }  # fmt: skip
+
+
+def set_options(group: Options, options: Options) -> None:
+    """Gives a group `options`, and no others beside its parameters."""
+    for added in group.keys() - options.keys() - {"params"}:
+        del group[added]
+    group.update(options_of(options))
+
+
+class Clip(NamedTuple):
+    """Clips gradients.
+
+    apply: those of pairs, in place. factor: on a device, the float32 number that multiplies all of
+    them, None for 1; None where there is no single one.
+    """
+
+    apply: Callable[[list[LocalPair]], None]
+    factor: Callable[[torch.device], torch.Tensor | None] | None
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How parameter groups are updated that the inner optimizer does not update.
+
+    state: names of what is kept of each parameter of a group, in its shape; () for a group that is
+    the inner optimizer's. update: updates the local tensors of the other groups, of all groups;
+    their gradients are there.
+    """
+
+    state: Callable[[Options], tuple[str, ...]]
+    update: Callable[[LocalShards, Sequence[Options]], None]
+
+
+INNER = UpdateRule(lambda group: (), lambda shards, groups: None)
+"""All groups are the inner optimizer's."""
+
+
+class LocalShards:
+    """The local tensors behind an inner optimizer's DTensor parameters, and their state.
+
+    `state` is keyed by local tensor and is what the inner optimizer reads and writes while it
+    steps; `optimizer.state`, keyed by parameter, shows the same storages as DTensors.
+
+    Args:
+        skip_empty: the inner optimizer is not given shards without elements.
+        decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
+        rule: how groups are updated that are not its own.
+        residency: where main weights and state are between steps.
+        fused_step: the kernel in it, where it has one of ours.
+
+    pairs: by parameter group; every: of all groups. step_follows: whether a step is the first to
+    read clipped gradients. clip: what that step clips by. results: of the groups that are updated
+    in front of the inner optimizer's own step, by their place, options that they have after it.
+    """
+
+    def __init__(
+        self, optimizer: Any, skip_empty: bool, decoupled: bool, rule: UpdateRule,
+        residency: Residency, fused_step: FusedAdamStep | None,
+    ) -> None:  # fmt: skip
+        self.skip_empty, self.decoupled, self.step_follows = skip_empty, decoupled, False
+        self.rule, self.residency, self.fused_step = rule, residency, fused_step
+        self.pairs: list[list[LocalPair]] = []
+        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self.parked: HostStash | None = None
+        self.clip: Clip | None = None
+        self.results: dict[int, Options] = {}
+        self._grad_name = "decoupled_grad" if decoupled else "grad"
+        self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._shown: tuple[Any, list[Any]] | None = None
+        self._known: dict[torch.Tensor, Shown] = {}
+        self._counters: dict[int, torch.Tensor] = {}
+        self._regroup(optimizer)
+
+    # What a program changes.
+
+    def follow_groups(self, optimizer: Any) -> None:
+        """Takes over which parameters the groups have now."""
+        groups = optimizer.param_groups
+        if self._shown is None and (
+            len(groups) != len(self.pairs) or not all(
+                are_same(group["params"], [param for param, _ in pairs])
+                for group, pairs in zip(groups, self.pairs, strict=True)
+            )
+        ):  # fmt: skip
+            self._regroup(optimizer)
+
+    def _regroup(self, optimizer: Any) -> None:
+        """The groups have other parameters than before, or there were none. ValueError for one
+        that is not sharded, or once parts of a step are planned."""
+        if self.residency.parts:
+            raise ValueError(
+                f"add_param_group with {OPTION}, or param_groups with other parameters: units are "
+                "planned when the optimizer is sharded; make it with all of its groups, or freeze "
+                "parameters by a learning rate of 0"
+            )
+        groups = [group["params"] for group in optimizer.param_groups]
+        foreign = sum(not hasattr(param, "_local_tensor") for params in groups for param in params)
+        if foreign:
+            raise ValueError(
+                f"optimizer: {foreign} of its {sum(map(len, groups))} parameters are not of a "
+                "sharded model; put those of the wrapped model into param_groups"
+            )
+        self.pairs = [[(param, self._local_of(param)) for param in params] for params in groups]
+        self.every = [pair for pairs in self.pairs for pair in pairs]
+
+    def _local_of(self, param: Any) -> torch.Tensor:
+        """What the inner optimizer updates in the place of `param`."""
+        return self.residency.device_items.get(id(param), param._local_tensor)
+
+    def _follow_state(self, optimizer: Any) -> bool:
+        """Takes over what a program, or the optimizer's constructor, has put into
+        `optimizer.state` since state was shown; whether there was something."""
+        found = False
+        for param, local in self.every:
+            entry, known = optimizer.state.get(param) or {}, self._known.get(local)
+            if not entry if known is None else entry is known[0] and is_same(entry, known[1]):
+                continue
+            found = True
+            before = {} if known is None else known[1]
+            given = changed(entry, before)
+            gone = [name for name in before if name not in entry]
+            own = {n: taken_over(param, local, n, v) for n, v in given.items()}
+            self.drop(param, gone)
+            for name, value in own.items():
+                self.put(param, name, value)
+            if known is not None:  # a changed entry is shown again
+                same = {n: v for n, v in known[2].items() if n in entry and n not in given}
+                self._known[local] = (entry, dict(entry), same)
+        return found
+
+    def put(self, param: Any, name: str, value: Any) -> None:
+        """`value`, of the local shape if it has the parameter's, becomes state `name` of `param`.
+        """
+        local = self._local_of(param)
+        if self.residency.on_host and name not in self.state[local]:
+            raise ValueError(
+                f"optimizer state {name} of a parameter of shape {tuple(param.shape)}: this "
+                f"optimizer has none of that name, and with {OPTION} none can be added; load what "
+                "was saved from an optimizer of the same kind"
+            )
+        stored = self.residency.to_write(local).get(name)
+        if stored is None:
+            self.state[local][name] = value
+        else:
+            stored.copy_(value)
+
+    def drop(self, param: Any, names: Sequence[str]) -> None:
+        """State of `param` of these names goes; and if nothing is left, all of it, so that the
+        inner optimizer makes it again. In host memory it becomes zero: no step makes state there.
+        """
+        local = self._local_of(param)
+        state = self.state.get(local, {})
+        for name in names:
+            if self.residency.on_host:
+                self.residency.to_write(local).get(name, state[name]).zero_()
+            else:
+                state.pop(name, None)
+        if not state:
+            self.state.pop(local, None)
+
+    def made_state(self, optimizer: Any) -> None:
+        """State was made without a step, or a load or a program has written it: what has none yet
+        gets it, zeros where a group is not the inner optimizer's. Of state in host memory all: in a
+        step it would be memory of another stream."""
+        if self.residency.on_host:
+            make_state(optimizer)
+        for group, pairs in zip(optimizer.param_groups, self.pairs, strict=True):
+            for _, local in pairs if self.rule.state(group) else ():
+                self.completed(local, self.rule.state(group))
+
+    def completed(self, local: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The state of a local tensor, with zeros for what is not there."""
+        state = self.state[local]
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(local)
+        return state
+
+    def state_storages(self) -> list[torch.Tensor]:
+        """Tensors of the state, one for each storage; none of what is in host memory already."""
+        found = {}
+        for state in () if self.residency.on_host else self.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.numel():
+                    local = getattr(value, "_local_tensor", value)
+                    found[local.untyped_storage()._cdata] = local
+        return list(found.values())
+
+    # What the inner optimizer sees.
+
+    def enter(self, optimizer: Any) -> None:
+        """Makes the inner optimizer's parameters and state the local ones, until `leave`.
+        RuntimeError if their memory was released."""
+        if self.parked is not None and self.parked.away:
+            raise RuntimeError(
+                "using the optimizer: its state was released; call return_memory(model, optimizer) "
+                "first"
+            )
+        if not self.residency.in_step:
+            self.residency.settle()
+        if self._shown is not None:
+            return
+        self.follow_groups(optimizer)
+        is_other = self._follow_state(optimizer)
+        self._shown = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = self.given(index)
+        optimizer.state = self.state
+        if is_other:
+            self.made_state(optimizer)
+
+    def leave(self, optimizer: Any) -> None:
+        """Undoes `enter`, if it was called."""
+        if self.residency.in_step:
+            return  # the end of a step inside a step
+        for index, options in self.results.items():
+            if COUNT not in options:  # newer fused optimizers count for empty groups too
+                optimizer.param_groups[index].pop(COUNT, None)
+            optimizer.param_groups[index].update(options)
+        self.results = {}
+        if self._shown is None:
+            return
+        self.state = optimizer.state  # some optimizers bind another dict in a step
+        optimizer.state, params = self._shown
+        for group, own in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = own
+        self._shown = None
+        self.show_state(optimizer)
+
+    def given(self, index: int) -> list[torch.Tensor]:
+        """What the inner optimizer is given in place of group `index`'s parameters. Of a group that
+        this rank holds nothing of, a tensor that never has a gradient: Transformer Engine's (2.11)
+        and apex's FusedAdam count no step of a group without parameters, and ranks would differ in
+        the count that they save."""
+        pairs = self.pairs[index]
+        own = [local for _, local in pairs if local.numel() > 0 or not self.skip_empty]
+        if own or not pairs:
+            return own
+        if index not in self._counters:
+            first = pairs[0][1]
+            self._counters[index] = torch.zeros(1, dtype=first.dtype, device=first.device)
+        return [self._counters[index]]
+
+    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts state that is other than at the last call under the parameters: DTensors where it
+        has their shape, over host memory where it is there."""
+        for param, local in self.every:
+            state, known = self.state.get(local), self._known.get(local)
+            if known is not None and state and is_same(state, known[2]):
+                continue
+            if not state:
+                if known is not None:
+                    del self._known[local]
+                    optimizer.state.pop(param, None)
+                continue
+            before = {} if known is None else known[2]
+            entry = optimizer.state.setdefault(param, {}) if known is None else known[0]
+            optimizer.state[param] = entry
+            for name in before.keys() - state.keys():
+                entry.pop(name, None)
+            stored = self.residency.tensors.get(local, {})
+            given = changed(state, before)
+            given |= {name: stored[name] for name in given if name in stored}
+            entry.update(shown(param, local, given))
+            self._known[local] = (entry, dict(entry), dict(state))
+
+    # Gradients.
+
+    def gradient(self, local: torch.Tensor) -> torch.Tensor | None:
+        """In the dtype of the local tensor; None if the parameter has none."""
+        given = getattr(local, self._grad_name, None)
+        return None if given is None else given.to(local.dtype)
+
+    def set_local_grads(self) -> None:
+        """Sets each local tensor's gradient to the local tensor of its parameter's gradient, or,
+        where the inner optimizer cannot take that dtype, to a copy in the main weights' dtype. A
+        gradient that the inner optimizer itself has set since the last call stays."""
+        for param, local in self.every:
+            present = getattr(local, self._grad_name, None)
+            if present is not None and present is not self._local_grads.get(local):
+                continue
+            grad = None if param.grad is None else param.grad._local_tensor
+            if grad is not None and not self.decoupled:
+                grad = grad.to(local.dtype)
+            setattr(local, self._grad_name, grad)
+            self._local_grads[local] = grad
+
+    def clear_local_grads(self) -> None:
+        self._local_grads.clear()
+        if self.fused_step is not None:
+            self.fused_step.clip = None
+        for _, local in self.every:
+            setattr(local, self._grad_name, None)
+
+    def clip_grads(self, clip: Clip) -> None:
+        """In the next step, if that is the first to read them and clips by itself: in the kernel,
+        or each part with its update. Else now."""
+        in_kernel = self.fused_step is not None and clip.factor is not None
+        with_parts = self.residency.on_host and self.residency.may_be_late
+        if self.step_follows and self.every and self.rule is INNER and (in_kernel or with_parts):
+            self.clip = clip
+            return
+        self.set_local_grads()
+        clip.apply(self.every)
+        self.clear_local_grads()
+
+    def clip_now(self) -> None:
+        """Applies a deferred clip: gradients are read before a step, or no step has come."""
+        clip, self.clip, self.step_follows = self.clip, None, False
+        if clip is not None:
+            self.clip_grads(clip)

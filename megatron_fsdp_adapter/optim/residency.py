@@ -1,0 +1,260 @@
+"""Where main weights and state are between steps: on the device, or in host memory, from where they
+are updated unit by unit.
+
+    load       1 | 2     | 3     | 4 ...        from host memory
+    update         step 1| step 2| step 3 ...   the inner optimizer, on one unit's device buffers
+    store                | 1     | 2     | ...  to host memory
+    gather                 gather 1 | gather 2 ...
+    compute    backward | norm | forward 1 ...
+
+A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
+element by element, so each number is what one step on all of them gives. Units are updated in the
+order of a forward pass, and a step returns when all that is queued: the next forward runs
+meanwhile, and waits for its units one by one (`core/engine/deferred_updates.py`). What a step
+reads on the host, learning rates and counts of steps, it reads before it returns. Gradients are
+clipped with their unit's update.
+
+Buffers of two units exist at once: what is loaded next takes the memory of the unit that has been
+stored. The first two are loaded when a step's backwards are over, while gradients are reduced and
+their norm is taken.
+
+In a loop of the user's own, which may read main weights as soon as a step returns, and where
+quantized weights are made of all of them at once, a step waits until everything is over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.engine.deferred_updates import DeferredUpdates
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup
+from ..core.engine.identity import ParamPair
+from ..core.engine.offloaded import OffloadedBuffer
+from ..core.engine.unit import Unit
+from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
+from .state_init import is_torch_optimizer, make_state
+from .state_view import is_like
+
+OPTION = "chunked_optimizer_state_offload"
+
+CHUNKS = 2
+"""Units whose device buffers may exist at once: one is updated or stored, one is loaded."""
+
+LocalPair = tuple[Any, torch.Tensor]
+"""A sharded parameter, and what the inner optimizer updates in its place."""
+
+
+@dataclass
+class Part:
+    """One unit's part of a step. updates: of its engine; pairs: by parameter group; groups: the
+    engine's; buffers: what is loaded and stored; loaded: an event, from the load on until the
+    update is queued."""
+
+    unit: Unit
+    updates: DeferredUpdates
+    pairs: list[list[LocalPair]]
+    groups: list[ParamGroup]
+    buffers: list[OffloadedBuffer] = field(default_factory=list)
+    loaded: Any = None
+
+    def give_to(self, optimizer: Any) -> None:
+        """Makes the unit's parameters those of the inner optimizer."""
+        for group, pairs in zip(optimizer.param_groups, self.pairs, strict=True):
+            group["params"] = [local for _, local in pairs]
+
+
+class Residency:
+    """Of the main weights and the state of one optimizer.
+
+    Args:
+        engines: those of the parameters. Main weights and state are in host memory, if that is
+            what they are configured for.
+        asks: whether all readers of what a step writes ask the engine first, so that the step may
+            return before its updates are over.
+
+    may_be_late: whether a step may: nothing is lost with it. device_items: what is updated in the place of a parameter, by its id, where that is in host
+    memory. tensors: what is there of the state of what is updated. in_step: whether parts are being
+    updated.
+
+    Raises:
+        ValueError: some engines are so configured and some are not, or all are and the optimizer
+            has state already, or is no Adam.
+    """
+
+    def __init__(
+        self, engines: Sequence[FsdpEngine], optimizer: Any, asks: bool = True
+    ) -> None:
+        wanted = {engine.config.offload for engine in engines}
+        if len(wanted) > 1:
+            raise ValueError(
+                f"{OPTION}: it is True for some of the models of this optimizer; set it for all or "
+                "none"
+            )
+        engines = engines if wanted == {True} else ()
+        pairs = [pair for engine in engines for pair in engine.pairs]
+        self.on_host, self.in_step, self._engines = bool(engines), False, engines
+        self.device_items = {
+            id(pair.sharded): pair.group.device_main.items(pair.group.held)[pair.index]
+            for pair in pairs
+        }
+        self.tensors: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.parts: list[Part] = []
+        self._order: list[Part] = []
+        self._last: Any = None
+        copies_grads = not hasattr(optimizer, "use_decoupled_grad") and any(
+            pair.grad is not None and pair.grad.dtype != pair.sharded.dtype for pair in pairs
+        )  # they end with the step
+        is_quantized = any(engine.quantization for engine in engines)
+        self.may_be_late = asks and not is_quantized and not copies_grads
+        if not engines:
+            return
+        self._runtime = engines[0].runtime
+        is_adam = isinstance(optimizer, torch.optim.Adam) or not is_torch_optimizer(optimizer)
+        if not is_adam or "betas" not in optimizer.defaults or len(optimizer.state) > 0:
+            raise ValueError(
+                f"{OPTION}=True with optimizer={type(optimizer).__name__}: it is for Adam and "
+                "AdamW, torch's or fused ones, that have taken no step yet; use one of those, or "
+                "set it to False"
+            )
+
+    def plan(
+        self, optimizer: Any, groups: Sequence[Sequence[LocalPair]], skip_empty: bool,
+        state: Mapping[torch.Tensor, dict[str, Any]],
+    ) -> None:  # fmt: skip
+        """Makes all state now, one unit at a time, and moves it to host memory.
+
+        groups: what is updated, by parameter group. state: of each, which `optimizer` writes."""
+        where = {id(param): index for index, pairs in enumerate(groups) for param, _ in pairs}
+        for engine in self._engines:
+            for unit in engine.units:
+                found = [
+                    pair for pair in engine.pairs
+                    if pair.group in unit.groups and id(pair.sharded) in where
+                ]
+                part = Part(
+                    unit, engine.gather.updates, [[] for _ in groups],
+                    list(dict.fromkeys(pair.group for pair in found)),
+                )  # fmt: skip
+                for pair in found:
+                    local = self.device_items[id(pair.sharded)]
+                    if local.numel() > 0 or not skip_empty:
+                        part.pairs[where[id(pair.sharded)]].append((pair.sharded, local))
+                if any(part.pairs):
+                    part.give_to(optimizer)
+                    make_state(optimizer)
+                    staged = [group.staged for group in part.groups if group.staged is not None]
+                    part.buffers = [*staged, *self._moved(found, state)]
+                    self.parts.append(part)
+            engine.gather.updates.join(self)
+
+    def _moved(
+        self, pairs: Sequence[ParamPair], state: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> Iterable[OffloadedBuffer]:
+        """Puts the state that has its parameter's shape into host memory: a buffer for each name of
+        each of the engine's groups."""
+        buffers: dict[tuple[ParamGroup, str], OffloadedBuffer] = {}
+        for pair in pairs:
+            local, group = self.device_items[id(pair.sharded)], pair.group
+            own = state.get(local, {})
+            for name, value in own.items():
+                if is_like(value, local):
+                    if (group, name) not in buffers:
+                        buffers[group, name] = group.offloaded(value.dtype)
+                    buffer = buffers[group, name]
+                    stored = buffer.host.items(group.held)[pair.index]
+                    stored.copy_(value)
+                    own[name] = buffer.device_buffer.items(group.held)[pair.index]
+                    self.tensors.setdefault(local, {})[name] = stored
+        return buffers.values()
+
+    def to_write(self, local: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is in host memory of the state of `local`, which may be written now."""
+        self._drop_loaded()
+        return self.tensors.get(local, {})
+
+    # A step.
+
+    def run(self, update: Callable[[Part], None]) -> None:
+        """Loads each part, queues its update, and stores it, in the order of the next forward."""
+        runtime = self._runtime
+        self._plan_order()
+        for role in (LOAD, UPDATE):
+            runtime.wait(role, runtime.record(COMPUTE))
+        for number, part in enumerate(self._order):
+            self._load(self._order[number : number + CHUNKS])
+            runtime.wait(UPDATE, part.loaded)
+            runtime.submit(UPDATE, functools.partial(update, part))
+            part.updates.queued(part.unit, runtime.record(UPDATE))
+            runtime.wait(STORE, part.unit.updated)
+            runtime.submit(STORE, *(buffer.store for buffer in part.buffers))
+            self._last = runtime.record(STORE)
+            runtime.wait(LOAD, self._last)
+            self._release([part])
+
+    def _plan_order(self) -> None:
+        """That of the next forward, as far as it is known; the one that loads have begun with."""
+        if any(part.loaded is not None for part in self._order):
+            return
+        by_unit = {id(part.unit): part for part in self.parts}
+        units = [
+            engine.units[ordinal]
+            for engine in self._engines
+            for ordinal in dict.fromkeys([*engine.order.forward(), *range(len(engine.units))])
+        ]
+        self._order = [by_unit[id(unit)] for unit in units if id(unit) in by_unit]
+
+    def _load(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.loaded is None:
+                self._runtime.submit(LOAD, *(buffer.load for buffer in part.buffers))
+                part.loaded = self._runtime.record(LOAD)
+
+    def _release(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            part.loaded = None
+            self._runtime.submit(LOAD, *(buffer.device_buffer.release for buffer in part.buffers))
+
+    def give_up(self) -> None:
+        """A step has raised: what is on the device is as unfinished as after any such step."""
+        if self.on_host:
+            self._runtime.synchronize()
+            self.finish_updates()
+            self._release(self.parts)
+
+    def finish_updates(self) -> None:
+        """The host, too, reads what was stored."""
+        if self._last is not None:
+            self._runtime.block(self._last)
+            self._last = None
+            for engine in self._engines:
+                engine.gather.updates.order_compute()
+
+    def _drop_loaded(self) -> None:
+        """What is in host memory may be written now."""
+        ahead = [part.loaded for part in self._order if part.loaded is not None]
+        if ahead:
+            self._runtime.block(ahead[-1])
+            self.drop_loads()
+
+    # What the engine says (`core/engine/deferred_updates.py`).
+
+    def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
+        """Loads when the last of several model chunks calls."""
+        if of is self._engines[-1].gather.updates and self.may_be_late and not self.in_step:
+            self._plan_order()
+            self._runtime.wait(LOAD, after)
+            self._load(self._order[:CHUNKS])
+
+    def drop_loads(self) -> None:
+        self._release([part for part in self._order if part.loaded is not None])
+
+    def settle(self) -> None:
+        self.finish_updates()
+        if not self.in_step:
+            self._drop_loaded()

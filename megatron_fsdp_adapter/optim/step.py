@@ -1,0 +1,295 @@
+"""An optimizer that steps on local tensors while its parameters are DTensors: its step, in the hook
+in front of the inner optimizer's own, and its state dict.
+
+A parameter group is updated by the inner optimizer, Adam's in a run of Megatron, or by a rule of
+this package, Muon's or Lion's (`local_shards.UpdateRule`). So one optimizer holds all parameters,
+as core's own for sharded weights does; a gradient norm, clipping and a checkpoint know nothing of
+it. A step goes through parts, one for each unit where main weights and state are in host memory
+(`residency.py`). What the hook has updated the step that was asked for finds without parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .fused_adam import install
+from .local_shards import INNER, LocalShards, Options, UpdateRule, options_of, set_options
+from .residency import Part, Residency
+from .state_init import COUNT, is_torch_optimizer, make_state, moments_of
+from .state_load import load_options, load_values
+
+Prepare = Callable[[Any], None]
+"""Called with an optimizer before its step reads gradients."""
+
+
+def _take_step(optimizer: Any, prepare: Prepare) -> None:
+    """Takes a step, but for what is left to the inner optimizer's own."""
+    prepare(optimizer)
+    shards: LocalShards = optimizer._fsdp_shards
+    residency, groups = shards.residency, optimizer.param_groups
+    if residency.in_step or (shards.results and _steps_in_steps(type(optimizer))):
+        return  # a step of a subclass that calls its base's
+    residency.in_step, shards.results = residency.on_host, {}
+    try:
+        residency.finish_updates()
+        shards.enter(optimizer)
+        shards.set_local_grads()
+        clip = shards.clip
+        if shards.fused_step is not None and clip is not None and clip.factor is not None:
+            shards.fused_step.clip, shards.clip = clip.factor(shards.every[0][1].device), None
+        if residency.on_host:
+            before = [options_of(group) for group in groups]
+            residency.run(functools.partial(_update_part, optimizer, before))
+            for number, group in enumerate(groups):
+                set_options(group, before[number])
+                group["params"] = shards.given(number)
+            if not residency.may_be_late:
+                residency.finish_updates()
+            shards.clip = None
+        else:
+            with torch.no_grad():
+                shards.rule.update(shards, groups)
+            shards.results = {
+                number: {name: value for name, value in group.items() if name == COUNT}
+                for number, group in enumerate(groups) if shards.rule.state(group)
+            }
+    except BaseException:
+        shards.results = {}
+        if residency.on_host:
+            shards.clip = None
+            residency.give_up()
+        raise
+    finally:
+        residency.in_step = False
+    for number in shards.results:
+        groups[number]["params"] = []
+
+
+def _update_part(optimizer: Any, before: Sequence[Options], part: Part) -> None:
+    """Clips and updates one unit, and casts its main weights. before: options of groups, of which
+    each unit's update begins with the same."""
+    shards: LocalShards = optimizer._fsdp_shards
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        set_options(group, options)
+    if shards.clip is not None:
+        shards.clip.apply([pair for pairs in part.pairs for pair in pairs])
+    part.give_to(optimizer)
+    # The hooks of a step run once, around all parts.
+    step = inspect.unwrap(type(optimizer).step, stop=lambda at: not getattr(at, "hooked", False))
+    step(optimizer)
+    for own in part.groups:
+        own.write_own_from_device()
+    groups = enumerate(optimizer.param_groups)
+    shards.results |= {n: options_of(group) for n, group in groups if part.pairs[n]}
+
+
+def _steps_in_steps(kind: type) -> bool:
+    """Whether a step may run the hooks of a step more than once: a subclass's calls its base's."""
+    own = (vars(base).get("step") for base in kind.__mro__)
+    hooked = {inspect.unwrap(step) for step in own if step and getattr(step, "hooked", False)}
+    return len(hooked) > 1
+
+
+def end_step(optimizer: Any, *unused: Any) -> None:
+    """Also for a step that raised, or one inside another: a subclass's that calls its base's."""
+    optimizer._fsdp_shards.clear_local_grads()
+    optimizer._fsdp_shards.leave(optimizer)
+
+
+def _ending(step: Callable[..., Any], end: Callable[..., None]) -> Callable[..., Any]:
+    """A step that calls `end` with its arguments if it raises, as torch runs no hooks then."""
+
+    @functools.wraps(step)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except BaseException:
+            end(*args)
+            raise
+
+    return stepping
+
+
+def _before_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure, which is the user's, runs on the DTensors, and gives the gradients of the step."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _take_step(optimizer, prepare)
+        return None
+
+    def on_shards() -> Any:
+        end_step(optimizer)
+        with torch.enable_grad():
+            loss = closure()
+        _take_step(optimizer, prepare)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": on_shards}
+    return (args[0], on_shards, *args[2:]), kwargs
+
+
+# State.
+
+
+@contextmanager
+def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
+    """Inside, the inner optimizer's parameters and state are the local ones."""
+    shards: LocalShards = optimizer._fsdp_shards
+    shards.enter(optimizer)
+    try:
+        yield shards
+    finally:
+        shards.leave(optimizer)
+
+
+def _before_state_dict(optimizer: Any) -> None:
+    end_step(optimizer)
+    with _on_locals(optimizer):
+        """Takes over what a program has changed, and shows it."""
+
+
+@torch.no_grad()
+def initialize_state(optimizer: Any) -> None:
+    """State for every parameter, empty shards included, without taking a step: neither weights
+    nor the step count change. For Adam and SGD, of torch, Transformer Engine or apex."""
+    with _on_locals(optimizer) as shards:
+        make_state(optimizer, shards.rule.state)
+        shards.made_state(optimizer)
+        _complete_empty_state(shards, optimizer)
+
+
+def _complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
+    """Moments of zero size for empty shards that the inner optimizer is not given, so that every
+    rank has the same keys."""
+    for _, local in shards.every if shards.skip_empty else ():
+        if local.numel() == 0 and not shards.state[local]:
+            names = moments_of(optimizer)
+            shards.state[local] = {n: torch.zeros_like(local, dtype=torch.float32) for n in names}
+
+
+@torch.no_grad()
+def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Copies this rank's rows of a state dict's values into the state, in place. As torch's, it
+    runs hooks of a load, drops state that the state dict has not, and leaves options of a class as
+    the class wants them.
+
+    Collective if a DTensor is among the values that is not known to be cut like its parameter.
+
+    Raises:
+        ValueError: before anything is written: the groups do not have this optimizer's numbers of
+            parameters, a value has not its parameter's shape, or its rows are unknown.
+    """
+    _before_state_dict(optimizer)
+    given = state_dict.copy()
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed_dict = hook(optimizer, given)
+        given = given if changed_dict is None else changed_dict
+    current, saved = optimizer.param_groups, copy.deepcopy(given["param_groups"])
+    sizes = [len(group["params"]) for group in current]
+    if sizes != [len(group["params"]) for group in saved]:
+        raise ValueError(
+            f"optimizer state has groups of {[len(g['params']) for g in saved]} parameters, this "
+            f"optimizer has groups of {sizes}: it belongs to another model or another weight "
+            "decay or learning rate rule"
+        )
+    if not is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
+        initialize_state(optimizer)
+    load_values(optimizer, saved, given["state"])
+    for group, saved_group in zip(current, saved, strict=True):
+        load_options(group, saved_group)
+    with _on_locals(optimizer) as shards:
+        shards.made_state(optimizer)
+        for group in filter(shards.rule.state, current):
+            group["params"] = []
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": current})
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _state_dict(optimizer: Any) -> dict[str, Any]:
+    """Not the class's own: TE's gives float32 copies, which know no place in a checkpoint and which
+    a load in place would not reach."""
+    return torch.optim.Optimizer.state_dict(optimizer)
+
+
+@functools.cache
+def _local_class(base: type) -> type:
+    """A subclass of the inner optimizer's class whose state dict is that of the shards. Torch's
+    hooks on state dicts do not do: a load replaces the state instead of writing into it, and casts
+    it to the parameters' dtype."""
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "step": _ending(base.step, lambda optimizer, *_: end_step(optimizer)),  # type: ignore[attr-defined]
+            "load_state_dict": _load_state_dict,
+            "state_dict": _state_dict,
+            "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
+        },
+    )
+
+
+def adopt(
+    optimizer: torch.optim.Optimizer,
+    prepare: Prepare = lambda optimizer: None,
+    rule: UpdateRule = INNER,
+    residency: Residency | None = None,
+) -> None:
+    """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors.
+
+    TE's FusedAdam keeps no main weights of its own here, which would be a second copy of the
+    shards it is given, and reads `decoupled_grad`, since it alone takes gradients of any dtype.
+
+    Steps are seen by torch's hooks on them: a subclass's `step` alone would not do, as a learning
+    rate scheduler that was made before puts the class's `step` on the optimizer itself. Nor would
+    an optimizer around the inner one: schedulers, Megatron and users know that by its class and by
+    its groups.
+
+    Args:
+        prepare: called before gradients are read in a step.
+        rule: how groups are updated that are not the inner optimizer's.
+        residency: where main weights and state are; on the device if it is not given.
+
+    Raises:
+        ValueError: the optimizer is a fused one that is made for CUDA graphs.
+    """
+    if getattr(optimizer, "capturable", False):
+        raise ValueError(
+            f"capturable=True of {type(optimizer).__name__}: a graph of the optimizer's step took "
+            "longer than the step without it, and was removed. Make it with capturable=False."
+        )
+    skip_empty = not is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
+    decoupled = hasattr(optimizer, "use_decoupled_grad")
+    for option, value in (
+        ("use_decoupled_grad", True), ("master_weights", False), ("store_param_remainders", False)
+    ):  # fmt: skip
+        if hasattr(optimizer, option):
+            setattr(optimizer, option, value)
+    residency = residency or Residency((), optimizer)
+    shards = LocalShards(
+        optimizer, skip_empty, decoupled, rule, residency, install(optimizer)
+    )
+    optimizer._fsdp_shards = shards  # type: ignore[attr-defined]
+    optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
+    if "step" in vars(optimizer):  # a scheduler's
+        alive = weakref.ref(optimizer)
+        optimizer.step = _ending(optimizer.step, lambda *_: end_step(alive()))  # type: ignore[method-assign]
+    optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
+    optimizer.register_step_post_hook(end_step)
+    optimizer.register_state_dict_pre_hook(_before_state_dict)
+    if residency.on_host:
+        shards.enter(optimizer)
+        residency.plan(optimizer, shards.pairs, skip_empty, shards.state)
+        _complete_empty_state(shards, optimizer)
+        shards.leave(optimizer)
