@@ -78,9 +78,9 @@ class Residency:
         asks: whether all readers of what a step writes ask the engine first, so that the step may
             return before its updates are over.
 
-    may_be_late: whether a step may: nothing is lost with it. device_items: what is updated in the place of a parameter, by its id, where that is in host
-    memory. tensors: what is there of the state of what is updated. in_step: whether parts are being
-    updated.
+    may_be_late: whether a step may return so: nothing is lost with it. device_items: what is
+    updated in the place of a parameter, by its id, where that is in host memory. tensors: what is
+    there of the state of what is updated. in_step: whether parts are being updated.
 
     Raises:
         ValueError: some engines are so configured and some are not, or all are and the optimizer
