@@ -2,13 +2,13 @@
 # Lint, types and tests, in environments that this script makes. Needs nothing but Python.
 #
 # Usage: bash scripts/test.sh [--full] [pytest arguments]
-#   --full  every matrix and the 8-process cases; without it at most 30 minutes on 2 cores
+#   --full  every matrix and the 8-process cases; without it at most 20 minutes on 2 cores
 #
 # Which megatron-core pip finds depends on the Python: 0.16.1 is the last for 3.10 and 3.11. So the
 # tests run twice where both kinds of Python are installed: all of them with $PYTHON (python3), and
 # what differs between releases (tests/again.py), and what the first run skipped, with one of the
 # other kind; with --full all that concerns core, with both. With pytest arguments (other than
-# --full) they run once. TWICE=0 runs them once, too.
+# --full) they run once, in one process; else in two at a time. TWICE=0 runs them once, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # or each of the many processes compiles torch and Megatron anew
@@ -39,6 +39,7 @@ python=$(bash scripts/setup_env.sh train test | tail -n 1)
 other=
 rest=("$@")
 [ "${1:-}" = --full ] && rest=("${@:2}")
+[ ${#rest[@]} -gt 0 ] || set -- "$@" -n 2
 if [ "${TWICE:-1}" = 1 ] && [ ${#rest[@]} = 0 ]; then
   other=$(other_python "$main_python")
   [ -n "$other" ] || echo "No Python of the other kind (3.12 and newer, or 3.10 and 3.11): tests run with one megatron-core."
@@ -59,7 +60,7 @@ trap 'rm -f "$skips"' EXIT
 export MEGATRON_FSDP_ADAPTER_OTHER_PYTHON=$python
 echo "== $(release "$other")"
 if [ "${1:-}" = --full ]; then
-  "$other" -m pytest --full tests/{adapter,launch,integration,checkpoint,distributed}
+  "$other" -m pytest -n 2 --full tests/{adapter,launch,integration,checkpoint,distributed}
 else
-  "$other" -m pytest --again --skips="$skips"
+  "$other" -m pytest -n 2 --again --skips="$skips"
 fi

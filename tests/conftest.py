@@ -4,6 +4,7 @@ import os
 import subprocess
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ LEFT = pytest.StashKey[list[str]]()
 GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 GRACE_S = 5.0
 """For processes that are about to end when the last test has."""
+TOGETHER = ("tests/distributed/", "tests/matrix/", "tests/scripts/")
+"""Folders of files that share ranks, or the runs that they read."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +48,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen[True]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2` a process is given a file at a time, or all of a folder that is `TOGETHER`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            own = super()._split_scope(nodeid)
+            return next((folder for folder in TOGETHER if own.startswith(folder)), own)
+
+    return Files(config, log)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is a process of `-n`: what that leaves behind, the one that started it ends."""
+    return hasattr(config, "workerinput")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if _is_worker(config):
+        return
     config.stash[MARK], os.environ[strays.VARIABLE] = strays.new_mark()
     config.stash[GUARD] = strays.guard(config.stash[MARK])
 
@@ -59,6 +82,8 @@ def _is_of_the_interpreter(pid: int, words: str) -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """No process outlives the tests: the run fails, and says which did."""
+    if _is_worker(session.config):
+        return
     with session.config.stash[GUARD] as guard:
         guard.kill()
     left = strays.left_behind(session.config.stash[MARK], GRACE_S, _is_of_the_interpreter)
