@@ -36,6 +36,7 @@ PRELOADED = (
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron_fsdp_adapter.megatron.adapter",
 )
 """What the server that gloo ranks are forked from has imported: it saves each rank 7 s."""
 

@@ -92,7 +92,9 @@ SPLIT = {**TWO, "outer_dp_sharding_strategy": "optim"}
 FUSED = (transformer_engine_optimizer,)
 NEWER = (*FUSED, partial(mock.patch.object, FusedAdam, "COUNTS_EMPTY_GROUPS", True))
 
-offloaded = partial(Run, {**ONCE, "bf16": True}, STREAMED, readers=ENDS[1:], plain=True)
+offloaded = partial(
+    Run, {**ONCE, "bf16": True}, STREAMED, strategies=ENDS, readers=ENDS[1:], plain=True
+)
 matrices = partial(Run, {**SMALL, "lr": 0.05}, strategies=ENDS, readers=ENDS, alone=8)
 counted = partial(Run, ONCE, kept="layers.0.input_layernorm.weight")
 
@@ -100,9 +102,9 @@ RUNS: dict[str, Run] = {
     "adam": Run(),
     "gated": Run({**GATED, "tied": True}, readers=ENDS[1:]),
     "instances": Run(GATED, TWO),
-    "split instances": Run(GATED, SPLIT),
+    "split instances": Run(GATED, SPLIT, strategies=ENDS),
     "sgd": Run({**SMALL, "lr": 0.05}, optimizer={"optimizer": "sgd", "sgd_momentum": 0.9},
-               readers=ENDS[1:]),
+               strategies=ENDS, readers=ENDS[1:]),
     "muon": matrices(optimizer={"optimizer": "muon"}),
     "adaptive_muon": matrices(optimizer={"optimizer": "adaptive_muon"}),
     "lion": matrices(optimizer={"optimizer": "lion"}),

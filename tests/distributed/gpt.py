@@ -332,22 +332,25 @@ def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The same for several, in one collective: every rank's rows along dim 0, in order of the
     shard axis, and of the outer axis where that splits shards again. What is no DTensor (a module
     that is left alone) is whole."""
-    pieces: list[Any] = [None] * dist.get_world_size()
     split = {name: value for name, value in values.items() if hasattr(value, "_local_tensor")}
-    mine = {
-        name: (value.device_mesh.get_coordinate(), value._local_tensor.detach().cpu())
-        for name, value in split.items()
-    }
-    dist.all_gather_object(pieces, mine)
+    mine = [value._local_tensor.detach().cpu().reshape(-1) for value in split.values()]
+    places = [value.device_mesh.get_coordinate() for value in split.values()]
+    # As one tensor: to pickle them one by one takes as long as a tenth of a step.
+    none = torch.empty(0, dtype=torch.uint8)
+    flat = torch.cat([none, *(rows.view(torch.uint8) for rows in mine)])
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, (places, [rows.nbytes for rows in mine], flat))
+    of_ranks = [list(zip(at, of.split(sizes), strict=True)) for at, sizes, of in pieces]
     out = {name: values[name].detach().cpu().clone() for name in values.keys() - split.keys()}
-    for name, value in split.items():
+    for number, (name, value) in enumerate(split.items()):
         whole = [placement.is_replicate() for placement in value.placements]
         held = {
             tuple(reversed(place)): rows
-            for place, rows in (piece[name] for piece in pieces)
+            for place, rows in (found[number] for found in of_ranks)
             if rows.numel() and not any(at and same for at, same in zip(place, whole, strict=True))
         }
-        out[name] = torch.cat([held[place] for place in sorted(held)]).clone().view(value.shape)
+        joined = torch.cat([held[place] for place in sorted(held)])
+        out[name] = joined.view(mine[number].dtype).view(value.shape)
     return out
 
 
@@ -422,5 +425,4 @@ def our_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def load_weights(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     """Sets the main weights of ours to full `weights`."""
-    keys = {plain_name(key): key for key in trainer.wrapper.state_dict()}
-    trainer.wrapper.load_state_dict({keys[name]: w for name, w in weights.items()})
+    trainer.wrapper.load_state_dict(weights)
