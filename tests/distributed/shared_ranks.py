@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from _pytest.skipping import evaluate_skip_marks
 
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
@@ -118,7 +119,10 @@ class SharedRanks:
     """Outcomes of a session's tests on ranks, which are run when the first of them is asked for."""
 
     def __init__(self, items: Sequence[Any]) -> None:
-        found = [item for item in items if hasattr(getattr(item, "obj", None), "body")]
+        found = [
+            item for item in items
+            if hasattr(getattr(item, "obj", None), "body") and not evaluate_skip_marks(item)
+        ]  # fmt: skip
         self._jobs = {item.nodeid: Job.of(item) for item in found}
         self._errors: dict[Job, str] = {}
 

@@ -34,6 +34,7 @@ from megatron_fsdp_adapter.sharding import unit_copies
 from tests.distributed.gpt import Case
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net, tokens
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -156,15 +157,12 @@ def _between_steps(strategy: str) -> None:
     assert_same(model.full_state_dict(), plain.full_state_dict(), strategy)
 
 
-def _exports(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@on_ranks(seconds=400)
+def test_exported_tensors_are_those_of_the_whole_model_and_training_goes_on(world: int) -> None:
     for strategy in STRATEGIES:
         _of_the_whole_model(world, strategy)
         _between_steps(strategy)
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-def test_exported_tensors_are_those_of_the_whole_model_and_training_goes_on(world: int) -> None:
-    run_ranks(_exports, world, timeout=400)
 
 
 class _Counted(ShardedBuffer):
@@ -333,7 +331,7 @@ def _check(run: TopologyTrainer, label: str) -> None:
 
 
 def _gpt_exports(
-    rank: int, world: int, topologies: Iterable[Topology], strategies: Any, instances: int = 1
+    topologies: Iterable[Topology], strategies: Any, instances: int = 1
 ) -> None:
     for topology, strategy in itertools.product(topologies, strategies):
         run = gpt(topology, strategy, instances)
@@ -347,13 +345,10 @@ def _gpt_exports(
 SHARDED_GRADS = tuple(STRATEGIES)[2:]
 
 
-def _two_ranks(rank: int, world: int) -> None:
-    _gpt_exports(rank, world, TWO, SHARDED_GRADS)
-    _left_alone()
-
-
+@on_ranks(2, seconds=600)
 def test_two_ranks_export_what_a_checkpoint_has() -> None:
-    run_ranks(_two_ranks, 2, timeout=600)
+    _gpt_exports(TWO, SHARDED_GRADS)
+    _left_alone()
 
 
 @pytest.mark.full
@@ -363,10 +358,11 @@ def test_two_ranks_export_what_a_checkpoint_has() -> None:
      (4, INSTANCES, SHARDED_GRADS, 2)],
     ids=["two ranks", "four ranks", "instances"],
 )  # fmt: skip
+@on_ranks(seconds=1800)
 def test_ranks_export_what_a_checkpoint_has(
-    world: int, topologies: Any, strategies: Any, instances: int
+    topologies: Any, strategies: Any, instances: int
 ) -> None:
-    run_ranks(_gpt_exports, world, topologies, strategies, instances, timeout=1800)
+    _gpt_exports(topologies, strategies, instances)
 
 
 def _left_alone() -> None:

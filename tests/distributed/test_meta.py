@@ -41,6 +41,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.distributed.memory import live_bytes
+from tests.distributed.shared_ranks import on_ranks
 
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "dense": (Case(), {}),
@@ -88,7 +89,9 @@ def _wrapped(case: Case, options: dict[str, Any], strategy: str, meta: bool) -> 
     return FullyShardedDataParallel(model.config, ddp_config(case, strategy), model)
 
 
-def _same_start(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weights_are_those_of_a_start_without_the_meta_device() -> None:
+    """Bit for bit, with the same marks on the parameters; a plain module starts unit by unit."""
     init_megatron()
     for name, (case, options) in CASES.items():
         for strategy in ("optim", "optim_grads_params") if name == "dense" else STRATEGIES[-1:]:
@@ -103,12 +106,9 @@ def _same_start(rank: int, world: int) -> None:
     _plain()
 
 
-def test_weights_are_those_of_a_start_without_the_meta_device() -> None:
-    """Bit for bit, with the same marks on the parameters; a plain module starts unit by unit."""
-    run_ranks(_same_start, 2)
-
-
-def _same_start_split(rank: int, world: int) -> None:
+@pytest.mark.full
+@on_ranks(2)
+def test_tensor_parallel_weights_are_those_of_a_start_without_the_meta_device() -> None:
     """With tensor parallelism each rank takes its pieces of the same whole weights."""
     init_megatron(tensor_model_parallel_size=2)
     for name in ("dense", "bf16, SwiGLU"):
@@ -119,11 +119,6 @@ def _same_start_split(rank: int, world: int) -> None:
         for ours, expected in zip(*(w.engine.pairs for w in wrappers), strict=True):
             local = [pair.sharded._local_tensor for pair in (ours, expected)]
             assert torch.equal(*local), f"{name}, {ours.managed.fqns[0]}"
-
-
-@pytest.mark.full
-def test_tensor_parallel_weights_are_those_of_a_start_without_the_meta_device() -> None:
-    run_ranks(_same_start_split, 2)
 
 
 class Unfilled(MegatronModule):

@@ -29,9 +29,9 @@ from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orth
 from megatron_fsdp_adapter.prove.gather_full import plain_name
 from tests.distributed.checks import check_norm
 from tests.distributed.gpt import STRATEGIES
-from tests.distributed.launch import run_ranks
 from tests.distributed.muon_reference import Reference, is_muons, own_part, tensor_group
 from tests.distributed.plain import Block, Side, net, tokens
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
     Topology,
@@ -204,18 +204,22 @@ TWO_RANKS = (
 )
 
 
-def test_two_ranks_of_data_tensors_experts_and_stages_step_bit_for_bit_alike() -> None:
+@on_ranks(2, seconds=400)
+def test_two_ranks_of_data_tensors_experts_and_stages_step_bit_for_bit_alike(
+    rank: int, world: int
+) -> None:
     """Clipped, but for rounding."""
-    run_ranks(check, 2, TWO_RANKS, 2, timeout=400)
+    check(rank, world, TWO_RANKS, 2)
 
 
 @pytest.mark.skipif(not HAS_ADAPTIVE, reason="this core has no adaptive_muon_beta2")
-def test_adaptive_muon_keeps_its_second_moment_in_rows() -> None:
+@on_ranks(2, seconds=400)
+def test_adaptive_muon_keeps_its_second_moment_in_rows(rank: int, world: int) -> None:
     cells = (
         Cell(DP, ("no_shard", "optim_grads_params"), options=ADAPTIVE),
         Cell(TOPOLOGIES["tp2"], ("optim",), options=ADAPTIVE),
     )
-    run_ranks(check, 2, cells, 5, timeout=400)
+    check(rank, world, cells, 5)
 
 
 NAMES = {
@@ -236,8 +240,9 @@ FOUR_RANKS: tuple[tuple[Topology, Mapping[str, Any]], ...] = (
 @pytest.mark.full
 @pytest.mark.parametrize("options", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("world", NAMES)
+@on_ranks(seconds=500)
 def test_every_split_under_every_strategy_steps_bit_for_bit_alike(
-    world: int, options: dict[str, Any]
+    rank: int, world: int, options: dict[str, Any]
 ) -> None:
     strategies = STRATEGIES if world < 4 else STRATEGIES[-1:]
     topologies = (EXPERTS, *(TOPOLOGIES[name] for name in NAMES[world]))
@@ -246,7 +251,7 @@ def test_every_split_under_every_strategy_steps_bit_for_bit_alike(
     for topology, ddp in FOUR_RANKS if world == 4 else ():
         of_instances = topology == DP and ddp == HYBRID
         cells.append(Cell(topology, STRATEGIES if of_instances else strategies, ddp, options))
-    run_ranks(check, world, tuple(cells), 5, timeout=500.0)
+    check(rank, world, tuple(cells), 5)
 
 
 # Plain modules, with `torch.optim.Muon`.
@@ -342,20 +347,17 @@ def first_update(rank: int, world: int) -> None:
         assert torch.equal(theirs._local_tensor, ours._local_tensor)
 
 
-def check_plain(rank: int, world: int) -> None:
-    for part in (check_strategies, given_gradients, first_update):
-        part(rank, world)
-
-
 FULL = [pytest.param(world, marks=pytest.mark.full) for world in (1, 3, 4)]
 
 
 @pytest.mark.parametrize("world", [2, *FULL])
+@on_ranks(seconds=400)
 def test_plain_modules_have_the_weights_of_one_process_and_the_same_bits_on_any_ranks(
-    world: int,
+    rank: int, world: int
 ) -> None:
     """The first, on gradients of their own, but for bf16; the bits with given ones."""
-    run_ranks(check_plain, world, timeout=400)
+    for part in (check_strategies, given_gradients, first_update):
+        part(rank, world)
 
 
 def test_what_cannot_be_stepped_is_refused(one_rank: None) -> None:

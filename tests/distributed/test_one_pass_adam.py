@@ -32,7 +32,7 @@ from tests.distributed.gpt import (
     forward_backward,
     init_megatron,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
 OFFLOAD = {"chunked_optimizer_state_offload": True}
@@ -147,7 +147,8 @@ def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_wha
         assert tried(CPU) is None
 
 
-def _clipped_in_the_step(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_gradients_are_clipped_in_the_pass_that_updates(rank: int) -> None:
     """In the bits of clipping first, also where updates go on behind the step."""
     device = init_megatron()
     for strategy, ddp in (("optim", {}), ("optim_grads_params", {}), ("optim_grads", OFFLOAD)):
@@ -170,7 +171,8 @@ def _clipped_in_the_step(rank: int, world: int) -> None:
         assert told and all(update.clip is not None and update.clip < 0.9 for update in told)
 
 
-def _left_out_or_read(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_clipped_gradients_are_left_by_a_step_that_is_left_out(rank: int) -> None:
     """A step that is left out leaves clipped gradients; who counts zeros reads them before."""
     device = init_megatron()
     for options, leaves_out in (({}, True), ({"log_num_zeros_in_grad": True}, False)):
@@ -185,12 +187,3 @@ def _left_out_or_read(rank: int, world: int) -> None:
         factor = CASE.clip / (float(norm) + 1e-6)
         for param, old in zip(inner.get_parameters(), before, strict=True):
             torch.testing.assert_close(param.grad._local_tensor, old * factor)
-
-
-def _in_turn(rank: int, world: int) -> None:
-    _clipped_in_the_step(rank, world)
-    _left_out_or_read(rank, world)
-
-
-def test_gradients_are_clipped_in_the_pass_that_updates() -> None:
-    run_ranks(_in_turn, 2)

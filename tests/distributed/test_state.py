@@ -30,8 +30,8 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
 from tests.distributed.gpt import Case, build_trainer, init_megatron
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import VOCAB, WIDTH, Block, Net, tokens
+from tests.distributed.shared_ranks import on_ranks
 
 Values = dict[str, torch.Tensor]
 
@@ -345,7 +345,9 @@ def _dcp(strategy: str) -> None:
     assert_holds(sharded, values)
 
 
-def _all(rank: int, world: int) -> None:
+@on_ranks(2, seconds=600)
+def test_state_dicts_beside_torchs_own_tools() -> None:
+    """Each in a process group that the last one left as it was."""
     for strategy, check in itertools.product(STRATEGIES, (
         _whole_tensors, _whole_state_dicts_load, _foreign_dtensors_load, _moments_load,
         _keys_are_told, _modules_below_load, _copies_and_files, _weights_replaced_afterwards, _dcp,
@@ -356,18 +358,17 @@ def _all(rank: int, world: int) -> None:
             raise AssertionError(f"{check.__name__}, {strategy}: {error}") from error
 
 
-def test_state_dicts_beside_torchs_own_tools() -> None:
-    """Each in a process group that the last one left as it was."""
-    run_ranks(_all, 2, timeout=600)
-
-
 # Weights of a Megatron model, read and written one at a time.
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
 
-def _one_at_a_time(rank: int, world: int, *outer_strategies: str) -> None:
-    """Whole values go in and out, bit for bit; another dtype is a cast."""
+@pytest.mark.parametrize(("world", "outer_strategies"), [(2, ()), (4, ("no_shard", "optim"))])
+@on_ranks()
+def test_whole_values_of_a_weight_go_in_and_out_bit_for_bit(
+    world: int, outer_strategies: tuple[str, ...]
+) -> None:
+    """Another dtype is a cast. With an outer axis that splits shards or does not, too."""
     outer = [{"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": strategy}
              for strategy in outer_strategies]  # fmt: skip
     device = init_megatron(**({"num_distributed_optimizer_instances": 2} if outer else {}))
@@ -396,11 +397,3 @@ def _one_at_a_time(rank: int, world: int, *outer_strategies: str) -> None:
 def _tensors_of(inner: Any) -> dict[str, torch.Tensor]:
     """Without what Transformer Engine's modules would pickle."""
     return {k: v for k, v in inner.full_state_dict().items() if isinstance(v, torch.Tensor)}
-
-
-@pytest.mark.parametrize(("world", "outer"), [(2, ()), (4, ("no_shard", "optim"))])
-def test_whole_values_of_a_weight_go_in_and_out_bit_for_bit(
-    world: int, outer: tuple[str, ...]
-) -> None:
-    """With an outer axis that splits shards or does not, too."""
-    run_ranks(_one_at_a_time, world, *outer)

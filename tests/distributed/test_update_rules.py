@@ -30,8 +30,8 @@ from tests.distributed.gpt import (
     optimizer_config,
     train_step,
 )
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import assert_nothing_is_staged
+from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
 CPU = torch.device("cpu")
@@ -113,7 +113,10 @@ OF_CORE = ("SGD", pytest.param("Lion", marks=pytest.mark.skipif(
     not LION_IN_CORE, reason="this release has no optimizer 'lion'")))  # fmt: skip
 
 
-def _check_rules(rank: int, world: int, of_core: str) -> None:
+@pytest.mark.parametrize("of_core", OF_CORE)
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
+@on_ranks(seconds=300)
+def test_ranks_take_the_steps_of_whole_weights(rank: int, world: int, of_core: str) -> None:
     device = init_megatron()
     for name, rule in ((name, rule) for name, rule in RULES.items() if of_core in name):
         for strategy in STRATEGIES[-1:] if rule.case.get("bf16") else STRATEGIES:
@@ -186,12 +189,6 @@ def _check_state(
     assert all(other == mine for other in everyone), label
     expected = {name: rule.state(name, weight) for name, weight in whole.items()}
     assert mine == {name: kinds for name, kinds in expected.items() if kinds}, label
-
-
-@pytest.mark.parametrize("of_core", OF_CORE)
-@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
-def test_ranks_take_the_steps_of_whole_weights(world: int, of_core: str) -> None:
-    run_ranks(_check_rules, world, of_core, timeout=300)
 
 
 # What a program does to the inner optimizer, whichever steps.
@@ -272,7 +269,10 @@ ALIKE: Mapping[str, tuple[Act, Act]] = {
 and Lion have updated before stays so."""
 
 
-def _acts(rank: int, world: int) -> None:
+@on_ranks(2, seconds=400)
+def test_what_is_done_to_the_inner_optimizer_has_its_effect(rank: int) -> None:
+    """A step that raised leaves the next one right; state that is cleared is zero; parameters that
+    are taken out of groups are stepped no more."""
     init_megatron()
     for kind in KINDS:
         for what, (act, other) in ALIKE.items():
@@ -304,9 +304,3 @@ def _has_fewer(rank: int, kind: str) -> None:
         both = zip(params, values, strict=True)
         same = [torch.equal(param._local_tensor, v) for param, v in both if v.numel()]
         assert same == [stays] * len(same) and same, kind
-
-
-def test_what_is_done_to_the_inner_optimizer_has_its_effect() -> None:
-    """A step that raised leaves the next one right; state that is cleared is zero; parameters that
-    are taken out of groups are stepped no more."""
-    run_ranks(_acts, 2, timeout=400)
