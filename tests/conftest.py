@@ -61,14 +61,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log)
 
 
-def _is_worker(config: pytest.Config) -> bool:
-    """Whether this is a process of `-n`: what that leaves behind, the one that started it ends."""
-    return hasattr(config, "workerinput")
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a process of `-n` left behind is told by the run."""
+    left = getattr(node, "workeroutput", {}).get("left", [])
+    node.config.stash.setdefault(LEFT, []).extend(left)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if _is_worker(config):
-        return
     config.stash[MARK], os.environ[strays.VARIABLE] = strays.new_mark()
     config.stash[GUARD] = strays.guard(config.stash[MARK])
 
@@ -82,14 +82,16 @@ def _is_of_the_interpreter(pid: int, words: str) -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """No process outlives the tests: the run fails, and says which did."""
-    if _is_worker(session.config):
-        return
-    with session.config.stash[GUARD] as guard:
+    config = session.config
+    with config.stash[GUARD] as guard:
         guard.kill()
-    left = strays.left_behind(session.config.stash[MARK], GRACE_S, _is_of_the_interpreter)
-    session.config.stash[LEFT] = [f"{pid}: {words}" for pid, words in left.items()]
+    left = strays.left_behind(config.stash[MARK], GRACE_S, _is_of_the_interpreter)
+    told = config.stash.setdefault(LEFT, [])
+    told += [f"{pid}: {words}" for pid, words in left.items()]
     strays.end(left)
-    if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left"] = told
+    if told and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -38,14 +38,16 @@ def test_ranks():
 """
 
 
-def begun(folder: Path, text: str, conftest: str = "") -> tuple[subprocess.Popen[str], str]:
+def begun(
+    folder: Path, text: str, conftest: str = "", *options: str
+) -> tuple[subprocess.Popen[str], str]:
     """A run of tests that is told by its mark, and what it is."""
     (folder / "test_it.py").write_text(text)
     (folder / "conftest.py").write_text(conftest)
     (folder / "pytest.ini").write_text("[pytest]\n")
     mark, value = strays.new_mark()
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_it.py"],
         cwd=folder, env={**os.environ, strays.VARIABLE: value, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -134,16 +136,19 @@ def test_it_passes():
 """
 
 
-def test_a_run_that_leaves_processes_behind_fails_and_names_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "a process of -n"])
+def test_a_run_that_leaves_processes_behind_fails_and_names_them(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     conftest = "import tests.conftest\ntests.conftest.GRACE_S = 0.5\nfrom tests.conftest import *\n"
-    process, mark = begun(tmp_path, LEAVES, conftest)
+    process, mark = begun(tmp_path, LEAVES, conftest, *options)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 1 and "1 passed" in output, output
     told = output.partition("processes that outlive the tests")[2]
     for seconds in (601, 602, 603):
         assert f": sleep {seconds}\n" in told, output
     assert not strays.marked(mark), "they are ended"
-    process, _ = begun(tmp_path, "def test_it_passes(): pass\n", conftest)
+    process, _ = begun(tmp_path, "def test_it_passes(): pass\n", conftest, *options)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and "outlive" not in output, output
 
