@@ -91,6 +91,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     strays.end(left)
     if hasattr(config, "workeroutput"):
         config.workeroutput["left"] = told
+        forkserver._forkserver._stop()  # or the run that waits for this process takes it for one
     if told and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
