@@ -51,7 +51,12 @@ class ShardedModule(FSDPModule):
     engine. A method that changes the speed alone, and has no counterpart, does nothing: gathers
     follow the order of the pass before, reductions sum, unused parameters are reduced as zeros."""
 
-    _orig_cls_mro_index = 3  # FSDP<Original>, ShardedModule, FSDPModule, Original
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of the module's own class, as `nn.Sequential` makes of a slice of itself."""
+        original: Any = cls.__mro__[3]  # FSDP<Original>, ShardedModule, FSDPModule, Original
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; shards the root first, if that has not happened."""

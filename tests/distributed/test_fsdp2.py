@@ -295,6 +295,7 @@ def _methods(rank: int, world: int) -> None:
     for (name, param), other in zip(made.named_parameters(), one.parameters(), strict=True):
         quarter = other.grad.full_tensor() / 4
         assert torch.equal(param.grad.full_tensor(), quarter), name
+    assert type(ours(nn.Sequential(nn.Linear(2, 2), nn.GELU()))[:1]) is nn.Sequential
     made.set_reshard_after_forward(False)
     with torch.no_grad():
         made(tokens(0, 0, rank))
