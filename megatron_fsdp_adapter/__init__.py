@@ -72,6 +72,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        raise ModuleNotFoundError(
+            f"megatron_fsdp_adapter.{name}: megatron-core is not installed. Install "
+            "megatron-fsdp-adapter[megatron].", name=error.name,
+        ) from error
     globals()[name] = value
     return value

@@ -279,11 +279,24 @@ def test_attributes_that_a_user_has_put_on_parameters_stay_on_them(one_rank: Non
     assert not hasattr(params["module.embedding.weight"], "_no_weight_decay")
 
 
-def test_no_megatron_is_imported() -> None:
-    program = (
-        "import sys; from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer\n"
-        "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
-    )
-    command = [sys.executable, "-c", program]
+WITHOUT_MEGATRON = """
+import sys
+sys.modules["megatron"] = None  # as where megatron-core is not installed
+from megatron_fsdp_adapter import (
+    MixedPrecisionPolicy, export_shards, export_weights, fully_shard, fully_shard_model,
+    fully_shard_optimizer, leave_fsdp2, release_memory, return_memory, use_as_fsdp2,
+)
+try:
+    from megatron_fsdp_adapter import FullyShardedDataParallel
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_plain_modules_need_no_megatron_and_the_wrapper_says_what_it_needs() -> None:
+    command = [sys.executable, "-c", WITHOUT_MEGATRON]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert done.stdout == (
+        "megatron_fsdp_adapter.FullyShardedDataParallel: megatron-core is not installed. Install "
+        "megatron-fsdp-adapter[megatron].\n"
+    ), done.stderr
