@@ -22,6 +22,7 @@ PARTS = (
     "core.topology",
     "dtensor",
     "core.engine",
+    "comm",
     "checkpoint",
     "diagnostics",
     "quantized",
@@ -64,8 +65,7 @@ compute 15, warnings of one rank 16, and hooks that torch.compile leaves out of 
 CORE = tuple(part for part in PARTS if part.startswith("core."))
 """What takes part in a step."""
 OPTIONAL = (
-    "runtime/registered.py", "runtime/nccl_allocator.py", "runtime/sums.py",
-    "runtime/triton_sums.py",
+    "runtime/registered.py", "runtime/nccl_allocator.py",
 )  # fmt: skip
 """Of the core, but not counted: a user without NCCL, or without graphs of layers, never runs it."""
 

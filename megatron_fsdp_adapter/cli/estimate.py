@@ -25,7 +25,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     most_bytes,
 )
 from megatron_fsdp_adapter.megatron.options.rules import is_on
-from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
+from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS, slots_wanted
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.options.unit_grouping import joins_by_default
 from megatron_fsdp_adapter.models import quantization as quantized_options
@@ -54,7 +54,6 @@ from .precision_options import (
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-NO_SLOTS = slots_wanted(argparse.Namespace())
 
 _INTEGERS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -72,7 +71,7 @@ def plan_model(
     spec: ModelSpec,
     num_shards: int,
     dtype: torch.dtype,
-    slots: Mapping[str, bool] = NO_SLOTS,
+    slots: Mapping[str, Any] = NO_SLOTS,
     quantized: Quantization = PLAIN,
     budget: int = 0,
     unit_numel: int | None = None,

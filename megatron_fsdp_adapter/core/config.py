@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .runtime.comm import REDUCE_SCATTER, Reduce
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -109,9 +111,7 @@ class EngineConfig:
         overlap_param_gather: gather a unit's weights while the unit before it computes.
         prefetch_bytes: weights, in bytes, that may be gathered ahead of the unit that computes;
             the next unit is gathered ahead whatever its size.
-        fp32_accumulation: a reduce-scatter sends the communication dtype and sums in float32.
-        all_to_all_gradients: a reduce-scatter is an all-to-all into fixed memory, which copy
-            engines can do, and a sum in the order of the ranks. `fp32_accumulation` is one anyway.
+        reduce_scatter: how gradients are reduced where main weights are sharded.
         scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
             came out of the reduction, which is smaller and rounds once.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
@@ -137,8 +137,7 @@ class EngineConfig:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     prefetch_bytes: int = 0
-    fp32_accumulation: bool = False
-    all_to_all_gradients: bool = False
+    reduce_scatter: Reduce = REDUCE_SCATTER
     scale_before_sum: bool = False
     padding_bound: float = 0.01
     max_segments: int = 4
@@ -161,18 +160,7 @@ class EngineConfig:
                 f"overlap_param_gather=False with {self.strategy.name}: sharded weights are "
                 "gathered unit by unit; set overlap_param_gather=True"
             )
-        if self.fp32_accumulation and not self.sums_in_fp32_help:
-            raise ValueError(
-                f"fp32_accumulation=True with {self.strategy.name}, communication in "
-                f"{self.policy.comm_dtype} and main gradients in {self.policy.grads_dtype}: it is "
-                "for a reduce-scatter of bfloat16 into float32"
-            )
-        if self.all_to_all_gradients and not (self.strategy.shard_grads and self.bucket_slots):
-            raise ValueError(
-                f"all_to_all_gradients=True with {self.strategy.name}, bucket_slots="
-                f"{self.bucket_slots}: it is for buckets in fixed slots; set bucket_slots=True and "
-                "use a strategy that shards gradients"
-            )
+        self._check_reduce_scatter()
         if self.keep_derived and self.strategy.shard_weights:
             raise ValueError(
                 f"keep_derived=True with {self.strategy.name}: the transposes of all weights would "
@@ -181,17 +169,29 @@ class EngineConfig:
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")
 
+    def _check_reduce_scatter(self) -> None:
+        chosen, policy, name = self.reduce_scatter, self.policy, self.strategy.name
+        if chosen.fixed and not (self.strategy.shard_grads and self.bucket_slots):
+            raise ValueError(
+                f"reduce_scatter={chosen.name} with {name}, bucket_slots={self.bucket_slots}: it "
+                "is for buckets in fixed slots; set bucket_slots=True and use a strategy that "
+                "shards gradients"
+            )
+        rounds = policy.grads_dtype == torch.float32 != policy.comm_dtype
+        if chosen.into_shards and not chosen.fixed and not (self.strategy.shard_main and rounds):
+            raise ValueError(
+                f"reduce_scatter={chosen.name} with {name}, communication in {policy.comm_dtype} "
+                f"and main gradients in {policy.grads_dtype}: it is for a reduce-scatter of "
+                "bfloat16 into float32"
+            )
+
     def for_unit(self, strategy: Strategy | None) -> EngineConfig:
-        """The same with a unit's own strategy, None for the engine's. What is kept lies in no
-        slot and is no bucket; how gradients are reduced is the domain's matter."""
+        """The same with a unit's own strategy, None for the engine's. What is kept is no bucket;
+        how gradients are reduced is the domain's matter."""
         if strategy is None or strategy == self.strategy:
             return self
-        return replace(
-            self,
-            strategy=strategy,
-            weight_slots=self.weight_slots and strategy.shard_weights,
-            all_to_all_gradients=self.all_to_all_gradients and strategy.shard_grads,
-        )
+        reduce_scatter = self.reduce_scatter if strategy.shard_grads else REDUCE_SCATTER
+        return replace(self, strategy=strategy, reduce_scatter=reduce_scatter)
 
     def for_group(self, strategy: Strategy | None, domain: str) -> EngineConfig:
         """`for_unit`, for those of its groups that are in the domain of this name. Nothing is
@@ -201,7 +201,7 @@ class EngineConfig:
         return replace(
             self.for_unit(STRATEGIES["optim"]),
             policy=replace(self.policy, grad_comm_dtype=None),
-            fp32_accumulation=False,
+            reduce_scatter=REDUCE_SCATTER,
         )
 
     @property
@@ -212,17 +212,9 @@ class EngineConfig:
     @property
     def narrows_buckets(self) -> bool:
         """Whether buckets may hold gradients in the dtype that autograd gives them, where that is
-        narrower than the communication dtype: an exchange sums in float32, as if each had been
-        cast before, and what is scaled afterwards is not rounded to that dtype."""
-        return self.all_to_all_gradients and not self.scale_before_sum
-
-    @property
-    def sums_in_fp32_help(self) -> bool:
-        """Whether there is a reduce-scatter whose sums would otherwise round to fewer bits than
-        the main gradients have."""
-        policy = self.policy
-        precise = policy.grads_dtype == torch.float32 != policy.comm_dtype
-        return self.strategy.shard_main and precise
+        narrower than the communication dtype: sums are in float32, as if each had been cast
+        before, and what is scaled afterwards is not rounded to that dtype."""
+        return self.reduce_scatter.into_shards and not self.scale_before_sum
 
 
 def forced_overlaps(strategy: Strategy) -> dict[str, bool]:

@@ -124,8 +124,8 @@ class NamedCommunicator(Communicator):
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
         return self._named(REDUCE, super().reduce_scatter, pairs)
 
-    def reduce_scatter_by_exchange(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
-        return self._named(REDUCE, super().reduce_scatter_by_exchange, pairs, *options)
+    def all_to_all(self, *arguments: Any) -> list[Any]:
+        return self._named(REDUCE, super().all_to_all, *arguments)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return self._named(REDUCE, super().all_reduce, tensors)
@@ -160,7 +160,7 @@ def memory_plan(
         list(units.values()), kinds, own or [config.strategy] * len(units), config.strategy,
         precision,
         weight_slots=config.weight_slots, bucket_slots=config.bucket_slots,
-        all_to_all_gradients=config.all_to_all_gradients,
+        reduce_scatter=config.reduce_scatter,
         scale_before_sum=config.scale_before_sum,
     )  # fmt: skip
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from ..core.engine.buffer_pool import bucket_bytes, plan_weights_and_buckets
 from ..core.layout.format import WeightFormat
 from ..core.layout.group import GroupLayout
 from ..core.layout.spec import ParamSpec
+from ..core.runtime.comm import Reduce
 
 COMPUTE_WEIGHTS = "compute weights"
 QUANTIZED_SHARD = "quantized shard"
@@ -261,11 +262,11 @@ def with_slots(
     *,
     weight_slots: bool,
     bucket_slots: bool,
-    all_to_all_gradients: bool,
+    reduce_scatter: Reduce,
     scale_before_sum: bool = False,
 ) -> dict[str, int]:
     """`model_bytes` with slots in place of the transient buffers that are in them, and with what an
-    exchange needs.
+    reduction from slots needs.
 
     kinds, units: class of each unit's module, and layouts of its groups but those of domains of one
     rank, in order; rows: each unit's own strategy, None where all have the model's; the switches
@@ -274,7 +275,7 @@ def with_slots(
     comm, rows = precision.comm, rows or [strategy] * len(units)
     of_units = list(zip(rows, units, strict=True))
     collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
-    exact = all_to_all_gradients and not scale_before_sum
+    exact = reduce_scatter.into_shards and not scale_before_sum
     narrows = [exact and row.shard_grads for row in rows]
     gathered = [row.shard_weights and bool(u) for row, u in of_units]
     weights, buckets = plan_weights_and_buckets(
@@ -285,7 +286,7 @@ def with_slots(
         totals[WEIGHT_SLOTS] = sum(weights.nbytes)
     if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
         totals[BUCKET_SLOTS] = sum(buckets.nbytes)
-    if all_to_all_gradients and strategy.shard_grads:
+    if reduce_scatter.fixed and strategy.shard_grads:
         sizes = [
             (max((bucket_bytes(one, comm, narrow) for one in unit), default=0), has)
             for unit, narrow, has in zip(units, narrows, collected, strict=True)
@@ -306,7 +307,7 @@ its domain has one rank."""
 
 def held_bytes(
     units: Sequence[Sequence[Placed]], kinds: Sequence[str], rows: Sequence[StrategyRow],
-    strategy: StrategyRow, precision: Precision, ahead: int = 0, **slots: bool,
+    strategy: StrategyRow, precision: Precision, ahead: int = 0, **slots: Any,
 ) -> dict[str, int]:
     """Most bytes of each kind at one time, of all units, the root's last. kinds: class of each
     unit's module; rows: each unit's own strategy; ahead: elements that may be gathered ahead of the

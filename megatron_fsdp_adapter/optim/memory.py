@@ -141,7 +141,7 @@ def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
     stagings = [group.staging for group in engine.groups]
     made = [slots for one in stagings for slots in (one.weights, one.buckets) if slots]
     memory = [one for slots in dict.fromkeys(made) for one in slots.memory]
-    received = [] if engine.memory.received is None else [engine.memory.received]
+    received = [] if engine.memory.received is None else [engine.memory.received.tensor]
     return [*memory, *received] if engine.memory.ordinary else []
 
 

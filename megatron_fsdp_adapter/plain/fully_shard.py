@@ -25,8 +25,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from ..comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from ..core.engine.partition import only_looks_up, partition, unit_modules
+from ..core.runtime.comm import REDUCE_SCATTER
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
@@ -324,7 +326,9 @@ def fully_shard_model(
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
-        fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+        reduce_scatter=(
+            ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER
+        ),
         offload=chunked_optimizer_state_offload,
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -127,12 +128,15 @@ class Configuration:
         return self.graph or self.features.layer_graphs
 
     @property
-    def slots(self) -> dict[str, bool]:
+    def slots(self) -> dict[str, Any]:
         """As the options of the DDP config ask for them."""
         return slots_wanted(Namespace(
             fsdp_double_buffer=self.fixed and self.strategy == "optim_grads_params",
             fsdp_copy_engine_all_gather=self.copies,
             fsdp_copy_engine_reduce_scatter=self.copies,
+            reduce_scatter_with_fp32_accumulation=(
+                self.features.bf16_wire and STRATEGIES[self.strategy].shard_main
+            ),
         ))  # fmt: skip
 
     @property
@@ -142,7 +146,6 @@ class Configuration:
         wire = torch.bfloat16 if features.bf16_wire else None
         return EngineConfig(
             row, MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
-            fp32_accumulation=features.bf16_wire and row.shard_main,
             shard_outer=self.outer_optim and self.instances > 1,
             prefetch_bytes=BF16 * (features.unit_numel or 0), whole=self._whole, **self.slots,
         )  # fmt: skip

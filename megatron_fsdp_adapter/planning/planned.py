@@ -67,7 +67,7 @@ class PlannedModel:
     """
 
     planned: tuple[PlannedUnit, ...]
-    slots: Mapping[str, bool]
+    slots: Mapping[str, Any]
     quantized: Quantization = PLAIN
     budget: int = 0
     ahead: int = 0

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_adapter.comm.all_to_all_sum import launch
 from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
@@ -236,8 +238,12 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     domains = {
         name: _domain(name, inner, outer, scale) for name, (inner, outer) in setup.shards.items()
     }
+    config = setup.engine
+    if config.reduce_scatter.launch is launch:
+        launched = partial(launch, sum_rows=runtime.sum_rows)
+        config = replace(config, reduce_scatter=replace(config.reduce_scatter, launch=launched))
     engine = FsdpEngine(
-        model, plans, domains, setup.engine, runtime,  # type: ignore[arg-type]
+        model, plans, domains, config, runtime,  # type: ignore[arg-type]
         make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
         quantized=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def config(strategy: str = ZERO_3, **options: Any) -> Any:
 def test_which_buffers_are_in_slots(options, slots):
     found = engine_config(config(**options))
     assert (found.weight_slots, found.bucket_slots) == slots
-    assert found.all_to_all_gradients == bool(options.get(CE_RS))
+    assert found.reduce_scatter.fixed == bool(options.get(CE_RS))
 
 
 @pytest.mark.parametrize("option", ["nccl_ub", CE, CE_RS])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_adapter.comm.all_to_all_sum import reduce_scatter
 from megatron_fsdp_adapter.core.runtime import comm
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from tests.distributed.shared_ranks import on_ranks
@@ -67,9 +68,9 @@ def test_error_and_traffic_of_one_reduction(rank: int, world: int) -> None:
         low = in_bf16.view(world, -1)[rank]
         _run(communicator.reduce_scatter([(low, in_bf16)]))
         high = torch.empty(NUMEL)
-        _run(communicator.reduce_scatter_by_exchange([(high, grads)]))
+        _run(reduce_scatter(communicator, [(high, grads)]))
     average = torch.empty(NUMEL)
-    _run(communicator.reduce_scatter_by_exchange([(average, grads)], scale=1 / world))
+    _run(reduce_scatter(communicator, [(average, grads)], scale=1 / world))
     everyone = [torch.empty_like(grads) for _ in range(world)]
     dist.all_gather(everyone, grads)
     received = torch.stack([other.view(world, -1)[rank] for other in everyone])
@@ -88,6 +89,6 @@ def test_a_group_of_one_rank_sends_nothing() -> None:
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"))
     grads, output = torch.randn(64).bfloat16(), torch.empty(64)
     with bytes_on_the_wire() as sent:
-        assert communicator.reduce_scatter_by_exchange([(output, grads)]) == []
+        assert reduce_scatter(communicator, [(output, grads)]) == []
     assert torch.equal(output, grads.float()) and not any(sent.values())
 

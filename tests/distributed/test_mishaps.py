@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp_adapter.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from megatron_fsdp_adapter.core.engine.partition import ROOT
@@ -337,7 +338,7 @@ def test_the_plan_of_slots() -> None:
     names = ("1", "2", "3", ROOT)
     units = {name: [(one, 0, False)] for name, one in zip(names, layouts, strict=True)}
     row = STRATEGIES["optim_grads_params"]
-    slots = {"weight_slots": True, "bucket_slots": True, "all_to_all_gradients": True}
+    slots = {"weight_slots": True, "bucket_slots": True, "reduce_scatter": FIXED_ALL_TO_ALL_SUM}
     kinds = ["Linear"] * 3 + ["Sequential"]
     plan = memory_plan(units, EngineConfig(row, **slots), kinds)
     big, small = 128 * 64, 64 * 64

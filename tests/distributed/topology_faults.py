@@ -22,8 +22,8 @@ from .topologies import TopologyTrainer
 def double_expert_gradients(trainer: TopologyTrainer) -> None:
     """As if the gradient of a group of one rank were added to itself (trap G8)."""
     for chunk in trainer.chunks:
-        plans = chunk.engine.reduce.plans
-        plans[EXPERT] = dataclasses.replace(plans[EXPERT], scale=2 * plans[EXPERT].scale)
+        domains = chunk.engine.reduce.domains
+        domains[EXPERT] = dataclasses.replace(domains[EXPERT], scale=2 * domains[EXPERT].scale)
 
 
 def keep_tensor_parallel_gradients_apart(trainer: TopologyTrainer) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fsdp_adapter.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -26,6 +27,7 @@ from megatron_fsdp_adapter.core.config import (
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from megatron_fsdp_adapter.core.runtime.comm import REDUCE_SCATTER, Reduce
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
@@ -91,7 +93,7 @@ class Setup:
     exchange: bool = False
     main_params: torch.dtype | None = torch.float32
     main_grads: torch.dtype | None = None
-    fp32_accumulation: bool = False
+    fp32_sums: bool = False
     scale_before_sum: bool = False
     grad_scale: float | None = None
     recipe: str | None = None
@@ -121,6 +123,12 @@ class Setup:
         return replace(self, **changes)
 
     @property
+    def reduce_scatter(self) -> Reduce:
+        if self.exchange:
+            return FIXED_ALL_TO_ALL_SUM
+        return ALL_TO_ALL_SUM if self.fp32_sums else REDUCE_SCATTER
+
+    @property
     def config(self) -> EngineConfig:
         row = STRATEGIES[self.strategy]
         return EngineConfig(
@@ -132,8 +140,7 @@ class Setup:
             shard_outer=self.shard_outer,
             weight_slots=self.slots,
             bucket_slots=self.slots,
-            all_to_all_gradients=self.exchange,
-            fp32_accumulation=self.fp32_accumulation,
+            reduce_scatter=self.reduce_scatter,
             scale_before_sum=self.scale_before_sum,
             keep_derived=self.keep_derived,
             offload=self.offload,
@@ -344,6 +351,7 @@ class Rig(Loop):
     labels: dict[int, str] = field(default_factory=dict)
     initial: dict[int, torch.Tensor] = field(default_factory=dict)
     adam: Any = None
+    _reported: tuple[str, int] = ("", 0)
 
     def watch(self) -> Any:
         return self.runtime.watch() if isinstance(self.runtime, RecordingRuntime) else nullcontext()
@@ -359,8 +367,12 @@ class Rig(Loop):
         return torch.zeros(view.shape, dtype=view.dtype) if found is None else found
 
     def report(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """A line a launch; one for the all-to-alls of a bucket's segments."""
         units = dict.fromkeys(self._unit_of(tensor) for tensor in tensors)
-        self.mark(f"{name} {' '.join(units)}")
+        line, place = f"{name} {' '.join(units)}", int(tensors[0].storage_offset())
+        before, self._reported = self._reported, (line, place)
+        if name != "all_to_all" or line != before[0] or place <= before[1]:
+            self.mark(line)
 
     def _unit_of(self, tensor: torch.Tensor) -> str:
         label = self.labels.get(tensor.untyped_storage()._cdata, "?")

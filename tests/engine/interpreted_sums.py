@@ -1,7 +1,7 @@
-"""Prints in how many elements the kernel of `sums`, run by Triton's interpreter, gives other bits
-for bf16 rows than for their casts to float32, and than additions one by one in the order of the
-rows, one line a case. A program of its own, as the interpreter has to be chosen before Triton is
-imported."""
+"""Prints in how many elements the kernel that sums rows, run by Triton's interpreter, gives other
+bits for bf16 rows than for their casts to float32, and than additions one by one in the order of
+the rows, one line a case. A program of its own, as the interpreter has to be chosen before Triton
+is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from triton.runtime import interpreter
 
-from megatron_fsdp_adapter.core.runtime import triton_sums
+from megatron_fsdp_adapter.comm import triton_sums
 from tests.quantized.interpreted import convert
 
 

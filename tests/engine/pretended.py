@@ -42,11 +42,12 @@ class PretendCommunicator:
         self.ranks = dist.get_process_group_ranks(group)
         self.initial, self.report = initial, report
 
-    def _check(self, whole: torch.Tensor, part: torch.Tensor, casts: bool = False) -> None:
+    def _check(self, whole: torch.Tensor, part: torch.Tensor, parts: int | None = None) -> None:
         """What c10d of torch 2.13 demands of the flat collectives, and NCCL of its memory."""
-        assert whole.numel() == part.numel() * self.size, (whole.shape, part.shape, self.size)
+        count = self.size if parts is None else parts
+        assert whole.numel() == part.numel() * count, (whole.shape, part.shape, count)
         assert whole.is_contiguous() and part.is_contiguous()
-        assert casts or whole.dtype == part.dtype, (whole.dtype, part.dtype)
+        assert whole.dtype == part.dtype, (whole.dtype, part.dtype)
 
     def all_gather(self, pairs: Any) -> list[Any]:
         self.report("all_gather", [pair[0] for pair in pairs])
@@ -66,15 +67,11 @@ class PretendCommunicator:
             output.copy_(full.chunk(self.size)[self.rank] * self.size)
         return []
 
-    def reduce_scatter_by_exchange(
-        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False,
-        squared: Any = (),
-    ) -> list[Any]:
-        self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
-        for output, full in pairs:
-            self._check(full, output, casts=True)
-            total = full.chunk(self.size)[self.rank].float() * (self.size * scale)
-            output.copy_(output.float() + total if accumulate else total)
+    def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> list[Any]:
+        self.report("all_to_all", [source])
+        self._check(output, source, parts=1)
+        own = source.view(self.size, -1)[self.rank]
+        output.view(self.size, -1).copy_(own.expand(self.size, -1))
         return []
 
     def all_reduce(self, tensors: Any) -> list[Any]:
@@ -112,9 +109,8 @@ class LateCommunicator(PretendCommunicator):
     def reduce_scatter(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
 
-    def reduce_scatter_by_exchange(self, pairs: Any, *options: Any) -> list[Any]:
-        late = super().reduce_scatter_by_exchange
-        return [Work(lambda: late(pairs, *options))]
+    def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).all_to_all(output, source))]
 
     def all_reduce(self, tensors: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp_adapter.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM, sum_rows
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
-from megatron_fsdp_adapter.core.runtime.sums import sum_rows
+from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.diagnostics.memory import (
     BUCKET_SLOTS,
     GRADIENT_SHARD,
@@ -128,11 +129,11 @@ def test_slots_and_received_pieces_are_those_of_the_formula(changes):
         [[group.layout for group in unit.groups] for unit in engine.units],
         setup.config.strategy, Precision(),
         [unit.groups[0].config.strategy for unit in engine.units],
-        weight_slots=True, bucket_slots=True, all_to_all_gradients=True,
+        weight_slots=True, bucket_slots=True, reduce_scatter=FIXED_ALL_TO_ALL_SUM,
     )  # fmt: skip
     memory = next(g.staging.buckets for g in engine.groups if g.staging.buckets).memory
     assert held[BUCKET_SLOTS] == sum(slot.numel() for slot in memory)
-    assert held[RECEIVED_PIECES] == engine.reduce._received.numel()
+    assert held[RECEIVED_PIECES] == engine.reduce.domains[DENSE].received.nbytes
 
 
 @pytest.mark.parametrize("count", range(1, 9))

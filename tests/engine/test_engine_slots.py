@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.engine import hooks
 from megatron_fsdp_adapter.core.engine.buffer_pool import plan_pool
-from megatron_fsdp_adapter.core.runtime.device import HostRuntime
+from megatron_fsdp_adapter.core.topology import DENSE
 from tests.engine.engine_cases import Layer, Setup, buffers_of, build
 from tests.engine.pretended import PretendCommunicator, pretended_world
 from tests.engine.scenarios import EVENTS, ZERO_1, ZERO_3
@@ -112,17 +112,16 @@ def test_kept_gradients_are_not_received_in_memory_of_slots():
     slots: set[int] = set()
 
     class Watched(PretendCommunicator):
-        def reduce_scatter_by_exchange(self, pairs, memory=None, *rest):
-            for _, source in pairs:
-                in_slot = source.untyped_storage().data_ptr() in slots
-                seen.add((in_slot, memory is not None))
-            return super().reduce_scatter_by_exchange(pairs, memory, *rest)
+        def all_to_all(self, *both):
+            seen.add(tuple(one.untyped_storage().data_ptr() in slots for one in both))
+            return super().all_to_all(*both)
 
     with pretended_world(2):
         setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
-        rig = build(setup, HostRuntime(), Watched)
+        rig = build(setup, None, Watched)
         pools = [group.staging.buckets for group in rig.engine.groups]
         slots.update(one.data_ptr() for pool in pools if pool for one in pool.memory)
+        slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())
         rig.step(microbatches=2)
         EVENTS["gradients_late"](rig)
     assert seen == {(True, True), (False, False)}

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.core.runtime.sums import (
+from megatron_fsdp_adapter.comm.all_to_all_sum import (
     SumsOfReceived,
     _kernel,
     sum_rows,
@@ -62,7 +62,7 @@ def test_it_happens_when_the_exchange_is_waited_for():
             done.append(True)
 
     rows, output = torch.zeros(3, 4), torch.ones(4)
-    sums: Any = SumsOfReceived(Exchange(), rows, output, scale=0.5, accumulate=True)
+    sums: Any = SumsOfReceived([Exchange()], rows, output, 0.5, True, sum_rows)
     assert torch.equal(output, torch.ones(4)) and not done
     sums.wait()
     assert torch.equal(output, torch.full((4,), 4.0)) and done

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
+from megatron_fsdp_adapter.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -263,10 +264,10 @@ def test_sums_in_float32_are_for_a_reduce_scatter_of_bf16(strategy, comm, grads,
     assert (found == []) is allowed
     policy = MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm)
     if allowed:
-        assert engine_config(config).fp32_accumulation
+        assert engine_config(config).reduce_scatter is ALL_TO_ALL_SUM
     else:
-        with pytest.raises(ValueError, match="fp32_accumulation=True"):
-            EngineConfig(STRATEGIES[strategy], policy, fp32_accumulation=True)
+        with pytest.raises(ValueError, match="reduce_scatter=all_to_all_sum with"):
+            EngineConfig(STRATEGIES[strategy], policy, reduce_scatter=ALL_TO_ALL_SUM)
 
 
 PREFER_FP32 = MixedPrecisionPolicy(*[torch.float32] * 3)
@@ -392,10 +393,13 @@ def test_dtypes_default_to_float32():
     ("options", "message"),
     [
         ({"prefetch_bytes": -1}, "prefetch_bytes=-1"),
-        ({"fp32_accumulation": True}, "fp32_accumulation=True with optim, communication in"),
         (
-            {"all_to_all_gradients": True},
-            "all_to_all_gradients=True with optim, bucket_slots=False",
+            {"reduce_scatter": ALL_TO_ALL_SUM},
+            "reduce_scatter=all_to_all_sum with optim, communication in",
+        ),
+        (
+            {"reduce_scatter": FIXED_ALL_TO_ALL_SUM},
+            "reduce_scatter=fixed_all_to_all_sum with optim, bucket_slots=False",
         ),
     ],
 )

@@ -18,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_adapter.comm.all_to_all_sum import _kernel, reduce_scatter, sum_rows
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
-from megatron_fsdp_adapter.core.runtime.sums import _kernel, sum_rows
+from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import check_run_bits
@@ -129,7 +130,7 @@ def one_reduction(rank: int, world: int) -> str:
     dist.all_reduce(size)
     own, scale = exact.view(world, -1)[rank], size.view(world, -1)[rank]
     output = torch.empty(grads.numel() // world, device=device)
-    assert communicator.reduce_scatter_by_exchange([(output, grads)]) == []
+    assert reduce_scatter(communicator, [(output, grads)]) == []
     torch.cuda.synchronize()
     assert ((output.double() - own).abs() <= gamma(world, 2.0**-24) * scale).all()
     return f"largest error {(output.double() - own).abs().max().item():.2e}"
@@ -208,7 +209,8 @@ def narrow_buckets_have_the_same_bits(rank: int, world: int, fused: bool) -> str
 
     def look(trainer: Trainer) -> tuple[set[torch.dtype], int]:
         engine = trainer.wrapper.engine
-        return {g.bucket.tensor.dtype for g in engine.groups}, engine.reduce._received.numel()
+        received: Any = engine.reduce.domains[DENSE].received
+        return {g.bucket.tensor.dtype for g in engine.groups}, received.nbytes
 
     for wide in (True, False):
         with mock.patch.object(EngineConfig, "narrows_buckets", False) if wide else nullcontext():

@@ -17,13 +17,13 @@ UNIT = "decoder.layers.1"
 
 def scale_twice() -> None:
     """1 / ranks is applied to what came out of a reduction, and once more."""
-    original = engine.plan_reduction
+    original = engine.domain_reduce
 
     def twice(*args: Any) -> Any:
         plan = original(*args)
         return dataclasses.replace(plan, scale=plan.scale**2)
 
-    engine.plan_reduction = twice
+    engine.domain_reduce = twice
 
 
 def lose_last_microbatch_of_a_unit() -> None:

@@ -13,6 +13,7 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
+from .buffer import FlatBuffer
 from .buffer_pool import AllocateSlots, BufferPool, plan_weights_and_buckets, unit_buffers
 from .group import ParamGroup
 from .partition import UnitPlan
@@ -131,18 +132,20 @@ def build_units(
 
 
 def memory_of_exchanges(
-    groups: Sequence[ParamGroup], config: EngineConfig, allocate: AllocateSlots
-) -> torch.Tensor | None:
+    groups: Sequence[ParamGroup], config: EngineConfig, runtime: Runtime, allocate: AllocateSlots
+) -> FlatBuffer | None:
     """Room for what is received in the largest bucket of a slot, used by one reduction after the
     other; None where there is no such bucket."""
-    if not config.all_to_all_gradients:
+    if not config.reduce_scatter.fixed:
         return None
     nbytes = [
         group.bucket.nbytes
         for group in groups
         if group.key.requires_grad and group.staging.bucket_slot is not None
     ]
-    return allocate([max(nbytes)])[0] if nbytes else None
+    if not nbytes:
+        return None
+    return FlatBuffer(max(nbytes), torch.uint8, runtime, allocate([max(nbytes)])[0])
 
 
 def abandon(runtime: Callable[[], Runtime | None]) -> None:

@@ -33,7 +33,7 @@ from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
-from .reduction import plan_reduction
+from .reduction import domain_reduce
 from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
@@ -105,10 +105,12 @@ class FsdpEngine:
         self.gather = GatherPipeline(
             self.units, config, runtime, gathers, outer, self.order, self.launches
         )
-        reductions = {d: plan_reduction(config, d, one.grad_scale) for d, one in used.items()}
-        received = memory_of_exchanges(self.groups, config, allocate)
+        received = memory_of_exchanges(self.groups, config, runtime, allocate)
+        reductions = {
+            d: domain_reduce(config, d, one.grad_scale, received) for d, one in used.items()
+        }
         self.reduce = ReducePipeline(
-            config, runtime, reductions, reduces, outer, self.launches, grad_check, received
+            config, runtime, reductions, reduces, outer, self.launches, grad_check
         )
         self.memory = EngineMemory(received, ordinary=allocate_slots is None)
         self.quantization = quantized and quantized.made(self.groups, self.gather)

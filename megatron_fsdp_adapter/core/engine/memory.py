@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from .buffer import FlatBuffer
 
 MAIN, COMPUTE, GRADIENTS, SLOTS = "main_weights", "compute_weights", "gradients", "slots"
 KINDS = (MAIN, COMPUTE, GRADIENTS, SLOTS)
@@ -24,7 +24,7 @@ class EngineMemory:
     away: by kind, what was given back. stash: what gave it back, if it ever was.
     """
 
-    received: torch.Tensor | None
+    received: FlatBuffer | None
     ordinary: bool
     pinned_by: str = ""
     away: dict[str, Any] = field(default_factory=dict)

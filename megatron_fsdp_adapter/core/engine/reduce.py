@@ -26,12 +26,12 @@ import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
-from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime, fill_with_nan
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .buffer import FlatBuffer
 from .group import GradState, ParamGroup, by_domain
 from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
-from .reduction import Collective, ReducePlan, Reduction, scale_each
+from .reduction import DomainReduce, Reduction, scale_each
 from .unit import Unit
 
 MAX_BUCKETS = 2
@@ -83,27 +83,24 @@ class GradCheck(Protocol):
 
 class ReducePipeline:
     """Args:
-    plans: by domain name, how gradients are reduced.
+    domains: by name, how gradients are reduced over the shard axis.
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
     launches: records every reduction.
     check: looks at gradients before they are communicated.
-    received: uint8 memory for the pieces of an exchange of a slot (`all_to_all_gradients`).
     """
 
     def __init__(
         self,
         config: EngineConfig,
         runtime: Runtime,
-        plans: Mapping[str, ReducePlan],
+        domains: Mapping[str, DomainReduce],
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
         launches: LaunchComparison,
         check: GradCheck | None = None,
-        received: torch.Tensor | None = None,
     ) -> None:
-        self.config, self.runtime, self.plans = config, runtime, plans
+        self.config, self.runtime, self.domains = config, runtime, domains
         self.communicators, self.outer, self.launches = communicators, outer, launches
-        self._received = received
         self._reductions: dict[tuple[int, bool], Reduction] = {}
         self._in_flight: deque[InFlight] = deque()
         # A rank without gradients goes by it, to meet the others in the order that they go in.
@@ -209,10 +206,10 @@ class ReducePipeline:
         buffers: list[FlatBuffer] = []
         late: list[Reduction] = []
         for group in groups:
-            buffer, plan = group.collect_late(), self.plans[group.key.domain]
+            buffer, how = group.collect_late(), self.domains[group.key.domain]
             segments, results = buffer.segments(group.full), buffer.segments(group.inner)
             buffers.append(buffer)
-            late.append(Reduction(group, plan, segments, results, True))
+            late.append(Reduction(group, how, segments, results, True))
             late[-1].scale_segments()
         self.runtime.follow(REDUCE, COMPUTE)
         for reduction in late:
@@ -231,7 +228,7 @@ class ReducePipeline:
         for group in groups:
             if group.is_single_rank and group.grad_state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
-                scale_each(group.grad_segments, 1.0 / self.plans[group.key.domain].scale)
+                scale_each(group.grad_segments, 1.0 / self.domains[group.key.domain].scale)
                 group.grad_state = GradState.ACCUMULATED
 
     def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
@@ -294,10 +291,10 @@ class ReducePipeline:
         adds = group.grad_state in REDUCED_STATES
         known = self._reductions.get((id(group), adds))
         if known is None:
-            plan, in_slot = self.plans[group.key.domain], group.staging.bucket_slot is not None
+            how, in_slot = self.domains[group.key.domain], group.staging.bucket_slot is not None
             segments = group.bucket.segments(group.full)
             results = group.bucket.segments(group.inner)
-            known = Reduction(group, plan, segments, results, adds, in_slot)
+            known = Reduction(group, how, segments, results, adds, in_slot)
             self._reductions[id(group), adds] = known
         return known
 
@@ -337,27 +334,9 @@ class ReducePipeline:
         return works
 
     def _communicate_domain(self, domain: str, mine: Sequence[Reduction]) -> list[Any]:
-        communicator, plan = self.communicators[domain], self.plans[domain]
-        if plan.collective is Collective.NONE:
-            return []
+        communicator = self.communicators[domain]
         self.launches.note(REDUCED, [one.group for one in mine], communicator)
-        if plan.collective is Collective.EXCHANGE:
-            return [work for one in mine for work in self._exchange(one, communicator)]
-        if plan.collective is Collective.ALL_REDUCE:
-            return communicator.all_reduce([segment for one in mine for segment in one.segments])
-        return communicator.reduce_scatter([pair for one in mine for pair in one.pairs])
-
-    def _exchange(self, reduction: Reduction, communicator: Communicator) -> list[Any]:
-        """What slots send is received in memory of their kind. NCCL hangs where one end of an
-        exchange is registered and the other, of gradients that are kept, is not."""
-        if self.runtime.poison and self._received is not None:
-            fill_with_nan(self._received)
-        shards, plan = reduction.group.grad_segments, reduction.plan
-        pairs = list(zip(shards, reduction.segments, strict=True))
-        memory = self._received if reduction.in_slot else None
-        return communicator.reduce_scatter_by_exchange(
-            pairs, memory, plan.scale_after, reduction.adds
-        )
+        return self.domains[domain].way.launch(communicator, mine)
 
     def _make_room_for_fresh(self, groups: Sequence[ParamGroup]) -> None:
         fresh = [group for group in groups if not group.keeps_grads]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,71 +9,52 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import Pair
+from megatron_fsdp_adapter.core.runtime.comm import ALL_REDUCE, ALONE, Pair, Reduce
 
-from .buffer import Copies
+from .buffer import Copies, FlatBuffer
 from .group import ParamGroup
 
 
-class Collective(enum.Enum):
-    """NONE: one rank has everything, which is scaled where it lies. EXCHANGE: an all-to-all, after
-    which this package sums, scales and adds to the main gradients in one pass."""
-
-    NONE = "none"
-    ALL_REDUCE = "all-reduce"
-    REDUCE_SCATTER = "reduce-scatter"
-    EXCHANGE = "exchange"
-
-
-class ScaleAt(enum.Enum):
-    """What the domain's scale is applied to: what goes into the reduction; what comes out of it,
-    where that has more bits than the main gradients, so that scaling adds no rounding; or the main
-    gradients that it was put into. What is added to main gradients is scaled in the addition."""
-
-    BUCKET = "bucket"
-    RESULT = "result"
-    SHARD = "shard"
-
-
 @dataclass(frozen=True)
-class ReducePlan:
-    """Attributes:
-    into_shard: a reduction whose gradient shard holds nothing yet ends in that shard: there is
-        nothing to copy.
+class DomainReduce:
+    """How the gradients of a domain are reduced over its shard axis.
+
+    Attributes:
+        into_shard: a reduction whose gradient shard holds nothing yet ends in that shard: there is
+            nothing to copy.
+        scale: of the domain. scaled: what that is applied to: "sent", what is communicated;
+            "result", what comes out, where that has more bits than the main gradients, so that
+            scaling adds no rounding; or "shard", the main gradients that it was put into. What is
+            added to main gradients is scaled in the addition.
+        received: fixed memory for what is received of one bucket after the other.
     """
 
-    collective: Collective
+    way: Reduce
     into_shard: bool
     scale: float
-    scale_at: ScaleAt
+    scaled: str
+    received: FlatBuffer | None = None
 
-    def scale_of(self, place: ScaleAt) -> float:
-        """The factor that is due there."""
-        return self.scale if place is self.scale_at else 1.0
+    def factor(self, place: str) -> float:
+        """The one that is due there."""
+        return self.scale if place == self.scaled else 1.0
 
     @property
-    def scale_after(self) -> float:
+    def after(self) -> float:
         """The factor on what came out of the reduction."""
-        return 1.0 if self.scale_at is ScaleAt.BUCKET else self.scale
+        return 1.0 if self.scaled == "sent" else self.scale
 
 
-def plan_reduction(config: EngineConfig, domain: str, grad_scale: float) -> ReducePlan:
+def domain_reduce(
+    config: EngineConfig, domain: str, scale: float, received: FlatBuffer | None = None
+) -> DomainReduce:
     """For the groups of the domain of this name, with this scale."""
-    is_single_rank, config = domain in config.whole, config.for_group(None, domain)
+    alone, config = domain in config.whole, config.for_group(None, domain)
     comm, main = config.policy.comm_dtype, config.policy.grads_dtype
-    if is_single_rank:
-        collective = Collective.NONE
-    elif config.fp32_accumulation or config.all_to_all_gradients:
-        collective = Collective.EXCHANGE
-    elif config.strategy.shard_main:
-        collective = Collective.REDUCE_SCATTER
-    else:
-        collective = Collective.ALL_REDUCE
-    if config.scale_before_sum:
-        scale_at = ScaleAt.BUCKET
-    else:
-        scale_at = ScaleAt.RESULT if comm.itemsize > main.itemsize else ScaleAt.SHARD
-    return ReducePlan(collective, comm == main, grad_scale, scale_at)
+    way = config.reduce_scatter if config.strategy.shard_main else ALL_REDUCE
+    after = "result" if comm.itemsize > main.itemsize else "shard"
+    scaled = "sent" if config.scale_before_sum else after
+    return DomainReduce(ALONE if alone else way, comm == main, scale, scaled, received)
 
 
 @dataclass(frozen=True)
@@ -89,7 +69,7 @@ class Reduction:
     """
 
     group: ParamGroup
-    plan: ReducePlan
+    reduce: DomainReduce
     segments: Sequence[torch.Tensor]
     results: Sequence[torch.Tensor]
     adds: bool
@@ -101,32 +81,47 @@ class Reduction:
 
     @functools.cached_property
     def _to_shards(self) -> Copies:
-        return Copies(self.group.grad_segments)
+        return Copies(self.shards)
+
+    @property
+    def shards(self) -> Sequence[torch.Tensor]:
+        """This rank's part of the main gradients."""
+        return self.group.grad_segments
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
         """What a reduce-scatter writes to."""
-        in_shard = self.plan.into_shard and not self.adds
-        return self.group.grad_segments if in_shard else self.results
+        in_shard = self.reduce.into_shard and not self.adds
+        return self.shards if in_shard else self.results
+
+    def receive(self, segment: torch.Tensor) -> torch.Tensor:
+        """Memory for what others send in place of a segment: of the kind that the segment is in.
+        NCCL hangs where one end of an exchange is registered and the other, of gradients that are
+        kept, is not. Collectives that no stream orders may overlap: they share no memory."""
+        received = self.reduce.received
+        if received is None or not self.in_slot or received.runtime.host_waits:
+            return torch.empty_like(segment)
+        received.forget()
+        return received.tensor[: segment.nbytes].view(segment.dtype)
 
     def scale_segments(self) -> None:
         """Before the reduction."""
-        scale_each(self.segments, self.plan.scale_of(ScaleAt.BUCKET))
+        scale_each(self.segments, self.reduce.factor("sent"))
 
     def finish(self) -> None:
         """After the reduction: scales what came out and puts it into the main gradients, or adds it
-        to what they hold. An exchange has done so."""
-        plan, shards = self.plan, self.group.grad_segments
-        if plan.collective is Collective.EXCHANGE:
+        to what they hold."""
+        reduce, shards = self.reduce, self.shards
+        if reduce.way.into_shards:
             return
         if self.adds:
             for shard, result in zip(shards, self.results, strict=True):
-                shard.add_(result, alpha=plan.scale_after)
+                shard.add_(result, alpha=reduce.after)
             return
-        scale_each(self.outputs, plan.scale_of(ScaleAt.RESULT))
-        if not plan.into_shard:
+        scale_each(self.outputs, reduce.factor("result"))
+        if not reduce.into_shard:
             self._to_shards(self.results)
-        scale_each(shards, plan.scale_of(ScaleAt.SHARD))
+        scale_each(shards, reduce.factor("shard"))
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:

@@ -10,14 +10,12 @@ The lists that the methods take are the segments of a unit: one launch covers th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
-
-from .sums import SumsOfReceived
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,45 +86,13 @@ class Communicator:
         """
         return self._launch(pairs, self._reduce_scatter_one)
 
-    def reduce_scatter_by_exchange(
-        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, scale: float = 1.0,
-        accumulate: bool = False,
-    ) -> list[Any]:
-        """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is
-        (output of n elements, input of n * size elements) that do not overlap. accumulate: the
-        outputs have values, to which is added.
-
-        Every rank gets its slice of all inputs by an all-to-all, which puts as many bytes on the
-        wire as a ring reduce-scatter of the inputs, and adds them up itself, in the order of the
-        ranks. One launch each: all-to-alls do not coalesce. memory: uint8, for what is received, of
-        each pair in turn; used where the current stream orders the exchanges.
-        """
-        works = []
-        ordered = self.capabilities.stream_ordered or self.size == 1
-        for output, source in pairs:
-            received, work = source, None
-            if self.size > 1:
-                if ordered and memory is not None:
-                    received = memory[: source.nbytes].view(source.dtype)
-                else:
-                    received = torch.empty_like(source)
-                work = dist.all_to_all_single(
-                    received, source, group=self.group, async_op=not ordered
-                )
-            rows = received.view(self.size, -1)
-            sums = SumsOfReceived(work, rows, output, scale, accumulate)
-            if ordered:
-                sums.wait()
-            else:
-                works.append(sums)
-        return works
-
     def all_to_all(
-        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int],
-        sent: Sequence[int],
+        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int] = (),
+        sent: Sequence[int] = (),
     ) -> list[Any]:
         """Each rank's piece of the flat `source`, of `sent` elements, goes to it; theirs for this
-        one, of `received` elements, to `output`. Both may be empty."""
+        one, of `received` elements, to `output`. Both may be empty. Without numbers of elements
+        all pieces are equal."""
         if self.size == 1:
             output.copy_(source)
             return []
@@ -185,3 +151,37 @@ class Communicator:
             for pair in pairs:
                 one(pair, False)
         return []
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A way to reduce gradients over the shard axis of a domain.
+
+    Attributes:
+        launch: of a communicator and of what is reduced in one launch (`Reduction`s of groups);
+            returns the handles that are still running.
+        into_shards: it scales the sums itself, in float32, and puts them into the main gradients,
+            or adds them to what those hold. Otherwise they are left where `Reduction` says.
+        fixed: what it receives of a bucket in a slot is in a fixed buffer too.
+    """
+
+    name: str
+    launch: Callable[[Communicator, Sequence[Any]], list[Any]] = field(repr=False)
+    into_shards: bool = False
+    fixed: bool = False
+
+
+ALONE = Reduce("alone", lambda communicator, parts: [])
+"""One rank has everything, which is scaled where it lies."""
+ALL_REDUCE = Reduce(
+    "all_reduce",
+    lambda communicator, parts: communicator.all_reduce(
+        [segment for part in parts for segment in part.segments]
+    ),
+)
+REDUCE_SCATTER = Reduce(
+    "reduce_scatter",
+    lambda communicator, parts: communicator.reduce_scatter(
+        [pair for part in parts for pair in part.pairs]
+    ),
+)

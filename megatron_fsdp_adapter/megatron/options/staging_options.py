@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.runtime.comm import REDUCE_SCATTER
 from ...core.runtime.registered import RegisteredMemory
 from ...core.topology import FSDPDistributedIndex
 from .rules import is_on
@@ -32,10 +33,13 @@ def copy_engine_roles(ddp_config: Any) -> list[str]:
     return [suffix for option, suffix in ROLES.items() if is_on(ddp_config, option)]
 
 
-def slots_wanted(ddp_config: Any) -> dict[str, bool]:
-    """The fields of `EngineConfig` about slots."""
+NO_SLOTS = {"weight_slots": False, "bucket_slots": False, "reduce_scatter": REDUCE_SCATTER}
+
+
+def slots_wanted(ddp_config: Any) -> dict[str, Any]:
+    """The fields of `EngineConfig` about slots, and about what is reduced from them."""
     fields = engine_fields(ddp_config)
-    return {name: fields[name] for name in ("weight_slots", "bucket_slots", "all_to_all_gradients")}
+    return {name: fields.get(name, default) for name, default in NO_SLOTS.items()}
 
 
 def slot_memory(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from ...optim.residency import OPTION as OFFLOAD
 from ...sharding.unsharded_budget import OPTION as BUDGET
@@ -70,8 +71,8 @@ class Option:
         refused: what is: a test of the value and of the config, the reason with the remedy, and
             what else was asked for, in words (`Rule.beside`).
         excludes: reasons by kinds of CUDA graphs that exclude it.
-        sets: fields of `EngineConfig` for a value. A switch that several options set is on if one
-            of them is.
+        sets: fields of `EngineConfig` for a value, where they are not as without it. Of several
+            options that set one field the last one does.
         some_strategies: it goes with some strategies only, so that it is off where a checkpoint is
             loaded under another one.
     """
@@ -204,7 +205,7 @@ _IN_SLOTS = "gathered weights and buckets in fixed buffers, each as large as the
 
 
 def _slots(value: Any) -> Mapping[str, Any]:
-    return {"weight_slots": bool(value), "bucket_slots": bool(value)}
+    return {"weight_slots": True, "bucket_slots": True} if value else {}
 
 
 NO_FP4_WEIGHTS = (
@@ -288,7 +289,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "reduce_scatter_with_fp32_accumulation", bool, False, in_core=True, some_strategies=True,
-        sets=lambda value: {"fp32_accumulation": value},
+        sets=lambda value: {"reduce_scatter": ALL_TO_ALL_SUM} if value else {},
         refused=((_sums_in_vain,
                   "it is for bfloat16 on the wire and float32 main gradients, with a strategy that "
                   f"reduce-scatters; set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
@@ -338,7 +339,7 @@ OPTIONS: tuple[Option, ...] = (
         CE_ALL_GATHER, bool, False,
         "weights are gathered by the GPUs' copy engines (docs/performance.md)",
         use="inside one NVLink domain", some_strategies=True,
-        sets=lambda value: {"weight_slots": bool(value)},
+        sets=lambda value: {"weight_slots": True} if value else {},
         refused=(
             *_REGISTERED,
             (_unless("shard_weights"),
@@ -352,7 +353,9 @@ OPTIONS: tuple[Option, ...] = (
         "of the ranks",
         use="inside one NVLink domain; one more buffer of the largest unit's size",
         some_strategies=True,
-        sets=lambda value: {"bucket_slots": bool(value), "all_to_all_gradients": bool(value)},
+        sets=lambda value: (
+            {"bucket_slots": True, "reduce_scatter": FIXED_ALL_TO_ALL_SUM} if value else {}
+        ),
         refused=(
             *_REGISTERED,
             (_unless("shard_grads"),
@@ -436,8 +439,7 @@ def engine_fields(ddp_config: Any) -> dict[str, Any]:
     """The fields of `EngineConfig` that options set by themselves."""
     fields: dict[str, Any] = {}
     for option in OPTIONS:
-        for name, value in option.sets(read(ddp_config, option.name)).items():
-            fields[name] = fields.get(name) or value
+        fields |= option.sets(read(ddp_config, option.name))
     return fields
 
 

@@ -1,4 +1,4 @@
-"""The kernel of `sums`. Imported where it is used: Triton comes with torch's CUDA builds only."""
+"""The kernel that sums rows. Imported where it is used: Triton is in torch's CUDA builds only."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _sum_rows(
 def sum_rows(
     rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
-    """See `sums.sum_rows`. `rows` must be contiguous along their second dimension, and so must
-    `output`; all on the current CUDA device."""
+    """As `all_to_all_sum.sum_rows`. `rows` must be contiguous along their second dimension, and so
+    must `output`; all on the current CUDA device."""
     count, numel = rows.shape
     if numel:
         _sum_rows[(triton.cdiv(numel, BLOCK),)](
