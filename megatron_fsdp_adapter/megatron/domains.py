@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.registered import zero_cta_options
 from ..core.runtime.comm import Communicator
-from ..core.runtime.registered import zero_cta_options
 from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
 from ..quantized import stored_in
 from ..sharding.duplicate_groups import duplicate_group

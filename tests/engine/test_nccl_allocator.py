@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp_adapter.core.runtime import nccl_allocator
-from megatron_fsdp_adapter.core.runtime.nccl_allocator import (
+from megatron_fsdp_adapter.comm import nccl_allocator
+from megatron_fsdp_adapter.comm.nccl_allocator import (
     allocator_of,
     compiled,
     loaded_library,

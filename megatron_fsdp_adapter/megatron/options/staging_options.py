@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.registered import RegisteredMemory
 from ...core.runtime.comm import REDUCE_SCATTER
-from ...core.runtime.registered import RegisteredMemory
 from ...core.topology import FSDPDistributedIndex
 from .rules import is_on
 from .table import CE_ALL_GATHER, CE_REDUCE_SCATTER, engine_fields
