@@ -28,9 +28,13 @@ from ..core.topology import ShardDomain
 from .late_collectives import LaunchLog
 from .memory import Placed, Precision, held_bytes
 
-GATHER, REDUCE, BROADCAST = "gathering weights", "reducing gradients", "broadcasting weights"
+REDUCE, BROADCAST = "reducing gradients", "broadcasting weights"
 COMPARE = "comparing what the ranks have launched in this step"
-AGREE = "agreeing on scales"
+ACTIONS: Mapping[str, str] = {
+    "all_gather": "gathering weights", "reduce_scatter": REDUCE, "all_reduce": REDUCE,
+    "all_to_all": REDUCE, "all_reduce_max": "agreeing on scales", "broadcast": BROADCAST,
+}  # fmt: skip
+"""What the engine has each collective for."""
 
 Layouts = Mapping[str, Sequence[Placed]]
 """Of each unit, the root's last."""
@@ -99,16 +103,16 @@ class NamedCommunicator(Communicator):
             "of the process group), or took another path through the model; its own log says why"
         )
 
-    def _named(self, action: str, run: Callable[..., Any], *args: Any) -> Any:
+    def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
         if self.size == 1:
-            return run(*args)
-        when = "in backward" if in_backward() else "in forward"
+            return super().launch(name, pairs, **options)
+        action, when = ACTIONS[name], "in backward" if in_backward() else "in forward"
+        if name == "all_reduce_max" and not pairs[0][0].is_floating_point():
+            action = COMPARE  # launches are whole numbers
         when = "at construction" if action == BROADCAST else when
         launch = Launch(action, self.carries, when, self.ranks)
         try:
-            works = run(*args)
-        except CommunicationError:
-            raise
+            works = super().launch(name, pairs, **options)
         except RuntimeError as error:
             raise self._failed(launch, error) from error
         if self._log is not None:
@@ -117,26 +121,6 @@ class NamedCommunicator(Communicator):
             else:
                 self._log.note(launch)
         return works and [NamedWork(work, launch, self._failed) for work in works]
-
-    def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
-        return self._named(GATHER, super().all_gather, pairs)
-
-    def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
-        return self._named(REDUCE, super().reduce_scatter, pairs)
-
-    def all_to_all(self, *arguments: Any) -> list[Any]:
-        return self._named(REDUCE, super().all_to_all, *arguments)
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        return self._named(REDUCE, super().all_reduce, tensors)
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
-        # Launches are compared by whole numbers, the scales of weights are fractions.
-        action = AGREE if tensor.is_floating_point() else COMPARE
-        return self._named(action, super().all_reduce_max, tensor)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._named(BROADCAST, super().broadcast, tensor)
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:

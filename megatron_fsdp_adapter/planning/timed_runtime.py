@@ -7,7 +7,6 @@ memory pass of as many bytes. Timing is another step, so that one list serves ma
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, Works
 
 from .program import Kind, Operation, Program
@@ -206,15 +206,19 @@ def _bytes_moved(name: str, args: Any, out: Any) -> int:
     return total + sum(one.numel() * one.element_size() for one in written)
 
 
-class TimedCommunicator:
+KINDS = {
+    "all_gather": Kind.ALL_GATHER, "reduce_scatter": Kind.REDUCE_SCATTER,
+    "all_reduce": Kind.ALL_REDUCE, "all_reduce_max": Kind.ALL_REDUCE, "all_to_all": Kind.EXCHANGE,
+}  # fmt: skip
+"""Of collectives in a step."""
+
+
+class TimedCommunicator(Communicator):
     """A `Communicator` that writes its collectives down.
 
     channel: collectives of one channel run one after the other, as NCCL does with those of a
     communicator. copy_engine: all-gathers and exchanges are carried by copy engines.
     """
-
-    carries = ""
-    _numbers = itertools.count()
 
     def __init__(
         self, group: dist.ProcessGroup, runtime: TimedRuntime, axis: str, channel: str,
@@ -225,34 +229,16 @@ class TimedCommunicator:
         self.ranks = dist.get_process_group_ranks(group)
         self._axis, self._channel, self._copy_engine = axis, channel, copy_engine
 
-    def _write(
-        self, kind: Kind, tensors: Sequence[torch.Tensor], copied: bool = False
-    ) -> list[Any]:
-        nbytes = sum(one.numel() * one.element_size() for one in tensors)
-        if self.size > 1:
+    def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
+        kind = KINDS.get(name)
+        if kind is not None and self.size > 1:
+            whole = [pair[0] if kind is Kind.ALL_GATHER else pair[1] for pair in pairs]
+            copied = self._copy_engine and kind in (Kind.ALL_GATHER, Kind.EXCHANGE)
             self._runtime.write(
-                kind, nbytes, label=f"{kind.value}: {self.carries}", group=self._axis,
-                channel=self._channel, copy_engine=copied,
+                kind, sum(one.nbytes for one in whole), label=f"{kind.value}: {self.carries}",
+                group=self._axis, channel=self._channel, copy_engine=copied,
             )  # fmt: skip
         return []
 
-    def all_gather(self, pairs: Any) -> list[Any]:
-        return self._write(Kind.ALL_GATHER, [output for output, _ in pairs], self._copy_engine)
-
-    def reduce_scatter(self, pairs: Any) -> list[Any]:
-        return self._write(Kind.REDUCE_SCATTER, [source for _, source in pairs])
-
-    def all_to_all(self, output: Any, source: torch.Tensor) -> list[Any]:
-        return self._write(Kind.EXCHANGE, [source], self._copy_engine)
-
-    def all_reduce(self, tensors: Any) -> list[Any]:
-        return self._write(Kind.ALL_REDUCE, list(tensors))
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
-        return self._write(Kind.ALL_REDUCE, [tensor])
-
     def all_objects(self, value: Any) -> dict[int, Any]:
         return {self.rank: value}
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """At the start: not part of a step."""

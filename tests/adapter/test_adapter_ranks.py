@@ -177,19 +177,19 @@ def _collection(rank: int, world: int) -> None:
 def _launches(rank: int, world: int) -> dict[str, list[tuple[str, int]]]:
     """Every collective of the engine in order, with its size, over two steps."""
     device, logs = init_megatron(), {}
-    original = Communicator._launch
+    original = Communicator.launch
     log: list[tuple[str, int]] = []
 
-    def launch(self: Communicator, pairs: Any, one: Any) -> Any:
-        log.append((one.__name__, sum(output.numel() for output, _ in pairs)))
-        return original(self, pairs, one)
+    def launch(self: Communicator, name: str, pairs: Any, **options: Any) -> Any:
+        log.append((name, sum(output.numel() for output, _ in pairs)))
+        return original(self, name, pairs, **options)
 
     clutter = [object() for _ in range(rank * 1000)]  # other addresses on each rank
     case = CASE.but(num_layers=3)
     for strategy in STRATEGIES:
         trainer = build_trainer(case, strategy, device)
         log.clear()
-        with mock.patch.object(Communicator, "_launch", launch):
+        with mock.patch.object(Communicator, "launch", launch):
             for number in range(2):
                 train_step(trainer, batches(case, number, rank, device))
         logs[strategy] = list(log)

@@ -127,14 +127,14 @@ def _recorded(trainer: TopologyTrainer) -> tuple[list[str], list[tuple[float, fl
     """The group that each collective of two steps went to, and losses and norms."""
     index, log = trainer.chunks[0].megatron_fsdp_dist_index, []
     shard_groups = {index.get_fsdp_group(): "dense", index.get_fsdp_group(True): "expert"}
-    original = Communicator._launch
+    original = Communicator.launch
 
-    def launch(self: Communicator, pairs: Any, one: Any) -> Any:
+    def launch(self: Communicator, name: str, pairs: Any, **options: Any) -> Any:
         where = f"the {shard_groups[self.group]} shard group" if self.group in shard_groups else ""
-        log.append(f"{one.__name__} on {where or 'its own group'}")
-        return original(self, pairs, one)
+        log.append(f"{name} on {where or 'its own group'}")
+        return original(self, name, pairs, **options)
 
-    with mock.patch.object(Communicator, "_launch", launch):
+    with mock.patch.object(Communicator, "launch", launch):
         steps = [topology_step(trainer, step) for step in range(2)]
     return log, [(step.loss, step.norm) for step in steps]
 
@@ -162,7 +162,7 @@ def test_gathers_go_to_their_own_group_and_change_no_number(strategy: str) -> No
     if strategy == "no_shard":
         assert not gathers
     else:
-        assert gathers == {"_all_gather_one on its own group"}, gathers
+        assert gathers == {"all_gather on its own group"}, gathers
     assert reductions and all(line.endswith(" shard group") for line in reductions)
     assert all(line.endswith(" shard group") for line in shared_log)
     assert [line.split()[0] for line in own_log] == [line.split()[0] for line in shared_log]
@@ -189,7 +189,7 @@ def test_the_option_makes_the_groups_that_are_not_given() -> None:
         log, found = recorded(option, groups)
         assert found == expected
         gathers = {line for line in log if "gather" in line}
-        assert gathers == {"_all_gather_one on its own group"}, gathers
+        assert gathers == {"all_gather on its own group"}, gathers
     kept = [getattr(collection, name) for name in MIRRORED]
     recorded(option, collection)
     assert [getattr(collection, name) for name in MIRRORED] == kept

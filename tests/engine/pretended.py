@@ -5,6 +5,7 @@ Checked against `core/runtime/comm.py`, and c10d of torch 2.13. Others send what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 
 
 @contextmanager
@@ -24,7 +27,11 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class PretendCommunicator:
+REPORTED = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 1, "all_to_all": 1}
+"""Collectives that tests are told of, by the place of the whole tensor in a pair."""
+
+
+class PretendCommunicator(Communicator):
     """`Communicator` whose other ranks hold the weights that the model began with, and send the
     gradients that this one does.
 
@@ -42,6 +49,13 @@ class PretendCommunicator:
         self.ranks = dist.get_process_group_ranks(group)
         self.initial, self.report = initial, report
 
+    def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
+        if name in REPORTED:
+            self.report(name, [pair[REPORTED[name]] for pair in pairs])
+        for output, source in pairs:
+            getattr(self, f"_{name}")(output, source)
+        return []
+
     def _check(self, whole: torch.Tensor, part: torch.Tensor, parts: int | None = None) -> None:
         """What c10d of torch 2.13 demands of the flat collectives, and NCCL of its memory."""
         count = self.size if parts is None else parts
@@ -49,42 +63,30 @@ class PretendCommunicator:
         assert whole.is_contiguous() and part.is_contiguous()
         assert whole.dtype == part.dtype, (whole.dtype, part.dtype)
 
-    def all_gather(self, pairs: Any) -> list[Any]:
-        self.report("all_gather", [pair[0] for pair in pairs])
-        for output, own in pairs:
-            self._check(output, own)
-            pieces = list(self.initial(output).chunk(self.size))
-            pieces[self.rank] = own.clone()  # a real one reads it, in place or not
-            for shard, piece in zip(output.chunk(self.size), pieces, strict=True):
-                if shard.data_ptr() != own.data_ptr():
-                    shard.copy_(piece)
-        return []
+    def _all_gather(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        self._check(output, own)
+        pieces = list(self.initial(output).chunk(self.size))
+        pieces[self.rank] = own.clone()  # a real one reads it, in place or not
+        for shard, piece in zip(output.chunk(self.size), pieces, strict=True):
+            if shard.data_ptr() != own.data_ptr():
+                shard.copy_(piece)
 
-    def reduce_scatter(self, pairs: Any) -> list[Any]:
-        self.report("reduce_scatter", [pair[1] for pair in pairs])
-        for output, full in pairs:
-            self._check(full, output)
-            output.copy_(full.chunk(self.size)[self.rank] * self.size)
-        return []
+    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> None:
+        self._check(full, output)
+        output.copy_(full.chunk(self.size)[self.rank] * self.size)
 
-    def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> list[Any]:
-        self.report("all_to_all", [source])
+    def _all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> None:
         self._check(output, source, parts=1)
         own = source.view(self.size, -1)[self.rank]
         output.view(self.size, -1).copy_(own.expand(self.size, -1))
-        return []
 
-    def all_reduce(self, tensors: Any) -> list[Any]:
-        self.report("all_reduce", tensors)
-        for tensor in tensors:
-            tensor.mul_(self.size)
-        return []
+    def _all_reduce(self, tensor: torch.Tensor, same: torch.Tensor) -> None:
+        tensor.mul_(self.size)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
+    def _all_reduce_max(self, tensor: torch.Tensor, same: torch.Tensor) -> None:
         tensor.mul_(1)
-        return []
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, tensor: torch.Tensor, same: torch.Tensor) -> None:
         tensor.mul_(1)
 
 
@@ -103,14 +105,6 @@ class Work:
 class LateCommunicator(PretendCommunicator):
     """Does nothing until the work is waited for: the slowest network there can be."""
 
-    def all_gather(self, pairs: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).all_gather(pairs))]
-
-    def reduce_scatter(self, pairs: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
-
-    def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).all_to_all(output, source))]
-
-    def all_reduce(self, tensors: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
+    def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
+        effect = functools.partial(super().launch, name, pairs, **options)
+        return [Work(effect)] if name in REPORTED else effect()

@@ -9,7 +9,8 @@ The lists that the methods take are the segments of a unit: one launch covers th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,18 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
+
+COLLECTIVES: Mapping[str, Callable[..., Any]] = {
+    "all_gather": lambda pair, **how: _all_gather(*pair, **how),
+    "reduce_scatter": lambda pair, **how: _reduce_scatter(*pair, **how),
+    "all_reduce": lambda pair, **how: dist.all_reduce(pair[0], **how),
+    "all_reduce_max": lambda pair, **how: dist.all_reduce(pair[0], dist.ReduceOp.MAX, **how),
+    "all_to_all": lambda pair, **how: dist.all_to_all_single(*pair, **how),
+    "broadcast": lambda pair, group, **how: dist.broadcast(
+        pair[0], dist.get_global_rank(group, 0), group, **how
+    ),
+}
+"""By the name of the method: what launches one pair."""
 
 
 def capabilities_of(group: dist.ProcessGroup, device: torch.device) -> Capabilities:
@@ -73,10 +86,31 @@ class Communicator:
         self.ranks = dist.get_process_group_ranks(group)
         self.capabilities = capabilities_of(group, device)
 
+    def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
+        """Launches the collective of that name with each pair; returns the handles of those that
+        are still running. The methods below all come here, so that what names, times or pretends
+        collectives has one method to take the place of."""
+        run = functools.partial(COLLECTIVES[name], group=self.group, **options)
+        if self.size == 1:
+            for output, source in pairs:
+                if output.data_ptr() != source.data_ptr():
+                    output.copy_(source)
+            return []
+        if not self.capabilities.stream_ordered:
+            return [run(pair, async_op=True) for pair in pairs]
+        if self.capabilities.coalesces and len(pairs) > 1:
+            with _coalescing_manager(group=self.group, device=self.device, async_ops=False):
+                for pair in pairs:
+                    run(pair, async_op=False)
+        else:
+            for pair in pairs:
+                run(pair, async_op=False)
+        return []
+
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
         """Each pair is (output of n * size elements, input of n elements); the input may be this
         rank's slice of the output."""
-        return self._launch(pairs, self._all_gather_one)
+        return self.launch("all_gather", pairs)
 
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
         """Sums. Each pair is (output of n elements, input of n * size elements); the output may be
@@ -84,73 +118,37 @@ class Communicator:
 
         NCCL could scale what it adds up (PREMUL_SUM). Torch 2.11 multiplies bf16 by zero then.
         """
-        return self._launch(pairs, self._reduce_scatter_one)
+        return self.launch("reduce_scatter", pairs)
 
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int] = (),
         sent: Sequence[int] = (),
     ) -> list[Any]:
         """Each rank's piece of the flat `source`, of `sent` elements, goes to it; theirs for this
-        one, of `received` elements, to `output`. Both may be empty. Without numbers of elements
-        all pieces are equal."""
-        if self.size == 1:
-            output.copy_(source)
-            return []
-        ordered = self.capabilities.stream_ordered
-        work = dist.all_to_all_single(
-            output, source, list(received), list(sent), group=self.group, async_op=not ordered
-        )
-        return [] if ordered else [work]
+        one, of `received` elements, to `output`. Both may be empty. Without such numbers all pieces
+        are equal."""
+        sizes = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
+        return self.launch("all_to_all", [(output, source)], **sizes)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Sums each flat tensor in place."""
-        return self._launch([(tensor, tensor) for tensor in tensors], self._all_reduce_one)
+        return self.launch("all_reduce", [(tensor, tensor) for tensor in tensors])
 
     def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
         """The largest of each element of the flat tensor, in place."""
-        return self._launch([(tensor, tensor)], self._all_max_one)
+        return self.launch("all_reduce_max", [(tensor, tensor)])
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrites `tensor` with that of the group's first rank; returns when enqueued (NCCL)
+        or done (gloo)."""
+        for work in self.launch("broadcast", [(tensor, tensor)]):
+            work.wait()
 
     def all_objects(self, value: Any) -> dict[int, Any]:
         """Every rank's `value`, which can be pickled, by global rank. Waits for the device."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return dict(zip(self.ranks, found, strict=True))
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrites `tensor` with that of the group's first rank; returns when enqueued (NCCL)
-        or done (gloo)."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
-
-    def _all_gather_one(self, pair: Pair, async_op: bool) -> Any:
-        return _all_gather(pair[0], pair[1], group=self.group, async_op=async_op)
-
-    def _reduce_scatter_one(self, pair: Pair, async_op: bool) -> Any:
-        return _reduce_scatter(pair[0], pair[1], group=self.group, async_op=async_op)
-
-    def _all_reduce_one(self, pair: Pair, async_op: bool) -> Any:
-        return dist.all_reduce(pair[0], group=self.group, async_op=async_op)
-
-    def _all_max_one(self, pair: Pair, async_op: bool) -> Any:
-        op = dist.ReduceOp.MAX
-        return dist.all_reduce(pair[0], op=op, group=self.group, async_op=async_op)
-
-    def _launch(self, pairs: Sequence[Pair], one: Callable[[Pair, bool], Any]) -> list[Any]:
-        if self.size == 1:
-            for output, source in pairs:
-                if output.data_ptr() != source.data_ptr():
-                    output.copy_(source)
-            return []
-        if not self.capabilities.stream_ordered:
-            return [one(pair, True) for pair in pairs]
-        if self.capabilities.coalesces and len(pairs) > 1:
-            with _coalescing_manager(group=self.group, device=self.device, async_ops=False):
-                for pair in pairs:
-                    one(pair, False)
-        else:
-            for pair in pairs:
-                one(pair, False)
-        return []
 
 
 @dataclass(frozen=True)
