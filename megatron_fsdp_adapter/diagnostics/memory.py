@@ -13,7 +13,12 @@ from typing import Any, Protocol
 import torch
 
 from ..core.config import STRATEGIES
-from ..core.engine.buffer_pool import bucket_bytes, plan_weights_and_buckets
+from ..core.engine.buffer_pool import (
+    bucket_bytes,
+    buckets_in_slot,
+    plan_slots,
+    weights_in_slot,
+)
 from ..core.layout.format import WeightFormat
 from ..core.layout.group import GroupLayout
 from ..core.layout.spec import ParamSpec
@@ -265,7 +270,7 @@ def with_slots(
     reduce_scatter: Reduce,
     scale_before_sum: bool = False,
 ) -> dict[str, int]:
-    """`model_bytes` with slots in place of the transient buffers that are in them, and with what an
+    """`model_bytes` with slots in place of the transient buffers that are in them, and with what a
     reduction from slots needs.
 
     kinds, units: class of each unit's module, and layouts of its groups but those of domains of one
@@ -277,15 +282,18 @@ def with_slots(
     collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
     exact = reduce_scatter.into_shards and not scale_before_sum
     narrows = [exact and row.shard_grads for row in rows]
-    gathered = [row.shard_weights and bool(u) for row, u in of_units]
-    weights, buckets = plan_weights_and_buckets(
-        kinds, units, comm, None, gathered, collected, narrows
-    )
     totals = dict(held)
     if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
-        totals[WEIGHT_SLOTS] = sum(weights.nbytes)
+        gathered = [
+            weights_in_slot(unit) if row.shard_weights and unit else None for row, unit in of_units
+        ]
+        totals[WEIGHT_SLOTS] = sum(plan_slots(kinds, gathered)[1])
     if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
-        totals[BUCKET_SLOTS] = sum(buckets.nbytes)
+        reduced = [
+            buckets_in_slot(unit, comm, narrow) if has else None
+            for unit, narrow, has in zip(units, narrows, collected, strict=True)
+        ]
+        totals[BUCKET_SLOTS] = sum(plan_slots(kinds, reduced)[1])
     if reduce_scatter.fixed and strategy.shard_grads:
         sizes = [
             (max((bucket_bytes(one, comm, narrow) for one in unit), default=0), has)

@@ -139,10 +139,10 @@ def storages(engine: FsdpEngine) -> Storages:
 
 def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
     stagings = [group.staging for group in engine.groups]
-    made = [slots for one in stagings for slots in (one.weights, one.buckets) if slots]
-    memory = [one for slots in dict.fromkeys(made) for one in slots.memory]
+    made = [slot.memory for one in stagings for slot in (one.weights, one.buckets) if slot]
     received = [] if engine.memory.received is None else [engine.memory.received.tensor]
-    return [*memory, *received] if engine.memory.ordinary else []
+    shared = {id(one): one for one in [*made, *received]}
+    return list(shared.values()) if engine.memory.ordinary else []
 
 
 def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:

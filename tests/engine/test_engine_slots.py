@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.engine import hooks
-from megatron_fsdp_adapter.core.engine.buffer_pool import plan_pool
+from megatron_fsdp_adapter.core.engine.buffer_pool import plan_slots
 from megatron_fsdp_adapter.core.topology import DENSE
 from tests.engine.engine_cases import Layer, Setup, buffers_of, build
 from tests.engine.pretended import PretendCommunicator, pretended_world
@@ -18,7 +18,8 @@ from tests.engine.scenarios import EVENTS, ZERO_1, ZERO_3
 
 GPT = ["Embedding", *["Layer"] * 4, "Linear", "NoneType"]
 NESTED = [*["Layer", *["Expert"] * 3] * 3, "NoneType"]
-POOLS: dict[str, tuple[list[str], list[int], dict[str, Any], dict[int, int], tuple[int, ...]]] = {
+Row = tuple[list[str], list[int | None], dict[str, Any], dict[int, int], tuple[int, ...]]
+SLOTS: dict[str, Row] = {
     "layers alternate between two slots and the ends share one": (
         GPT, [90, 5, 6, 7, 8, 100, 3], {},
         {0: 2, 1: 0, 2: 1, 3: 0, 4: 1, 5: 2, 6: 3}, (8, 8, 100, 3),
@@ -38,19 +39,18 @@ POOLS: dict[str, tuple[list[str], list[int], dict[str, Any], dict[int, int], tup
         dict(enumerate((0, 2, 3, 2, 1, 3, 2, 3, 0, 2, 3, 2, 4))), (9, 9, 3, 3, 5),
     ),
     "units that keep take no slot, and those that are left take turns": (
-        ["Embedding", *["Layer"] * 4, "Head", "NoneType"], [90, 5, 6, 7, 8, 100, 3],
-        {"takes": [True, False, True, True, True, False, True]},
+        ["Embedding", *["Layer"] * 4, "Head", "NoneType"], [90, None, 6, 7, 8, None, 3], {},
         {0: 2, 2: 0, 3: 1, 4: 0, 6: 3}, (8, 8, 90, 3),
     ),
-    "where all units keep there is no memory": (GPT, [1] * 7, {"takes": [False] * 7}, {}, (0,)),
+    "where all units keep there is no memory": (GPT, [None] * 7, {}, {}, (0,)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("name", SLOTS)
 def test_slots_of_units(name):
-    kinds, sizes, options, slots, nbytes = POOLS[name]
-    plan = plan_pool(kinds, sizes, **options)
-    assert {unit: plan.slot_of[unit] for unit in slots} == slots and plan.nbytes == nbytes
+    kinds, sizes, options, slots, nbytes = SLOTS[name]
+    slot_of, found = plan_slots(kinds, sizes, **options)
+    assert {unit: slot_of[unit] for unit in slots} == slots and tuple(found) == nbytes
 
 
 @given(
@@ -63,12 +63,12 @@ def test_slots_of_units(name):
 )
 def test_every_unit_fits_and_neighbors_do_not_share(case):
     kinds, sizes = case
-    plan = plan_pool(kinds, sizes)
-    assert all(sizes[i] <= plan.nbytes[slot] for i, slot in enumerate(plan.slot_of))
-    assert plan.slot_of[-1] not in plan.slot_of[:-1], "the root is there while any other is"
+    slot_of, nbytes = plan_slots(kinds, sizes)
+    assert all(sizes[i] <= nbytes[slot] for i, slot in enumerate(slot_of))
+    assert slot_of[-1] not in slot_of[:-1], "the root is there while any other is"
     repeated = [i for i, kind in enumerate(kinds[:-1]) if kinds[:-1].count(kind) >= 3]
-    assert all(plan.slot_of[one] != plan.slot_of[other] for one, other in pairwise(repeated))
-    assert sum(plan.nbytes) <= sum(sizes) + max(sizes), "no more than dynamic memory could need"
+    assert all(slot_of[one] != slot_of[other] for one, other in pairwise(repeated))
+    assert sum(nbytes) <= sum(sizes) + max(sizes), "no more than dynamic memory could need"
 
 
 def test_a_backward_whose_beginning_is_not_seen_is_an_error(monkeypatch):
@@ -119,8 +119,8 @@ def test_kept_gradients_are_not_received_in_memory_of_slots():
     with pretended_world(2):
         setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
         rig = build(setup, None, Watched)
-        pools = [group.staging.buckets for group in rig.engine.groups]
-        slots.update(one.data_ptr() for pool in pools if pool for one in pool.memory)
+        of_units = [group.staging.buckets for group in rig.engine.groups]
+        slots.update(slot.memory.data_ptr() for slot in of_units if slot)
         slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())
         rig.step(microbatches=2)
         EVENTS["gradients_late"](rig)

@@ -111,7 +111,7 @@ def _registered(trainer: Trainer) -> list[torch.Tensor]:
     stagings = [group.staging for group in engine.groups]
     slots = [s for one in stagings for s in (one.weights, one.buckets) if s is not None]
     kept = storages(engine)["slots"]
-    return [] if kept else [memory for s in dict.fromkeys(slots) for memory in s.memory]
+    return [] if kept else list({id(slot.memory): slot.memory for slot in slots}.values())
 
 
 CHECKS = {

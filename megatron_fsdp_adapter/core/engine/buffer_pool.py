@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 
@@ -36,25 +35,15 @@ AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 """Makes uint8 tensors of the given numbers of bytes, whose contents are undefined."""
 
 
-@dataclass(frozen=True)
-class PoolPlan:
-    """slot_of: the slot of each unit, by ordinal. nbytes: of each slot."""
-
-    slot_of: tuple[int, ...]
-    nbytes: tuple[int, ...]
-
-
-def plan_pool(
-    kinds: Sequence[str], nbytes: Sequence[int], depths: Sequence[int] | None = None,
-    takes: Sequence[bool] | None = None,
-) -> PoolPlan:
-    """Shares slots out over units of the given kinds and sizes, in the order in which they run;
-    the last one is the root, which is there while any other is. depths: inside how many other
-    units each one is, the root aside; None if inside none. takes: whether each has need of a slot;
-    None if all have. A unit without one gets the root's number and takes nothing of it."""
-    takes = takes or [True] * len(kinds)
-    nbytes = [size if take else 0 for size, take in zip(nbytes, takes, strict=True)]
-    taking = [i for i in range(len(kinds) - 1) if takes[i]]
+def plan_slots(
+    kinds: Sequence[str], nbytes: Sequence[int | None], depths: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
+    """The slot of each unit, and the bytes of each slot, for units of the given kinds and sizes, in
+    the order in which they run; the last one is the root, which is there while any other is. A unit
+    whose size is None has no need of a slot: it gets the root's number and takes nothing of it.
+    depths: inside how many other units each one is, the root aside; None if inside none."""
+    needed = [size or 0 for size in nbytes]
+    taking = [i for i in range(len(kinds) - 1) if nbytes[i] is not None]
     count = Counter(kinds[i] for i in taking)
     depths = depths or [0] * len(kinds)
     layers = [i for i in taking if count[kinds[i]] >= REPEATED]
@@ -62,7 +51,7 @@ def plan_pool(
     slot_of, largest, used = [-1] * len(kinds), {}, 0
     for depth in sorted({depths[i] for i in layers}):
         level = [i for i in layers if depths[i] == depth]
-        most = max(nbytes[i] for i in level)
+        most = max(needed[i] for i in level)
         for position, ordinal in enumerate(level):
             slot_of[ordinal] = used + position % 2
             largest[ordinal] = most
@@ -74,8 +63,8 @@ def plan_pool(
     slot_of = [slot_of[-1] if slot < 0 else slot for slot in slot_of]
     sizes = [0] * (slot_of[-1] + 1)
     for ordinal, slot in enumerate(slot_of):
-        sizes[slot] = max(sizes[slot], largest.get(ordinal, nbytes[ordinal]))
-    return PoolPlan(tuple(slot_of), tuple(sizes))
+        sizes[slot] = max(sizes[slot], largest.get(ordinal, needed[ordinal]))
+    return slot_of, sizes
 
 
 def aligned(nbytes: int) -> int:
@@ -98,83 +87,65 @@ def bucket_bytes(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> int:
     return layout.total_numel * bucket_dtype(layout, comm, narrows).itemsize
 
 
-def plan_weights_and_buckets(
-    kinds: Sequence[str],
-    units: Sequence[Sequence[GroupLayout]],
-    comm: torch.dtype,
-    depths: Sequence[int] | None = None,
-    gathered: Sequence[bool] | None = None,
-    collected: Sequence[bool] | None = None,
-    narrows: Sequence[bool] | None = None,
-) -> tuple[PoolPlan, PoolPlan]:
-    """Slots of gathered weights, and of buckets, from the layouts of each unit's groups; `kinds`
-    and `depths` as for `plan_pool`, `comm` and `narrows` of each unit as for `bucket_dtype`.
-    gathered, collected: whether weights, and gradients, of each unit come and go at all."""
-    weights = [sum(_planes_in_slot(one) for one in unit) for unit in units]
-    buckets = [
-        sum(aligned(bucket_bytes(one, comm, narrow)) for one in unit)
-        for unit, narrow in zip(units, narrows or [False] * len(units), strict=True)
-    ]
-    return (
-        plan_pool(kinds, weights, depths, gathered),
-        plan_pool(kinds, buckets, depths, collected),
-    )
+def weights_in_slot(unit: Sequence[GroupLayout]) -> int:
+    """Bytes that the gathered weights of a unit's groups take of a slot."""
+    planes = ((plane, one.total_numel) for one in unit for plane in one.format.planes)
+    return sum(aligned(plane.nbytes(numel)) for plane, numel in planes)
 
 
-def _planes_in_slot(layout: GroupLayout) -> int:
-    return sum(aligned(plane.nbytes(layout.total_numel)) for plane in layout.format.planes)
+def buckets_in_slot(unit: Sequence[GroupLayout], comm: torch.dtype, narrows: bool) -> int:
+    """Bytes that their buckets take; see `bucket_dtype`."""
+    return sum(aligned(bucket_bytes(one, comm, narrows)) for one in unit)
 
 
-class BufferPool:
-    """The memory of a plan. `take` hands out one unit's part of its slot, buffer by buffer."""
+class Slot:
+    """One unit's use of memory that others use in turn: handed out buffer by buffer."""
 
-    def __init__(self, plan: PoolPlan, allocate: AllocateSlots) -> None:
-        self.plan = plan
-        self.memory = allocate(plan.nbytes)
-        self._taken = [0] * len(plan.slot_of)
+    def __init__(self, number: int, memory: torch.Tensor) -> None:
+        self.number, self.memory, self._taken = number, memory, 0
 
-    def take(self, ordinal: int, nbytes: int) -> torch.Tensor:
-        start = self._taken[ordinal]
-        self._taken[ordinal] += aligned(nbytes)
-        return self.memory[self.plan.slot_of[ordinal]][start : start + nbytes]
+    def take(self, nbytes: int) -> torch.Tensor:
+        start = self._taken
+        self._taken += aligned(nbytes)
+        return self.memory[start : start + nbytes]
+
+
+def make_slots(
+    kinds: Sequence[str], nbytes: Sequence[int | None], depths: Sequence[int],
+    allocate: AllocateSlots,
+) -> list[Slot | None]:
+    """Of each unit that needs one; see `plan_slots`."""
+    slot_of, sizes = plan_slots(kinds, nbytes, depths)
+    if not any(sizes):
+        return [None] * len(kinds)
+    memory = allocate(sizes)
+    needed = zip(slot_of, nbytes, strict=True)
+    return [None if size is None else Slot(slot, memory[slot]) for slot, size in needed]
 
 
 @dataclass(frozen=True)
 class UnitBuffers:
-    """Where the transient buffers of unit number `ordinal` lie: in slots, or in storage that comes
-    and goes."""
+    """Where transient buffers of a unit lie: in slots, or in storage that comes and goes."""
 
     runtime: Runtime
-    ordinal: int = 0
-    weights: BufferPool | None = None
-    buckets: BufferPool | None = None
+    weights: Slot | None = None
+    buckets: Slot | None = None
 
     def weight_memory(self, nbytes: int) -> torch.Tensor | None:
         """Memory for life of so many bytes of gathered weights; None if they come and go."""
-        return None if self.weights is None else self.weights.take(self.ordinal, nbytes)
+        return None if self.weights is None else self.weights.take(nbytes)
 
     def bucket_memory(self, nbytes: int) -> torch.Tensor | None:
         """The same of a reduce bucket."""
-        return None if self.buckets is None else self.buckets.take(self.ordinal, nbytes)
+        return None if self.buckets is None else self.buckets.take(nbytes)
 
     @property
     def weight_slot(self) -> int | None:
-        return None if self.weights is None else self.weights.plan.slot_of[self.ordinal]
+        return None if self.weights is None else self.weights.number
 
     @property
     def bucket_slot(self) -> int | None:
-        return None if self.buckets is None else self.buckets.plan.slot_of[self.ordinal]
-
-
-def unit_buffers(
-    runtime: Runtime, ordinal: int, config: EngineConfig, weights: BufferPool | None,
-    buckets: BufferPool | None,
-) -> UnitBuffers:
-    """Of a unit of this configuration, with the slots of those that have any."""
-    return UnitBuffers(
-        runtime, ordinal, weights if config.strategy.shard_weights else None,
-        buckets if config.has_buckets else None,
-    )
+        return None if self.buckets is None else self.buckets.number
 
 
 def ordinary_memory(device: torch.device) -> AllocateSlots:

@@ -14,7 +14,13 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer import FlatBuffer
-from .buffer_pool import AllocateSlots, BufferPool, plan_weights_and_buckets, unit_buffers
+from .buffer_pool import (
+    AllocateSlots,
+    UnitBuffers,
+    buckets_in_slot,
+    make_slots,
+    weights_in_slot,
+)
 from .group import ParamGroup
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
@@ -64,44 +70,26 @@ def check_known(plans: Sequence[UnitPlan], quantized: QuantizedWeights | None) -
         )
 
 
-def make_pools(
-    plans: Sequence[UnitPlan],
-    domains: Mapping[str, ShardDomain],
-    config: EngineConfig,
-    allocate: AllocateSlots,
-) -> tuple[BufferPool | None, BufferPool | None]:
-    """Of weights and of buckets, as far as both are transient and slots are asked for."""
-    strategy = config.strategy
-    wanted = (
-        config.weight_slots and strategy.shard_weights,
-        config.bucket_slots and strategy.shard_grads,
-    )
-    if not any(wanted):
-        return None, None
-    own = [config.for_unit(plan.strategy) for plan in plans]
+def unit_buffers(
+    plans: Sequence[UnitPlan], config: EngineConfig, runtime: Runtime, allocate: AllocateSlots
+) -> list[UnitBuffers]:
+    """Of each unit, but for its groups that one rank has: slots of weights and of buckets, as far
+    as both are transient and slots are asked for."""
     kinds = [type(plan.module).__name__ for plan in plans]
-    depths = [plan.inside for plan in plans]
-    layouts = [
-        [
+    depths, comm = [plan.inside for plan in plans], config.policy.comm_dtype
+    weights: list[int | None] = []
+    buckets: list[int | None] = []
+    for plan in plans:
+        own = config.for_unit(plan.strategy)
+        unit = [
             layout for key, layout in plan.layouts.items() if key.domain not in config.whole
         ]
-        for plan in plans
-    ]
-    zipped = list(zip(own, layouts, strict=True))
-    weights, buckets = (
-        BufferPool(slots, allocate) if want and any(slots.nbytes) else None
-        for want, slots in zip(
-            wanted,
-            plan_weights_and_buckets(
-                kinds, layouts, config.policy.comm_dtype, depths,
-                [one.strategy.shard_weights and bool(lay) for one, lay in zipped],
-                [one.has_buckets and bool(lay) for one, lay in zipped],
-                [one.narrows_buckets for one in own],
-            ),
-            strict=True,
-        )
-    )
-    return weights, buckets
+        gathers = unit and own.strategy.shard_weights and config.weight_slots
+        reduces = unit and own.has_buckets and config.bucket_slots and config.strategy.shard_grads
+        weights.append(weights_in_slot(unit) if gathers else None)
+        buckets.append(buckets_in_slot(unit, comm, own.narrows_buckets) if reduces else None)
+    slots = (make_slots(kinds, sizes, depths, allocate) for sizes in (weights, buckets))
+    return [UnitBuffers(runtime, *both) for both in zip(*slots, strict=True)]
 
 
 def build_units(
@@ -112,13 +100,13 @@ def build_units(
 ) -> list[Unit]:  # fmt: skip
     """One unit at a time, resharded at once, so that initialization needs no more than the shards
     and one unit beside the module's own weights. make_ready: `values` of a plan's `ParamGroup`s."""
-    weights, buckets = make_pools(plans, domains, config, allocate)
-    units = []
+    units, buffers = [], unit_buffers(plans, config, runtime, allocate)
     for ordinal, plan in enumerate(plans):
         values, groups = make_ready(plan), []
         for key, managed in plan.groups.items():
             own = config.for_group(plan.strategy, key.domain)
-            staging = unit_buffers(runtime, ordinal, own, weights, buckets)
+            alone = key.domain in config.whole
+            staging = UnitBuffers(runtime) if alone else buffers[ordinal]
             groups += [ParamGroup(
                 f"{plan.name}/{key.domain}", key, managed, plan.layouts[key],
                 domains[key.domain], own, staging, quantized if key.quantized else None, values,
