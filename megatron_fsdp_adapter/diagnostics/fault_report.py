@@ -92,7 +92,7 @@ class NamedCommunicator(Communicator):
     ) -> None:
         super().__init__(group, device)
         self._unit_of, self._is_capturing = unit_of, is_capturing
-        ordered = self.capabilities.stream_ordered and self.size > 1
+        ordered = self.stream_ordered and self.size > 1
         self._log = log(timeout_of(group, device)) if ordered else None
 
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:

@@ -326,9 +326,7 @@ def fully_shard_model(
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
-        reduce_scatter=(
-            ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER
-        ),
+        reduce_scatter=ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER,
         offload=chunked_optimizer_state_offload,
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)

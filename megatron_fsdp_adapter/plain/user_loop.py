@@ -205,8 +205,8 @@ class UserLoopEngine(FsdpEngine):
     def _count(self, here: bool) -> None:
         """Counts, on the reduce stream, the ranks over all axes that call this with True. For
         models of one domain."""
-        axes = [*self.reduce.communicators.values(), *self.reduce.outer.values()]
-        sums = [functools.partial(self._sum, axis) for axis in axes]
+        axes = [*self.reduce.domains.values(), *self.reduce.outer.values()]
+        sums = [functools.partial(self._sum, axis.communicator) for axis in axes]
         self.runtime.submit(REDUCE, functools.partial(self._set, float(here)), *sums)
 
     def _set(self, here: float) -> None:

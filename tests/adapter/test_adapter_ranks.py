@@ -167,7 +167,7 @@ def _collection(rank: int, world: int) -> None:
     assert index.get_fsdp_group() is everyone
     assert index.get_fsdp_group(independent_all_gather=True) is gather
     assert wrapper.engine.gather.communicators["dense"].group is gather
-    assert wrapper.engine.reduce.communicators["dense"].group is everyone
+    assert wrapper.engine.reduce.domains["dense"].communicator.group is everyone
     assert wrapper.tp_group is alone and not hasattr(wrapper, "pg_collection")
     wrapper(torch.ones(2, 7)).sum().backward()
     wrapper.finish_grad_sync()

@@ -7,6 +7,8 @@ four ranks, which was compared with plain DDP elsewhere.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,23 +89,30 @@ def test_instances_train_like_one_and_like_stock_ddp(row: Variant, rank: int, se
     compare(row, rank, seed)
 
 
+def _launch_outer(trainer: Trainer, launch: Any) -> None:
+    """Reductions over the outer axis are launched by `launch`, which is given what does it."""
+    outer = trainer.wrapper.engine.reduce.outer
+    for name, one in outer.items():
+        way = replace(one.way, launch=partial(launch, one.way.launch))
+        outer[name] = replace(one, way=way)
+
+
 def _launches(trainer: Trainer, rank: int, device: torch.device, told: bool) -> list[int]:
     """Groups that a step of 3 microbatches reduces over the outer axis: asked for by the backwards,
     and launched in all. Without `told`, nothing says which microbatch is the last."""
-    reduce = trainer.wrapper.engine.reduce
     trainer.wrapper.config.no_sync_func = trainer.wrapper.no_sync if told else None
     asked, finish = [0, 0], trainer.wrapper.engine.reduce_grads
-    communicate = reduce._communicate_outer
 
     def at_end() -> None:
         asked[0] = sum(g.grad_state is GradState.FINISHED for g in trainer.wrapper.engine.groups)
         finish()
 
-    def count(groups: Any) -> Any:
-        asked[1] += len(groups)
-        return communicate(groups)
+    def count(launch: Any, communicator: Any, parts: Any) -> Any:
+        asked[1] += len(parts)
+        return launch(communicator, parts)
 
-    trainer.wrapper.engine.reduce_grads, reduce._communicate_outer = at_end, count
+    trainer.wrapper.engine.reduce_grads = at_end
+    _launch_outer(trainer, count)
     forward_backward(trainer, batches(trainer.case, 0, rank, device))
     return asked
 
@@ -161,7 +170,7 @@ def test_backward_after_the_outer_reduction_is_an_error(rank: int) -> None:
 
 
 def reduce_no_outer_gradients(trainer: Trainer) -> None:
-    trainer.wrapper.engine.reduce._communicate_outer = lambda groups: []
+    _launch_outer(trainer, lambda launch, communicator, parts: [])
 
 
 def gather_no_outer_weights(trainer: Trainer) -> None:

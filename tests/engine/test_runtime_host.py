@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.runtime import comm
-from megatron_fsdp_adapter.core.runtime.comm import CAPABILITIES, Communicator, capabilities_of
+from megatron_fsdp_adapter.core.runtime.comm import STREAM_ORDERED, Communicator, is_stream_ordered
 from megatron_fsdp_adapter.core.runtime.device import (
     COMPUTE,
     GATHER,
@@ -163,7 +163,7 @@ def test_runtimes_of_devices():
         make_runtime(torch.device("meta"))
 
 
-# Capabilities.
+# Backends.
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,12 @@ def test_runtimes_of_devices():
         ("cuda:nccl,cpu:gloo", "cpu", "gloo"),
     ],
 )
-def test_capabilities_are_those_of_the_device_s_backend(monkeypatch, backend, device, expected):
+def test_the_device_s_backend_tells_whether_streams_order_collectives(
+    monkeypatch, backend, device, expected
+):
     monkeypatch.setattr(comm.dist, "get_backend", lambda group: backend)
-    found = capabilities_of(None, torch.device(device))  # type: ignore[arg-type]
-    assert found is CAPABILITIES[expected]
+    found = is_stream_ordered(None, torch.device(device))  # type: ignore[arg-type]
+    assert found is STREAM_ORDERED[expected]
 
 
 @pytest.mark.parametrize(("backend", "device"), [("fake", "cpu"), ("cpu:gloo", "cuda"),
@@ -187,11 +189,11 @@ def test_capabilities_are_those_of_the_device_s_backend(monkeypatch, backend, de
 def test_unknown_backends_are_refused(monkeypatch, backend, device):
     monkeypatch.setattr(comm.dist, "get_backend", lambda group: backend)
     with pytest.raises(ValueError, match=rf"backend='{backend}' has no known .* '{device}'; use"):
-        capabilities_of(None, torch.device(device))  # type: ignore[arg-type]
+        is_stream_ordered(None, torch.device(device))  # type: ignore[arg-type]
 
 
 def test_a_group_of_one_launches_nothing(monkeypatch):
-    monkeypatch.setattr(comm, "capabilities_of", lambda group, device: CAPABILITIES["gloo"])
+    monkeypatch.setattr(comm, "is_stream_ordered", lambda group, device: False)
     with pretended_world(1):
         one = Communicator(dist.group.WORLD, torch.device("cpu"))
         source, target = torch.arange(3.0), torch.zeros(3)
@@ -232,7 +234,7 @@ def test_gloo_gives_works_and_nccl_coalesces_in_the_order_of_the_stream(
         yield
         calls.append("end")
 
-    monkeypatch.setattr(comm, "capabilities_of", lambda group, device: CAPABILITIES[backend])
+    monkeypatch.setattr(comm, "is_stream_ordered", lambda *_: STREAM_ORDERED[backend])
     for owner, name in ((comm, "_all_gather"), (comm, "_reduce_scatter"), (dist, "all_reduce")):
         monkeypatch.setattr(owner, name, collective(name))
     monkeypatch.setattr(comm, "_coalescing_manager", coalesced)

@@ -33,7 +33,7 @@ from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
-from .reduction import domain_reduce
+from .reduction import domain_reduces, outer_reduces
 from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
@@ -106,12 +106,10 @@ class FsdpEngine:
             self.units, config, runtime, gathers, outer, self.order, self.launches
         )
         received = memory_of_exchanges(self.groups, config, runtime, allocate)
-        reductions = {
-            d: domain_reduce(config, d, one.grad_scale, received) for d, one in used.items()
-        }
         self.reduce = ReducePipeline(
-            config, runtime, reductions, reduces, outer, self.launches, grad_check
-        )
+            config, runtime, domain_reduces(config, used, reduces, received),
+            outer_reduces(config, outer), self.launches, grad_check,
+        )  # fmt: skip
         self.memory = EngineMemory(received, ordinary=allocate_slots is None)
         self.quantization = quantized and quantized.made(self.groups, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)

@@ -25,12 +25,11 @@ from typing import Any, Protocol
 import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .buffer import FlatBuffer
-from .group import GradState, ParamGroup, by_domain
-from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
+from .group import GradState, ParamGroup
+from .launches import LaunchComparison
 from .reduction import DomainReduce, Reduction, scale_each
 from .unit import Unit
 
@@ -56,17 +55,17 @@ def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
     return one is other or (slot is not None and slot == other.staging.bucket_slot)
 
 
-def largest_domain_first(
-    groups: Sequence[ParamGroup],
-) -> list[tuple[str, list[ParamGroup]]]:
-    """The groups of each domain, the domain with most elements first; equal on all ranks.
+def largest_domain_first(parts: Sequence[Reduction]) -> list[list[Reduction]]:
+    """The parts of each domain, the domain with most elements first; equal on all ranks.
 
     Only a kernel that is launched between two units finds room beside compute at once: the next
     one waits for a large matrix product to end. On 4 GPUs that was 2 ms of a reduction's 7.
     """
+    found: dict[str, list[Reduction]] = {}
+    for part in parts:
+        found.setdefault(part.group.key.domain, []).append(part)
     return sorted(
-        by_domain(groups).items(),
-        key=lambda entry: -sum(group.layout.total_numel for group in entry[1]),
+        found.values(), key=lambda mine: -sum(one.group.layout.total_numel for one in mine)
     )
 
 
@@ -83,8 +82,7 @@ class GradCheck(Protocol):
 
 class ReducePipeline:
     """Args:
-    domains: by name, how gradients are reduced over the shard axis.
-    communicators, outer: by domain name, the ones that reductions run on, over each axis.
+    domains, outer: by domain name, how gradients are reduced over each axis.
     launches: records every reduction.
     check: looks at gradients before they are communicated.
     """
@@ -94,13 +92,12 @@ class ReducePipeline:
         config: EngineConfig,
         runtime: Runtime,
         domains: Mapping[str, DomainReduce],
-        communicators: Mapping[str, Communicator],
-        outer: Mapping[str, Communicator],
+        outer: Mapping[str, DomainReduce],
         launches: LaunchComparison,
         check: GradCheck | None = None,
     ) -> None:
-        self.config, self.runtime, self.domains = config, runtime, domains
-        self.communicators, self.outer, self.launches = communicators, outer, launches
+        self.config, self.runtime = config, runtime
+        self.domains, self.outer, self.launches = domains, outer, launches
         self._reductions: dict[tuple[int, bool], Reduction] = {}
         self._in_flight: deque[InFlight] = deque()
         # A rank without gradients goes by it, to meet the others in the order that they go in.
@@ -308,35 +305,21 @@ class ReducePipeline:
         ]
         for group in ready:
             group.grad_state = GradState.FINISHED
-        if ready:
-            self.runtime.submit(REDUCE, lambda: self._communicate_outer(ready))
-
-    def _communicate_outer(self, groups: Sequence[ParamGroup]) -> list[Any]:
-        works = []
-        for domain, mine in largest_domain_first(groups):
-            self.launches.note(REDUCED_OUTER, mine, self.outer[domain])
-            parts = [part for group in mine for part in group.grad_segments]
-            if self.config.shard_outer:
-                own = [part for group in mine for part in group.held_grads]
-                works += self.outer[domain].reduce_scatter(list(zip(own, parts, strict=True)))
-            else:
-                works += self.outer[domain].all_reduce(parts)
-        return works
+        parts = [
+            Reduction(group, self.outer[group.key.domain], group.grad_segments, group.held_grads)
+            for group in ready
+        ]
+        if parts:
+            self.runtime.submit(REDUCE, lambda: self._communicate(parts))
 
     def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
-        """Launches the reductions over the shard axis."""
-        if len(reductions) == 1:
-            return self._communicate_domain(reductions[0].group.key.domain, reductions)
-        parts = {id(reduction.group): reduction for reduction in reductions}
+        """Launches reductions over one axis."""
         works = []
-        for domain, groups in largest_domain_first([one.group for one in reductions]):
-            works += self._communicate_domain(domain, [parts[id(group)] for group in groups])
+        for mine in largest_domain_first(reductions):
+            how = mine[0].reduce
+            self.launches.note(how.kind, [one.group for one in mine], how.communicator)
+            works += how.way.launch(how.communicator, mine)
         return works
-
-    def _communicate_domain(self, domain: str, mine: Sequence[Reduction]) -> list[Any]:
-        communicator = self.communicators[domain]
-        self.launches.note(REDUCED, [one.group for one in mine], communicator)
-        return self.domains[domain].way.launch(communicator, mine)
 
     def _make_room_for_fresh(self, groups: Sequence[ParamGroup]) -> None:
         fresh = [group for group in groups if not group.keeps_grads]

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import ALL_REDUCE, ALONE, Pair, Reduce
+from megatron_fsdp_adapter.core.runtime.comm import (
+    ALL_REDUCE,
+    ALONE,
+    REDUCE_SCATTER,
+    Communicator,
+    Pair,
+    Reduce,
+)
+from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer import Copies, FlatBuffer
 from .group import ParamGroup
+from .launches import REDUCED, REDUCED_OUTER
 
 
 @dataclass(frozen=True)
 class DomainReduce:
-    """How the gradients of a domain are reduced over its shard axis.
+    """How the gradients of a domain are reduced over one axis.
 
     Attributes:
+        kind: what a launch is called (`launches.py`).
         into_shard: a reduction whose gradient shard holds nothing yet ends in that shard: there is
             nothing to copy.
         scale: of the domain. scaled: what that is applied to: "sent", what is communicated;
@@ -29,10 +39,12 @@ class DomainReduce:
         received: fixed memory for what is received of one bucket after the other.
     """
 
+    kind: str
+    communicator: Communicator
     way: Reduce
-    into_shard: bool
-    scale: float
-    scaled: str
+    into_shard: bool = False
+    scale: float = 1.0
+    scaled: str = "sent"
     received: FlatBuffer | None = None
 
     def factor(self, place: str) -> float:
@@ -45,16 +57,30 @@ class DomainReduce:
         return 1.0 if self.scaled == "sent" else self.scale
 
 
-def domain_reduce(
-    config: EngineConfig, domain: str, scale: float, received: FlatBuffer | None = None
-) -> DomainReduce:
-    """For the groups of the domain of this name, with this scale."""
-    alone, config = domain in config.whole, config.for_group(None, domain)
-    comm, main = config.policy.comm_dtype, config.policy.grads_dtype
-    way = config.reduce_scatter if config.strategy.shard_main else ALL_REDUCE
-    after = "result" if comm.itemsize > main.itemsize else "shard"
-    scaled = "sent" if config.scale_before_sum else after
-    return DomainReduce(ALONE if alone else way, comm == main, scale, scaled, received)
+def domain_reduces(
+    config: EngineConfig, domains: Mapping[str, ShardDomain],
+    communicators: Mapping[str, Communicator], received: FlatBuffer | None,
+) -> dict[str, DomainReduce]:
+    """Over the shard axis of each domain."""
+    found = {}
+    for name, domain in domains.items():
+        own = config.for_group(None, name)
+        comm, main = own.policy.comm_dtype, own.policy.grads_dtype
+        way = own.reduce_scatter if own.strategy.shard_main else ALL_REDUCE
+        scaled = "result" if comm.itemsize > main.itemsize else "shard"
+        found[name] = DomainReduce(
+            REDUCED, communicators[name], ALONE if name in config.whole else way, comm == main,
+            domain.grad_scale, "sent" if own.scale_before_sum else scaled, received,
+        )
+    return found
+
+
+def outer_reduces(
+    config: EngineConfig, communicators: Mapping[str, Communicator]
+) -> dict[str, DomainReduce]:
+    """Over outer axes, in place, of what has been reduced and scaled."""
+    way = REDUCE_SCATTER if config.shard_outer else ALL_REDUCE
+    return {name: DomainReduce(REDUCED_OUTER, one, way) for name, one in communicators.items()}
 
 
 @dataclass(frozen=True)
@@ -72,7 +98,7 @@ class Reduction:
     reduce: DomainReduce
     segments: Sequence[torch.Tensor]
     results: Sequence[torch.Tensor]
-    adds: bool
+    adds: bool = False
     in_slot: bool = False
 
     @functools.cached_property

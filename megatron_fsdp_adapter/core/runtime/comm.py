@@ -21,20 +21,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend offers. `stream_ordered`: collectives are ordered by the current stream and
-    need no host wait. `coalesces`: several collectives can share one launch."""
-
-    stream_ordered: bool
-    coalesces: bool
-
-
-CAPABILITIES = {
-    "nccl": Capabilities(stream_ordered=True, coalesces=True),
-    # gloo's startCoalescing raises when a device is given, and buys nothing without one.
-    "gloo": Capabilities(stream_ordered=False, coalesces=False),
-}
+STREAM_ORDERED = {"nccl": True, "gloo": False}
+"""Backends that are known, and whether the current stream orders their collectives, so that the
+host need not wait. Several of those can share one launch."""
 
 # torch 2.13 renames the flat collectives and warns on the old names; 2.11 has only the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -55,16 +44,16 @@ COLLECTIVES: Mapping[str, Callable[..., Any]] = {
 """By the name of the method: what launches one pair."""
 
 
-def capabilities_of(group: dist.ProcessGroup, device: torch.device) -> Capabilities:
-    """The capabilities of the backend that `group` uses for `device`; ValueError if unknown."""
+def is_stream_ordered(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """That of the backend that `group` uses for `device`; ValueError if unknown."""
     name = dist.get_backend(group)
     for part in str(name).split(","):
         backend = part.split(":")[-1]
-        if part.split(":")[0] in (backend, device.type) and backend in CAPABILITIES:
-            return CAPABILITIES[backend]
+        if part.split(":")[0] in (backend, device.type) and backend in STREAM_ORDERED:
+            return STREAM_ORDERED[backend]
     raise ValueError(
         f"process group backend={name!r} has no known collectives for device {device.type!r}; "
-        f"use one of {sorted(CAPABILITIES)}"
+        f"use one of {sorted(STREAM_ORDERED)}"
     )
 
 
@@ -84,7 +73,7 @@ class Communicator:
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self.capabilities = capabilities_of(group, device)
+        self.stream_ordered = is_stream_ordered(group, device)
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
         """Launches the collective of that name with each pair; returns the handles of those that
@@ -96,9 +85,9 @@ class Communicator:
                 if output.data_ptr() != source.data_ptr():
                     output.copy_(source)
             return []
-        if not self.capabilities.stream_ordered:
+        if not self.stream_ordered:
             return [run(pair, async_op=True) for pair in pairs]
-        if self.capabilities.coalesces and len(pairs) > 1:
+        if len(pairs) > 1:
             with _coalescing_manager(group=self.group, device=self.device, async_ops=False):
                 for pair in pairs:
                     run(pair, async_op=False)
