@@ -22,6 +22,7 @@ PARTS = (
     "core.topology",
     "dtensor",
     "core.engine",
+    "kernels",
     "comm",
     "checkpoint",
     "diagnostics",

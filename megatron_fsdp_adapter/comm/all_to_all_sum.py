@@ -20,7 +20,7 @@ import torch
 
 from ..core.engine.reduction import Reduction
 from ..core.runtime.comm import Communicator, Pair, Reduce
-from ..core.runtime.kernels import kernel_or_warning
+from ..kernels import kernel_or_warning
 
 SumRows = Callable[[torch.Tensor, torch.Tensor, float, bool], None]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.runtime.kernels import kernel_or_warning
+from ..kernels import kernel_or_warning
 from .multi_tensor import (
     CHUNK,
     DTYPES,

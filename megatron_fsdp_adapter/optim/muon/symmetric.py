@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...core.runtime.kernels import kernel_or_warning
+from ...kernels import kernel_or_warning
 
 Kernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, float, float, float, bool], torch.Tensor

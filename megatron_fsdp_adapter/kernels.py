@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from .rank_warnings import warn
+from .core.runtime.rank_warnings import warn
 
 Kernel = TypeVar("Kernel")
 
