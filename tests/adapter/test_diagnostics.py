@@ -72,7 +72,7 @@ def test_long_lists_of_ranks_are_abbreviated() -> None:
 @pytest.fixture
 def two_fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setitem(comm.CAPABILITIES, "fake", comm.Capabilities(True, True))
+    monkeypatch.setitem(comm.STREAM_ORDERED, "fake", True)
     monkeypatch.setattr(building, "verify_same_model", lambda *_: None)
     monkeypatch.setattr(fault_report, "timeout_of", lambda *_: 60.0)
     yield
