@@ -40,7 +40,7 @@ def no_collectives(monkeypatch: pytest.MonkeyPatch, four_fake_ranks: None) -> It
         monkeypatch.setattr(dist.distributed_c10d, name, refuse)
     for name in ("_all_gather", "_reduce_scatter"):
         monkeypatch.setattr(comm, name, refuse)
-    monkeypatch.setitem(comm.CAPABILITIES, "fake", comm.Capabilities(True, True))
+    monkeypatch.setitem(comm.STREAM_ORDERED, "fake", True)
     yield
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
