@@ -59,7 +59,7 @@ class FsdpEngine:
     After construction the module tree shows sharded parameters.
 
     Attributes:
-        calls_parts: whether a part of a pass runs that a schedule calls by itself (`parts.py`).
+        calls_parts: whether a part of a pass runs that a schedule calls by itself: hooks do nothing.
         auto_sync: whether the last backward of a step also finishes its gradients.
         grads_attached: whether `.grad` of the sharded parameters are the step's gradients. False
             from the beginning of a backward until all that it gave is reduced.

@@ -15,33 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
-from .backward import BackwardPass
-from .gather import GatherPipeline
-from .prefetch import BACKWARD
-from .saved_tensors import SavedTensorFilter
-from .unit import Unit
-
-
-class Engine(Protocol):
-    """What a pass uses."""
-
-    saved: SavedTensorFilter
-    in_flight: int
-    knows_microbatches: bool
-    calls_parts: bool
-
-    @property
-    def gather(self) -> GatherPipeline: ...
-    @property
-    def backward(self) -> BackwardPass: ...
-    @property
-    def is_last_microbatch(self) -> bool: ...
-
-    def to_unsharded(self) -> None: ...
-    def begin_accumulation(self) -> None: ...
-    def end_backward(self) -> None: ...
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.prefetch import BACKWARD
+from ..core.engine.unit import Unit
 
 
 class ScheduledPass:
@@ -55,7 +32,7 @@ class ScheduledPass:
     """
 
     def __init__(
-        self, engine: Engine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
+        self, engine: FsdpEngine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
         direction: str, before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
     ) -> None:
         self._engine, self._stages, self._throughout = engine, stages, throughout
