@@ -60,7 +60,7 @@ class ScheduledPass:
                 gather.start(unit)
         if self._is_backward:
             for unit in read:
-                engine.backward.opens(unit)
+                engine.reduce.backward_begins(unit, accumulates=True)
         engine.calls_parts, call = True, object()
         if engine.saved.enter(call):
             for unit in read:
@@ -88,15 +88,14 @@ class ScheduledPass:
         if self._is_backward:
             self._before_grads([*units, *self._throughout] if is_last else units)
             for unit in units:
-                self._engine.backward.complete(unit)
+                self._engine.complete(unit)
             if is_last:
                 self._engine.end_backward()
 
     def _begin(self) -> None:
         engine = self._engine
         if self._is_backward:
-            engine.begin_accumulation()
-            engine.backward.begin_parts(engine.is_last_microbatch, engine.knows_microbatches)
+            engine.start_backward(accumulates=True)
         else:
             engine.to_unsharded()
             engine.in_flight += 1

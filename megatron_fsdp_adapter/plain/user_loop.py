@@ -57,10 +57,11 @@ class UserLoopEngine(FsdpEngine):
         if self._shown_before is Identity.SHARDED and not torch.is_grad_enabled():
             self.to_sharded()
 
-    def begin_accumulation(self) -> None:
+    def start_backward(self, accumulates: bool) -> None:
         """Follows what happened to gradients since the forward."""
-        self._follow_grads()
-        super().begin_accumulation()
+        if accumulates:
+            self._follow_grads()
+        super().start_backward(accumulates)
 
     @torch.no_grad()
     def reduce_grads(self) -> None:

@@ -88,7 +88,7 @@ class GradSync(NotCopyable):
         try:
             yield
         finally:
-            self.engine.is_last_microbatch = before
+            self.engine.is_last_microbatch = before is not False
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Whether each backward outside `no_sync` ends a step by itself: reductions are waited for

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,6 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import hooks
-from .backward import BackwardPass
 from .buffer_pool import AllocateSlots, ordinary_memory
 from .construction import (
     abandon,
@@ -25,7 +26,7 @@ from .construction import (
     memory_of_exchanges,
 )
 from .gather import GatherPipeline
-from .group import GradState, ParamGroup, laid_out
+from .group import GradState, laid_out
 from .identity import Identity, ParameterSwitch, make_pairs
 from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
@@ -36,6 +37,32 @@ from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import domain_reduces, outer_reduces
 from .saved_tensors import SavedTensorFilter
 from .unit import Unit
+
+
+@dataclass
+class Backward:
+    """A backward.
+
+    Attributes:
+        accumulates: whether it accumulates gradients of weights.
+        is_last, is_known_last: as of `ReducePipeline.backward_done`.
+        waits: whether units that keep gradients are completed at its end, as more may come to them.
+        around: ordinals of units whose forward goes on after it, which runs inside of it.
+        calls: by ordinal, how many calls of a unit have all their gradients.
+        done: ordinals of completed units, in that order.
+        recomputed: the unit whose module has returned last, if one has.
+    """
+
+    accumulates: bool = True
+    is_last: bool = True
+    is_known_last: bool = False
+    waits: bool = False
+    around: Collection[int] = ()
+    running: bool = True
+    calls: Counter[int] = field(default_factory=Counter)
+    done: dict[int, None] = field(default_factory=dict)
+    recomputed: Unit | None = None
+
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 
@@ -59,8 +86,17 @@ class FsdpEngine:
     After construction the module tree shows sharded parameters.
 
     Attributes:
-        calls_parts: whether a part of a pass runs that a schedule calls by itself: hooks do nothing.
+        is_last_microbatch: whether no backward follows in this step, as far as the caller says so.
+            One that does not may still run several; without sharded gradients it runs one.
         auto_sync: whether the last backward of a step also finishes its gradients.
+        calls_parts: whether a schedule calls a part of a pass by itself: hooks do nothing then.
+        forward: the name of the module whose forward runs; counts_calls: whether calls of units in
+            it count, as its backward comes.
+        in_flight: forwards whose backward is to come.
+        backward: the one that runs, or the last one.
+        completed: ordinals in the order in which the last backward that accumulates completed the
+            units.
+        late_seen: whether kept gradients came to some unit after it had been reduced.
         grads_attached: whether `.grad` of the sharded parameters are the step's gradients. False
             from the beginning of a backward until all that it gave is reduced.
         loads: how often weights that are not trained were reported as written; exported_loads: the
@@ -98,6 +134,7 @@ class FsdpEngine:
         allocate = allocate_slots or ordinary_memory(runtime.device)
         self.units = build_units(plans, used, config, runtime, allocate, make_ready, quantized)
         self.root = self.units[-1]
+        self.groups = [group for unit in self.units for group in unit.groups]
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
         )
@@ -112,15 +149,18 @@ class FsdpEngine:
         )  # fmt: skip
         self.memory = EngineMemory(received, ordinary=allocate_slots is None)
         self.quantization = quantized and quantized.made(self.groups, self.gather)
-        self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
         self.trained = [pair for pair in self.pairs if pair.grad is not None]
         self.switch, self.saved = ParameterSwitch(self.pairs), SavedTensorFilter()
-        self._is_last_microbatch, self.knows_microbatches = True, False
-        self.auto_sync = self.grads_attached = self.calls_parts = False
-        self._active_root = cast("str | None", None)
-        self._counts_calls, self.loads, self.exported_loads = True, 0, -1
-        self._forwards = self.in_flight = 0
+        self.is_last_microbatch: bool | None = None
+        self.auto_sync = self.calls_parts = self.grads_attached = self.late_seen = False
+        self.forward, self.counts_calls = cast("str | None", None), True
+        self.backward, self.in_flight = Backward(running=False), 0
+        # What most models do: their first unit's inputs need no gradient, so that it is completed
+        # at the end, with the root.
+        inner = [unit.ordinal for unit in self.units[:-1]]
+        self.completed: Iterable[int] = [*inner[:0:-1], self.root.ordinal, *inner[:1]]
+        self.loads, self.exported_loads = 0, -1
         hooks.register(self, module, [plan.modules for plan in plans])
         self.to_sharded()
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
@@ -128,63 +168,12 @@ class FsdpEngine:
         # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
         weakref.finalize(self, abandon, weakref.ref(runtime)).atexit = False
 
-    @property
-    def groups(self) -> list[ParamGroup]:
-        """All groups in unit order."""
-        return [group for unit in self.units for group in unit.groups]
-
-    @property
-    def is_last_microbatch(self) -> bool:
-        """Whether no backward is known to follow in this step. True by default: a caller that
-        never sets it may still run several."""
-        return self._is_last_microbatch
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool) -> None:
-        self._is_last_microbatch, self.knows_microbatches = value, True
-
-    # Identities. Main weights may be read and written while sharded parameters are shown.
-
-    def to_unsharded(self) -> None:
-        """Shows unsharded parameters and marks gathered weights as stale: sharded parameters may
-        have been written."""
-        if self.switch.shown is not Identity.UNSHARDED or self.memory.away:
-            self.memory.check("using the model", READ)
-            self.switch.show(Identity.UNSHARDED, before=self.before_unsharded)
-
-    def before_unsharded(self) -> None:
-        """Sharded parameters, which may have been written, are shown no longer."""
-        if self.quantization is not None:
-            self.quantization.catch_up()
-        self.gather.invalidate()
-
-    def to_sharded(self) -> None:
-        self.memory.check("reading or writing main weights", [MAIN])
-        self.gather.updates.settle()
-        self.switch.show(Identity.SHARDED, before=self._give_up_unsharded)
-
-    def _give_up_unsharded(self) -> None:
-        self.gather.check_writes()
-        self.gather.quiesce()
-
-    def show_between_passes(self) -> None:
-        """Shows sharded parameters, unless a forward runs or waits for its backward."""
-        idle = self._active_root is None and not self.backward.running
-        if idle and self.in_flight <= 0 and not self.memory.away:
-            self.to_sharded()
-
-    def mark_main_weights_stale(self) -> None:
-        """Main weights in host memory may have been written: the next gather reads them."""
-        self.gather.updates.drop_loads()
-        for group in self.groups:
-            group.own_current = False
-
-    # Forward.
+    # A step, in the order in which it happens.
 
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
         again = hooks.in_backward()
-        if not again and self._active_root in (None, name):
+        if not again and self.forward in (None, name):
             self.begin_forward(name)
         else:
             self.to_unsharded()
@@ -197,51 +186,40 @@ class FsdpEngine:
         self.gather.need(self.root)
 
     def begin_forward(self, name: str) -> None:
-        """A forward begins: no other is inside of it."""
+        """A forward begins that is inside of no other."""
         self.to_unsharded()
-        if self.backward.running or self._active_root is not None:
+        if self.backward.running or self.forward is not None:
             self.recover()
         self.order.begin(FORWARD)
         self.gather.forward_follows = False
         # Evaluations between a forward and its backward do not count; recomputed units do.
-        self._counts_calls = torch.is_grad_enabled()
-        if self._counts_calls:
+        self.counts_calls = torch.is_grad_enabled()
+        if self.counts_calls:
             self.memory.check("a forward with gradients", KINDS)
-            self._forwards += 1
             self.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
-        self._active_root, self.root.busy = name, True
-
-    def root_post_forward(self, name: str, output: Any) -> None:
-        """That module returns."""
-        if hooks.in_backward() or name != self._active_root:
-            return
-        self._active_root, self.root.busy = None, False
-        if hooks.has_grad_output(output):
-            hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
-        else:
-            self.end_evaluation()
-
-    def end_evaluation(self) -> None:
-        """A forward ends that no backward follows."""
-        self.gather.release_all()
+        self.forward, self.root.busy = name, True
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
         if hooks.in_backward():
-            self._begin_backward()
-            self.backward.recomputes(unit)
+            # Of units inside one that is recomputed (the parts of a large layer) the one before it
+            # is resharded: its backward comes after this one's.
+            backward = self.begin_backward()
+            before, backward.recomputed = backward.recomputed, None
+            if before is not None and before is not unit and before.inside and not before.busy:
+                self.gather.release(before)
         else:
             self.to_unsharded()
-            if self._active_root is None or self._counts_calls:
+            if self.forward is None or self.counts_calls:
                 unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):
                 self.reduce.retire_all()
         self.gather.need(unit)
         unit.busy = True
         if torch.is_grad_enabled():
-            done = hooks.grad_callback(self.inputs_done, unit)
+            done = hooks.grad_callback(self.post_backward, unit)
             again = hooks.grad_callback(self.pre_backward, unit)
             return hooks.on_inputs_done(args, kwargs, done, again)
         return args, kwargs
@@ -260,65 +238,113 @@ class FsdpEngine:
         if ends and (with_gradients or not again):
             self.gather.release(unit)
 
-    # Backward.
-
-    def _begin_backward(self) -> None:
-        if self.backward.running:
+    def root_post_forward(self, name: str, output: Any) -> None:
+        """A module that holds all parameters returns."""
+        if hooks.in_backward() or name != self.forward:
             return
+        self.forward, self.root.busy = None, False
+        if hooks.has_grad_output(output):
+            hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
+        else:
+            self.end_evaluation()
+
+    def end_evaluation(self) -> None:
+        """A forward has ended that no backward follows."""
+        self.gather.release_all()
+
+    def begin_backward(self) -> Backward:
+        """The backward that runs; the first call begins it."""
+        if self.backward.running:
+            return self.backward
         self.memory.check("a backward", KINDS)
         accumulates = hooks.accumulates(self.groups)
-        if self._active_root is None:  # else it runs inside of a forward, which goes on after it
+        if self.forward is None:  # else it runs inside of a forward, which goes on after it
             self.order.begin(BACKWARD)
         hooks.at_end_of_backward(self.end_backward)
-        several = self._forwards > 1
-        if accumulates:
-            self.begin_accumulation()
-        self.backward.begin(
-            accumulates, self.is_last_microbatch, self.knows_microbatches, several
-        )
+        self.start_backward(accumulates)
+        self.gather.need(self.root)
+        self.reduce.backward_begins(self.root, accumulates)
+        return self.backward
 
-    def begin_accumulation(self) -> None:
-        self.grads_attached, self._forwards = False, 0
-        # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
-        # pipeline other forwards may still wait for their backward, which then follows.
-        self.gather.forward_follows = self.in_flight == 1 and not self.is_last_microbatch
+    def start_backward(self, accumulates: bool) -> None:
+        """A backward begins, whether its units are reached by hooks or by a schedule."""
+        is_last, told = self.is_last_microbatch is not False, self.is_last_microbatch is not None
+        # Kept gradients can be reduced only once.
+        waits = accumulates and is_last and (self.in_flight > 1 or self.late_seen)
+        around = frozenset([unit.ordinal for unit in self.units if unit.busy])
+        self.backward = Backward(accumulates, is_last, is_last and told, waits, around)
+        if accumulates:
+            self.completed, self.grads_attached = self.backward.done, False
+            # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
+            # pipeline other forwards may still wait for their backward, which then follows.
+            self.gather.forward_follows = self.in_flight == 1 and not is_last
+            self.gather.updates.begin_backward()
 
     def pre_backward(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
-        self._begin_backward()
-        self.backward.reach(unit)
+        backward = self.begin_backward()
+        if unit.backward_reads_weights:
+            self.gather.need(unit)
+            unit.busy = True
+        self.reduce.backward_begins(unit, backward.accumulates)
 
-    def inputs_done(self, unit: Unit) -> None:
-        """All gradients of one call of a unit are known."""
-        self._begin_backward()
-        self.backward.inputs_done(unit)
+    def post_backward(self, unit: Unit) -> None:
+        """All gradients of one call of a unit are known. A unit that was called several times in
+        forward is completed after as many."""
+        backward = self.begin_backward()
+        unit.check_gathered()
+        backward.calls[unit.ordinal] += 1
+        waits = backward.waits and not unit.reduces_each
+        if backward.calls[unit.ordinal] == unit.forward_calls and not waits:
+            self.complete(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of a unit are there: it is resharded, and reduced if it is time to."""
+        backward = self.backward
+        backward.done[unit.ordinal] = None
+        if unit.ordinal not in backward.around:
+            unit.busy = False
+            self.gather.release_used(unit)
+        if not backward.accumulates:
+            return
+        # A unit that reduces some gradients in each backward gives its bucket to the next.
+        more = backward.waits and unit.reduces_each
+        if torch.is_grad_enabled():  # a backward with `create_graph`, or none
+            with torch.no_grad():
+                self.reduce.backward_done(unit, backward.is_last, backward.is_known_last, more)
+        else:
+            self.reduce.backward_done(unit, backward.is_last, backward.is_known_last, more)
 
     def end_backward(self) -> None:
-        """The backward has finished."""
-        self.backward.end()
-        if not self.backward.accumulates:
-            return
-        self.in_flight -= 1
-        if self.auto_sync and self.is_last_microbatch:
-            self.finish_grads()
-
-    def recover(self) -> None:
-        """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
-        self.backward.running = self.gather.forward_follows = False
-        self._active_root, self.in_flight = None, 0
-        self.reduce.abandon(self.units)
-        self.gather.give_up()
-
-    # The step around forward and backward.
+        """The backward ends. Completes the units whose inputs needed no gradient or that were not
+        reached, and those to which gradients came later, in the same order on all ranks. They come
+        late where part of the graph between a weight and the loss is older than the call of the
+        unit (autocast keeps casts), or a unit ran more often than was counted."""
+        backward = self.backward
+        for unit in reversed(self.units) if backward.accumulates else ():
+            if unit.ordinal not in backward.done:
+                self.complete(unit)
+            elif not any(group.has_grads() for group in unit.trainable_groups):
+                continue
+            elif unit.keeps_grads:
+                with torch.no_grad():
+                    self.late_seen |= self.reduce.reduce_late_grads(unit)
+            else:
+                self.complete(unit)
+        self.gather.release_all(but=backward.around)
+        backward.running = False
+        if backward.accumulates:
+            self.in_flight -= 1
+            if self.auto_sync and self.is_last_microbatch is not False:
+                self.finish_grads()
 
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
         self.memory.check("reducing gradients", KINDS)
         self.gather.updates.order_compute()
-        order = self.backward.completed
         self.reduce.reduce_rest(
-            reversed(self.units) if self.has_grads else [self.units[i] for i in order]
+            reversed(self.units) if self.has_grads else [self.units[i] for i in self.completed]
         )
 
     @torch.no_grad()
@@ -355,6 +381,83 @@ class FsdpEngine:
         if self.reduce.check is not None:
             self.reduce.check.raise_found()
 
+    @torch.no_grad()
+    def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
+        """The optimizer, or a load, has written main weights: gathered weights are stale, and
+        quantized ones are made again, once, when unsharded parameters are shown. Collective then.
+        loaded: also weights that are not trained. stepped: by an optimizer's step."""
+        self.loads += loaded
+        if not stepped:
+            self.mark_main_weights_stale()
+        if self.quantization is not None:
+            self.quantization.changed(loaded, needed=self.switch.shown is Identity.UNSHARDED)
+        self.gather.invalidate()
+
+    def zero_grads(self) -> None:
+        """Forgets all gradients. Gradient shards take no memory until the next backward."""
+        if self.backward.running or self.forward is not None or self.gather.keeps_any:
+            self.recover()
+        self.in_flight = 0
+        self.gather.updates.drop_loads()
+        self.reduce.finish()
+        if self.reduce.check is not None:
+            self.reduce.check.clear()
+        self.grads_attached = False
+        for pair in self.trained:
+            pair.drop_grad()
+        for group in self.groups:
+            group.drop_grads()
+
+    def recover(self) -> None:
+        """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
+        self.backward.running = self.gather.forward_follows = False
+        self.forward, self.in_flight = None, 0
+        self.reduce.abandon(self.units)
+        self.gather.give_up()
+
+    # Identities. Main weights may be read and written while sharded parameters are shown.
+
+    def to_unsharded(self) -> None:
+        """Shows unsharded parameters and marks gathered weights as stale: sharded parameters may
+        have been written."""
+        if self.switch.shown is not Identity.UNSHARDED or self.memory.away:
+            self.memory.check("using the model", READ)
+            self.switch.show(Identity.UNSHARDED, before=self.before_unsharded)
+
+    def before_unsharded(self) -> None:
+        """Sharded parameters, which may have been written, are shown no longer."""
+        if self.quantization is not None:
+            self.quantization.catch_up()
+        self.gather.invalidate()
+
+    def to_sharded(self) -> None:
+        self.memory.check("reading or writing main weights", [MAIN])
+        self.gather.updates.settle()
+        self.switch.show(Identity.SHARDED, before=self._give_up_unsharded)
+
+    def _give_up_unsharded(self) -> None:
+        self.gather.check_writes()
+        self.gather.quiesce()
+
+    def show_between_passes(self) -> None:
+        """Shows sharded parameters, unless a forward runs or waits for its backward."""
+        idle = self.forward is None and not self.backward.running
+        if idle and self.in_flight <= 0 and not self.memory.away:
+            self.to_sharded()
+
+    def mark_main_weights_stale(self) -> None:
+        """Main weights in host memory may have been written: the next gather reads them."""
+        self.gather.updates.drop_loads()
+        for group in self.groups:
+            group.own_current = False
+
+    # Gradients and weights between passes.
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a backward of this step has left gradients on this rank."""
+        return any(group.grad_state is not GradState.EMPTY for group in self.groups)
+
     @property
     def _is_idle(self) -> bool:
         """Whether the user has frozen all parameters, and there are no gradients of before."""
@@ -368,38 +471,6 @@ class FsdpEngine:
             if group.grad_state in REDUCED_STATES:
                 for segment in group.held_grads:
                     segment.mul_(factor)
-
-    def zero_grads(self) -> None:
-        """Forgets all gradients. Gradient shards take no memory until the next backward."""
-        if self.backward.running or self._active_root is not None or self.gather.keeps_any:
-            self.recover()
-        self.in_flight = 0
-        self.gather.updates.drop_loads()
-        self.reduce.finish()
-        if self.reduce.check is not None:
-            self.reduce.check.clear()
-        self.grads_attached = False
-        for pair in self.trained:
-            pair.drop_grad()
-        for group in self.groups:
-            group.drop_grads()
-
-    @property
-    def has_grads(self) -> bool:
-        """Whether a backward of this step has left gradients on this rank."""
-        return any(group.grad_state is not GradState.EMPTY for group in self.groups)
-
-    @torch.no_grad()
-    def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
-        """The optimizer, or a load, has written main weights: gathered weights are stale, and
-        quantized ones are made again, once, when unsharded parameters are shown. Collective then.
-        loaded: also weights that are not trained. stepped: by an optimizer's step."""
-        self.loads += loaded
-        if not stepped:
-            self.mark_main_weights_stale()
-        if self.quantization is not None:
-            self.quantization.changed(loaded, needed=self.switch.shown is Identity.UNSHARDED)
-        self.gather.invalidate()
 
     @torch.no_grad()
     def bring_up_to_date(self) -> None:
