@@ -1,4 +1,14 @@
-"""The engine: one wrapper's units, and what happens at each event of a training step."""
+"""The engine: one wrapper's units, and what happens at each event of a training step.
+
+    root_pre_forward      show unsharded parameters, unshard the root
+    pre_forward           unshard, and prefetch what comes next
+    post_forward          reshard, unless the unit's backward comes next
+    pre_backward          unshard, and prefetch what comes next; open buckets that modules write
+    post_backward         reshard, reduce
+    end_backward          the same for units that no hook has completed
+    finish_grads          reduce the rest, wait, show sharded parameters with `.grad`
+    main_weights_changed  mark gathered weights stale
+"""
 
 from __future__ import annotations
 
@@ -16,15 +26,8 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
-from . import hooks
+from . import construction, hooks
 from .buffer_pool import AllocateSlots, ordinary_memory
-from .construction import (
-    abandon,
-    broadcast_weights,
-    build_units,
-    check_known,
-    memory_of_exchanges,
-)
 from .gather import GatherPipeline
 from .group import GradState, laid_out
 from .identity import Identity, ParameterSwitch, make_pairs
@@ -45,7 +48,7 @@ class Backward:
 
     Attributes:
         accumulates: whether it accumulates gradients of weights.
-        is_last, is_known_last: as of `ReducePipeline.backward_done`.
+        is_last: `FsdpEngine.is_last_microbatch`.
         waits: whether units that keep gradients are completed at its end, as more may come to them.
         around: ordinals of units whose forward goes on after it, which runs inside of it.
         calls: by ordinal, how many calls of a unit have all their gradients.
@@ -54,8 +57,7 @@ class Backward:
     """
 
     accumulates: bool = True
-    is_last: bool = True
-    is_known_last: bool = False
+    is_last: bool | None = None
     waits: bool = False
     around: Collection[int] = ()
     running: bool = True
@@ -86,16 +88,15 @@ class FsdpEngine:
     After construction the module tree shows sharded parameters.
 
     Attributes:
-        is_last_microbatch: whether no backward follows in this step, as far as the caller says so.
-            One that does not may still run several; without sharded gradients it runs one.
+        is_last_microbatch: whether no further backward follows in this step; None until the caller
+            says so. It may run several then, but is taken to run one where gradients are kept.
         auto_sync: whether the last backward of a step also finishes its gradients.
         calls_parts: whether a schedule calls a part of a pass by itself: hooks do nothing then.
-        forward: the name of the module whose forward runs; counts_calls: whether calls of units in
-            it count, as its backward comes.
+        running_root: the name of the module whose forward runs; counts_calls: whether calls of
+            units in it count, as a backward follows.
         in_flight: forwards whose backward is to come.
-        backward: the one that runs, or the last one.
-        completed: ordinals in the order in which the last backward that accumulates completed the
-            units.
+        backward: the one that runs, or the last one; completed: ordinals in the order in which the
+            last one that accumulates completed the units.
         late_seen: whether kept gradients came to some unit after it had been reduced.
         grads_attached: whether `.grad` of the sharded parameters are the step's gradients. False
             from the beginning of a backward until all that it gave is reduced.
@@ -116,7 +117,7 @@ class FsdpEngine:
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
     ) -> None:
-        check_known(plans, quantized)
+        construction.check_known(plans, quantized)
         self.config, self.runtime = config, runtime
         runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -129,10 +130,12 @@ class FsdpEngine:
 
         def make_ready(plan: UnitPlan) -> dict[nn.Parameter, torch.Tensor]:
             prepare(plan)
-            return broadcast_weights(plan, quantized, outer, reduces)
+            return construction.broadcast_weights(plan, quantized, outer, reduces)
 
         allocate = allocate_slots or ordinary_memory(runtime.device)
-        self.units = build_units(plans, used, config, runtime, allocate, make_ready, quantized)
+        self.units = construction.build_units(
+            plans, used, config, runtime, allocate, make_ready, quantized
+        )
         self.root = self.units[-1]
         self.groups = [group for unit in self.units for group in unit.groups]
         self.order = PrefetchOrder(
@@ -142,7 +145,7 @@ class FsdpEngine:
         self.gather = GatherPipeline(
             self.units, config, runtime, gathers, outer, self.order, self.launches
         )
-        received = memory_of_exchanges(self.groups, config, runtime, allocate)
+        received = construction.memory_of_exchanges(self.groups, config, runtime, allocate)
         self.reduce = ReducePipeline(
             config, runtime, domain_reduces(config, used, reduces, received),
             outer_reduces(config, outer), self.launches, grad_check,
@@ -154,7 +157,7 @@ class FsdpEngine:
         self.switch, self.saved = ParameterSwitch(self.pairs), SavedTensorFilter()
         self.is_last_microbatch: bool | None = None
         self.auto_sync = self.calls_parts = self.grads_attached = self.late_seen = False
-        self.forward, self.counts_calls = cast("str | None", None), True
+        self.running_root, self.counts_calls = cast("str | None", None), True
         self.backward, self.in_flight = Backward(running=False), 0
         # What most models do: their first unit's inputs need no gradient, so that it is completed
         # at the end, with the root.
@@ -166,14 +169,14 @@ class FsdpEngine:
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
         # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
-        weakref.finalize(self, abandon, weakref.ref(runtime)).atexit = False
+        weakref.finalize(self, construction.abandon, weakref.ref(runtime)).atexit = False
 
     # A step, in the order in which it happens.
 
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
         again = hooks.in_backward()
-        if not again and self.forward in (None, name):
+        if not again and self.running_root in (None, name):
             self.begin_forward(name)
         else:
             self.to_unsharded()
@@ -188,7 +191,7 @@ class FsdpEngine:
     def begin_forward(self, name: str) -> None:
         """A forward begins that is inside of no other."""
         self.to_unsharded()
-        if self.backward.running or self.forward is not None:
+        if self.backward.running or self.running_root is not None:
             self.recover()
         self.order.begin(FORWARD)
         self.gather.forward_follows = False
@@ -199,7 +202,7 @@ class FsdpEngine:
             self.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
-        self.forward, self.root.busy = name, True
+        self.running_root, self.root.busy = name, True
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
@@ -212,7 +215,7 @@ class FsdpEngine:
                 self.gather.release(before)
         else:
             self.to_unsharded()
-            if self.forward is None or self.counts_calls:
+            if self.running_root is None or self.counts_calls:
                 unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):
                 self.reduce.retire_all()
@@ -240,9 +243,9 @@ class FsdpEngine:
 
     def root_post_forward(self, name: str, output: Any) -> None:
         """A module that holds all parameters returns."""
-        if hooks.in_backward() or name != self.forward:
+        if hooks.in_backward() or name != self.running_root:
             return
-        self.forward, self.root.busy = None, False
+        self.running_root, self.root.busy = None, False
         if hooks.has_grad_output(output):
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
         else:
@@ -258,7 +261,7 @@ class FsdpEngine:
             return self.backward
         self.memory.check("a backward", KINDS)
         accumulates = hooks.accumulates(self.groups)
-        if self.forward is None:  # else it runs inside of a forward, which goes on after it
+        if self.running_root is None:  # else it runs inside of a forward, which goes on after it
             self.order.begin(BACKWARD)
         hooks.at_end_of_backward(self.end_backward)
         self.start_backward(accumulates)
@@ -268,11 +271,11 @@ class FsdpEngine:
 
     def start_backward(self, accumulates: bool) -> None:
         """A backward begins, whether its units are reached by hooks or by a schedule."""
-        is_last, told = self.is_last_microbatch is not False, self.is_last_microbatch is not None
+        is_last = self.is_last_microbatch is not False
         # Kept gradients can be reduced only once.
         waits = accumulates and is_last and (self.in_flight > 1 or self.late_seen)
         around = frozenset([unit.ordinal for unit in self.units if unit.busy])
-        self.backward = Backward(accumulates, is_last, is_last and told, waits, around)
+        self.backward = Backward(accumulates, self.is_last_microbatch, waits, around)
         if accumulates:
             self.completed, self.grads_attached = self.backward.done, False
             # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
@@ -309,11 +312,12 @@ class FsdpEngine:
             return
         # A unit that reduces some gradients in each backward gives its bucket to the next.
         more = backward.waits and unit.reduces_each
+        last, known_last = backward.is_last is not False, backward.is_last is True
         if torch.is_grad_enabled():  # a backward with `create_graph`, or none
             with torch.no_grad():
-                self.reduce.backward_done(unit, backward.is_last, backward.is_known_last, more)
+                self.reduce.backward_done(unit, last, known_last, more)
         else:
-            self.reduce.backward_done(unit, backward.is_last, backward.is_known_last, more)
+            self.reduce.backward_done(unit, last, known_last, more)
 
     def end_backward(self) -> None:
         """The backward ends. Completes the units whose inputs needed no gradient or that were not
@@ -395,7 +399,7 @@ class FsdpEngine:
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Gradient shards take no memory until the next backward."""
-        if self.backward.running or self.forward is not None or self.gather.keeps_any:
+        if self.backward.running or self.running_root is not None or self.gather.keeps_any:
             self.recover()
         self.in_flight = 0
         self.gather.updates.drop_loads()
@@ -411,7 +415,7 @@ class FsdpEngine:
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
         self.backward.running = self.gather.forward_follows = False
-        self.forward, self.in_flight = None, 0
+        self.running_root, self.in_flight = None, 0
         self.reduce.abandon(self.units)
         self.gather.give_up()
 
@@ -441,7 +445,7 @@ class FsdpEngine:
 
     def show_between_passes(self) -> None:
         """Shows sharded parameters, unless a forward runs or waits for its backward."""
-        idle = self.forward is None and not self.backward.running
+        idle = self.running_root is None and not self.backward.running
         if idle and self.in_flight <= 0 and not self.memory.away:
             self.to_sharded()
 
@@ -461,8 +465,8 @@ class FsdpEngine:
     @property
     def _is_idle(self) -> bool:
         """Whether the user has frozen all parameters, and there are no gradients of before."""
-        trainable = [group for unit in self.units for group in unit.trainable_groups]
-        return all(g.idle and g.grad_state is GradState.EMPTY for g in trainable)
+        trainable = (group for group in self.groups if group.key.requires_grad)
+        return all(group.idle and group.grad_state is GradState.EMPTY for group in trainable)
 
     @torch.no_grad()
     def scale_grads(self, factor: float | torch.Tensor) -> None:
