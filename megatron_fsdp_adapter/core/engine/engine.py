@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,23 +86,30 @@ class FsdpEngine:
         quantized: knows the parameters whose format in the plans is a quantized one.
 
     After construction the module tree shows sharded parameters.
-
-    Attributes:
-        is_last_microbatch: whether no further backward follows in this step; None until the caller
-            says so. It may run several then, but is taken to run one where gradients are kept.
-        auto_sync: whether the last backward of a step also finishes its gradients.
-        calls_parts: whether a schedule calls a part of a pass by itself: hooks do nothing then.
-        running_root: the name of the module whose forward runs; counts_calls: whether calls of
-            units in it count, as a backward follows.
-        in_flight: forwards whose backward is to come.
-        backward: the one that runs, or the last one; completed: ordinals in the order in which the
-            last one that accumulates completed the units.
-        late_seen: whether kept gradients came to some unit after it had been reduced.
-        grads_attached: whether `.grad` of the sharded parameters are the step's gradients. False
-            from the beginning of a backward until all that it gave is reduced.
-        loads: how often weights that are not trained were reported as written; exported_loads: the
-            same number when everything was last exported.
     """
+
+    is_last_microbatch: bool | None = None
+    """Whether no further backward follows in this step; None until the caller says so. It may run
+    several then, but is taken to run one where gradients are kept."""
+    auto_sync = False
+    """Whether the last backward of a step also finishes its gradients."""
+    calls_parts = False
+    """Whether a schedule calls a part of a pass by itself: hooks do nothing then."""
+    running_root: str | None = None
+    """The name of the module whose forward runs."""
+    counts_calls = True
+    """Whether calls of units in that forward count, as a backward follows."""
+    in_flight = 0
+    """Forwards whose backward is to come."""
+    late_seen = False
+    """Whether kept gradients came to some unit after it had been reduced."""
+    grads_attached = False
+    """Whether `.grad` of the sharded parameters are the step's gradients. False from the beginning
+    of a backward until all that it gave is reduced."""
+    loads = 0
+    """How often weights that are not trained were reported as written."""
+    exported_loads = -1
+    """The same number when everything was last exported."""
 
     def __init__(
         self,
@@ -155,15 +162,12 @@ class FsdpEngine:
         self.pairs = make_pairs(self.groups)
         self.trained = [pair for pair in self.pairs if pair.grad is not None]
         self.switch, self.saved = ParameterSwitch(self.pairs), SavedTensorFilter()
-        self.is_last_microbatch: bool | None = None
-        self.auto_sync = self.calls_parts = self.grads_attached = self.late_seen = False
-        self.running_root, self.counts_calls = cast("str | None", None), True
-        self.backward, self.in_flight = Backward(running=False), 0
-        # What most models do: their first unit's inputs need no gradient, so that it is completed
-        # at the end, with the root.
+        self.backward = Backward(running=False)  # the one that runs, or the last one
+        # Ordinals in the order in which the last backward that accumulates completed the units. At
+        # first what most models do: their first unit's inputs need no gradient, so that it is
+        # completed at the end, with the root.
         inner = [unit.ordinal for unit in self.units[:-1]]
         self.completed: Iterable[int] = [*inner[:0:-1], self.root.ordinal, *inner[:1]]
-        self.loads, self.exported_loads = 0, -1
         hooks.register(self, module, [plan.modules for plan in plans])
         self.to_sharded()
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
