@@ -96,9 +96,9 @@ class FsdpEngine:
     calls_parts = False
     """Whether a schedule calls a part of a pass by itself: hooks do nothing then."""
     running_root: str | None = None
-    """The name of the module whose forward runs."""
+    """The name of the module whose forward runs. Unless `counts_calls`, no backward follows it, and
+    calls of units are not counted."""
     counts_calls = True
-    """Whether calls of units in that forward count, as a backward follows."""
     in_flight = 0
     """Forwards whose backward is to come."""
     late_seen = False
@@ -106,10 +106,9 @@ class FsdpEngine:
     grads_attached = False
     """Whether `.grad` of the sharded parameters are the step's gradients. False from the beginning
     of a backward until all that it gave is reduced."""
-    loads = 0
-    """How often weights that are not trained were reported as written."""
-    exported_loads = -1
-    """The same number when everything was last exported."""
+    loads, exported_loads = 0, -1
+    """How often weights that are not trained were reported as written: so far, and when everything
+    was last exported."""
 
     def __init__(
         self,
@@ -185,8 +184,7 @@ class FsdpEngine:
         else:
             self.to_unsharded()
             if again and self.in_flight <= 0:
-                # A reentrant checkpoint of all of it: its forward, without gradients, was not
-                # counted.
+                # A reentrant checkpoint of all: its forward, without gradients, was not counted.
                 self.in_flight = 1
                 for unit in self.units:
                     unit.forward_calls = 1
@@ -330,15 +328,13 @@ class FsdpEngine:
         unit (autocast keeps casts), or a unit ran more often than was counted."""
         backward = self.backward
         for unit in reversed(self.units) if backward.accumulates else ():
-            if unit.ordinal not in backward.done:
+            is_done = unit.ordinal in backward.done
+            is_late = is_done and any(group.has_grads() for group in unit.trainable_groups)
+            if not is_done or (is_late and not unit.keeps_grads):
                 self.complete(unit)
-            elif not any(group.has_grads() for group in unit.trainable_groups):
-                continue
-            elif unit.keeps_grads:
+            elif is_late:
                 with torch.no_grad():
                     self.late_seen |= self.reduce.reduce_late_grads(unit)
-            else:
-                self.complete(unit)
         self.gather.release_all(but=backward.around)
         backward.running = False
         if backward.accumulates:
