@@ -21,7 +21,6 @@ from collections.abc import Callable
 import torch
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.identity import Identity
 from ..core.runtime.device import COMPUTE, GATHER, REDUCE
 
 
@@ -88,6 +87,6 @@ class FullIterationGraphs:
         if not self.captured or self._is_capturing():
             return False
         self._stale = True
-        if self._engine.switch.shown is Identity.UNSHARDED:
+        if self._engine.switch.shows_unsharded:
             self._engine.to_sharded()
         return True

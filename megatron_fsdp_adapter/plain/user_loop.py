@@ -17,7 +17,7 @@ import torch
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
-from ..core.engine.identity import Identity, ParamPair
+from ..core.engine.identity import ParamPair
 from ..core.runtime.comm import Communicator
 from ..core.runtime.device import REDUCE
 
@@ -29,7 +29,7 @@ class UserLoopEngine(FsdpEngine):
         super().__init__(*args, **options)
         if self.quantization is not None:
             self.quantization.unnotified = True
-        self._shown_before = Identity.SHARDED  # the forward that runs, or ran last
+        self._found_unsharded = False  # by the forward that runs, or ran last
         self._trained = [pair.group.key.requires_grad for pair in self.pairs]
         self._has_frozen = False  # a group that is trained
         self._given: dict[int, ParamPair] = {}  # whose gradients were attached, and not forgotten
@@ -40,8 +40,8 @@ class UserLoopEngine(FsdpEngine):
 
     def begin_forward(self, name: str) -> None:
         """Follows the user also where a forward waits for its backward."""
-        self._shown_before = self.switch.shown
-        if self._shown_before is Identity.UNSHARDED:
+        self._found_unsharded = self.switch.shows_unsharded
+        if self._found_unsharded:
             self._follow_user()
         super().begin_forward(name)
 
@@ -54,7 +54,7 @@ class UserLoopEngine(FsdpEngine):
     def end_evaluation(self) -> None:
         """Shows sharded parameters again if they were shown before."""
         super().end_evaluation()
-        if self._shown_before is Identity.SHARDED and not torch.is_grad_enabled():
+        if not self._found_unsharded and not torch.is_grad_enabled():
             self.to_sharded()
 
     def start_backward(self, accumulates: bool) -> None:

@@ -30,7 +30,6 @@ from . import construction, hooks
 from .buffer_pool import AllocateSlots, ordinary_memory
 from .gather import GatherPipeline
 from .group import GradState, laid_out
-from .identity import Identity, ParameterSwitch, make_pairs
 from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
 from .partition import UnitPlan
@@ -394,7 +393,7 @@ class FsdpEngine:
         if not stepped:
             self.mark_main_weights_stale()
         if self.quantization is not None:
-            self.quantization.changed(loaded, needed=self.switch.shown is Identity.UNSHARDED)
+            self.quantization.changed(loaded, needed=self.switch.shows_unsharded)
         self.gather.invalidate()
 
     def zero_grads(self) -> None:
@@ -419,14 +418,14 @@ class FsdpEngine:
         self.reduce.abandon(self.units)
         self.gather.give_up()
 
-    # Identities. Main weights may be read and written while sharded parameters are shown.
+    # What modules show. Main weights may be read and written while it is sharded parameters.
 
     def to_unsharded(self) -> None:
         """Shows unsharded parameters and marks gathered weights as stale: sharded parameters may
         have been written."""
-        if self.switch.shown is not Identity.UNSHARDED or self.memory.away:
+        if not self.switch.shows_unsharded or self.memory.away:
             self.memory.check("using the model", READ)
-            self.switch.show(Identity.UNSHARDED, before=self.before_unsharded)
+            self.switch.show(unsharded=True, before=self.before_unsharded)
 
     def before_unsharded(self) -> None:
         """Sharded parameters, which may have been written, are shown no longer."""
@@ -437,7 +436,7 @@ class FsdpEngine:
     def to_sharded(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])
         self.gather.updates.settle()
-        self.switch.show(Identity.SHARDED, before=self._give_up_unsharded)
+        self.switch.show(unsharded=False, before=self._give_up_unsharded)
 
     def _give_up_unsharded(self) -> None:
         self.gather.check_writes()
@@ -481,7 +480,7 @@ class FsdpEngine:
         """Makes main weights readable, and quantized weights equal to them in each rank's own
         rows. Collective if main weights have changed."""
         self.gather.updates.settle()
-        if self.quantization is not None and self.switch.shown is Identity.SHARDED:
+        if self.quantization is not None and not self.switch.shows_unsharded:
             self.quantization.catch_up()
 
     def will_quantize(self, trained: bool) -> bool:

@@ -1,14 +1,13 @@
 """The two identities of a parameter, and which of them the module tree shows.
 
-Inside forward and backward a module's slot holds the *raw* parameter, a plain tensor over the
-gathered weights. Outside it holds the *optimizer* parameter, a DTensor over this rank's rows of
-the main weights. Both objects are made once: optimizer groups, name caches and state dicts go by
+Inside forward and backward a module's slot holds the unsharded parameter, a plain tensor over the
+gathered weights. Outside it holds the sharded parameter, a DTensor over this rank's rows of the
+main weights. Both objects are made once: optimizer groups, name caches and state dicts go by
 object identity.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,6 @@ from megatron_fsdp_adapter.dtensor import UnevenDTensor
 
 from .group import ParamGroup
 from .partition import ManagedParam
-
-
-class Identity(enum.Enum):
-    UNSHARDED = "unsharded"
-    SHARDED = "sharded"
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -108,46 +102,46 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
     for group in groups:
         trainable, held = group.key.requires_grad, group.held
         for index, managed in enumerate(group.managed):
-            optimizer = nn.Parameter(
+            sharded = nn.Parameter(
                 as_dtensor(group.device_main.items(held)[index], group, index),
                 requires_grad=trainable,
             )
             if group.main_on_host:
                 # Gradients are on the device, and torch takes none of another device than its
                 # parameter: the DTensor goes on saying that it is there.
-                optimizer._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
+                sharded._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
             grad = as_dtensor(group.grad.items(held)[index], group, index) if trainable else None
-            if grad is not None and grad.dtype != optimizer.dtype:
-                optimizer.grad_dtype = grad.dtype  # type: ignore[attr-defined]
-            pairs.append(ParamPair(managed, group, index, optimizer, grad))
+            if grad is not None and grad.dtype != sharded.dtype:
+                sharded.grad_dtype = grad.dtype  # type: ignore[attr-defined]
+            pairs.append(ParamPair(managed, group, index, sharded, grad))
     return pairs
 
 
 class ParameterSwitch:
-    """Puts one identity or the other into every slot of the module tree, tied slots included."""
+    """Puts unsharded or sharded parameters into all slots of the module tree, tied ones too."""
 
     def __init__(self, pairs: Sequence[ParamPair]) -> None:
-        self.shown = Identity.UNSHARDED
+        self.shows_unsharded = True
         self._slots = [
             (module._parameters, name, pair.unsharded, pair.sharded, fqn)
             for pair in pairs
             for (module, name), fqn in zip(pair.managed.slots, pair.managed.fqns, strict=True)
         ]
 
-    def show(self, identity: Identity, before: Callable[[], None] = lambda: None) -> None:
-        """Shows `identity`; runs `before` first if that is a change. RuntimeError, before anything
-        is changed, if a slot does not hold what was put there: a weight that was tied or rebuilt
-        after sharding would be undone here in silence."""
-        if identity is self.shown:
+    def show(self, unsharded: bool, before: Callable[[], None] = lambda: None) -> None:
+        """Shows unsharded or sharded parameters; runs `before` first if that is a change.
+        RuntimeError, before anything is changed, if a slot does not hold what was put there: a
+        weight that was tied or rebuilt after sharding would be undone here in silence."""
+        if unsharded is self.shows_unsharded:
             return
-        now, then = (3, 2) if identity is Identity.UNSHARDED else (2, 3)
+        now, then = (3, 2) if unsharded else (2, 3)
         for slot in self._slots:
             if slot[0].get(slot[1]) is not slot[now]:
                 raise RuntimeError(_replaced(slot[4]))
         before()
         for slot in self._slots:
             slot[0][slot[1]] = slot[then]  # type: ignore[assignment]
-        self.shown = identity
+        self.shows_unsharded = unsharded
 
 
 def _replaced(fqn: str) -> str:
