@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,21 @@ from .group import ParamGroup
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .unit import Phase, Unit
+
+MakeCommunicator = Callable[[Any, torch.device], Communicator]
+OfDomains = dict[str, Communicator]
+
+
+def communicators(
+    domains: Mapping[str, ShardDomain], make: MakeCommunicator, runtime: Runtime
+) -> tuple[OfDomains, OfDomains, OfDomains]:
+    """Of each domain: that of gathers and that of reductions over the shard axis, and the outer
+    axis's, where there is one."""
+    device = runtime.device
+    gathers = {name: make(domain.gather_group, device) for name, domain in domains.items()}
+    reduces = {name: make(domain.reduce_group, device) for name, domain in domains.items()}
+    outer = {n: make(one.outer.group, device) for n, one in domains.items() if one.outer}
+    return gathers, reduces, outer
 
 
 def broadcast_weights(

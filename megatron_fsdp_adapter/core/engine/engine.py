@@ -30,6 +30,7 @@ from . import construction, hooks
 from .buffer_pool import AllocateSlots, ordinary_memory
 from .gather import GatherPipeline
 from .group import GradState, laid_out
+from .identity import ParameterSwitch, make_pairs
 from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
 from .partition import UnitPlan
@@ -63,9 +64,6 @@ class Backward:
     calls: Counter[int] = field(default_factory=Counter)
     done: dict[int, None] = field(default_factory=dict)
     recomputed: Unit | None = None
-
-
-MakeCommunicator = Callable[[Any, torch.device], Communicator]
 
 
 class FsdpEngine:
@@ -116,7 +114,7 @@ class FsdpEngine:
         domains: Mapping[str, ShardDomain],
         config: EngineConfig,
         runtime: Runtime,
-        make_communicator: MakeCommunicator = Communicator,
+        make_communicator: construction.MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
         allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
@@ -127,11 +125,7 @@ class FsdpEngine:
         runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
         plans = laid_out(plans, used, config)
-        gathers = {d: make_communicator(v.gather_group, runtime.device) for d, v in used.items()}
-        reduces = {d: make_communicator(v.reduce_group, runtime.device) for d, v in used.items()}
-        outer = {
-            d: make_communicator(v.outer.group, runtime.device) for d, v in used.items() if v.outer
-        }
+        gathers, reduces, outer = construction.communicators(used, make_communicator, runtime)
 
         def make_ready(plan: UnitPlan) -> dict[nn.Parameter, torch.Tensor]:
             prepare(plan)
