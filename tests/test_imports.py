@@ -51,18 +51,16 @@ MEGATRON_IMPORTERS = ("megatron", "launch", "prove")
 BUNDLED_IMPORTERS = {f"{PACKAGE}/megatron/compat/table.py", "scripts/lib/bench_bundled.py"}
 """Files that may name the engine that is bundled with Megatron: one rebinds it, one measures it."""
 
-MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 7_080
-"""4,400 lines of core until the engine outgrew one file (a module of its own for backward passes
-has imports, arguments and attributes to state) and until ranks compared what they launch (some 200
-lines). Quantized weights are some 800 more: formats, planes, when they are made, and what is asked
-of who makes them. Memory that goes away between steps is some 240, hooks on what
-autograd saves some 150, an optimizer in host memory some 150 and its
-updates under the next forward some 140, an all-to-all of uneven pieces 14,
-units that keep more than others some 50, domains of one rank in units of others some 90,
-buckets in the dtype of the gradients some 40,
-inputs of the model that are watched for a second backward 10, writes to gathered weights that would
-be lost 75, gradients and whole models that are computed inside of passes 30, embeddings that
-compute 15, warnings of one rank 16, and hooks that torch.compile leaves out of its graphs 5."""
+MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 6_780
+"""4,400 lines of core until ranks compared what they launch (some 200 lines). Quantized weights are
+some 800 more: formats, planes, when they are made, and what is asked of who makes them. Memory that
+goes away between steps is some 240, hooks on what autograd saves some 150, an optimizer in host
+memory some 150 and its updates under the next forward some 140, an all-to-all of uneven pieces 14,
+units that keep more than others some 50, domains of one rank in units of others some 90, buckets in
+the dtype of the gradients some 40, inputs of the model that are watched for a second backward 10,
+writes to gathered weights that would be lost 75, gradients and whole models that are computed
+inside of passes 30, embeddings that compute 15, warnings of one rank 16, and hooks that
+torch.compile leaves out of its graphs 5."""
 CORE = tuple(part for part in PARTS if part.startswith("core."))
 """What takes part in a step."""
 
