@@ -1,7 +1,6 @@
 """The `fsdp_dtensor` format: chunks from the layout, names of the whole model, safe folders.
 
-Knows files and state dicts, and no Megatron. May enter: what reads, writes or converts a
-checkpoint, whoever asks for it.
+Imports no Megatron. Code that reads, writes or converts a checkpoint belongs here.
 """
 
 from megatron_fsdp_adapter.checkpoint.asynchronous import AsyncSaver

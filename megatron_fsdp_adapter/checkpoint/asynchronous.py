@@ -1,17 +1,15 @@
-"""Saving while training goes on.
+"""Background saves.
 
-A save copies this rank's part of the state to the host, which is all that training waits for, and
-torch DCP's `async_save` plans and writes the copy in a thread. The thread's collectives run on a
-group of its own: on the group of training they would meet those of training in an order that
-differs between ranks.
+A save copies this rank's part of the state to the host, and torch DCP's `async_save` plans and
+writes the copy in a thread. Training waits only for the copy. The thread's collectives run on a
+separate group: on the training group their order would differ between ranks.
 
-Memory: one copy of what this rank holds (tensors in page-locked memory where they come from a
-GPU), made at the first save and used again by the next. There is never a second one, since a save
-waits for the one before.
+Memory: one copy of this rank's state (page-locked for GPU tensors), allocated at the first save and
+reused by the next. There is never a second copy, because a save waits for the previous one.
 
-A thread and not DCP's process: a process would need the copy to be sent to it, DTensors and their
-meshes pickled, and a second set of process groups. What the thread costs training is the
-interpreter's lock between the long calls, which release it (copying, digests, file writes).
+DCP's process is not used: it would need the copy sent to it, DTensors and meshes pickled, and a
+second set of process groups. The thread costs training the interpreter lock, except in the long
+calls that release it (copying, digests, file writes).
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
 @dataclass(frozen=True)
 class Writing:
-    """A save that a thread writes.
+    """A save that a thread is writing.
 
-    asked: set once `finish` is called, which raises what the save failed with.
+    asked: set by `finish`, which raises the save's error.
     """
 
     future: Future[Any]
@@ -52,13 +50,13 @@ class Writing:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank has nothing left to do. Local."""
+        """True if the thread of this rank is done. Local."""
         return self.future.done()
 
     def finish(self, ranks: Coordinator) -> None:
-        """Waits. Collective; raises CheckpointError on every rank if the save failed on any.
+        """Waits for the save. Collective; raises CheckpointError on every rank if it failed on any.
 
-        ranks: all of them, on a group that no other save is written with meanwhile.
+        ranks: all ranks, on a group that no other running save uses.
         """
         self.asked.set()
         atexit.unregister(self._fail_the_process)
@@ -67,8 +65,8 @@ class Writing:
         )
 
     def watch(self) -> None:
-        """From now on a failure that nothing waits for is told, once: by the thread, when it
-        happens, and by the exit status of the process, if nothing has asked until its end."""
+        """Reports a failure that no `finish` call raises: on stderr when it happens, and by the
+        exit status of the process."""
         # In the thread, as soon as it has failed.
         self.future.add_done_callback(self._tell)
         atexit.register(self._fail_the_process)
@@ -80,14 +78,16 @@ class Writing:
         self.writer.discard()
         if not self.asked.is_set():
             print(
-                f"{self.writer.checkpoint_id} was not saved: writing it in the background failed "
-                f"({message_of(error)}); a checkpoint before it stays",
+                f"{self.writer.checkpoint_id} was not saved: the background write failed "
+                f"({message_of(error)}). The previous checkpoint is kept",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
     def _fail_the_process(self) -> None:
-        """Python has waited for the thread by now. Its own status for a failure after the last
-        line of the program is 120, which it takes where a standard stream cannot be flushed."""
+        """Makes Python exit with status 120 if the save failed and `finish` was never called.
+
+        Runs at exit, after Python has joined the thread. Python exits with 120 if it cannot flush a
+        standard stream, and no exit handler can set the status otherwise."""
         if not self.future.done() or self.future.exception() is None:
             return
         stream, flush = sys.stderr, sys.stderr.flush
@@ -101,15 +101,16 @@ class Writing:
 
 
 class BackgroundWriter:
-    """Copies states to the host and has them written in a thread. Making one, `start` and `close`
-    are collective: all ranks, in the same order. Whoever starts a second save has waited for the
-    first, whose copy is overwritten."""
+    """Copies states to the host and writes them in a thread.
+
+    The constructor, `start` and `close` are collective: all ranks, in the same order. A second
+    `start` overwrites the first save's copy, so the caller waits for the first save before."""
 
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialized."""
         if not dist.is_initialized():
             raise ValueError(
-                "torch.distributed is not initialized; call torch.distributed.init_process_group "
+                "torch.distributed is not initialized. Call torch.distributed.init_process_group "
                 "first (a world of one is enough)"
             )
         group = dist.new_group(backend="gloo")
@@ -119,8 +120,9 @@ class BackgroundWriter:
     def start(
         self, state: Callable[[], Mapping[str, Any]], make_writer: Callable[[], SafeWriter]
     ) -> Writing:
-        """Returns when the state, as torch DCP is to store it, is copied. Raises on every rank if a
-        rank has no memory for the copy; nothing is then written."""
+        """Copies the state (as torch DCP stores it) and starts writing it.
+
+        Raises on every rank if a rank has no memory for the copy; nothing is then written."""
         staged, _ = self.ranks.run("copying the state", lambda: self._stager.copy(state()))
         writer = make_writer()
         future = torch_dcp.async_save(
@@ -135,20 +137,19 @@ class BackgroundWriter:
         return writing
 
     def close(self) -> None:
-        """Gives memory and process group back; nothing may be under way."""
+        """Frees the copy and the process group. No save may be running."""
         self._stager.close()
         dist.destroy_process_group(self.ranks.group)
 
 
 class AsyncSaver:
-    """Saves in the background, one checkpoint at a time.
+    """Background saves, one checkpoint at a time.
 
-    Making one, `save`, `wait` and `close` are collective calls: all ranks, in the same order. As a
-    context manager it closes itself. A process that ends without `close` still finishes the save
-    that is under way, since Python waits for the thread, unless it destroys its process groups
-    before: that save is then given up, and the checkpoint before it stays. A save that fails when
-    nothing waits for it is told on stderr, and without a later `wait` or `close` the exit status
-    of the process is 120, Python's own for a failure after the last line.
+    The constructor, `save`, `wait` and `close` are collective calls: all ranks, in the same order.
+    The context manager calls `close`. A process that ends without `close` still finishes the
+    running save, because Python joins the thread. If it destroys its process groups first, that
+    save is abandoned and the previous checkpoint stays. A failed save is reported on stderr;
+    without a later `wait` or `close` the process exits with status 120.
     """
 
     def __init__(self) -> None:
@@ -165,12 +166,11 @@ class AsyncSaver:
         *,
         topology: Mapping[str, Any] | None = None,
     ) -> None:
-        """`save_checkpoint` in the background: returns when the state is copied, and may change.
+        """Starts `save_checkpoint` in the background; the state may change once this returns.
 
-        First waits for the save before this one. The checkpoint becomes the newest one of `root`
-        when it is complete on all ranks; whatever happens until then, the one before stays. Raises
-        on every rank what `save_checkpoint` raises, and what the save before this one ended with;
-        nothing is then saved.
+        First waits for the previous save. The checkpoint becomes the newest one of `root` once it
+        is complete on all ranks; until then the previous one stays. Raises on every rank the errors
+        of `save_checkpoint` and of the previous save; nothing is then saved.
         """
         self.wait()
         ranks, folder = self._background.ranks, Path(root)
@@ -182,18 +182,18 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way on this rank. Local."""
+        """True while a save is running on this rank. Local."""
         return self._writing is not None and not self._writing.is_over
 
     def wait(self) -> None:
-        """Returns when nothing is under way. Raises CheckpointError on every rank, once, if the
-        save that was failed on any."""
+        """Waits for the running save, if any. Raises CheckpointError on every rank, once, if it
+        failed on any."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.finish(self._background.ranks)
 
     def close(self) -> None:
-        """Waits, and gives memory and process group back, also if the save failed."""
+        """Waits, then frees memory and process group, even if the save failed."""
         try:
             self.wait()
         finally:
@@ -203,7 +203,7 @@ class AsyncSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error of this rank alone the others would not be there to exchange anything.
+        # After an error on this rank alone the other ranks would not join the exchange.
         if kind is None:
             self.close()
         elif self._writing is not None:
@@ -211,8 +211,9 @@ class AsyncSaver:
 
 
 def _result(future: Future[Any], writer: SafeWriter) -> None:
-    """Waits; what a failed save wrote is gone before its error is raised. (The future wakes what
-    waits for it before it calls back.)"""
+    """Waits for a save; deletes the files of a failed one before raising its error.
+
+    `discard` is called here too because a future wakes its waiters before it runs its callbacks."""
     concurrent.futures.wait([future])
     if future.exception() is not None:
         writer.discard()
@@ -220,15 +221,15 @@ def _result(future: Future[Any], writer: SafeWriter) -> None:
 
 
 class HostStager(AsyncStager):
-    """Copies a nested state to the host, into the same memory each time.
+    """Copies nested states to the host, reusing the same memory.
 
-    An `AsyncStager` of torch DCP, to which it gives what was copied before: a rank that runs out of
-    memory must tell the others before DCP, which cannot, is called.
+    An `AsyncStager` of torch DCP that returns an earlier copy: the copy is made before DCP is
+    called, because DCP cannot report a rank that runs out of memory to the other ranks.
     """
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Of DCP's protocol: there is nothing to wait for."""
+        """False (DCP's protocol): the copy is complete already."""
         return False
 
     def __init__(self) -> None:
@@ -236,9 +237,9 @@ class HostStager(AsyncStager):
         self._before: dict[str, torch.Tensor] = {}
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state with a host copy of every tensor and a deep copy of all else. A DTensor
-        becomes a plain tensor that torch DCP stores alike."""
-        # What this state has no use for is given back.
+        """The state with a host copy of every tensor and a deep copy of all other values. A DTensor
+        becomes a plain tensor that torch DCP stores as it would store the DTensor."""
+        # Buffers that this state does not use are freed.
         self._before, self._buffers = self._buffers, {}
         copied = {key: self._copied(value, key) for key, value in state.items()}
         self._before = {}
@@ -247,15 +248,15 @@ class HostStager(AsyncStager):
         return copied
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Nothing is left to do."""
+        """Returns the state unchanged: `copy` has copied it."""
         return state_dict
 
     def synchronize_staging(self) -> None:
-        """Of DCP's protocol."""
+        """No-op (DCP's protocol)."""
         return None
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the buffers."""
         self._buffers.clear()
 
     def _copied(self, value: Any, path: str) -> Any:
@@ -275,5 +276,5 @@ class HostStager(AsyncStager):
             pinned = tensor.is_cuda
             held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         self._buffers[path] = held
-        # A new object each time: it carries what it is stored as, which may differ next time.
+        # A new object each time, because `stored_alike` attaches chunks that may differ next time.
         return held.copy_(tensor.detach(), non_blocking=True).detach()

@@ -1,10 +1,9 @@
-"""Where a rank's piece of a tensor lies in the whole tensor, told to torch DCP without talking.
+"""Chunks: which blocks of a whole tensor a rank holds, without any exchange between ranks.
 
-torch works out the place of a DTensor's shard from mesh and placement, which is only right for an
-even split. Ours are uneven (a shard boundary falls wherever a flat buffer is cut), so each DTensor
-is an `UnevenDTensor` that carries its *chunks*: blocks (offsets, sizes) of the whole tensor, in the
-order in which they lie in the local tensor. They are a pure function of the layout; nothing is
-exchanged.
+torch derives the place of a DTensor's shard from mesh and placement, which assumes an even split.
+Our splits are uneven (a shard boundary falls wherever a flat buffer is cut), so each DTensor is an
+`UnevenDTensor` that carries its *chunks*: blocks (offsets, sizes) of the whole tensor, in the order
+of the local tensor. They are a pure function of the layout.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ _WRITE_ITEMS, _TENSOR_SHARD = "__create_write_items__", "__get_tensor_shard__"
 
 
 def tile(whole: Box, blocks: Iterable[Box]) -> bool:
-    """Whether the blocks have every element of `whole` once, and nothing beside it.
+    """True if the blocks cover every element of `whole` exactly once, and no other element.
 
-    A sum of blocks is known by its corners, with a sign for each end: those of the blocks must add
-    up to those of the whole. No pair of blocks has to be compared.
+    A sum of blocks is determined by its signed corners, so the corners of the blocks must add up to
+    those of the whole. No pair of blocks is compared.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for count, (offsets, sizes) in ((-1, whole), *((1, block) for block in blocks)):
@@ -55,12 +54,12 @@ def tile(whole: Box, blocks: Iterable[Box]) -> bool:
 
 @dataclass(frozen=True)
 class LayoutRef:
-    """Which piece of which group layout a sharded parameter is.
+    """The piece of a group layout that a sharded parameter is.
 
-    layout: the group's layout; index: the parameter's number in it; rank: the shard number of
-    this process; tp_offset: where this process's tensor-parallel slice begins in the whole
-    tensor, one number per dimension (None: at the origin).
-    Raises ValueError if the layout has no such parameter or shard.
+    layout: the group's layout; index: the parameter's number in it; rank: the shard number of this
+    process; tp_offset: origin of this process's tensor-parallel slice in the whole tensor, one
+    number per dimension (None: zeros). Raises ValueError if the layout has no such parameter or
+    shard.
     """
 
     layout: GroupLayout
@@ -88,19 +87,19 @@ class LayoutRef:
         return reshard.chunks(self.layout, self.index, self.rank, self.tp_offset)
 
     def cut(self, *piece: Any) -> Any:
-        """`Chunks.cut` of the parameter, or of the `piece` of it that these values describe."""
+        """`Chunks.cut` of the parameter, or of its piece described by `piece`."""
         return (self.layout, self.index, *piece)
 
 
 def attach_chunks(dtensor: DTensor, chunks: Sequence[Box], cut: Any = None) -> None:
-    """Tells `dtensor` that it is these blocks of the whole tensor.
+    """Attaches to `dtensor` the blocks of the whole tensor that it holds.
 
-    chunks, cut: as `Chunks` has them. Raises ValueError if it is not an `UnevenDTensor`, if a block
-    is not inside the tensor's shape, or if together they do not have the local tensor's size.
+    chunks, cut: the fields of `Chunks`. Raises ValueError if it is not an `UnevenDTensor`, if a
+    block exceeds the tensor's shape, or if the blocks' total size is not the local tensor's.
     """
     if not isinstance(dtensor, UnevenDTensor):
         raise ValueError(
-            f"a {type(dtensor).__name__} cannot carry chunks; make it with uneven_dtensor"
+            f"a {type(dtensor).__name__} cannot carry chunks. Make it with uneven_dtensor"
         )
     attached = Chunks(tuple(chunks), cut)
     attached.check(tuple(dtensor.shape), dtensor._local_tensor)
@@ -108,12 +107,12 @@ def attach_chunks(dtensor: DTensor, chunks: Sequence[Box], cut: Any = None) -> N
 
 
 def has_chunks(dtensor: DTensor) -> bool:
-    """True if `dtensor` knows which blocks of the whole tensor it is."""
+    """True if `dtensor` has chunks attached."""
     return chunks_of(dtensor) is not None
 
 
 def read_chunks(dtensor: DTensor) -> tuple[Box, ...]:
-    """The blocks of a DTensor. Raises ValueError if it does not know them."""
+    """The blocks of a DTensor. Raises ValueError if it has none attached."""
     return _chunks(dtensor).boxes
 
 
@@ -121,8 +120,8 @@ def _chunks(dtensor: DTensor) -> Chunks:
     found = chunks_of(dtensor)
     if found is None:
         raise ValueError(
-            f"a DTensor of shape {tuple(dtensor.shape)} carries no chunks; take it from a "
-            "parameter, or a value of its geometry, of a sharded model"
+            f"a DTensor of shape {tuple(dtensor.shape)} carries no chunks. Take it from a sharded "
+            "model's parameters, or make it with dtensor_like"
         )
     return found
 
@@ -138,9 +137,9 @@ def uneven_dtensor(
 ) -> UnevenDTensor:
     """A DTensor of global `shape` and `stride` over this rank's `local`, with chunks attached.
 
-    The DTensor uses the storage of `local`: what is loaded into it is seen there. No collective.
-    A 0-D tensor cannot be sharded and torch takes `shape=()` for "not given", so it becomes (1,).
-    Raises ValueError as `attach_chunks` does.
+    The DTensor shares the storage of `local`. No collective. A 0-D tensor becomes (1,): it cannot
+    be sharded, and torch takes `shape=()` for "not given". Raises ValueError as `attach_chunks`
+    does.
     """
     if not shape:
         local, shape, stride = local.reshape(-1), (1,), (1,)
@@ -150,7 +149,7 @@ def uneven_dtensor(
 
 
 def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
-    """A DTensor over `local` with the geometry and chunks of `source`, dtype that of `local`.
+    """A DTensor over `local` with the geometry and chunks of `source` and the dtype of `local`.
 
     For optimizer state and gradients. Raises ValueError if `local` has another shape than the
     local tensor of `source`, or if `source` has no chunks.
@@ -173,10 +172,10 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
 
 
 def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
-    """`local`, made into a plain tensor that torch DCP saves as it would save `source`.
+    """`local` as a plain tensor that torch DCP saves as it would save `source`.
 
-    local: any device, shape of the local tensor of `source`; its storage is used. For copies on
-    another device than the mesh's, where no DTensor can be. It can only be saved, not loaded into.
+    local: any device, shape of the local tensor of `source`; its storage is shared. For copies on a
+    device other than the mesh's, where a DTensor is impossible. The result cannot be loaded into.
     Raises ValueError if `source` is sharded and has no chunks.
     """
     shape = source.shape
@@ -196,7 +195,7 @@ def _block_getter(
     local: torch.Tensor, chunks: Chunks
 ) -> Callable[[MetadataIndex], torch.Tensor]:
     """The function by which torch DCP finds a chunk of a plain tensor. The reference is weak
-    because the function hangs on the very tensor that it returns."""
+    because the function is an attribute of the tensor that it returns."""
     local_ref = weakref.ref(local)
 
     def block(index: MetadataIndex) -> torch.Tensor:

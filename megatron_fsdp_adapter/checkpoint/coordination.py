@@ -1,7 +1,7 @@
-"""Ranks that agree: every step of a save or load succeeds on all of them or raises on all.
+"""Coordination of ranks: every step of a save or load succeeds on all ranks or raises on all.
 
-A rank that fails alone leaves the others waiting in the next collective. So each step ends with
-one exchange of small objects in which the ranks tell each other how it went.
+A rank that fails alone would leave the others waiting in the next collective. So each step ends
+with one exchange of small objects that carry results or failures.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ R = TypeVar("R")
 
 
 def _nothing(_: object) -> None:
-    """What a rank tells the others of its result, by default."""
+    """Default for `tell`: a rank's result is not exchanged."""
 
 
 class CheckpointError(RuntimeError):
-    """A save or load failed for another reason than bad input. Raised on every rank."""
+    """A save or load failed, not because of bad input. Raised on every rank."""
 
 
-# What a step may raise on any rank, most specific first, and what every rank then raises.
+# The errors that a step may raise on any rank, most specific first. Every rank raises the first.
 _KINDS: tuple[type[Exception], ...] = (FileNotFoundError, ValueError, CheckpointError)
 
 
@@ -52,9 +52,9 @@ class Coordinator:
     ) -> tuple[T, tuple[R | None, ...]]:
         """Runs `step` here; returns its result, and `tell(result)` of every rank in rank order.
 
-        If it raised anywhere, every rank raises one error that quotes each different message
-        with its ranks: FileNotFoundError or ValueError where a rank raised that, else
-        CheckpointError. One all_gather_object of what is told, whatever happened.
+        If it raised on any rank, every rank raises one error that quotes each different message
+        with its ranks: FileNotFoundError or ValueError if a rank raised that, else CheckpointError.
+        One all_gather_object either way.
         """
         cause: BaseException | None = None
         message: R | _Failure | None
@@ -77,22 +77,20 @@ class Coordinator:
 def coordination(group: dist.ProcessGroup | None = None) -> Iterator[Coordinator]:
     """The coordinator of `group`, or of all ranks if it is None.
 
-    A default group that has no CPU backend (plain NCCL) is not used: what is exchanged is small
-    Python objects, and through NCCL each would be copied to the GPU, would need the right current
-    device, and would queue behind the communication of training. A gloo group is then made for
-    the duration (a collective call: every rank must be here) and destroyed; pass `group` to
-    save that. Raises ValueError if torch.distributed is not initialized or `group` has no CPU
-    backend.
+    A default group without a CPU backend (plain NCCL) is not used: the small Python objects would
+    be copied to the GPU and would queue behind the communication of training. A gloo group is then
+    created for the duration (a collective call on all ranks) and destroyed; pass `group` to avoid
+    that. Raises ValueError if torch.distributed is not initialized or `group` has no CPU backend.
     """
     if group is not None and not _has_cpu_backend(group):
         raise ValueError(
-            f"group has backend {dist.get_backend(group)!r}, which cannot move CPU tensors; "
-            "pass a gloo group, or None to have one made"
+            f"group has backend {dist.get_backend(group)!r}, which cannot move CPU tensors. Pass "
+            "a gloo group, or None to create one"
         )
     chosen = dist.group.WORLD if group is None else group
     if chosen is None:
         raise ValueError(
-            "torch.distributed is not initialized; call torch.distributed.init_process_group "
+            "torch.distributed is not initialized. Call torch.distributed.init_process_group "
             "first (a world of one is enough)"
         )
     temporary = not _has_cpu_backend(chosen)
@@ -115,7 +113,7 @@ def _kind_of(error: BaseException) -> int:
 
 
 def message_of(error: BaseException) -> str:
-    """What an error says, in one line for each message: of several ranks', which rank."""
+    """The message of an error; of an error of several ranks, each message with its ranks."""
     if isinstance(error, CheckpointException):
         ranks_of: dict[str, list[int]] = {}
         for rank, (failure, _) in sorted(error.failures.items()):

@@ -3,13 +3,13 @@
 The folder is an ordinary DCP checkpoint, as Megatron-LM's `--ckpt-format fsdp_dtensor` writes it:
 the keys are those of the nested state joined by dots.
 
-Collectives. A save has two exchanges of our own, of small objects, plus DCP's plan and result
-exchange: DCP has to see every rank's plan to write one metadata file, and publishing the result is
-part of the latter (`storage.py`). A load has two or three
-exchanges and none by DCP: every rank reads the metadata file and then exactly its own blocks, so
-there is nothing to plan together. None of them is per tensor, and all of them are on the CPU.
+Collectives: a save has two exchanges of small objects, plus DCP's exchange of plans and results.
+DCP needs every rank's plan to write one metadata file, and the result exchange publishes the
+checkpoint (`storage.py`). A load has two or three exchanges and none by DCP, because every rank
+reads the metadata file and then exactly its own blocks. No exchange is per tensor, and all run on
+the CPU.
 
-Loading unpickles what is not a tensor: load only checkpoints that you trust.
+Loading unpickles values that are not tensors: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class _View:
-    """What a rank tells the others about the checkpoint that it opened."""
+    """The summary of an opened checkpoint that ranks exchange."""
 
     iteration: int
     digest: str
@@ -60,8 +60,10 @@ class _View:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint as this rank sees it; `keys` are the general keys that it wants, `stored` the
-    state to read them into, `read` how (None: it does not fit)."""
+    """A checkpoint opened by this rank.
+
+    keys: the general keys that it loads; stored: the state to read them into; read: the planned
+    read (None: the state does not fit)."""
 
     folder: Path
     metadata: Metadata
@@ -91,16 +93,16 @@ def save_checkpoint(
 ) -> Path:
     """Writes `state` as the checkpoint of `iteration` and makes it the newest one of `root`.
 
-    Called by all ranks of `group` (a CPU group; None: all ranks) with the same arguments but for
-    the state. state: nested dicts and lists with string keys; leaves are DTensors with chunks,
-    tensors and picklable objects; see `checkpoint.state`. keep_last: how many complete
-    checkpoints up to this one to keep (None: all). topology: what to note about the run in the
-    checkpoint's record (`record.topology_of`), plain values.
+    Called by all ranks of `group` (a CPU group; None: all ranks) with the same arguments except the
+    state. state: nested dicts and lists with string keys; leaves are DTensors with chunks, tensors
+    and picklable objects; see `checkpoint.state`. keep_last: how many complete checkpoints up to
+    this one to keep (None: all). topology: plain values for the checkpoint's record
+    (`record.topology_of`).
 
-    Whenever a process dies, the checkpoint that was the newest before stays loadable, also if it
-    is of the same iteration. Returns the folder. Raises on every rank: ValueError for bad
-    arguments or an unusable state, CheckpointError if writing fails anywhere, or if another job
-    saves the same iteration meanwhile; what was written is then deleted.
+    Whenever a process dies, the previous newest checkpoint stays loadable, even one of the same
+    iteration. Returns the folder. Raises on every rank: ValueError for bad arguments or an unusable
+    state, CheckpointError if writing fails on any rank or if another job saves the same iteration
+    meanwhile; the written files are then deleted.
     """
     root = Path(root)
     with coordination(group) as ranks:
@@ -122,20 +124,19 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any]]:
     """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
 
-    state: what `save_checkpoint` was given, with any values; it says what is wanted. Tensors and
-    DTensors are overwritten in their own storage. The returned state has the same structure and
-    the same tensors, with the stored values in place of everything else; the containers of
-    `state` are not changed. iteration: None for the newest. ignore_unexpected: prefixes of keys
-    that may be in the checkpoint without being wanted. vocab_size: number of real tokens; with it
-    vocabulary tables may have another number of padding rows than the stored ones. check_digests:
-    first read what this rank will load and compare it with the digests that were recorded; torch
-    itself notices damaged bytes only where they are not a tensor's values.
+    state: the structure passed to `save_checkpoint`, with any values; only its keys are loaded.
+    Tensors and DTensors are overwritten in place. The returned state has the same structure and the
+    same tensors, and the stored values for everything else; the containers of `state` are not
+    changed. iteration: None for the newest. ignore_unexpected: prefixes of keys that may be in the
+    checkpoint and not in `state`. vocab_size: number of real tokens; with it vocabulary tables may
+    have another number of padding rows than the stored ones. check_digests: first compare this
+    rank's blocks with the recorded digests; torch itself does not notice damaged tensor values.
 
     Raises on every rank, before a tensor is touched: FileNotFoundError if root, tracker or folder
-    is missing, ValueError if the checkpoint is half-written, of a newer format, another program's
+    is missing, ValueError if the checkpoint is half-written, of a newer format, of another program
     or (with check_digests) damaged, or if any rank's keys, shapes or dtypes differ from it (one
-    error lists all). CheckpointError if reading fails anywhere; the tensors then hold an unknown
-    mixture.
+    error lists all). CheckpointError if reading fails on any rank; the tensors then hold a mixture
+    of old and new values.
     """
     root = Path(root)
     with coordination(group) as ranks:
@@ -166,10 +167,10 @@ def latest_iteration(root: PathLike) -> int:
 def begin_save(
     ranks: Coordinator, root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
 ) -> dict[str, Any]:
-    """The state as torch DCP is to store it. One exchange; nothing is written.
+    """The state as torch DCP stores it. One exchange; nothing is written.
 
-    Raises ValueError on every rank if a save with these arguments cannot succeed on one of them, or
-    if the ranks' arguments differ, and CheckpointError if a value of one rank cannot be pickled.
+    Raises ValueError on every rank if the arguments are invalid on any rank or differ between
+    ranks, and CheckpointError if a value of one rank cannot be pickled.
     """
 
     def begin() -> tuple[tuple[str, int, int | None], dict[str, Any]]:
@@ -185,7 +186,7 @@ def begin_save(
 def make_writer(
     root: Path, iteration: int, keep_last: int | None, topology: Mapping[str, Any] | None
 ) -> SafeWriter:
-    """The writer of a save: it makes the checkpoint the newest of `root` when it is complete."""
+    """The writer of a save. It publishes the complete checkpoint as the newest of `root`."""
 
     def publish(temporary: Path, _: Path) -> None:
         folders.publish(root, iteration, temporary, keep_last)
@@ -203,7 +204,7 @@ def _write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> No
             process_group=ranks.group,
         )
     except BaseException:
-        # Before the ranks tell each other: when they raise, the space is free.
+        # Before the exchange, so that the space is free when the ranks raise.
         writer.discard()
         raise
 
@@ -212,11 +213,11 @@ def _checked_call(
     root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
 ) -> tuple[str, int, int | None]:
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
-        raise ValueError(f"iteration={iteration!r} must be a whole number, 0 or more")
+        raise ValueError(f"iteration={iteration!r} must be an integer, 0 or more")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last} must be at least 1, or None to keep all")
     if root.exists() and not root.is_dir():
-        raise ValueError(f"root={root} is a file; name a folder to save checkpoints in")
+        raise ValueError(f"root={root} is a file. Name a folder for checkpoints")
     problems = problems_of(state)
     if problems:
         raise ValueError("the state cannot be saved:\n" + "\n".join(f"  {p}" for p in problems))
@@ -247,15 +248,17 @@ def _open(
 def _mismatch_of_all(
     ranks: Coordinator, opened: _Opened, views: Sequence[_View | None], ignored: tuple[str, ...]
 ) -> Mismatch:
-    """What is wrong on any rank, with the keys that no rank wants; the same on every rank."""
+    """The mismatches of all ranks, and the keys that no rank loads; the same on every rank."""
     known = [view for view in views if view is not None]
     if len({view.iteration for view in known}) > 1:
         newest = [view.iteration for view in known]
-        raise ValueError(f"ranks see different newest iterations: {newest}; is root shared?")
+        raise ValueError(
+            f"ranks see different newest iterations: {newest}. Check that root is a shared folder"
+        )
     digests = [view.digest for view in known]
     general: set[str] = set(opened.keys)
     if len(set(digests)) > 1:
-        # One rank for each different set of keys speaks; most ranks have the same.
+        # One rank sends each different set of keys; most ranks have the same set.
         speaks = digests.index(opened.view.digest) == ranks.rank
         _, told = ranks.run("comparing keys", lambda: opened.keys if speaks else (), tell=tuple)
         general = {key for keys in told for key in keys or ()}
@@ -269,13 +272,14 @@ def _mismatch_of_all(
         and not key.startswith(ignored)
         and not key.endswith((EXTRA_STATE, FP8_SCALING))
     )
-    # Where a state could not be flattened, its keys are unknown and so is what nobody wants.
+    # The keys of an unusable state are unknown, so unexpected keys cannot be determined.
     return merged if merged.unusable else replace(merged, unexpected=unexpected)
 
 
 def _plan_read(folder: Path, metadata: Metadata, stored: dict[str, Any]) -> _Read:
-    """This rank's blocks through DCP's planner and reader, which is all that DCP's `load` does
-    beyond exchanging plans that nobody needs and reading the metadata again."""
+    """Plans the read of this rank's blocks with DCP's planner and reader.
+
+    DCP's `load` would also exchange the plans, which no rank needs, and read the metadata again."""
     reader = torch_dcp.FileSystemReader(folder)
     planner = torch_dcp.DefaultLoadPlanner()
     planner.set_up_planner(stored, metadata, is_coordinator=False)
@@ -286,7 +290,7 @@ def _plan_read(folder: Path, metadata: Metadata, stored: dict[str, Any]) -> _Rea
 
 
 def _loaded(opened: _Opened, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Reads what was planned; the state with it."""
+    """Runs the planned read; returns the loaded state."""
     assert opened.read is not None
     with torch.no_grad():
         opened.read.reader.read_data(opened.read.plan, opened.read.planner).wait()
@@ -294,13 +298,13 @@ def _loaded(opened: _Opened, state: Mapping[str, Any], rank: int) -> dict[str, A
 
 
 def _check(opened: _Opened) -> None:
-    """ValueError if what is to be read is not what was saved."""
+    """Raises ValueError if the bytes to be read differ from their digests."""
     assert opened.read is not None
     recorded = digests.read_digests(opened.folder)
     if recorded is None:
         raise ValueError(
-            f"{opened.folder} has no {digests.DIGESTS} to check it with; load it without "
-            "check_digests"
+            f"{opened.folder} has no {digests.DIGESTS}, which check_digests=True needs. Load it "
+            "without check_digests"
         )
     starts: dict[str, set[int]] = {}
     for item in opened.read.plan.items:
@@ -313,4 +317,7 @@ def _check(opened: _Opened) -> None:
         damage += digests.check_file(opened.folder / name, digest, starts=starts[name])
     if damage:
         lines = "\n".join(f"  {line}" for line in digests.described(damage, opened.metadata))
-        raise ValueError(f"{opened.folder} is damaged; load another iteration:\n{lines}")
+        raise ValueError(
+            f"{opened.folder} is damaged. Load another iteration:\n"
+            f"{lines}"
+        )

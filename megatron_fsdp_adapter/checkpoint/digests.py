@@ -1,13 +1,13 @@
-"""Digests of a checkpoint's files: `digests.json` in its folder, written as the data is.
+"""Digests of a checkpoint's files: `digests.json` in its folder, computed while data is written.
 
-CRC-32 (zlib), for it is what finds damage at least cost: of what the standard library has it is
-twice as fast as SHA-1 and SHA-256 where the processor helps all of them, and torch.save computes
-one of its own, which no reader ever looks at and which is therefore switched off during a save. It
-does not protect against forgery; a load unpickles objects, so it has to trust them anyway.
+The digest is CRC-32 (zlib), which finds damage at the least cost of the standard library's digests.
+torch.save's own checksums are switched off during a save, because no reader checks them. CRC-32
+does not protect against forgery, but a load has to trust the checkpoint anyway, since it unpickles
+objects.
 
-A file's digest runs from its first byte and is noted at the end of every item (a block of a tensor
-or a pickled object). From two notes next to each other an item can be checked by itself, and all
-of them together cover every byte.
+A file's running digest is recorded at the end of every item (a block of a tensor or a pickled
+object). An item is checked from two neighboring records alone, and all records together cover every
+byte.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ ALGORITHM = "crc32"
 _PIECE = 4 << 20
 
 Progress = Callable[[int], None]
-"""Told how many bytes have been read since it was called last, from several threads."""
+"""Called from several threads with the number of bytes read since its last call."""
 
 
 def nothing(_: int) -> None:
-    """No progress is shown."""
+    """A `Progress` that shows nothing."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Running digests of a file: `crcs[i]` is that of the bytes in front of `ends[i]`.
+    """Running digests of a file: `crcs[i]` is the digest of the bytes before `ends[i]`.
 
     ends: positions in bytes, ascending; the last is the file's size. Raises ValueError if they are
-    not, or not as many as the digests.
+    not ascending, or if their number is not that of the digests.
     """
 
     ends: tuple[int, ...]
@@ -53,13 +53,13 @@ class FileDigest:
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """Size of the file in bytes."""
         return self.ends[-1] if self.ends else 0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Damage: the file, the bytes (None: the file as a whole), and what is wrong."""
+    """Damage: the file, the bytes (None: the whole file), and a description."""
 
     file: str
     start: int | None
@@ -68,11 +68,11 @@ class Problem:
 
 
 class DigestingFile:
-    """A file that is written from front to back, whose digest is known at any time.
+    """A file that is written sequentially and keeps its running digest.
 
-    Closing forces it to disk. What `torch.save` needs of a file. The first OSError is raised again
-    on leaving the `with` block: torch.save, which goes on to write the end of its archive, makes
-    another error of it that says nothing of a full disk.
+    Closing forces it to disk. It has the file methods that `torch.save` calls. The first OSError is
+    raised again on leaving the `with` block: torch.save goes on to write the end of its archive,
+    and its own error would not mention a full disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +96,7 @@ class DigestingFile:
         return self._size
 
     def flush(self) -> None:
-        """Nothing: torch.save flushes after each tensor, closing does it once."""
+        """No-op: torch.save flushes after each tensor, and closing flushes once."""
 
     def __enter__(self) -> DigestingFile:
         return self
@@ -118,7 +118,7 @@ class DigestingFile:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Reads a file, which is taken to be as it should."""
+    """The digest of an existing file."""
     crc, size = 0, 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -141,7 +141,8 @@ def write_digests(folder: Path, files: Mapping[str, FileDigest]) -> None:
 
 
 def read_digests(folder: Path) -> dict[str, FileDigest] | None:
-    """Digests by file name; None if the folder has none. Raises ValueError if they are damaged."""
+    """Digests by file name, or None if the folder has none. Raises ValueError if they are
+    damaged."""
     path = folder / DIGESTS
     if not path.is_file():
         return None
@@ -156,13 +157,13 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{path} is damaged ({why}); delete it to load the checkpoint unchecked"
+            f"{path} is damaged ({why}). Delete it to load the checkpoint unchecked"
         ) from error
 
 
 def check_bytes(path: Path, content: bytes) -> None:
-    """ValueError unless `content`, all of a file, is what its folder recorded a digest of. Nothing
-    is known of a folder without digests."""
+    """Raises ValueError if `content`, a whole file, differs from its recorded digest. A folder
+    without digests is not checked."""
     recorded = read_digests(path.parent)
     if recorded is not None:
         saved = recorded.get(path.name)
@@ -178,8 +179,8 @@ def check_file(
 ) -> list[Problem]:
     """Reads a file and compares its items with the digests.
 
-    starts: where the items begin that are of interest (None: all of them, in order). OSErrors are
-    problems too: a block that a disk cannot read is what one looks for.
+    starts: positions of the items to check (None: all, in order). An OSError is reported as a
+    problem, because unreadable blocks are a kind of damage.
     """
     name = path.name
     if not path.is_file():
@@ -211,7 +212,7 @@ def check_folder(
 
 
 def described(problems: Iterable[Problem], metadata: Metadata) -> list[str]:
-    """One line for each problem, with the keys of the items that it hits."""
+    """One line for each problem, with the key of the damaged item."""
     keys: dict[tuple[str, int], str] = {
         (info.relative_path, info.offset): index.fqn
         for index, info in (metadata.storage_data or {}).items()
@@ -229,7 +230,8 @@ def described(problems: Iterable[Problem], metadata: Metadata) -> list[str]:
 def _check_item(
     file: BinaryIO, span: tuple[int, int], crcs: tuple[int, int], progress: Progress
 ) -> str:
-    """What is wrong with the bytes of `span`, given the running digests before and after."""
+    """The problem with the bytes of `span` ("" if none), by the running digests before and
+    after."""
     position, crc = span[0], crcs[0]
     try:
         file.seek(position)

@@ -1,25 +1,24 @@
-"""The folders of a checkpoint root: their names, and the order of steps that makes a save safe.
+"""The folders of a checkpoint root: their names, and the order of steps of a safe save.
 
     root/latest_checkpointed_iteration.txt   the tracker: number of the newest complete checkpoint
     root/iter_0000010/                       a complete checkpoint (torch DCP: .metadata, *.distcp)
-    root/tmp.iter_0000010.5f0c2a91/          one being written; half-written if nobody writes it
-    root/old.iter_0000010/                   the previous iter_0000010, while it is being replaced
+    root/tmp.iter_0000010.5f0c2a91/          a running save, or the rest of a killed one
+    root/old.iter_0000010/                   the previous iter_0000010, while it is replaced
 
-A folder gets its final name only when all of it is on disk, the tracker is changed after that,
-and what is replaced or pruned is deleted last. A process killed between any two steps leaves the
-checkpoint that the tracker names loadable. Everything here is done by one process; the file
-system is assumed to rename atomically. The two other names are prefixes because Megatron takes
-every `iter_*` for a checkpoint and reads a number from what follows.
+A folder gets its final name once all of it is on disk. Then the tracker is updated, and replaced or
+pruned folders are deleted last. A process killed between any two steps leaves the checkpoint that
+the tracker names loadable. One process does all of this, and the file system is assumed to rename
+atomically. `tmp.` and `old.` are prefixes because Megatron takes every `iter_*` for a checkpoint.
 
-A temporary folder has a name that no other job has, so that two jobs which save the same iteration
-(such as one that was preempted and still runs) never write into one folder. Whoever begins later
-takes the other's folder away by renaming it, and the other's save ends in an error: an exclusive
-lock was turned down, for a job that hangs would keep the one that replaces it from saving.
+A temporary folder's name is unique to its job, so that two jobs that save the same iteration (such
+as a preempted one that still runs) never write into one folder. The job that begins later renames
+the other's folder, and the other's save raises. There is no exclusive lock: a job that hangs would
+keep its replacement from saving.
 
-A file that is to replace another, such as the tracker, is written beside it under a name that tells
-its process, and what a process that is gone left there is deleted; what lives is left alone. Were
-it deleted too, each of two jobs could stop the other: one by the file, one by the folder. What a
-process of another machine left is kept, some bytes, for nobody here can tell whether it is gone.
+A file that replaces another, such as the tracker, is first written beside it under a name that
+contains its process. Such files of processes that have ended are deleted. Those of running
+processes are kept; else each of two jobs could stop the other, one by the file, one by the folder.
+Those of other machines are kept too, because it is unknown whether their process runs.
 """
 from __future__ import annotations
 
@@ -55,42 +54,45 @@ _FOREIGN = (
     ("*.safetensors", "a folder of safetensors",
      "convert it with `python -m megatron_fsdp_adapter convert`"),
 )  # fmt: skip
-"""What only other formats have in their folder: (pattern, what it is, what to do)."""
+"""Files that only other formats have: (pattern, format, remedy)."""
 _NONCE = r"\.[0-9a-f]{8}"
 _OWNER = r"\.([0-9a-f]{8})-([0-9]+)"
 _NAME = re.compile(rf"(?:(old\.)?iter_(\d{{7,}})|(tmp\.)iter_(\d{{7,}})(?:{_NONCE})?)")
 
 
 def final_folder(root: Path, iteration: int) -> Path:
-    """Where the complete checkpoint of `iteration` lies, Megatron's name for it."""
+    """The final folder of the checkpoint of `iteration`, by Megatron's naming."""
     return root / f"iter_{iteration:07d}"
 
 
 def fresh_name(path: Path) -> Path:
-    """A temporary name for what will be `path`, or is no longer to be: another at each call."""
+    """A new temporary name for a file or folder that will become `path`, or that is to be
+    deleted."""
     return path.with_name(f"{TEMPORARY}{path.name}.{secrets.token_hex(4)}")
 
 
 def owned_name(path: Path) -> Path:
-    """The same, and the name tells which process this is."""
+    """A `fresh_name` that contains this process."""
     return fresh_name(path.with_name(f"{path.name}.{_place()}-{os.getpid()}"))
 
 
 def abandoned(path: Path) -> list[Path]:
-    """What lies beside `path` under an owned name of a process that is gone."""
+    """Files beside `path` under an owned name of a process that has ended."""
     owned = re.compile(rf"{re.escape(TEMPORARY + path.name)}{_OWNER}{_NONCE}")
     return [found for found in path.parent.iterdir()
             if owned.fullmatch(found.name) and _is_ownerless(found)]  # fmt: skip
 
 
 def replaced_name(folder: Path) -> Path:
-    """Where the previous `folder` waits while the new one takes its name."""
+    """The name of the previous `folder` while the new one takes its name."""
     return folder.with_name(REPLACED + folder.name)
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Makes an empty temporary folder for `folder`, and returns it; undoes what a killed save of
-    it left. The folder of a save that is not killed is taken away too: that save then fails."""
+    """Makes and returns an empty temporary folder for `folder`.
+
+    Undoes the rename of a save that was killed between its renames, and deletes temporary folders
+    of other saves into `folder`. If such a save still runs, it fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     old = replaced_name(folder)
     if os.path.lexists(old):
@@ -102,11 +104,11 @@ def prepare_folder(folder: Path) -> Path:
 
 
 def rename_into_place(temporary: Path, folder: Path) -> None:
-    """Gives the temporary folder, all of which is on disk, its final name.
+    """Renames a complete temporary folder to its final name.
 
-    A complete checkpoint of that name becomes the replaced one, and is left to be deleted; an empty
-    folder, as Megatron makes one before it saves, is overwritten. Raises CheckpointError if another
-    job has taken one of the names; what was complete has its name again then.
+    A complete checkpoint of that name gets its replaced name, for the caller to delete. An empty
+    folder, which Megatron makes before a save, is overwritten. Raises CheckpointError if another
+    job has taken one of the names; a complete checkpoint then has its name again.
     """
     if not temporary.is_dir():
         raise taken_away(temporary, folder)
@@ -127,7 +129,7 @@ def taken_away(temporary: Path, folder: Path) -> CheckpointError:
     """The error of a save into `folder` whose temporary folder another job has taken."""
     return CheckpointError(
         f"{folder} was not saved: another job saves to {folder.parent} too, and has taken "
-        f"{temporary.name} or the final name; end one of the two, or give them different folders"
+        f"{temporary.name} or the final name. End one of the two, or give them different folders"
     )
 
 
@@ -138,8 +140,9 @@ def iteration_of(folder: Path) -> int | None:
 
 
 def publish_without_tracker(temporary: Path, folder: Path) -> None:
-    """Gives the temporary folder its name, and deletes what killed saves left. For Megatron's own
-    saves, which write the tracker, and prune, themselves."""
+    """Renames the temporary folder and deletes the folders of killed saves.
+
+    For Megatron's saves, which write the tracker and prune themselves."""
     rename_into_place(temporary, folder)
     number = iteration_of(folder)
     if number is not None:
@@ -147,8 +150,10 @@ def publish_without_tracker(temporary: Path, folder: Path) -> None:
 
 
 def _tidy(root: Path, iteration: int, keep_last: int | None) -> None:
-    """Deletes what is stale. A checkpoint of up to this iteration that a killed save left under its
-    replaced name alone, which is complete, first gets its own name again."""
+    """Deletes stale folders.
+
+    A checkpoint of up to this iteration that a killed save left under its replaced name alone is
+    complete. It first gets its own name again."""
     for path in list(root.iterdir()):
         prefix, number = _parsed(path)
         if prefix == REPLACED and number is not None and number <= iteration and _is_taken(path):
@@ -157,19 +162,19 @@ def _tidy(root: Path, iteration: int, keep_last: int | None) -> None:
 
 
 def _give_name_back(folder: Path) -> None:
-    """Undoes the first rename of a save that was killed before its second."""
+    """Undoes the first rename of a save that was killed before its second rename."""
     if not _is_taken(folder):
         _rename(replaced_name(folder), folder)
         sync_folder(folder.parent)
 
 
 def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) -> None:
-    """Gives the temporary folder its name, then updates the tracker, then deletes what is stale.
+    """Renames the temporary folder, then updates the tracker, then deletes stale folders.
 
-    Stale are a checkpoint that was replaced, what killed saves of earlier iterations left, and with
-    `keep_last` every complete checkpoint but this one and the keep_last - 1 nearest before it; of
-    one that is a link the link alone is removed. What cannot be deleted is one warning: the new
-    checkpoint is complete by then.
+    Stale are a replaced checkpoint, folders of killed saves of earlier iterations, and with
+    `keep_last` every complete checkpoint except this one and the keep_last - 1 nearest before it.
+    Of a link the link alone is removed. A folder that cannot be deleted is a warning, because the
+    new checkpoint is complete by then.
     """
     # The tracker's text is on disk first: a full disk must not leave a checkpoint without it.
     with replacing(root / TRACKER) as tracker:
@@ -179,15 +184,17 @@ def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) 
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file: whenever a process dies it has the text of before or all of the new one."""
+    """Replaces a file atomically: a killed process leaves either the old or the new text."""
     with replacing(path) as temporary:
         _write_synced(temporary, text)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a name beside `path`; the file that is written there, and is on disk, takes the place
-    of `path` when the block ends without error. What killed processes left there is deleted."""
+    """Yields a temporary name beside `path`.
+
+    The file that the block writes there, and syncs, replaces `path` when the block ends without
+    error. Temporary files of ended processes are deleted first."""
     for left in _temporaries(path):
         if _is_ownerless(left):
             left.unlink(missing_ok=True)
@@ -195,7 +202,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if not temporary.is_file():
-            raise CheckpointError(f"{temporary} is gone: another job writes {path} too")
+            raise CheckpointError(
+                f"{temporary} is gone: another job writes {path} too. End one of the two"
+            )
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -216,7 +225,7 @@ def read_tracker(root: Path) -> int:
     Raises FileNotFoundError without root or tracker, ValueError if the tracker holds no number.
     """
     if not root.is_dir():
-        raise FileNotFoundError(f"checkpoint folder {root} does not exist; check the load path")
+        raise FileNotFoundError(f"checkpoint folder {root} does not exist. Check the load path")
     tracker = root / TRACKER
     if not tracker.is_file():
         raise FileNotFoundError(
@@ -233,19 +242,19 @@ def read_tracker(root: Path) -> int:
 def open_checkpoint(root: Path, iteration: int) -> tuple[Path, Metadata]:
     """The folder of a complete checkpoint and its torch DCP metadata.
 
-    A save killed exactly between its two renames leaves the previous checkpoint under its `old.`
-    name only; that one is then opened. Raises FileNotFoundError if there is none, and ValueError
-    if it is of a newer format or another program's, or half-written: no readable .metadata, or a
-    data file missing or too short.
+    A save killed between its two renames leaves the previous checkpoint under its `old.` name only;
+    that one is then opened. Raises FileNotFoundError if there is none, and ValueError if it is of a
+    newer format, of another program, or half-written: no readable .metadata, or a data file missing
+    or too short.
     """
     folder = find_folder(root, iteration)
     return folder, read_metadata(root, folder)
 
 
 def find_folder(root: Path, iteration: int) -> Path:
-    """The folder of `open_checkpoint`; what is in it is not looked at, but for its format."""
+    """The folder of `open_checkpoint`, of which only the format is checked."""
     if not root.is_dir():
-        raise FileNotFoundError(f"checkpoint folder {root} does not exist; check the load path")
+        raise FileNotFoundError(f"checkpoint folder {root} does not exist. Check the load path")
     folder = final_folder(root, iteration)
     if not _has_content(folder) and replaced_name(folder).is_dir():
         folder = replaced_name(folder)
@@ -268,8 +277,7 @@ def half_written(root: Path) -> tuple[str, ...]:
 
 
 def leftovers(root: Path) -> tuple[str, ...]:
-    """Names of all that killed processes left: those folders, and trackers that were being written
-    by a process that is gone."""
+    """Names of the folders and unfinished tracker files that killed processes left."""
     trackers = (path.name for path in _temporaries(root / TRACKER) if _is_ownerless(path))
     return tuple(sorted((*half_written(root), *trackers)))
 
@@ -278,12 +286,12 @@ def _is_half(path: Path) -> bool:
     prefix, number = _parsed(path)
     if number is None or prefix == REPLACED:
         return False
-    # A link that leads nowhere is not for us to explain.
+    # A broken link is not a half-written checkpoint.
     return prefix == TEMPORARY or (path.exists() and not (path / _METADATA).is_file())
 
 
 def _parsed(path: Path) -> tuple[str, int | None]:
-    """The prefix in a folder's name and its iteration; no iteration if it is another thing."""
+    """The prefix and the iteration in a folder's name; the iteration is None for other names."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return "", None
@@ -311,26 +319,27 @@ def _has_content(folder: Path) -> bool:
 
 
 def _is_taken(folder: Path) -> bool:
-    """Whether there is something under that name that is not to be overwritten. A link is, be what
-    it leads to empty or on a disk that is not there."""
+    """True if `folder` must not be overwritten: it has content, or it is a link (whatever its
+    target is)."""
     return folder.is_symlink() or _has_content(folder)
 
 
 def _rename(source: Path, target: Path) -> None:
-    """Renames, over an empty folder too if what is renamed is a link."""
+    """Renames `source`, which may be a link, over an empty folder too."""
     if source.is_symlink() and target.is_dir():
         target.rmdir()
     os.rename(source, target)
 
 
 def _temporaries(path: Path) -> list[Path]:
-    """What lies beside `path` under one of its temporary names, that of earlier releases too."""
+    """Files and folders beside `path` under its temporary names, including those of earlier
+    releases."""
     name = re.compile(rf"{re.escape(TEMPORARY + path.name)}(?:{_OWNER})?(?:{_NONCE})?")
     return [found for found in path.parent.iterdir() if name.fullmatch(found.name)]
 
 
 def _is_ownerless(temporary: Path) -> bool:
-    """Whether the process in the file's name is gone. Earlier releases wrote no process there."""
+    """True if the process in the file's name has ended. Earlier releases wrote no process there."""
     owner = re.search(rf"{_OWNER}{_NONCE}$", temporary.name)
     if owner is None:
         return True
@@ -346,14 +355,14 @@ def _is_ownerless(temporary: Path) -> bool:
 
 
 def _place() -> str:
-    """Where a process id names one process, in 8 digits: a machine, and in it a container."""
+    """The scope of a process id, in 8 digits: a machine and its process namespace."""
     namespace = Path("/proc/self/ns/pid")
     known = f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
     return f"{zlib.crc32(known.encode()):08x}"
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether this is one checkpoint's folder, in our format or another's, and not a root."""
+    """True if this is the folder of one checkpoint, of any format, and not a root."""
     patterns = (_METADATA, *(pattern for pattern, _, _ in _FOREIGN))
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
@@ -367,8 +376,8 @@ def readable_metadata(folder: Path) -> Metadata:
 
 
 def require_ours(root: Path, folder: Path) -> None:
-    """ValueError for a checkpoint of `root` that this release cannot read, which is not to be
-    taken for a damaged one."""
+    """Raises ValueError for a checkpoint of `root` in a format that this release does not read. It
+    is not damaged."""
     read_record(folder)
     for pattern, what, remedy in _FOREIGN:
         if next(folder.glob(pattern), None) is not None:
@@ -390,20 +399,20 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
     except unpickling.RefusedName as error:
         raise ValueError(
             f"{folder} is not to be trusted: torch.distributed.checkpoint did not write its "
-            f".metadata, since {error}; nothing of it was run"
+            f".metadata, because {error}. Nothing in it was executed"
         ) from error
     except OSError as error:
         raise _broken(root, folder, f".metadata cannot be read ({error})") from error
     except ValueError as error:
         raise ValueError(f"{folder} is damaged: {error}; {_remedy(root)}") from error
     except Exception as error:
-        # pickle raises whatever the damaged bytes happen to spell
+        # pickle may raise any error on damaged bytes
         why = f".metadata cannot be read ({type(error).__name__}: {error})"
         raise ValueError(f"{folder} is damaged: {why}; {_remedy(root)}") from error
 
 
 def read_metadata(root: Path, folder: Path) -> Metadata:
-    """The torch DCP metadata of a folder of any format that is made of it, such as `torch_dist`.
+    """The torch DCP metadata of a folder of any format based on DCP, such as `torch_dist`.
 
     Raises ValueError if the folder is half-written, as `open_checkpoint` does.
     """
@@ -450,8 +459,10 @@ def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """A folder first loses its name: no half of one bears it, and a job that would give it its
-    final name meanwhile cannot. What another process deletes at the same time is no error."""
+    """Deletes a file or folder.
+
+    A folder is renamed first: a half-deleted folder then never has the name, and no other job can
+    rename it meanwhile. Concurrent deletion by another process is no error."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
@@ -472,7 +483,7 @@ def _unless_gone(_: Any, __: str, info: Any) -> None:
 
 
 def remove_or_warn(paths: Iterable[Path]) -> None:
-    """Deletes folders, and links without what they lead to. One warning lists what could not be
+    """Deletes folders, and links without their targets. One warning lists those that could not be
     deleted."""
     problems = []
     for path in paths:
@@ -482,7 +493,7 @@ def remove_or_warn(paths: Iterable[Path]) -> None:
             problems.append(f"{path}: {error}")
     if problems:
         warnings.warn(
-            "old checkpoints could not be deleted, and take up space:\n"
+            "old checkpoints could not be deleted. Delete them to free their space:\n"
             + "\n".join(f"  {line}" for line in problems),
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
-"""What is in a checkpoint, and how two differ, without loading either.
+"""Contents of a checkpoint, and differences of two, without loading them.
 
-Nothing that a checkpoint names is run (`unpickling.py`): one looks into it before one trusts it.
+No code that a checkpoint names is executed (`unpickling.py`): it may not be trusted yet.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "num_experts", "padded_vocab_size", "transformer_impl", "bf16", "fp16",
 )  # fmt: skip
-"""Training arguments that are shown where a checkpoint has them."""
+"""Training arguments that are shown if a checkpoint has them."""
 
 WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
@@ -64,8 +64,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Entry:
-    """One key. shape and dtype are None for an object; part: weights, optimizer or other;
-    pieces: stored chunks; nbytes: of a tensor's elements, as stored of an object."""
+    """One key of a checkpoint.
+
+    shape, dtype: None for an object; part: weights, optimizer or other; nbytes: size of a tensor's
+    elements, or of an object as stored; pieces: number of stored chunks."""
 
     key: str
     part: str
@@ -77,10 +79,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
-    saved_by: what it records of the run that wrote it, by name of the training argument, and how
-    many processes wrote files; model: the same of the model's sizes; entries: sorted as stored.
+    saved_by: recorded training arguments of the run, and the number of processes that wrote files;
+    model: recorded arguments for the model's sizes; entries: in stored order.
     """
 
     format: str
@@ -104,8 +106,8 @@ class Description:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """Tensors of one shape and dtype with other bits in them. largest: the largest absolute
-    difference (nan if one is not a number)."""
+    """Two tensors of one shape and dtype that differ in bits. largest: the largest absolute
+    difference (NaN if an element is NaN)."""
 
     key: str
     elements: int
@@ -115,7 +117,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """How checkpoint A differs from checkpoint B; false if it does not.
+    """The differences of checkpoint A from checkpoint B; falsy if there are none.
 
     shapes, dtypes: "KEY: in A, in B"; objects: keys of values that are not tensors.
     """
@@ -169,11 +171,11 @@ def diff(
     block_bytes: int = 64 * MIB,
     begin: Callable[[int], Progress] | None = None,
 ) -> Difference:
-    """How the checkpoint at `a` differs from that at `b`, bit by bit, a block at a time.
+    """The differences of the checkpoints at `a` and `b`, compared bit by bit, a block at a time.
 
-    Checkpoints of one format are compared by key, those of two by what parameters are called in
-    the whole model (weights, optimizer state; dtypes of weights count). values: False compares
-    keys, shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters do.
+    Checkpoints of one format are compared by key, those of two formats by parameter name in the
+    whole model (weights, including their dtypes, and optimizer state). values: False compares keys,
+    shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters do.
     """
     formats = [detect_format(path, n) for path, n in zip((a, b), iterations, strict=True)]
     read = _by_key if formats[0] == formats[1] else _by_name
@@ -210,7 +212,7 @@ def _arguments(folder: DcpFolder) -> dict[str, Any]:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """What the save itself noted, flat; nothing where it did not."""
+    """The values of the save's record, flat; empty without a record."""
     path = folder / RECORD
     found = read_json(path) if path.is_file() else {}
     values = {name: value for name, value in found.items() if not isinstance(value, dict)}
@@ -300,7 +302,7 @@ def _different_objects(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are the same, tensors and arrays in them bit by bit."""
+    """True if two values are equal; tensors and arrays in them are compared bit by bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         fits = a.dtype == b.dtype and a.shape == b.shape
         return fits and torch.equal(_bits(a), _bits(b))

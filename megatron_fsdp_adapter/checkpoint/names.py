@@ -1,27 +1,26 @@
-"""What parameters are called in a checkpoint: as in the whole model, on every rank.
+"""Names of parameters in a checkpoint: those of the whole model, on every rank.
 
-The modules of one rank count from zero: the layers of its pipeline stage and model chunk, the
-experts of its expert-parallel rank. Checkpoints count over all of them, so that any split of the
-model can read what any other wrote. The modules know their own numbers: `layer_number` of a layer
-(from one, over all stages and chunks), `local_expert_indices` of a mixture-of-experts layer.
-Working them out anew from the sizes of the process groups was rejected: it has to repeat how core
-distributes layers, which has options of its own.
+On one rank modules are numbered from zero: the layers of its pipeline stage and model chunk, the
+experts of its expert-parallel rank. Checkpoints number them over the whole model, so that any split
+of the model can read a checkpoint of any other. The global numbers come from the modules:
+`layer_number` of a layer (from one, over all stages and chunks), `local_expert_indices` of a
+mixture-of-experts layer. They are not computed from process group sizes, because core has options
+that change the distribution of layers.
 
 Grammar of the keys, joined by dots; NAME is a parameter's name in the whole model
-(`decoder.layers.3.mlp.linear_fc2.weight`), DEEP is "module.module.", and once more "module." where
-a Float16Module is between (that is, unless the model computes in fp32):
+(`decoder.layers.3.mlp.linear_fc2.weight`), DEEP is "module.module.", and once more "module." if
+there is a Float16Module (unless the model computes in fp32):
 
     model.module.NAME[HALF]                        main weight, or a persistent buffer
-    model.module.NAME.fp8_scaling                  what delayed scaling knows of NAME's product
-    optimizer.state.DEEP NAME[HALF].exp_avg        and exp_avg_sq, step: what the optimizer keeps
+    model.module.NAME.fp8_scaling                  delayed scaling's state of NAME's GEMM
+    optimizer.state.DEEP NAME[HALF].exp_avg        and exp_avg_sq, step: optimizer state
     optimizer.param_to_group_meta.DEEP NAME.lr     and the other options of its parameter group
 
-HALF is one of `HALVES` for the first linear layer of a gated MLP, and what an adapter adds to its
-output, and nothing for anything else.
-That weight is its gate half over its linear half on *each* tensor-parallel rank, so that the
-pieces of all ranks one after the other are another tensor for every tensor-parallel size; each
-half by itself is not. Everything else that tensor parallelism splits (fused QKV, vocabulary, heads)
-is a plain cut of one tensor.
+HALF is one of `HALVES` for the first linear layer of a gated MLP and for its adapter's output
+layer, else empty. *Each* tensor-parallel rank stores the gate half over the linear half, so the
+concatenation of all ranks' pieces depends on the tensor-parallel size; the concatenation of one
+half does not. All other weights that tensor parallelism splits (fused QKV, vocabulary, heads) are
+plain cuts of one tensor.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ HALVES = ("_w", "_v")
 MODEL, OPTIMIZER_STATE, OPTIMIZER_META = "model", "optimizer.state", "optimizer.param_to_group_meta"
 
 EXTRA_STATE = "_extra_state"
-"""End of the keys of what Transformer Engine's modules pickle, which a checkpoint leaves out, as
-Megatron's format does. What a resume needs of it is stored as tensors, under `FP8_SCALING`."""
+"""Key suffix of the objects that Transformer Engine's modules pickle. A checkpoint leaves them out,
+as Megatron's format does. The part that a resume needs is stored as tensors, under
+`FP8_SCALING`."""
 
 FP8_SCALING = ".fp8_scaling"
-"""End of the keys of scales and histories of FP8's delayed scaling (`quantized/scaling.py`). Other
-programs' checkpoints do not have them, and a model has no use for them with another recipe: a load
-goes without."""
+"""Key suffix of scales and histories of FP8's delayed scaling (`quantized/scaling.py`). Other
+programs' checkpoints do not have them, and other recipes do not use them, so a load does not
+require them."""
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -53,20 +53,19 @@ OUTPUT_LAYER = "output_layer.weight"
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+")
 _NUMBERED = re.compile(r"(weight|bias)(\d+)")
 _GATED_INSIDE = re.compile(r"(?<=\.linear_fc1)\.(to_wrap|adapter\.linear_out)$")
-"""In a linear layer with an adapter (LoRA), as Megatron-Bridge makes them: the layer itself, and
-what is added to its output, which is cut as that is."""
+"""The layer and the adapter's output layer in Megatron-Bridge's linear layer with an adapter
+(LoRA). Both are split alike."""
 _INTERLEAVED = ("MambaMixer", "GatedDeltaNet")
 
 
 @dataclass(frozen=True)
 class GlobalNames:
-    """From the names in one rank's module tree to those in the whole model.
+    """Maps names in one rank's module tree to names in the whole model.
 
-    Both without the "module." that wrappers put in front. renumbered: dotted path of a module or
-    parameter -> what its last word is in the whole model; alias: a name -> the other name under
-    which the whole model has the same parameter; gated: paths of modules whose weights and biases
-    are two halves; interleaved: paths of modules whose tensor-parallel pieces do not join into
-    one tensor.
+    Both without the "module." prefixes of wrappers. renumbered: dotted path of a module or
+    parameter -> its last word in the whole model; alias: a name -> the parameter's name in the
+    whole model; gated: paths of modules whose weights and biases are two halves; interleaved: paths
+    of modules whose tensor-parallel pieces do not join into one tensor.
     """
 
     renumbered: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class GlobalNames:
     interleaved: frozenset[str] = frozenset()
 
     def of(self, name: str) -> str:
-        """The global name of `name`; leading "module."s stay."""
+        """The global name of `name`; leading "module." prefixes stay."""
         depth, local = split_depth(name)
         local = self.alias.get(local, local)
         words = local.split(".")
@@ -91,16 +90,16 @@ class GlobalNames:
         return HALVES if halved else ("",)
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Under what `name` is saved, without the names of the dicts around it."""
+        """The keys of `name` in a checkpoint, without the keys of the enclosing dicts."""
         return tuple(self.of(name) + suffix for suffix in self.suffixes(name))
 
     def is_interleaved(self, name: str) -> bool:
-        """Whether a split of `name` over tensor-parallel ranks cannot be told to a checkpoint."""
+        """True if a checkpoint cannot represent the tensor-parallel split of `name`."""
         return any(split_depth(name)[1].startswith(f"{path}.") for path in self.interleaved)
 
 
 def split_depth(name: str) -> tuple[str, str]:
-    """The leading "module."s of a name, and the rest."""
+    """The leading "module." prefixes of a name, and the rest."""
     local = name
     while local.startswith("module."):
         local = local.removeprefix("module.")
@@ -108,7 +107,8 @@ def split_depth(name: str) -> tuple[str, str]:
 
 
 def global_names(module: nn.Module) -> GlobalNames:
-    """The names of everything in `module`: a model chunk, wrapped or not. No collective.
+    """The names of all parameters and buffers in `module`: a model chunk, wrapped or not. No
+    collective.
 
     Raises ValueError if two parameters would be saved under one key.
     """
@@ -139,7 +139,8 @@ def _renumbered(tree: Mapping[str, nn.Module]) -> Iterable[tuple[str, str]]:
 def _experts(
     path: str, tree: Mapping[str, nn.Module], indices: list[int]
 ) -> Iterable[tuple[str, str]]:
-    """Of one module per expert, and of modules that hold all experts' weights under numbers."""
+    """Renumbered paths of modules of one expert each, and of numbered weights in grouped
+    modules."""
     for local, number in enumerate(indices):
         if f"{path}.local_experts.{local}" in tree:
             yield f"{path}.local_experts.{local}", str(number)
@@ -153,7 +154,7 @@ def _experts(
 
 
 def _aliases(module: nn.Module) -> Iterable[tuple[str, str]]:
-    """The last pipeline stage's copy of a tied embedding, which the whole model has once."""
+    """The last pipeline stage's copy of a tied embedding -> the embedding's name."""
     params: dict[str, Any] = {split_depth(n)[1]: p for n, p in module.named_parameters()}
     for name, param in params.items():
         if not getattr(param, "shared_embedding", False) or not name.endswith(OUTPUT_LAYER):

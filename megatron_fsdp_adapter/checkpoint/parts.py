@@ -1,7 +1,6 @@
-"""Pieces of sharded tensors that a checkpoint stores, or reads, as tensors of their own.
+"""Pieces of sharded tensors that a checkpoint stores or reads as separate tensors.
 
-A piece is a view: what is loaded into it is in the tensor that it was taken from. Where it lies
-follows from the layout; nothing is exchanged.
+A piece is a view of its tensor. Its place follows from the layout, without an exchange.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_
 def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     """Piece `number` of `count` of a parameter, or of a value of its geometry such as a moment.
 
-    Dim 0 of what tensor parallelism leaves of the parameter is cut into `count` equal pieces, and
-    piece i of the whole is the pieces i of all tensor-parallel ranks, one after the other. ref:
-    the parameter's place. Raises ValueError if dim 0 cannot be cut so.
+    Dim 0 of the parameter's tensor-parallel slice is cut into `count` equal pieces. Piece i of the
+    whole is the concatenation of the pieces i of all tensor-parallel ranks. ref: the parameter's
+    place. Raises ValueError if dim 0 is no multiple of `count`.
     """
     if count == 1:
         if not has_chunks(value):
@@ -38,13 +37,13 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     held = held_range(ref)
     common = held.intersect(FlatRange(start, start + torch.Size(piece).numel()))
     local = value._local_tensor.view(-1)
-    # An empty intersection may lie anywhere; an empty piece begins at the start.
+    # An empty intersection has no position; an empty piece begins at the start.
     first = 0 if common.empty else common.start - held.start
     return dtensor_of_piece(value, ref, local[first : first + common.numel], piece, start)
 
 
 def held_range(ref: LayoutRef) -> FlatRange:
-    """The elements of the parameter, as tensor parallelism leaves it, that this rank holds."""
+    """The range of elements of the parameter's tensor-parallel slice that this rank holds."""
     return ref.layout.shard_range(ref.index, ref.rank)
 
 
@@ -55,7 +54,7 @@ def dtensor_of_piece(
 
     source: the parameter or a value of its geometry; its mesh and placements are the piece's.
     shape, start: the piece on this tensor-parallel rank, and its first element in the parameter
-    there. Raises ValueError if this rank holds another number of its elements than `local` has.
+    there. Raises ValueError if `local` does not have as many elements as this rank holds.
     """
     boxes = _boxes_of_piece(shape, start, held_range(ref), local.numel())
     scale, offset = _tensor_parallel_place(ref, tuple(source.shape), shape)
@@ -74,9 +73,9 @@ def dtensor_of_piece(
 def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
     """The first `rows` of `value`, as a view in a tensor of `total` rows.
 
-    For tables that are padded at the end: reading a table of another length into this one
-    touches the rows that both have. Raises ValueError unless this rank holds whole rows, in order,
-    and `total` has room for them.
+    For tables that are padded at the end: a read into the view touches only rows that both tables
+    have. Raises ValueError unless this rank holds whole rows, in order, and `total` has room for
+    them.
     """
     if rows > total or rows > value.shape[0]:
         raise ValueError(f"{rows} rows of {value.shape[0]} do not fit into {total}")
@@ -101,14 +100,14 @@ def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
 
 
 def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> DTensor:
-    """The value of `target`'s geometry whose pieces are `parts`; `target` itself, with no copy, if
-    they are views of it. Raises ValueError if a part does not have the local shape of its place."""
+    """A value of `target`'s geometry joined from `parts`; `target` itself, without a copy, if they
+    are views of it. Raises ValueError if a part has another local shape than its place."""
     own = tuple(part_of(target, ref, i, len(parts)) for i in range(len(parts)))
     for mine, given in zip(own, parts, strict=True):
         if mine._local_tensor.shape != given._local_tensor.shape:
             raise ValueError(
                 f"a piece has {tuple(given._local_tensor.shape)} here, its place "
-                f"{tuple(mine._local_tensor.shape)}: it is sharded in another way"
+                f"{tuple(mine._local_tensor.shape)}: their shardings differ"
             )
     if all(same_storage(mine, given) for mine, given in zip(own, parts, strict=True)):
         return target
@@ -117,7 +116,7 @@ def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> D
 
 
 def same_storage(a: DTensor, b: DTensor) -> bool:
-    """Whether the local tensors, of equal shape, are the same memory."""
+    """True if the local tensors, of equal shape, share their memory."""
     one, other = a._local_tensor, b._local_tensor
     return one.numel() == 0 or one.data_ptr() == other.data_ptr()
 
@@ -125,7 +124,7 @@ def same_storage(a: DTensor, b: DTensor) -> bool:
 def _boxes_of_piece(
     shape: tuple[int, ...], start: int, held: FlatRange, numel: int
 ) -> tuple[Box, ...]:
-    """The blocks of the piece, in its own axes, that a rank has which holds `held` of the whole."""
+    """The blocks of the piece, in the piece's axes, on a rank that holds `held` of the whole."""
     piece = FlatRange(start, start + torch.Size(shape).numel())
     part = held.intersect(piece)
     if part.numel != numel:
@@ -141,8 +140,9 @@ def _boxes_of_piece(
 def _tensor_parallel_place(
     ref: LayoutRef, whole: tuple[int, ...], piece: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many times larger the whole is per dimension, and where this rank's piece starts in the
-    whole piece. Each rank's piece is the same fraction of its slice of the parameter."""
+    """Per dimension, the ratio of the whole to this rank's slice, and the offset of this rank's
+    piece in the whole piece. Each rank's piece is the same fraction of its slice of the
+    parameter."""
     scale = tuple(n // own for n, own in zip(whole, ref.shape, strict=True))
     at = ref.tp_offset or (0,) * len(ref.shape)
     numbers = tuple(start // own for start, own in zip(at, ref.shape, strict=True))

@@ -1,8 +1,7 @@
-"""Who saved a checkpoint: `adapter_metadata.json` in its folder.
+"""The record of the run that saved a checkpoint: `adapter_metadata.json` in its folder.
 
-Plain JSON, so that it can be read without torch and without unpickling anything. The schema is in
-docs/checkpoint.md. A folder without it was written by another program or by an older release, and
-is read all the same.
+Plain JSON, so that it can be read without torch and without unpickling. The schema is in
+docs/checkpoint.md. A folder without it, from another program or an older release, is read as well.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 RECORD = "adapter_metadata.json"
 FORMAT = "fsdp_dtensor"
 FORMAT_VERSION = 1
-"""Raised when a reader of the version before would load something wrong, or nothing."""
+"""Incremented when a reader of the previous version would load wrong values, or none."""
 
 TOPOLOGY_OPTIONS = (
     "data_parallel_sharding_strategy",
@@ -36,7 +35,7 @@ TOPOLOGY_OPTIONS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
-"""Names under which Megatron's arguments and configs have what decides who holds what."""
+"""Names of Megatron's arguments and config fields that decide the placement of the state."""
 
 _DISTRIBUTIONS = {
     "megatron_fsdp_adapter": "megatron-fsdp-adapter",
@@ -46,11 +45,11 @@ _DISTRIBUTIONS = {
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """What is known of a save.
+    """The record of a save.
 
-    world_size: ranks that saved; iteration: None where the folder's name does not tell;
-    topology: options of `TOPOLOGY_OPTIONS`, as far as known; versions: of the packages involved, by
-    name; saved_at: time in UTC, ISO 8601.
+    world_size: ranks that saved; iteration: None if the folder's name has none; topology: the known
+    values of `TOPOLOGY_OPTIONS`; versions: versions of the packages involved, by name; saved_at:
+    time in UTC, ISO 8601.
     """
 
     world_size: int
@@ -77,16 +76,16 @@ def make_record(
 
 
 def topology_of(options: object) -> dict[str, Any]:
-    """The options of `TOPOLOGY_OPTIONS` that a namespace or config has; None is left out."""
+    """The values of `TOPOLOGY_OPTIONS` in a namespace or config, without those that are None."""
     found = {name: getattr(options, name, None) for name in TOPOLOGY_OPTIONS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def versions() -> dict[str, str]:
-    """Releases of Python and of the packages involved, of those that are there.
+    """Versions of Python and of the packages involved that are installed.
 
-    An imported module is asked first: a checkout of Megatron-LM brings its own megatron.core, which
-    is not the one that is installed.
+    The `__version__` of an imported module takes precedence: a checkout of Megatron-LM contains a
+    megatron.core that differs from the installed one.
     """
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for module, distribution in _DISTRIBUTIONS.items():
@@ -109,8 +108,8 @@ def write_record(folder: Path, record: SaveRecord) -> None:
 def read_record(folder: Path) -> SaveRecord | None:
     """The record of a checkpoint folder; None if it has none.
 
-    Raises ValueError if the file is damaged, or of a format version that is newer than
-    `FORMAT_VERSION`: what such a checkpoint holds is not for this release to guess.
+    Raises ValueError if the file is damaged, or if its format version is newer than
+    `FORMAT_VERSION`.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -127,5 +126,5 @@ def read_record(folder: Path) -> SaveRecord | None:
     raise ValueError(
         f"{folder} has format version {version!r}, written by megatron_fsdp_adapter {by}; this "
         f"release ({versions().get('megatron_fsdp_adapter', 'unknown')}) reads versions up to "
-        f"{FORMAT_VERSION}: load it with that release, or a newer one"
+        f"{FORMAT_VERSION}. Load it with that release, or a newer one"
     )

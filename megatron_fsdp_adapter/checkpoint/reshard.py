@@ -1,5 +1,5 @@
-"""What a shard is in its tensor's own axes: a pure function of the layout, equal on every rank. A
-checkpoint needs no collective to find out who writes which block."""
+"""Blocks of a shard in its tensor's axes: a pure function of the layout, equal on every rank, so a
+checkpoint needs no collective to know which rank writes which block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def chunks(
 ) -> tuple[Box, ...]:
     """The blocks (offsets, sizes) of parameter `index` that `rank` holds, in flat order.
 
-    One block of rows for whole-row granules, at most 2d-1 blocks for d dimensions otherwise,
-    none for an empty shard. `tp_offset` (one number per dimension) is added to the offsets: where
-    this model-parallel slice starts in the global tensor. A 0-D parameter has shape (1,) here.
-    Raises ValueError if tp_offset has another number of dimensions.
+    One block of rows for whole-row granules, at most 2d-1 blocks for d dimensions otherwise, none
+    for an empty shard. `tp_offset` (one number per dimension), the origin of this model-parallel
+    slice in the global tensor, is added to the offsets. A 0-D parameter has shape (1,) here. Raises
+    ValueError if tp_offset has another number of dimensions.
     """
     shape = layout.specs[index].layout_shape
     boxes = flat_range_to_boxes(layout.shard_range(index, rank), shape)

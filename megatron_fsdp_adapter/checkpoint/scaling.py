@@ -1,7 +1,7 @@
-"""Scales and histories of FP8's delayed scaling, which a checkpoint may have or not.
+"""Scales and histories of FP8's delayed scaling, which are optional in a checkpoint.
 
-A load takes those that are there, with as many steps of history as were kept. What a checkpoint
-does not have is left out of the state: who loads it learns so that there is none.
+A load reads those that the checkpoint has, with the stored length of history. Missing ones are
+removed from the state, so that the loader sees which are missing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def fit_scaling(stored: dict[str, Any], metadata: Metadata) -> None:
 
 
 def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`wanted`, a flat part of a state, with the records that were `loaded` for it, and no others;
-    itself if there are none."""
+    """`wanted`, a flat part of a state, with exactly the `loaded` scaling records; `wanted` itself
+    if it has none."""
     if not any(key.endswith(FP8_SCALING) for key in wanted):
         return wanted
     kept = {key: value for key, value in wanted.items() if not key.endswith(FP8_SCALING)}

@@ -1,8 +1,8 @@
-"""Nested state dicts as torch DCP sees them: a flat map of dotted keys to leaves.
+"""Nested state dicts as torch DCP flattens them: dotted keys -> leaves.
 
-Leaves are DTensors, plain tensors and anything else; the last is pickled. A plain tensor or other
-value under the same key on several ranks is taken to be the same on each and stored once. A value
-that belongs to one rank is wrapped in `PerRank`.
+Leaves are DTensors, plain tensors and other values, which are pickled. A plain tensor or other
+value under the same key on several ranks is assumed to be equal on all and is stored once. A value
+of one rank is wrapped in `PerRank`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ANY_RANK = ".rank_*"
 class PerRank:
     """A value of this rank alone, such as its RNG state: any picklable object.
 
-    It is stored under `<key>.rank_<rank>`; loading gives each rank its own back, without the
-    wrapper. In the state given to a load, the value inside is not read.
+    It is stored under `<key>.rank_<rank>`; a load returns each rank's value, without the wrapper,
+    and ignores the value in the state passed to it.
     """
 
     value: Any = None
@@ -35,10 +35,10 @@ class PerRank:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How a state differs from a checkpoint, as one line per key. Empty if it does not.
+    """The differences of a state from a checkpoint, one line per key. Falsy if there are none.
 
-    missing: asked for, not in the checkpoint; unexpected: in it, asked for by nobody;
-    different: in both, with another shape, dtype or kind; unusable: cannot be loaded at all.
+    missing: in the state, not in the checkpoint; unexpected: in the checkpoint, not in any rank's
+    state; different: in both, with another shape, dtype or kind; unusable: cannot be loaded.
     """
 
     missing: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Mismatch:
         return bool(self.missing or self.unexpected or self.different or self.unusable)
 
     def describe(self) -> str:
-        """All keys, by what is wrong with them."""
+        """All keys, grouped by kind of difference."""
         titles = (
             ("missing in the checkpoint", self.missing),
             ("in the checkpoint but not in the state", self.unexpected),
@@ -65,7 +65,7 @@ class Mismatch:
 
 
 def merge(parts: Iterable[Mismatch]) -> Mismatch:
-    """Everything that is in any of the parts, each line once, in order of first appearance."""
+    """The union of the parts, each line once, in order of first appearance."""
     listed = list(parts)
     return Mismatch(
         *(
@@ -78,18 +78,19 @@ def merge(parts: Iterable[Mismatch]) -> Mismatch:
 def to_stored(
     state: Mapping[str, Any], rank: int, is_loading: bool = False
 ) -> dict[str, Any]:
-    """A copy of the nested state in which torch DCP finds only what it can store.
+    """A copy of the nested state with only values that torch DCP can store.
 
-    Containers are new, tensors are the same objects, so a load writes into the caller's storage
-    and leaves the caller's containers alone. `PerRank(v)` at key k becomes {rank_<rank>: bytes},
-    without bytes if `is_loading`. Raises what pickle raises for a value of this rank alone.
+    Containers are new and tensors are the same objects, so a load writes into the caller's storage
+    and does not change the caller's containers. `PerRank(v)` at key k becomes {rank_<rank>: bytes},
+    with empty bytes if `is_loading`. Raises pickle's error for a `PerRank` value that cannot be
+    pickled.
     """
     pack = (lambda value: b"") if is_loading else _to_bytes
     return {key: _stored(value, rank, pack) for key, value in state.items()}
 
 
 def from_stored(loaded: Mapping[str, Any], state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Undoes `to_stored`, `state` telling where the `PerRank` values are."""
+    """Undoes `to_stored`. state: the original, which has the `PerRank` wrappers."""
     return {key: _restored(loaded[key], state[key], rank) for key in state}
 
 
@@ -99,7 +100,7 @@ def flatten(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entries(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str, str]]:
-    """(dict, its key, dotted key) of every value in nested dicts that is no dict."""
+    """(containing dict, its key, dotted key) of every leaf in nested dicts."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from entries(value, f"{path}{name}.")
@@ -108,7 +109,7 @@ def entries(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str
 
 
 def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """What makes a nested state impossible to store or load in place, one line per key."""
+    """Problems that prevent storing or loading a nested state in place, one line per key."""
     found = [f"{path}: keys must be strings" for path in _bad_keys(state, "")]
     if found:
         return tuple(found)
@@ -118,7 +119,7 @@ def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def compare(leaves: Mapping[str, Any], metadata: Metadata) -> Mismatch:
-    """How this rank's leaves differ from what is stored; `unexpected` is left empty."""
+    """Differences of this rank's leaves from the stored ones; `unexpected` stays empty."""
     stored = metadata.state_dict_metadata
     wanted = {key: stored[key] for key in leaves if key in stored}
     whole: dict[Any, bool] = {}  # tensors that are cut alike share their list of blocks
@@ -140,8 +141,8 @@ def _cut(entry: TensorStorageMetadata) -> tuple[int, torch.Size]:
 
 
 def _is_whole(entry: TensorStorageMetadata) -> bool:
-    """Whether the stored blocks have every element once: a load leaves what they have not as it
-    was."""
+    """True if the stored blocks cover every element once. A load would not write uncovered
+    elements."""
     blocks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
     return tile(((0,) * len(entry.size), tuple(entry.size)), blocks)
 
@@ -175,11 +176,11 @@ def _restored(loaded: Any, value: Any, rank: int) -> Any:
     if isinstance(value, PerRank):
         return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
     if isinstance(value, Mapping):
-        # What was taken out before the load (`scaling.py`) was not to be had.
+        # Keys removed before the load (`scaling.py`) are not in the checkpoint.
         return {key: _restored(loaded[key], value[key], rank) for key in value if key in loaded}
     if isinstance(value, list) and len(value) == len(loaded):
         return [_restored(a, b, rank) for a, b in zip(loaded, value, strict=True)]
-    # What was read may be a view of a part of the caller's tensor.
+    # A loaded DTensor may be a view of a part of the caller's DTensor, so return the caller's.
     return value if isinstance(value, DTensor) else loaded
 
 
@@ -195,7 +196,7 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _bad_keys(value: Any, path: str) -> list[str]:
-    """Paths whose last key is no string: torch DCP would give it back as a string."""
+    """Paths whose last key is no string: torch DCP would return it as a string."""
     if isinstance(value, Mapping):
         bad = [f"{path}{key!r}" for key in value if not isinstance(key, str)]
         return bad + [p for k, entry in value.items() for p in _bad_keys(entry, f"{path}{k}.")]
@@ -208,10 +209,10 @@ def _unusable(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return ""
     if leaf.is_meta:
-        return "a tensor on the meta device has no data; materialize it first"
+        return "a tensor on the meta device has no data. Materialize it first"
     if isinstance(leaf, DTensor) and not has_chunks(leaf) and not is_replicated(leaf):
         return (
-            "a sharded DTensor that carries no chunks; make it with dtensor_like from the "
+            "a sharded DTensor that carries no chunks. Make it with dtensor_like from the "
             "parameter it was derived from"
         )
     return ""
@@ -220,7 +221,7 @@ def _unusable(leaf: Any) -> str:
 def _difference(leaf: Any, stored: Any, whole: Mapping[Any, bool]) -> str:
     has_tensor = isinstance(stored, TensorStorageMetadata)
     if has_tensor != isinstance(leaf, torch.Tensor):
-        return f"stored as {'a tensor' if has_tensor else 'an object'}, wanted as the other"
+        return f"stored as {'a tensor' if has_tensor else 'an object'}, wanted as the other kind"
     if not has_tensor:
         return ""
     if stored.size != leaf.size():

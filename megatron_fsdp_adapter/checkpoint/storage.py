@@ -1,17 +1,19 @@
-"""A torch DCP storage writer that never damages what is there.
+"""A torch DCP storage writer that never damages an existing checkpoint.
 
-All that makes a save safe happens in the four calls that DCP makes anyway: the coordinator
-prepares the temporary folder before the plans are exchanged, each rank writes its file and forces
-it to disk, and `finish`, which runs on the coordinator after all ranks have reported, gives the
-folder its name. So saves of ours, asynchronous ones, and Megatron's own, which only let us choose
-the writer, are safe in the same way and exchange nothing of their own. The name of the temporary
-folder, which no other job has, travels with the plan that DCP gives each rank.
+The writer uses only the four calls of DCP's protocol. The coordinator prepares the temporary folder
+before the plans are exchanged. Each rank writes its file and forces it to disk. `finish`, which
+runs on the coordinator after all ranks have reported, renames the folder. So our saves, background
+saves and Megatron's saves, which only let us choose the writer, are safe in the same way without
+extra exchanges. The unique name of the temporary folder travels with the plan that DCP sends to
+each rank.
 
-The files are what torch's writer makes, for torch's reader. What is written otherwise: one tensor
-at a time, where torch's writer keeps a copy of every tensor that is a view (ours all are) until the
-file is closed; no checksums inside of torch.save's archives, which torch.load does not look at, but
-a digest of each item, computed as it is written (`digests.py`); and of metadata, what each release
-of torch reads (`tensor_properties.py`).
+The files are those of torch's writer, for torch's reader, except:
+
+- Tensors are written one at a time. torch's writer keeps a copy of every tensor that is a view (all
+  of ours are) until the file is closed.
+- There are no checksums inside torch.save's archives, which torch.load does not check. Instead each
+  item has a digest, computed while it is written (`digests.py`).
+- Metadata has only the values that each release of torch reads (`tensor_properties.py`).
 """
 
 from __future__ import annotations
@@ -47,30 +49,30 @@ from megatron_fsdp_adapter.checkpoint import digests, folders, record
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties, portable
 
 Publish = Callable[[Path, Path], None]
-"""What gives a finished temporary folder, its first argument, its name, the second."""
+"""Renames a finished temporary folder (first argument) to its final name (second)."""
 
 
 @dataclass
 class _Place(_StoragePrefix):
-    """Where a rank writes: what its files' names begin with, and the temporary folder."""
+    """The prefix of a rank's file names, and the temporary folder."""
 
     folder: str = ""
 
 
 @dataclass
 class _DigestedInfo(_StorageInfo):
-    """Where an item lies, and the digest of its file up to its end. Travels to the coordinator
-    with DCP's own results, and not into the metadata."""
+    """The place of an item, and the running digest of its file at its end. It is sent to the
+    coordinator with DCP's results and is not stored in the metadata."""
 
     crc: int = 0
 
 
 class SafeWriter(FileSystemWriter):
-    """Writes a checkpoint beside its folder, and renames it when all of it is on disk.
+    """Writes a checkpoint into a temporary folder and renames it once all of it is on disk.
 
-    folder: its final name; topology: what the record says of it (`record.topology_of`);
-    iteration: likewise; publish: called on the coordinator, once the temporary folder is complete;
-    by default the rename alone. Of a save that fails, `discard` removes what it wrote.
+    folder: its final name; topology, iteration: values for the record (`record.topology_of`);
+    publish: called on the coordinator once the temporary folder is complete; by default only
+    renames it. `discard` deletes the files of a failed save.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class SafeWriter(FileSystemWriter):
         iteration: int | None = None,
         publish: Publish = folders.rename_into_place,
     ) -> None:
-        # `complete_folder` syncs what torch would, and does so after it is flushed.
+        # `complete_folder` syncs the files after they are flushed; torch syncs before.
         super().__init__(folder, sync_files=False)
         self._folder, self._publish = folder, publish
         self._topology, self._iteration = topology, iteration
@@ -93,17 +95,17 @@ class SafeWriter(FileSystemWriter):
         return str(self._folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Makes the temporary folder, before any rank is told what to write."""
+        """Makes the temporary folder, before ranks receive their plans."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             self._temporary = self.path = folders.prepare_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing: the coordinator makes the folder; others would race with it."""
+        """No-op: the coordinator makes the folder, and other ranks would race with it."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tells each rank where to write. Runs on the coordinator."""
+        """Adds to each rank's plan where to write. Runs on the coordinator."""
         return [
             dataclasses.replace(plan, storage_data=_Place(f"__{rank}_", str(self._temporary)))
             for rank, plan in enumerate(plans)
@@ -132,9 +134,10 @@ class SafeWriter(FileSystemWriter):
         self._temporary = None
 
     def discard(self) -> None:
-        """Removes what this save wrote, if it was not published; for when it has failed. On the
-        coordinator alone; does nothing on other ranks, or a second time. What cannot be removed is
-        a warning, since there is an error to be raised already."""
+        """Deletes the unpublished files of a failed save.
+
+        Acts on the coordinator only, and only once. A folder that cannot be deleted is a warning,
+        because the caller raises the save's error."""
         with self._discarding:
             temporary, self._temporary = self._temporary, None
             if temporary is not None:
@@ -143,7 +146,7 @@ class SafeWriter(FileSystemWriter):
 
 @contextmanager
 def _unless_taken(temporary: Path, folder: Path) -> Iterator[None]:
-    """An OSError because another job has taken the temporary folder away says so."""
+    """Replaces an OSError by `taken_away` if another job has taken the temporary folder."""
     try:
         yield
     except OSError as error:
@@ -155,7 +158,7 @@ def _unless_taken(temporary: Path, folder: Path) -> Iterator[None]:
 def complete_folder(folder: Path, files: dict[str, digests.FileDigest]) -> None:
     """Writes the digests of a folder and forces all but the data files to disk.
 
-    files: digests of the data files. What else is in the folder is read and added.
+    files: digests of the data files. Digests of all other files are computed.
     """
     others = [path for path in folder.iterdir() if path.name not in files]
     found = {path.name: digests.digest_of(path) for path in others}
@@ -165,7 +168,7 @@ def complete_folder(folder: Path, files: dict[str, digests.FileDigest]) -> None:
 
 
 def exact_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on the CPU, over a storage that has nothing but its elements.
+    """`tensor` on the CPU, over a storage that contains only its elements.
 
     torch.save writes whole storages. A contiguous view on the CPU is not copied: the result shares
     its memory.
@@ -198,8 +201,8 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> lis
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """torch.save without checksums of its own. The setting is the thread's in torch 2.13; in
-    releases where it is the process's, what is saved beside meanwhile lacks them too."""
+    """Disables torch.save's checksums. The setting is per thread in torch 2.13. In releases where
+    it is per process, concurrent torch.save calls lack checksums too."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -209,9 +212,8 @@ def _no_checksums() -> Iterator[None]:
 
 
 class Once:
-    """Gives of equal parts one object. Pickle writes an object once, and equal ones each time:
-    where many ranks have blocks of many tensors, the metadata is a quarter smaller, and is written
-    in half of the time."""
+    """Replaces equal parts of metadata by one object, because pickle writes an object once but
+    equal objects each time. This makes the metadata of many ranks smaller and faster to write."""
 
     def __init__(self) -> None:
         self._sizes: dict[torch.Size, torch.Size] = {}
@@ -222,7 +224,7 @@ class Once:
         return self._sizes.setdefault(value, value)
 
     def chunks(self, given: list[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
-        """The same list for tensors that are cut alike, as a weight and its moments are."""
+        """One list for all tensors with the same blocks, such as a weight and its moments."""
         key = tuple((chunk.offsets, chunk.sizes) for chunk in given)
         if key not in self._chunks:
             self._chunks[key] = [
@@ -236,7 +238,8 @@ class Once:
 
 
 def share_equal_parts(metadata: Metadata, once: Once) -> None:
-    """Changes no value, and leaves out those that only a newer torch reads."""
+    """Shares equal parts of `metadata` in place, and drops properties that only newer torch
+    reads."""
     metadata.state_dict_metadata = {
         key: TensorStorageMetadata(
             once.properties(entry.properties), entry.size, once.chunks(entry.chunks)
@@ -267,7 +270,7 @@ def _with_offset(index: MetadataIndex, once: Once) -> MetadataIndex:
 
 
 def _file_digests(results: Iterable[WriteResult]) -> dict[str, digests.FileDigest]:
-    """Of the data files, from the results of their items, which are in the order of the file."""
+    """Digests of the data files, from the results of their items, which are in file order."""
     notes: dict[str, list[tuple[int, int]]] = {}
     for result in results:
         info = result.storage_data

@@ -1,8 +1,8 @@
-"""What `.metadata` says of a tensor beside its size and blocks, for each release of torch.
+"""Tensor properties in `.metadata` that each release of torch reads.
 
-torch DCP pickles it as a tuple. Torch 2.15 appended strides, which nothing reads; torch 2.13
-stops at a tuple of six, and with it at every checkpoint of 2.15. What we write has the values that
-each release reads, and what follows them in what others wrote is passed over.
+torch DCP pickles the properties as a tuple. torch 2.15 appended strides, which no reader uses;
+torch 2.13 raises on a tuple of six, so it cannot read a checkpoint of 2.15. We write only the
+values that each release reads, and ignore later ones when reading.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ READ_BY_ALL = 5
 
 
 class PortableProperties(TensorProperties):
-    """Is pickled as torch's own class, and stands for that where metadata is read."""
+    """Pickles as torch's class, and replaces it when metadata is read."""
 
     def state(self) -> tuple[Any, ...]:
         """The values that are pickled."""
@@ -30,7 +30,7 @@ class PortableProperties(TensorProperties):
 
 
 def portable(given: TensorProperties) -> PortableProperties:
-    """The same, but for what not every torch reads."""
+    """`given` without the values that some releases of torch do not read."""
     made = PortableProperties()
     made.__setstate__(given.__getstate__())
     return made

@@ -7,8 +7,8 @@
     iteration, state = load_checkpoint(root, state)     # written under any other split of the model
     load_training_state(chunks, state, optimizer)
 
-These are the keys that Megatron-LM's own code writes with `--ckpt-format fsdp_dtensor`; what they
-are is told in `checkpoint.names`.
+These are the keys that Megatron-LM writes with `--ckpt-format fsdp_dtensor`, described in
+`checkpoint.names`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 
 def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
     """Main weights and persistent buffers of all model chunks (FullyShardedDataParallel) of this
-    rank, by the key that they have on every rank. No collective. ValueError if two chunks have
-    the same key."""
+    rank, by key. No collective. Raises ValueError if two chunks have the same key."""
     merged: dict[str, Any] = {}
     for chunk in chunks:
         state = chunk.state_dict_for_save_checkpoint()
@@ -37,8 +36,8 @@ def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bool = True) -> None:
-    """Copies what `model_state` gave, or a load of it, into the chunks and refreshes their compute
-    weights. ValueError lists keys that are missing or, if `strict`, that no chunk has."""
+    """Copies a (loaded) `model_state` into the chunks and refreshes their compute weights. Raises a
+    ValueError that lists missing keys and, if `strict`, keys that no chunk has."""
     own = [chunk.checkpoint_keys() for chunk in chunks]
     known = frozenset().union(*own)
     nobodys = sorted(key for key in set(state) - known if not key.endswith(FP8_SCALING))
@@ -54,7 +53,8 @@ def training_state(
 ) -> dict[str, Any]:
     """Model and, if given, Megatron's optimizer, in the structure of a checkpoint. No collective.
 
-    The model comes first: it makes the wrappers show the parameters that the optimizer knows.
+    The model's state comes first: it makes the wrappers show the sharded parameters, which the
+    optimizer has.
     """
     state: dict[str, Any] = {MODEL: model_state(chunks)}
     if optimizer is not None:
@@ -67,7 +67,7 @@ def training_state(
 def load_training_state(
     chunks: Sequence[Any], state: Mapping[str, Any], optimizer: Any | None = None
 ) -> None:
-    """Undoes `training_state`; every compute weight is refreshed."""
+    """Loads a `training_state` and refreshes every compute weight."""
     load_model_state(chunks, state[MODEL])
     if optimizer is not None:
         optimizer.load_state_dict(dict(state[OPTIMIZER]))

@@ -1,15 +1,14 @@
-"""Reading pickles of a checkpoint without running anything that they name.
+"""Reads pickles of a checkpoint without executing code that they name.
 
-A pickle calls whatever functions it names. Two kinds of it are in a checkpoint:
+Unpickling calls the functions that a pickle names. A checkpoint has two kinds of pickles:
 
 - `.metadata`, which torch DCP reads with plain pickle. It needs the classes of `_METADATA` and
-  dtypes, and plans beside it are inert; any other name is an error (`read_metadata`, for every
-  reader of ours, loads too). Its bytes are compared with their digest first where there is one,
-  and what they hold is looked at field by field: a flipped bit is one error and never another
-  tensor.
-- objects (arguments, generators), which torch.save wrote. A load needs the real ones; who only
-  looks at them takes `load_inert`: torch's own `weights_only` reader, to which every class and
-  function that it does not know is given as an inert stand-in.
+  dtypes. Plans in it become inert, and any other name is an error (`read_metadata`, used by every
+  reader here, loads included). Its bytes are first compared with their digest if there is one, and
+  its fields are checked one by one: a flipped bit raises and never changes a tensor.
+- objects (arguments, generators), which torch.save wrote. A load needs the real ones. Inspection
+  uses `load_inert`: torch's `weights_only` reader with an inert stand-in for every class and
+  function that it does not know.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from .tensor_properties import PortableProperties
 
 
 class RefusedName(pickle.UnpicklingError):
-    """A pickle names what it has no business to name."""
+    """A pickle names a class or function that is not allowed in it."""
 
 
 class _CoreMetadata(Metadata):
-    """In place of megatron-core's class in folders of 0.15 and before, with the same content."""
+    """Stands in for megatron-core's class in folders of 0.15 and earlier; same content."""
 
 
 _DCP = (
@@ -71,8 +70,8 @@ _PLANS = {
     "torch.distributed.checkpoint.planner",
     "megatron.core.dist_checkpointing.strategies.torch",
 }
-"""Whose objects core keeps in its metadata: the plans of all ranks, for its next save. Nobody reads
-them here, so they become inert."""
+"""Modules of the plans that core stores in its metadata for its next save. They are not read here,
+so they become inert."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -84,15 +83,15 @@ class _MetadataUnpickler(pickle.Unpickler):
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise RefusedName(f"it names {module}.{name}, which metadata of torch DCP has no use for")
+        raise RefusedName(f"it names {module}.{name}, which metadata of torch DCP does not contain")
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a `.metadata` file holds, every field of the type that readers take it for.
+    """The content of a `.metadata` file, with the type of every field checked.
 
-    Raises OSError if it cannot be read, ValueError if it is not what its digest says or holds
-    something else, RefusedName if it names what metadata does not hold, and whatever damaged bytes
-    happen to spell.
+    Raises OSError if it cannot be read, ValueError if it differs from its digest or has wrong
+    content, RefusedName if it names other classes than metadata has, and any other error on damaged
+    bytes.
     """
     content = path.read_bytes()
     digests.check_bytes(path, content)
@@ -104,7 +103,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _check_fields(found: Metadata) -> None:
-    """ValueError, or AttributeError for a field that is not there."""
+    """Raises ValueError for a wrong field, or AttributeError for a missing one."""
     entries, stored = found.state_dict_metadata, found.storage_data
     _require(isinstance(entries, dict) and isinstance(stored, (dict, type(None))), "its tables")
     _require(isinstance(found.storage_meta, (StorageMeta, type(None))), "storage_meta")
@@ -135,13 +134,13 @@ def _check_fields(found: Metadata) -> None:
 
 
 def _is_size(value: object) -> bool:
-    """Whether it is a `torch.Size`, or the tuple of integers that Megatron's bundled engine has in
-    its place."""
+    """True for a `torch.Size`, and for the tuple of integers that Megatron's bundled engine writes
+    instead."""
     return isinstance(value, tuple) and all(type(number) is int for number in value)
 
 
 def _is_cut(entry: TensorStorageMetadata) -> bool:
-    """Whether the blocks are blocks of a tensor of that many dimensions."""
+    """True if all blocks have the tensor's number of dimensions."""
     sizes = [entry.size]
     for chunk in entry.chunks:
         if type(chunk) is not ChunkStorageMetadata:
@@ -155,15 +154,15 @@ def _is_cut(entry: TensorStorageMetadata) -> bool:
 
 def _require(holds: bool, what: object) -> None:
     if not holds:
-        raise ValueError(f".metadata has something wrong in it: {what}")
+        raise ValueError(f".metadata has a wrong field: {what}")
 
 
 class Reader(FileSystemReader):
-    """Torch's, but for metadata, which it reads as every reader of ours does."""
+    """torch's reader, with metadata read by `read_metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises as the function does, and ValueError for metadata of one rank. No save of ours
-        writes any, and torch asks for it where it cannot read the metadata of all."""
+        """Raises as the function does, and ValueError for metadata of one rank. Our saves write
+        none, and torch requests it only if it cannot read the metadata of all ranks."""
         if kwargs.get("rank") is not None:
             raise ValueError(f"{self.path}: metadata of one rank are not read")
         found = read_metadata(Path(self.path) / ".metadata")
@@ -173,8 +172,8 @@ class Reader(FileSystemReader):
 
 
 class Inert:
-    """What a pickle makes of a class or function that is not known: its arguments and its state,
-    kept and shown. Attributes of the object are attributes of this."""
+    """Stand-in for an object of an unknown class or function. It keeps and shows the arguments and
+    the state; attributes of the object are its attributes."""
 
     called: str
 
@@ -184,7 +183,7 @@ class Inert:
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """`__new__` has kept them."""
+        """No-op: `__new__` has kept the arguments."""
 
     def __setstate__(self, state: Any) -> None:
         named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
@@ -203,9 +202,10 @@ def _stand_in(name: str) -> type[Inert]:
 
 @contextmanager
 def _only_stand_ins(content: bytes) -> Iterator[None]:
-    """torch's own list of what is safe, and stand-ins for the rest. What others have put on the
-    list (Megatron does, when it is imported) is off it meanwhile, for the whole process: what is
-    read must not depend on what was imported before."""
+    """Restricts torch's list of safe globals to its defaults, and adds stand-ins for unknown names.
+
+    Entries added by other code (Megatron adds some on import) are removed meanwhile, for the whole
+    process: the result must not depend on earlier imports."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -218,8 +218,8 @@ def _only_stand_ins(content: bytes) -> Iterator[None]:
 
 
 def load_inert(file: IO[bytes]) -> Any:
-    """What torch.save wrote into `file`, with `Inert` values in place of all that is not plain
-    data or tensors. Where it cannot be read like that, its bytes.
+    """The content of a torch.save file, with `Inert` values for everything except plain data and
+    tensors; its bytes if it cannot be read like that.
 
     Raises OSError, RuntimeError, EOFError or pickle.UnpicklingError if the file is damaged.
     """
@@ -232,5 +232,5 @@ def load_inert(file: IO[bytes]) -> Any:
     except (OSError, RuntimeError, EOFError, MemoryError):
         raise
     except Exception as error:
-        # What is no archive of torch.save, and whatever damaged bytes happen to spell.
+        # The file is no archive of torch.save, or damaged bytes raised an arbitrary error.
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 Megatron pads the vocabulary to a multiple of the tensor-parallel size (times an option), so the
 same model has embedding and output tables of different lengths under different splits. No token
-has a padding row: what is in it is free, and a load may skip it.
+uses a padding row, so a load may skip it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(w
 
 
 def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) -> tuple[str, ...]:
-    """Makes the vocabulary tables of a nested state readable from a checkpoint that has them, or
-    their optimizer state, with another number of padding rows. Returns the dotted keys changed.
+    """Fits the vocabulary tables of a nested state, and their optimizer state, to a checkpoint with
+    another number of padding rows. Returns the changed dotted keys.
 
-    stored: changed in place; a table of another length than the stored one is replaced by a view
-    of the rows that both have, and its rows beyond those keep what they hold. vocab_size: rows
-    that are no padding; a table that is shorter on either side stays, and so is a mismatch.
-    Raises ValueError unless vocab_size is positive.
+    stored: changed in place; a table of another length than the stored one is replaced by a view of
+    the rows that both have, and its other rows keep their values. vocab_size: number of real rows;
+    a table that is shorter on either side is not changed, and is a mismatch. Raises ValueError
+    unless vocab_size is positive.
     """
     if vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} must be the number of real tokens, 1 or more")
@@ -46,5 +46,5 @@ def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) 
 
 
 def is_table(name: str) -> bool:
-    """Whether a key, or the global name of a parameter, is that of a vocabulary table."""
+    """True if a key, or the global name of a parameter, names a vocabulary table."""
     return bool(_TABLE.search(name))

@@ -210,5 +210,5 @@ def test_only_a_dtensor_of_our_own_is_told_its_chunks(one_rank: None) -> None:
     assert not has_chunks(tensor)
     with pytest.raises(ValueError, match="carries no chunks"):
         read_chunks(tensor)
-    with pytest.raises(ValueError, match="make it with uneven_dtensor"):
+    with pytest.raises(ValueError, match="Make it with uneven_dtensor"):
         attach_chunks(tensor, (((0, 0), (3, 5)),))

@@ -132,7 +132,7 @@ def _all(*words: str) -> dict[str, Any]:
 TABLE = (
     Damage(
         "a bit of a tensor", _edited(DATA, _flip_value), load=None,
-        check=("iter_0000002 is damaged; load another iteration", "model.w", "differs"),
+        check=("iter_0000002 is damaged. Load another iteration", "model.w", "differs"),
         status=1, told=("DAMAGED", DATA, "model.w", "differs from its digest"),
     ),
     Damage(
@@ -209,11 +209,11 @@ TABLE = (
     Damage(
         "digests gone", lambda folder: (folder / digests.DIGESTS).unlink(), load=None,
         check=("has no digests.json", "without check_digests"), status=2,
-        told=("has no digests.json", "nothing to compare"),
+        told=("has no digests.json", "cannot be verified"),
     ),
     Damage(
         "digests cut short", _edited(digests.DIGESTS, _half),
-        **_all(digests.DIGESTS, "is damaged", "delete it to load"),
+        **_all(digests.DIGESTS, "is damaged", "Delete it to load"),
         status=2, told=(digests.DIGESTS, "is damaged"),
     ),
     Damage(
@@ -319,7 +319,7 @@ def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[s
     [
         (["nowhere"], "nowhere does not exist"),
         (["root", "--iteration", "7"], "iter_0000007 does not exist"),
-        (["root/iter_0000001", "--iteration", "1"], "is one checkpoint; leave it out"),
+        (["root/iter_0000001", "--iteration", "1"], "is one checkpoint. Leave the option out"),
         (["root", "--jobs", "0"], "--jobs 0"),
     ],
 )

@@ -156,7 +156,7 @@ def test_generators_are_read_under_the_same_split_alone(
     _assert_weights(trainer, expected)
     assert same(found, _generators(1.0) if are_read else before)
     assert are_read or found is own
-    assert ("generators stay as it seeded them" in capsys.readouterr().out) is is_printed
+    assert ("generators keep their seeds" in capsys.readouterr().out) is is_printed
 
 
 def test_options_of_parameter_groups_are_those_that_were_read(

@@ -219,9 +219,9 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      "fsdp_dtensor", "sharded_backend='zarr'"),
     # complete, but does not fit together
     ("half a gated weight", lambda r: fsdp(r, lambda s: pop_one(s, "weight_v")), "torch_dist",
-     "weight_w is there without"),
+     "weight_w is stored without"),
     ("local layer numbers", lambda r: fsdp(r, local_layer_numbers), "torch_dist",
-     "start anew on each pipeline stage|which has no weight"),
+     "start at 0 on each pipeline stage|which has no weight"),
     ("moment of another shape", lambda r: fsdp(r, transposed_moment), "torch_dist",
      "exp_avg of .* has shape"),
     ("steps differ", lambda r: fsdp(r, two_steps), "torch_dist", "one step count"),
@@ -260,10 +260,10 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     ("tied and another head", lambda r: tied_beside_a_head(r, 0.5), "fsdp_dtensor",
      "tie_word_embeddings=True.*lm_head.weight of other values"),
     ("index leads out", lambda r: indexed(r, "../elsewhere.safetensors"), "fsdp_dtensor",
-     "'../elsewhere.safetensors', which names no file of this folder"),
+     "'../elsewhere.safetensors', which is no file of this folder"),
     ("index has a path", lambda r: indexed(r, str(r.parent / "elsewhere.safetensors")),
-     "fsdp_dtensor", "elsewhere.safetensors', which names no file of this folder"),
-    ("index has a number", lambda r: indexed(r, 7), "fsdp_dtensor", "into 7, which names no file"),
+     "fsdp_dtensor", "elsewhere.safetensors', which is no file of this folder"),
+    ("index has a number", lambda r: indexed(r, 7), "fsdp_dtensor", "to 7, which is no file"),
     # computes what core's model would not
     *((f"config: {name}={value}", lambda r, n=name, v=value: hugging_face(r, **{n: v}),
        "fsdp_dtensor", message) for name, value, message in (
@@ -295,7 +295,7 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
         ("activation_func", "torch.nn.functional.gelu", 0, "neither"),
         ("moe_router_pre_softmax", True, 2, "neither"),
         ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], 2, "neither"),
-        ("embedding_multiplier", 4.0, 0, "not known whether.*--hf-config"),
+        ("embedding_multiplier", 4.0, 0, "unknown arguments.*--hf-config"),
     )),
     *((f"run_config.yaml: {name}={value}", lambda r, n=name, v=value: of_bridge(r, **{n: v}),
        "huggingface", message) for name, value, message in (
@@ -309,7 +309,7 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     )),
     *((f"run_config.yaml: {text}", lambda r, t=text: of_bridge(r, t), "huggingface",
        rf"run_config\.yaml:? .*{message}|run_config\.yaml {message}") for text, message in (
-        ("model: [", "not valid YAML"), ("train: {}", "has no section model"),
+        ("model: [", "not valid YAML"), ("train: {}", "has no section `model`"),
         ("!!python/object/apply:os.getcwd []", "not valid YAML"),
     )),
     ("a factor that Megatron-LM ignores",

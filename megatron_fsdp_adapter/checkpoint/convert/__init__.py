@@ -1,6 +1,7 @@
-"""Checkpoints of one format from those of another: `fsdp_dtensor`, `torch_dist`, Hugging Face.
+"""Conversion of checkpoints between `fsdp_dtensor`, `torch_dist` and Hugging Face.
 
-On one process, of files that may be larger than memory. May enter: a format's names and files.
+Runs in one process, on files that may be larger than memory. Code for the names and files of a
+format belongs here.
 """
 
 from megatron_fsdp_adapter.checkpoint.convert.conversion import (

@@ -1,5 +1,5 @@
-"""The sizes of a model that weights alone do not tell, from a checkpoint's arguments or a
-Hugging Face `config.json`, and the other way round."""
+"""Model sizes that cannot be derived from weights, read from and written to a checkpoint's
+arguments or a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     LLAMA: {"groups": None, "epsilon": 1e-6, "theta": 1e4, "positions": 2048},
     MIXTRAL: {"groups": 8, "epsilon": 1e-5, "theta": 1e6, "positions": 4096 * 32},
 }
-"""What `transformers` takes for fields that a config leaves out."""
+"""Defaults of `transformers` for missing fields."""
 
 _EPSILON = ("layernorm_epsilon", "norm_epsilon")
 """The argument's name in the releases supported, and in earlier ones."""
@@ -39,16 +39,16 @@ _WANTED: Mapping[str, tuple[Any, ...]] = {
     "auto_map": (None,),
     "add_cross_attention": (None, False),
 }
-"""Field of a Hugging Face config -> values with which the model is one that core computes."""
+"""Field of a Hugging Face config -> values that core's models support."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A Llama or a Mixtral.
 
-    vocab: rows of the embedding; ffn: width of an MLP, of one expert in a Mixtral; rope_factor: of
-    Llama 3's scaling of rotary frequencies, None without; experts, top_k: 0 in a Llama. Raises
-    ValueError for sizes that do not fit together.
+    vocab: rows of the embedding; ffn: width of an MLP, in a Mixtral of one expert; rope_factor:
+    factor of Llama 3's scaling of rotary frequencies, or None; experts, top_k: 0 in a Llama. Raises
+    ValueError for inconsistent sizes.
     """
 
     layers: int
@@ -82,16 +82,16 @@ class Architecture:
 def from_arguments(state: TrainingState) -> Architecture:
     """The architecture by the arguments saved in `state` and its tensors' shapes.
 
-    Raises ValueError if an argument is missing or not known, or asks for what Llama and Mixtral do
-    not have.
+    Raises ValueError if an argument is missing or unknown, or is set to something that Llama and
+    Mixtral do not have.
     """
     found = {field: value for field, (_, value) in _told(state).items()}
     missing = [name for name in ("num_attention_heads", "hidden_size")
                if state.argument(name) is None]  # fmt: skip
     if missing:
         raise ValueError(
-            f"the checkpoint does not tell {', '.join(missing)}, which the layout of attention "
-            "weights depends on; give a Hugging Face config.json of the model with --hf-config"
+            f"the checkpoint has no {', '.join(missing)}, which the layout of attention weights "
+            "depends on. Give a Hugging Face config.json of the model with --hf-config"
         )
     args = state.rest.get("args")
     arguments.refuse_other_models(args, state.is_moe)
@@ -122,8 +122,8 @@ def from_arguments(state: TrainingState) -> Architecture:
 
 
 def refuse_contradictions(state: TrainingState, model: Architecture) -> None:
-    """ValueError unless the architecture, of a config that was given, is that of the arguments
-    saved in `state`, as far as there are any."""
+    """Raises ValueError if the arguments saved in `state` contradict the architecture of a given
+    config."""
     arguments.refuse_other_models(state.rest.get("args"), state.is_moe)
     wrong = [
         f"{name}={value!r} (the config: {getattr(model, field)!r})"
@@ -138,12 +138,12 @@ def refuse_contradictions(state: TrainingState, model: Architecture) -> None:
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a Hugging Face config. ValueError if it is of another family or lacks
-    a field."""
+    """The architecture of a Hugging Face config. Raises ValueError for another family or a missing
+    field."""
     family = config.get("model_type")
     if family not in _CLASSES:
         raise ValueError(
-            f"model_type={family!r} cannot be converted; the families are {', '.join(_CLASSES)}"
+            f"model_type={family!r} cannot be converted. Supported: {', '.join(_CLASSES)}"
         )
     rope, defaults = _rope_parameters(config), _DEFAULTS[family]
     try:
@@ -171,7 +171,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def refuse_other_configs(config: Mapping[str, Any]) -> None:
-    """ValueError that names each field with which `transformers` computes what core does not."""
+    """Raises a ValueError that lists each field whose value core's models do not support."""
     rope = _rope_parameters(config)
     values = {"hidden_act": "silu", **config, **{k: v for k, v in rope.items() if k in _WANTED}}
     wrong = [f"{name}={values[name]!r} (not {wanted[0]!r})" for name, wanted in _WANTED.items()
@@ -188,8 +188,8 @@ def refuse_other_configs(config: Mapping[str, Any]) -> None:
         wrong.append(f"sliding_window={window} (not None, or max_position_embeddings at least)")
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)}: what is converted would not compute that. Convert a model "
-            "without it; if it has no effect on this one, take it out of its config.json"
+            f"{', '.join(wrong)}: not supported by the converted model. If a field has no effect "
+            "on this model, remove it from its config.json"
         )
 
 
@@ -226,7 +226,7 @@ def to_config(model: Architecture, dtype: torch.dtype, vocab: int) -> dict[str, 
 def to_arguments(
     model: Architecture, style: NameStyle, dtype: torch.dtype, vocab: int
 ) -> Namespace:
-    """The training arguments of the model that Megatron reads from a checkpoint."""
+    """The model's training arguments, which Megatron reads from a checkpoint."""
     made = Namespace(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -265,7 +265,7 @@ def to_arguments(
 
 
 def _told(state: TrainingState) -> dict[str, tuple[str, Any]]:
-    """Field of the architecture -> the saved argument that tells it, and its value."""
+    """Field of the architecture -> the saved argument that defines it, and its value."""
     get = state.argument
     of_experts = bool(get("num_experts", 0))
     one_each = get("group_query_attention") is False  # num_query_groups is a default then
@@ -293,12 +293,12 @@ def _told(state: TrainingState) -> dict[str, tuple[str, Any]]:
 
 
 def _factor(state: TrainingState) -> tuple[float | None, float | None]:
-    """The factor of Llama 3's scaling (None: none), and one that Megatron-LM took and ignored:
-    its GPT is built without it."""
+    """The effective factor of Llama 3's scaling (None: no scaling), and a saved factor that
+    Megatron-LM ignored: it builds its GPT without it."""
     if not state.argument("use_rope_scaling", False):
         return None, None
     factor = float(state.argument("rope_scaling_factor", _FACTOR))
-    # No other script's arguments have this one.
+    # Only Megatron-LM's arguments have this name.
     is_megatron_lm = "rotary_seq_len_interpolation_factor" in arguments.entries(
         state.rest.get("args")
     )
@@ -306,6 +306,6 @@ def _factor(state: TrainingState) -> tuple[float | None, float | None]:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of transformers 5 and of those before, under the names of today."""
+    """Rotary parameters of transformers 5 and earlier releases, under current names."""
     found = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}

@@ -1,8 +1,8 @@
-"""Which training arguments make a model another one than a Llama or a Mixtral.
+"""Training arguments that make a model neither a Llama nor a Mixtral.
 
 A table of all arguments of Megatron-LM, all fields of core's TransformerConfig (0.16.1 and 0.19.0)
-and those of Megatron-Bridge's GPT providers. An argument that is in none of its parts says nothing
-while it is off; otherwise it is not known what it makes of the model.
+and those of Megatron-Bridge's GPT providers. An argument in no table is ignored if it is falsy;
+otherwise its effect on the model is unknown.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ REQUIRED: Mapping[str, tuple[Any, ...] | re.Pattern[str]] = {
     "use_rope_scaling": (False, True),
     "window_size": _NO_WINDOW,
 }
-"""Argument -> the values, or the pattern of the name, with which the model is one of the two."""
+"""Argument -> the values, or the pattern of the name, that a Llama or Mixtral has."""
 
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 OF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
@@ -87,13 +87,14 @@ OF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "moe_shared_expert_gate": _OFF,
     "moe_shared_expert_intermediate_size": _OFF,
 }
-"""The same, of models with experts. A list is right if each entry is."""
+"""`REQUIRED` for models with experts. A list is valid if each entry is."""
 
 NOT_CARRIED = (
     "moe_expert_capacity_factor", "moe_expert_rank_capacity_factor", "moe_input_jitter_eps",
     "moe_token_dropping",
 )  # fmt: skip
-"""What training does to the tokens of experts, and Hugging Face's models do not: reported."""
+"""Arguments that change the tokens of experts in training, but not in Hugging Face's models. They
+are reported."""
 
 _READ = """
     ffn_hidden_size group_query_attention hidden_size kv_channels layernorm_epsilon
@@ -104,7 +105,7 @@ _READ = """
     vocab_size
 """
 READ = frozenset(_READ.split())
-"""What a conversion takes over, or what the weights tell."""
+"""Arguments that a conversion carries over, or that follow from the weights."""
 
 _WITHOUT_EFFECT = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
@@ -356,24 +357,23 @@ _WITHOUT_EFFECT = """
     yarn_original_max_position_embeddings yarn_rotary_scaling_factor
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
-"""What says how a model is trained, stored, run or named, or belongs to one that the arguments
-above rule out."""
+"""Arguments of training, storage, execution or naming, or of models that `REQUIRED` excludes."""
 
 _KNOWN = frozenset({*REQUIRED, *OF_EXPERTS, *NOT_CARRIED, *READ, *WITHOUT_EFFECT})
 
 
 def entries(args: Any) -> dict[str, Any]:
-    """Saved arguments, a namespace or a dict, by name; none for None. ValueError if they could not
-    be read."""
+    """Saved arguments (a namespace, a dict or None) by name. Raises ValueError if they could not be
+    read."""
     if isinstance(args, bytes):
-        raise ValueError("args: they cannot be read without running what they name")
+        raise ValueError("args: cannot be read without executing code that they name")
     found = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
     return {name: value for name, value in found.items() if str(name).isidentifier()}
 
 
 def refuse_other_models(args: Any, experts: bool) -> None:
-    """ValueError that names each argument with which a model is neither a Llama nor a Mixtral.
-    experts: whether it has any."""
+    """Raises a ValueError that lists each argument that a Llama or Mixtral does not have. experts:
+    True if the model has experts."""
     rules = {**REQUIRED, **(OF_EXPERTS if experts else {})}
     wrong = [
         f"{name}={value!r} (not {_wanted(rules[name])})"
@@ -382,13 +382,13 @@ def refuse_other_models(args: Any, experts: bool) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)}: neither a Llama nor a Mixtral, which Hugging Face's config.json "
-            "could not say. Convert it to fsdp_dtensor or torch_dist"
+            f"{', '.join(wrong)}: the model is neither a Llama nor a Mixtral, so it has no "
+            "Hugging Face config.json. Convert it to fsdp_dtensor or torch_dist"
         )
 
 
 def refuse_unknown(args: Any) -> None:
-    """ValueError that names each argument that is on and in no table here."""
+    """Raises a ValueError that lists each truthy argument that is in no table here."""
     found = [
         f"{name}={value!r}"
         for name, value in entries(args).items()
@@ -397,13 +397,13 @@ def refuse_unknown(args: Any) -> None:
     if found:
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise ValueError(
-            f"{', '.join(found[:8])}{more}: of such an argument it is not known whether it changes "
-            "what the model computes. If it does not, give the model's config.json with --hf-config"
+            f"{', '.join(found[:8])}{more}: unknown arguments, which may change the model. If "
+            "they do not, give the model's config.json with --hf-config"
         )
 
 
 def not_carried(args: Any, experts: bool) -> tuple[str, ...]:
-    """What training does to tokens and a Hugging Face model does not, as option=value."""
+    """The `NOT_CARRIED` arguments that are set, as option=value."""
     found = entries(args)
     return tuple(f"{name}={found[name]}" for name in NOT_CARRIED if experts and found.get(name))
 
@@ -417,7 +417,7 @@ def _fits(rule: tuple[Any, ...] | re.Pattern[str], value: Any) -> bool:
 
 
 def _name(value: Any) -> str:
-    """Of a function, also of one that was not unpickled."""
+    """The name of a function, including one that was not unpickled."""
     return str(getattr(value, "called", None) or getattr(value, "__name__", value))
 
 

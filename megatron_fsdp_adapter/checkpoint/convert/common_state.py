@@ -1,11 +1,11 @@
-"""What a `torch_dist` folder has beside tensors and the objects of modules: arguments, iteration,
-scheduler, the optimizer's parameter groups.
+"""The common state of a `torch_dist` folder, beside tensors and module objects: arguments,
+iteration, scheduler, the optimizer's parameter groups.
 
     common.pt                  a file of its own (core 0.16.1)
     common_state/shard_0_1     an object among the others (core 0.19)
     metadata.json              names and versions of the formats: of both parts, or of the tensors'
 
-Each core reads the file, which is what a conversion writes.
+Every supported core reads the file, so a conversion writes the file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BACKENDS = {
 
 
 def check_config(folder: DcpFolder) -> None:
-    """ValueError if the folder is of another format or a newer version."""
+    """Raises ValueError if the folder is of another format or a newer version."""
     path = folder.folder / CONFIG
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(
-            f"{folder.folder} is no torch_dist checkpoint: it has no {CONFIG}; name another format"
+            f"{folder.folder} is no torch_dist checkpoint: it has no {CONFIG}. Name another format"
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
@@ -46,21 +46,21 @@ def check_config(folder: DcpFolder) -> None:
             continue
         if name.endswith("_version") and isinstance(value, int) and value > int(str(known)):
             raise ValueError(
-                f"{path}: {name}={value} is newer than this converter knows ({known}); "
-                "update megatron_fsdp_adapter"
+                f"{path}: {name}={value} is newer than this converter supports ({known}). Update "
+                "megatron_fsdp_adapter"
             )
         if value != known:
             raise ValueError(f"{path}: {name}={value!r}, only {known!r} can be read")
 
 
 def has_common(folder: DcpFolder) -> bool:
-    """Whether the folder has it in either form."""
+    """True if the folder has a common state in either form."""
     return (folder.folder / COMMON).is_file() or _is_object(folder)
 
 
 def load_common(folder: DcpFolder) -> dict[str, Any]:
-    """What is common to all ranks; read by `load_inert` if the folder is not trusted. ValueError if
-    it is missing or damaged."""
+    """The common state, read by `load_inert` if the folder is not trusted. Raises ValueError if it
+    is missing or damaged."""
     file = folder.folder / COMMON
     if file.is_file():
         where, common = str(file), _of_file(file, folder.trusted)
@@ -70,7 +70,9 @@ def load_common(folder: DcpFolder) -> dict[str, Any]:
     else:
         raise ValueError(f"{folder.folder} is half-written: it has no {COMMON}")
     if isinstance(common, bytes):
-        raise ValueError(f"{where} cannot be read without running what it names; nothing was run")
+        raise ValueError(
+            f"{where} cannot be read without executing code that it names. Nothing was executed"
+        )
     if not isinstance(common, dict):
         raise ValueError(f"{where} holds a {type(common).__name__}, not a dict")
     return common
@@ -87,7 +89,9 @@ def _of_file(path: Path, trusted: bool) -> Any:
         with path.open("rb") as file:
             return load_inert(file)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{path} holds an object of {error.name}: install that") from error
+        raise ValueError(
+            f"{path} holds an object of {error.name}, which is not installed. Install it"
+        ) from error
     except Exception as error:
-        # pickle raises whatever the damaged bytes happen to spell
+        # pickle may raise any error on damaged bytes
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error

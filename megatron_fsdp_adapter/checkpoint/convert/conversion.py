@@ -1,10 +1,10 @@
-"""Converting a checkpoint from one format to another, in one process, without a GPU or a launcher.
+"""Conversion of a checkpoint from one format to another, in one process, without GPU or launcher.
 
 Every format is read into a `TrainingState` of lazy tensors and written from one, so any format
-goes into any other. What is in memory at a time is bounded by the largest stored chunk of the
-source and a few blocks, however large the model is: `2 * chunk + 5 * block` bytes. torch holds a
-chunk twice while it reads it. DCP's writer keeps the block before and copies the one it writes; a
-block that is cast has another one, at most twice as large, beside it.
+converts to any other. Peak memory is `2 * chunk + 5 * block` bytes (chunk: the largest stored chunk
+of the source), whatever the size of the model. torch holds a chunk twice while it reads it. DCP's
+writer keeps the previous block and copies the current one. A cast block exists in both dtypes, one
+at most twice as large as the other.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ MIB = 2**20
 _READERS = {FSDP_DTENSOR: fsdp_dtensor.read, TORCH_DIST: torch_dist.read}
 _CONTENTS = {FSDP_DTENSOR: fsdp_dtensor.contents, TORCH_DIST: torch_dist.contents}
 _HUGGING_FACE_ITERATION = 1
-"""Megatron-LM takes no iteration 0."""
+"""Megatron-LM does not accept iteration 0."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a checkpoint does not tell, or what is wanted otherwise; None leaves it as it is.
+    """Options of a conversion. None keeps the checkpoint's value.
 
     weights_only: leave out optimizer, scheduler and RNG. transformer_impl ("local",
-    "transformer_engine"), experts ("sequential", "grouped") and swiglu say which modules the
-    Megatron model has, on which its parameters' names depend. params_dtype: what the model computes
-    in, and what Hugging Face weights are stored in (None: as they are). hf_config: a config.json,
-    or a folder with one. vocab_size: rows of the embedding that a Hugging Face model gets;
-    padded_vocab_size: rows that a Megatron model gets from one (None: the next multiple of
-    make_vocab_size_divisible_by). block_bytes, max_file_bytes: sizes of blocks, of safetensors
-    files. Raises ValueError for a value that no conversion takes.
+    "transformer_engine"), experts ("sequential", "grouped") and swiglu select the modules of the
+    Megatron model, on which its parameters' names depend. params_dtype: compute dtype of the model,
+    and stored dtype of Hugging Face weights (None: unchanged). hf_config: a config.json, or a
+    folder with one. vocab_size: embedding rows of the written Hugging Face model;
+    padded_vocab_size: embedding rows of a Megatron model converted from one (None: the next
+    multiple of make_vocab_size_divisible_by). block_bytes, max_file_bytes: sizes of blocks, of
+    safetensors files. Raises ValueError for an invalid value.
     """
 
     weights_only: bool = False
@@ -97,11 +97,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did.
+    """The result of a conversion.
 
-    folder: where the result is; tensors, nbytes: how many and how large; memory_bound: bytes that
-    tensors took up at most at a time; dropped: keys of the source that have no place in the other
-    format.
+    folder: the written folder; tensors, nbytes: number and size of its tensors; memory_bound: peak
+    memory of tensors in bytes; dropped: keys of the source that the other format does not store.
     """
 
     source_format: str
@@ -116,10 +115,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was found and read as far as its structure.
+    """A checkpoint whose structure was read.
 
-    largest_chunk: bytes of it that have to be in memory to read any part of them; 0 if any part
-    of a tensor can be read by itself.
+    largest_chunk: size in bytes of the largest part that can only be read as a whole; 0 if any part
+    of a tensor can be read alone.
     """
 
     format: str
@@ -129,12 +128,12 @@ class Opened:
 
 
 def detect_format(path: Path, iteration: int | None = None) -> str:
-    """Which of `FORMATS` is at `path`. FileNotFoundError if nothing is, ValueError if it is
-    something else."""
+    """The one of `FORMATS` at `path`. Raises FileNotFoundError if there is nothing, ValueError for
+    anything else."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; check the path")
+        raise FileNotFoundError(f"{path} does not exist. Check the path")
     if path.is_file():
-        raise ValueError(f"{path} is a file; name the folder of a checkpoint")
+        raise ValueError(f"{path} is a file. Name the folder of a checkpoint")
     if any(path.glob("*.safetensors")) or (path / hugging_face.CONFIG).is_file():
         return HUGGING_FACE
     root, number = locate(path, iteration)
@@ -143,8 +142,8 @@ def detect_format(path: Path, iteration: int | None = None) -> str:
         return TORCH_DIST
     if folder.is_dir() and not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*")):
         raise ValueError(
-            f"{folder} is of Megatron's legacy format (mp_rank_*), which cannot be converted; load "
-            "it with Megatron and save it with --ckpt-format torch_dist"
+            f"{folder} is of Megatron's legacy format (mp_rank_*), which cannot be converted. "
+            "Load it with Megatron and save it with --ckpt-format torch_dist"
         )
     return FSDP_DTENSOR
 
@@ -156,9 +155,8 @@ def open_state(
     options: Options | None = None,
     trusted: bool = True,
 ) -> Opened:
-    """The state at `path`, tensors lazy. trusted: whether its objects may be unpickled, as of
-    `DcpFolder`. Raises FileNotFoundError or ValueError with one message that says what is wrong
-    with it."""
+    """The state at `path`, with lazy tensors. trusted: as in `DcpFolder`. Raises FileNotFoundError
+    or ValueError."""
     with _naming(path):
         return _open(path, source_format, iteration, options or Options(), trusted)
 
@@ -198,22 +196,23 @@ def convert(
     """Writes the checkpoint at `source` as `target_format` to `target`.
 
     source: a root of checkpoints, one of its folders, or a folder of safetensors. target: a new
-    folder; for Megatron's formats a root, in which the iteration gets a folder and then the
-    tracker. begin: called with the bytes to be written, returns what is called after each block.
+    folder; for Megatron's formats a root, which gets a folder for the iteration and then a tracker.
+    begin: called with the bytes to be written, returns the `Progress` that is called after each
+    block.
 
-    The result is written under a temporary name and renamed when all of it is on disk, so what is
-    there after an interruption is not taken for a checkpoint. Raises FileNotFoundError or
-    ValueError, before anything is written, for input that cannot be converted or a target that is
-    taken; ValueError while writing, if data files are damaged.
+    The result is written under a temporary name and renamed once all of it is on disk, so an
+    interrupted conversion leaves nothing that looks like a checkpoint. Raises FileNotFoundError or
+    ValueError before writing anything if the input cannot be converted or the target exists, and
+    ValueError while writing if data files are damaged.
     """
     options = options or Options()
     if target_format not in FORMATS:
         raise ValueError(f"format {target_format!r} must be one of {', '.join(FORMATS)}")
     to_hugging_face = target_format == HUGGING_FACE
     if to_hugging_face:
-        options = replace(options, weights_only=True)  # there is no place for anything else
+        options = replace(options, weights_only=True)  # the format stores nothing else
     _check_target(target, target_format)
-    # Of objects only arguments are looked at, where none is written again.
+    # Hugging Face's format stores no objects, so only arguments are read, which needs no trust.
     opened = open_state(source, source_format, iteration, options, trusted=not to_hugging_face)
     state, listen = opened.state, begin or (lambda total: lambda name, nbytes: None)
     with _naming(source):
@@ -236,8 +235,8 @@ def convert(
 
 
 def style_of(state: TrainingState, options: Options) -> NameStyle:
-    """The target model's style: by the options, else as in the source. ValueError, with the option
-    that is missing, if neither tells."""
+    """The target model's style: from the options, else from the source. Raises a ValueError that
+    lists missing options if neither defines it."""
     known = state.style
     fused, grouped, gated = (
         (known.fused_norms, known.grouped_experts, known.gated) if known else (None, None, None)
@@ -256,7 +255,7 @@ def style_of(state: TrainingState, options: Options) -> NameStyle:
     missing = [option for option, value in told.items() if value is None]
     if missing:
         raise ValueError(
-            "the checkpoint has no training arguments that tell which modules the model has; give "
+            "the checkpoint has no training arguments for the modules of the model. Give "
             + ", ".join(missing)
         )
     return NameStyle(bool(fused), bool(grouped), bool(gated))
@@ -264,7 +263,7 @@ def style_of(state: TrainingState, options: Options) -> NameStyle:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Puts the checkpoint's path in front of errors that do not say which one is meant."""
+    """Prefixes errors that do not contain the checkpoint's path with it."""
     try:
         yield
     except ValueError as error:
@@ -274,7 +273,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _hugging_face_style(options: Options) -> NameStyle:
-    """Megatron's defaults where the options leave it open."""
+    """The style by the options, with Megatron's defaults."""
     fused = options.transformer_impl != "local"
     grouped = fused if options.experts is None else options.experts == "grouped"
     return NameStyle(fused_norms=fused, grouped_experts=grouped, gated=True)
@@ -283,16 +282,16 @@ def _hugging_face_style(options: Options) -> NameStyle:
 def _check_target(target: Path, target_format: str) -> None:
     if os.path.lexists(target) and not target.is_dir():
         what = "a link that leads nowhere" if target.is_symlink() else "a file"
-        raise ValueError(f"{target} is {what}; name a new folder for the result")
+        raise ValueError(f"{target} is {what}. Name a new folder for the result")
     names = {path.name for path in target.iterdir()} if target.is_dir() else set()
-    # What an interrupted conversion left does not count; it is deleted before the next one.
+    # Files of interrupted conversions do not count; the next conversion deletes them.
     if target_format == HUGGING_FACE:
         left = {path.name for path in folders.abandoned(_inside(target))} if names else set()
     else:
         left = set(folders.leftovers(target)) if names else set()
     taken = sorted(names - left)
     if taken:
-        raise ValueError(f"{target} is not empty (it has {taken[0]}); name a new folder")
+        raise ValueError(f"{target} is not empty (it has {taken[0]}). Name a new folder")
 
 
 def _write_megatron(
@@ -342,8 +341,8 @@ def _write_hugging_face(
 def _model_of(
     state: TrainingState, options: Options
 ) -> tuple[architecture.Architecture, dict[str, Any] | None]:
-    """By the config that was given, which is returned too, or by the saved arguments. ValueError if
-    the two differ, or name another model."""
+    """The architecture by the given config, and that config, or by the saved arguments and None.
+    Raises ValueError if config and arguments differ, or describe another family."""
     if options.hf_config is None:
         return architecture.from_arguments(state), None
     file = options.hf_config
@@ -355,16 +354,18 @@ def _model_of(
 
 
 def _inside(target: Path) -> Path:
-    """What the files of a result are written to, below its folder, where that is there already."""
+    """The subfolder to write a result to if its folder exists already."""
     return target / "huggingface"
 
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """Gives an empty folder whose files become those of `target` when the block ends without error:
-    the folder is renamed, or, if `target` is there (a mount point, a link), they are moved up into
-    it, the config last. What killed conversions left is deleted. ValueError if the target is taken
-    meanwhile."""
+    """Yields an empty folder whose files become those of `target` when the block ends without
+    error.
+
+    The folder is renamed, or, if `target` exists (a mount point, a link), its files are moved into
+    it, the config last. Folders of killed conversions are deleted first. Raises ValueError if the
+    target is taken meanwhile."""
     is_there = target.is_dir()
     place = _inside(target) if is_there else target
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -376,12 +377,14 @@ def _appearing(target: Path) -> Iterator[Path]:
         folders.sync_folder(temporary)
         if not is_there:
             if os.path.lexists(target):
-                raise ValueError(f"{target} was made meanwhile; name a new folder")
+                raise ValueError(f"{target} was created meanwhile. Name a new folder")
             temporary.rename(target)
         else:
             others = sorted({path.name for path in target.iterdir()} - {temporary.name})
             if others:
-                raise ValueError(f"{target} is not empty any more (it has {others[0]})")
+                raise ValueError(
+                    f"{target} is not empty any more (it has {others[0]}). Name a new folder"
+                )
             for path in sorted(temporary.iterdir(), key=lambda p: p.name == hugging_face.CONFIG):
                 path.rename(target / path.name)
             temporary.rmdir()
@@ -392,7 +395,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The reader's own error, where DCP wrapped it into one about all ranks."""
+    """The original error inside DCP's error about all ranks."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
 

@@ -1,11 +1,11 @@
 """Folders of torch.distributed.checkpoint (DCP), read and written block by block in one process.
 
-What DCP's own `load` and `save` cannot do here is work on less than a whole state dict: their
-planners want every tensor allocated. The reader finds the stored chunks that a block needs; the
-writer is DCP's file writer under a planner that makes each block when it is to be written.
+DCP's `load` and `save` need every tensor of the state dict allocated. The reader here finds the
+stored chunks that a block needs. The writer is DCP's file writer with a planner that computes each
+block just before it is written.
 
-Objects are unpickled, unless the folder is opened as one that is not trusted: convert only
-checkpoints that you trust.
+Objects are unpickled unless the folder is opened with trusted=False: convert only checkpoints that
+you trust.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder is to hold: tensors and objects by where they are in the nested state, and
-    other files by name, each with the function that writes it."""
+    """The contents of a folder to write: tensors and objects by path in the nested state, and other
+    files by name, each with the function that writes it."""
 
     tensors: Mapping[KeyPath, LazyTensor]
     objects: Mapping[KeyPath, Any]
@@ -74,7 +74,7 @@ def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
     if match is None or (path / folders.TRACKER).exists():
         return path, folders.read_tracker(path) if iteration is None else iteration
     if iteration not in (None, int(match[1])):
-        raise ValueError(f"{path} is iteration {int(match[1])}, not {iteration}; name its parent")
+        raise ValueError(f"{path} is iteration {int(match[1])}, not {iteration}. Name its parent")
     return path.absolute().parent, int(match[1])
 
 
@@ -82,8 +82,8 @@ def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
 class DcpFolder:
     """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory.
 
-    trusted: whether its objects may be unpickled, which runs what they name; if not, they are read
-    by `unpickling.load_inert`.
+    trusted: if True, objects are unpickled, which executes code that they name; if False, they are
+    read by `unpickling.load_inert`.
     """
 
     folder: Path
@@ -96,8 +96,9 @@ class DcpFolder:
         cls, path: Path, iteration: int | None = None, is_torch_dist: bool = False,
         trusted: bool = True,
     ) -> DcpFolder:  # fmt: skip
-        """Raises FileNotFoundError if there is none, ValueError if it is half-written or not one
-        of DCP's. is_torch_dist: it is core's, which a load refuses."""
+        """Opens the folder at `path`. Raises FileNotFoundError if there is none, ValueError if it
+        is half-written or not one of DCP's. is_torch_dist: accept core's format, which a load
+        rejects."""
         root, number = locate(path, iteration)
         if is_torch_dist:
             folder = folders.final_folder(root, number)
@@ -108,7 +109,7 @@ class DcpFolder:
         if version.split(".")[0] != "1":
             raise ValueError(
                 f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
-                "than this converter knows (1); update torch and megatron_fsdp_adapter"
+                "than this converter supports (1). Update torch and megatron_fsdp_adapter"
             )
         return cls(folder, metadata, trusted)
 
@@ -124,25 +125,25 @@ class DcpFolder:
         return tuple(key for key in stored if not self.is_tensor(key))
 
     def is_tensor(self, key: str) -> bool:
-        """Whether `key` is a tensor's."""
+        """True if the value of `key` is a tensor."""
         return isinstance(self.metadata.state_dict_metadata[key], TensorStorageMetadata)
 
     def pieces(self, key: str) -> int:
-        """How many chunks a tensor is stored in."""
+        """The number of stored chunks of a tensor."""
         stored = self.metadata.state_dict_metadata[key]
         return len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 1
 
     def stored_bytes(self, key: str) -> int:
-        """Bytes that an object takes up in its file."""
+        """Size of an object in its file, in bytes."""
         return int(self.metadata.storage_data[MetadataIndex(key)].length)
 
     def path_of(self, key: str) -> KeyPath:
-        """Where the value was in the nested state; (key,) if that was not recorded. ValueError if
-        what was recorded is of another key."""
+        """The recorded path of the value in the nested state; (key,) if there is none. Raises
+        ValueError if the recorded path is that of another key."""
         recorded = self.metadata.planner_data
         path = recorded.get(key, (key,)) if isinstance(recorded, Mapping) else (key,)
         if not isinstance(path, tuple) or dotted(path) != key:
-            raise ValueError(f"{self.folder}: {key} has the path {path}; the checkpoint is damaged")
+            raise ValueError(f"{self.folder}: {key} has the path {path}. The checkpoint is damaged")
         return path
 
     def tensor(self, key: str) -> LazyTensor:
@@ -193,7 +194,7 @@ class DcpFolder:
             if tuple(tensor.shape) != chunk[1]:
                 raise ValueError(
                     f"{self.folder}: {key} at {chunk[0]} has shape {tuple(tensor.shape)}, but "
-                    f".metadata promises {chunk[1]}; the checkpoint is damaged"
+                    f".metadata has {chunk[1]}. The checkpoint is damaged"
                 )
             self._kept = index, tensor
         return self._kept[1]
@@ -213,23 +214,23 @@ class DcpFolder:
                 return load_inert(view)
         except _DAMAGE as error:
             if "allocate memory" in str(error):
-                raise  # torch has no error of its own for it
+                raise  # out of memory, for which torch has no error class
             raise ValueError(
                 f"{self.folder}: {index.fqn} cannot be read from {info.relative_path} "
-                f"({type(error).__name__}: {str(error).splitlines()[0]}); the file is damaged"
+                f"({type(error).__name__}: {str(error).splitlines()[0]}). The file is damaged"
             ) from error
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"{self.folder}: {index.fqn} holds an object of {error.name}, which is not "
-                "installed; put it on PYTHONPATH"
+                "installed. Put it on PYTHONPATH"
             ) from error
 
 
 def write_folder(folder: Path, contents: Contents, block_bytes: int, progress: Progress) -> None:
-    """Writes an empty `folder` as DCP would write the state with these leaves, and syncs it.
+    """Writes `contents` into an empty `folder` in DCP's format, and syncs it.
 
-    Keys are the paths joined by dots. At most one block of `block_bytes` (or one element) is in
-    memory beside what the tensors read for it. Each block becomes a stored chunk.
+    Keys are the paths joined by dots. Memory holds at most one block of `block_bytes` (or one
+    element) beside the chunks that tensors read for it. Each block becomes a stored chunk.
     """
     planner = _StreamingPlanner(contents, block_bytes, progress)
     writer = torch_dcp.FileSystemWriter(folder, sync_files=False)
@@ -245,7 +246,7 @@ def dotted(path: KeyPath) -> str:
 
 
 class _StreamingPlanner(SavePlanner):
-    """Plans the blocks of lazy tensors; a block exists only while the writer holds it."""
+    """Plans the blocks of lazy tensors. A block is computed when the writer needs it."""
 
     def __init__(self, contents: Contents, block_bytes: int, progress: Progress) -> None:
         tensors, objects = contents.tensors, contents.objects
@@ -263,7 +264,7 @@ class _StreamingPlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Nothing: the state is what the planner was made with."""
+        """No-op: the planner has its state since construction."""
 
     def create_local_plan(self) -> SavePlan:
         items = [

@@ -47,8 +47,8 @@ _STEP = "step"
 def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> TrainingState:
     """The state in an `fsdp_dtensor` folder.
 
-    weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if the folder has no
-    key of the format, lacks layers or halves, or if what has to be unpickled is damaged.
+    weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if the folder has no key
+    of the format, lacks layers or halves, or if a pickled object is damaged.
     """
     paths = {key: _split(folder, key) for key in (*folder.tensor_keys, *folder.object_keys)}
     tensors = {paths[key]: folder.tensor(key) for key in folder.tensor_keys}
@@ -77,7 +77,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
 
 
 def contents(state: TrainingState, style: NameStyle) -> Contents:
-    """What a folder of this format holds. Weights are stored in fp32, as main weights are;
+    """The contents of a folder of this format. Weights are stored in fp32, as main weights are;
     buffers keep their dtype."""
     moe = moe_layers(state.weights)
     deep = "module." * _depth(state)
@@ -110,7 +110,7 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
 
 
 def _split(folder: DcpFolder, key: str) -> KeyPath:
-    """The path of a key; by the grammar where it was not recorded."""
+    """The path of a key; by the grammar if it was not recorded."""
     path = folder.path_of(key)
     if len(path) > 1:
         return path
@@ -182,7 +182,10 @@ def _check_moments(
                  if groups and name not in groups]  # fmt: skip
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        raise ValueError(f"{where} does not fit together:\n{listed}")
+        raise ValueError(
+            f"{where} is inconsistent:\n"
+            f"{listed}"
+        )
 
 
 def _rest(

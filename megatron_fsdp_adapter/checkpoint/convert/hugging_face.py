@@ -1,4 +1,4 @@
-"""Hugging Face weights of the Llama and Mixtral families: names, and how they are cut and joined.
+"""Hugging Face weights of the Llama and Mixtral families: names, splits and concatenations.
 
     embedding.word_embeddings.weight         model.embed_tokens.weight
     decoder.final_layernorm.weight           model.norm.weight
@@ -14,8 +14,9 @@
       mlp.experts.E.linear_fc1.weight          block_sparse_moe.experts.E.{w1,w3}.weight
       mlp.experts.E.linear_fc2.weight          block_sparse_moe.experts.E.w2.weight
 
-Fused QKV has, for each group of query heads that shares a key and a value: the rows of those query
-heads, of the key, of the value. Both rotate halves of a head in the same order.
+Fused QKV has, for each group of query heads that share a key and a value, the rows of those query
+heads, of the key, and of the value. Rotary embeddings use the same order of a head's halves in
+both.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _EXPERT: Mapping[str, tuple[str, ...]] = {
 }
 _COMPARED_BYTES = 2**20
 _COMPUTED = "rotary_emb.inv_freq"
-"""Ending of what old files have beside the weights."""
+"""Suffix of buffers that old files contain."""
 
 
 def read(
@@ -80,9 +81,9 @@ def read(
     """The weights of a folder with config.json and safetensors, as iteration 0.
 
     style: of the Megatron model; padded_vocab: rows of its embedding (None: the next multiple of
-    vocab_multiple), the new ones zero; params_dtype: what the model is to compute in (None: the
-    files' dtype). Raises FileNotFoundError or ValueError for missing, damaged, unexpected or
-    mis-shaped input.
+    vocab_multiple), padded with zeros; params_dtype: compute dtype of the model (None: the files'
+    dtype). Raises FileNotFoundError or ValueError for missing, damaged, unexpected or mis-shaped
+    input.
     """
     model = architecture.from_config(read_json(folder / CONFIG))
     tensors = read_tensors(folder)
@@ -93,8 +94,8 @@ def read(
     if spare is not None and not _same_values(spare, tensors[_TOP[EMBEDDING]]):
         raise ValueError(
             f"tie_word_embeddings=True: {folder} has a {_TOP[OUTPUT]} of other values than "
-            f"{_TOP[EMBEDDING]}. Say false in {CONFIG} or take the tensor out, as the model was "
-            "trained"
+            f"{_TOP[EMBEDDING]}. Set it to false in {CONFIG} or take the tensor out, as the model "
+            "was trained"
         )
     rows = padded_vocab or -(-model.vocab // vocab_multiple) * vocab_multiple
     if rows < model.vocab:
@@ -117,7 +118,7 @@ def read(
 def weights_for(
     state: TrainingState, model: Architecture, vocab: int | None
 ) -> dict[str, LazyTensor]:
-    """The tensors of a Hugging Face model, by its names.
+    """The tensors of a Hugging Face model, by Hugging Face names.
 
     vocab: rows of the embedding to keep (None: all, padding too). Raises ValueError if the state
     has other weights than the architecture, or of other shapes.
@@ -142,7 +143,7 @@ def weights_for(
 
 
 def _pieces(model: Architecture) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Our name -> the names of the tensors that it is made of."""
+    """Common name -> the names of the Hugging Face tensors that form the weight."""
     for ours, theirs in _TOP.items():
         if not (model.tied and ours == OUTPUT):
             yield ours, (theirs,)
@@ -159,7 +160,7 @@ def _pieces(model: Architecture) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _shapes(model: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Shape by the end of the Hugging Face name."""
+    """Suffix of the Hugging Face name -> shape."""
     hidden, query = model.hidden, model.heads * model.head_dim
     key = model.query_groups * model.head_dim
     yield from ((_TOP[name], (model.vocab, hidden)) for name in (EMBEDDING, OUTPUT))
@@ -206,7 +207,7 @@ def _unfuse(model: Architecture, name: str, fused: LazyTensor) -> list[LazyTenso
 
 
 def _same_values(a: LazyTensor, b: LazyTensor) -> bool:
-    """A block of each is in memory at a time."""
+    """True if two tensors are equal. One block of each is in memory at a time."""
     return a.shape == b.shape and a.dtype == b.dtype and all(
         torch.equal(a.block(box), b.block(box))
         for box in blocks(a.shape, a.dtype.itemsize, _COMPARED_BYTES)

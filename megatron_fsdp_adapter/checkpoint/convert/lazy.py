@@ -1,8 +1,8 @@
-"""Tensors that are not in memory: a shape, a dtype, and a way to fill in any block of them.
+"""Lazy tensors: a shape, a dtype, and a function that fills any block.
 
-A conversion is an expression over such tensors (halves joined, layers stacked, heads regrouped);
-writing its result block by block then never holds more than the block and what the source file
-makes necessary to read at once. All operations move elements; only `cast` changes any.
+A conversion is an expression over such tensors (join halves, stack layers, regroup heads). Writing
+its result block by block holds only the block and the source chunks that it needs. All operations
+except `cast` only move elements.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class LazyTensor:
         return out
 
     def whole(self) -> torch.Tensor:
-        """All of it, in memory. For what is known to be small."""
+        """The whole tensor in memory. For small tensors."""
         return self.block(((0,) * len(self.shape), self.shape))
 
 
 def from_tensor(tensor: torch.Tensor) -> LazyTensor:
-    """A tensor that is in memory anyway."""
+    """A lazy view of a tensor in memory."""
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
         out.copy_(tensor[_slices(offsets, tuple(out.shape))])
@@ -96,7 +96,8 @@ def select(tensor: LazyTensor, index: int) -> LazyTensor:
 
 
 def concat(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """The parts one after the other along dimension 0. Raises ValueError unless they fit."""
+    """The concatenation of the parts along dimension 0. Raises ValueError if shapes or dtypes
+    differ."""
     _check_alike(parts, [part.shape[1:] for part in parts])
     starts = [0]
     for part in parts:
@@ -113,7 +114,7 @@ def concat(parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """The parts along a new dimension 0. Raises ValueError unless they are of one shape."""
+    """The parts stacked along a new dimension 0. Raises ValueError if shapes or dtypes differ."""
     _check_alike(parts, [part.shape for part in parts])
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
@@ -124,7 +125,7 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def zero_rows(rows: int, like: LazyTensor) -> LazyTensor:
-    """Rows of zeros that fit below `like`."""
+    """Rows of zeros with the other dimensions and the dtype of `like`."""
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
         del offsets
@@ -134,9 +135,10 @@ def zero_rows(rows: int, like: LazyTensor) -> LazyTensor:
 
 
 def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
-    """Blocks that cover `shape` once, in order, each of at most `limit` bytes (one element at
-    least). Dimension 0 is cut first; one of its entries that is too large is cut further. A tensor
-    without elements is one block without any: files have a place for each block, and so for it."""
+    """Blocks that cover `shape` once, in order, each of at most `limit` bytes (or one element).
+
+    Dimension 0 is cut first, and entries that are too large are cut further. An empty tensor yields
+    one empty block, so that it has an entry in a file."""
     if math.prod(shape) * itemsize <= limit or not shape:
         yield (0,) * len(shape), shape
         return
@@ -157,7 +159,7 @@ def _check_alike(parts: Sequence[LazyTensor], shapes: Sequence[Shape]) -> None:
         raise ValueError("nothing to join")
     if len(set(shapes)) > 1 or len({part.dtype for part in parts}) > 1:
         found = sorted({f"{part.shape} {part.dtype}" for part in parts})
-        raise ValueError(f"tensors that do not fit together: {', '.join(found)}")
+        raise ValueError(f"tensors of different shapes or dtypes: {', '.join(found)}")
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -1,9 +1,9 @@
-"""Parameter groups of the optimizer: a list of groups in one format, options per name in the other.
+"""Parameter groups of the optimizer: a list in `torch_dist`, options per name in `fsdp_dtensor`.
 
-`torch_dist` stores the groups without their members; a model finds its own by four options
-(core's `param_group_identifier_keys`). So which group a parameter belongs to has to be told from
-the parameter, by the rules by which core makes the groups: no weight decay for biases and vectors,
-experts on expert-parallel ranks apart.
+`torch_dist` stores the groups without their members; a model matches its groups by four options
+(core's `param_group_identifier_keys`). So a parameter's group follows from core's rules for making
+groups: no weight decay for biases and vectors, and separate groups for experts on expert-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingStat
 
 _STEP, _MEMBERS = "step", "params"
 _KIND, _BESIDE_ADAM = "optimizer", ("muon", "lion")
-"""The mark of a parameter group, and whose groups are marked."""
+"""The option that marks a parameter group's optimizer, and the optimizers that set it."""
 
 Groups = dict[str, Mapping[str, Any]]
 Steps = dict[str, torch.Tensor]
 
 
 def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, Any]:
-    """What the common state holds of the optimizer: one distributed optimizer's groups, or those of
-    two (dense, experts) under 0 and 1 where experts have groups of their own.
+    """The optimizer's part of the common state: one distributed optimizer's groups, or those of two
+    (dense, experts) under 0 and 1 if experts have separate groups.
 
-    torch's Adam counts steps per parameter; core stores one number in each group. Raises
-    ValueError if parameters have counted differently.
+    torch's Adam counts steps per parameter; core stores one number in each group. Raises ValueError
+    if step counts differ.
     """
     steps = {float(step) for step in state.steps.values()}
     if len(steps) > 1:
-        raise ValueError(f"torch_dist stores one step count, the parameters have {sorted(steps)}")
+        raise ValueError(
+            f"torch_dist stores one step count, but the parameters have {sorted(steps)}"
+        )
     missing = sorted(name for name in state.moments if name not in state.groups)
     if missing:
-        raise ValueError(f"no parameter group is recorded of {', '.join(missing)}")
+        raise ValueError(f"no parameter group is recorded for {', '.join(missing)}")
     groups: list[dict[str, Any]] = []
     for name in state.moments:
         group = dict(state.groups[name])
@@ -58,9 +60,10 @@ def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, An
 def from_optimizer_state(
     stored: Any, shapes: Mapping[str, Shape], not_adams: Collection[str], where: Path
 ) -> tuple[Groups, Steps]:
-    """Name -> options of its group, and name -> step count where the optimizer is torch's Adam.
-    not_adams: names without a second moment of Adam's, which are in the groups marked for Muon or
-    Lion where there are such.
+    """Name -> options of its group, and name -> step count if the optimizer is torch's Adam.
+
+    not_adams: names without Adam's second moment, which belong to groups marked for Muon or Lion,
+    if any.
 
     Raises ValueError if there are no groups, or if a parameter may belong to two that differ.
     """
@@ -74,8 +77,10 @@ def from_optimizer_state(
     for name, shape in shapes.items():
         group = dict(_group_of(name, shape, name in not_adams, found, where))
         if group.get(_KIND) in _BESIDE_ADAM:
-            group.pop(_STEP, None)  # it counts none; in this format every group has Adam's
-        # torch's Adam has a float, of a tensor per parameter; fused ones an int in the group.
+            group.pop(
+                _STEP, None
+            )  # Muon and Lion count no steps; this format stores Adam's count in every group
+        # torch's Adam stores a float (from a tensor per parameter), fused Adam an int in the group.
         if isinstance(group.get(_STEP), float):
             steps[name] = torch.tensor(group.pop(_STEP), dtype=torch.float32)
         groups[name] = group
@@ -83,7 +88,7 @@ def from_optimizer_state(
 
 
 def _groups(stored: Any) -> Iterator[dict[str, Any]]:
-    """All groups of a distributed optimizer, of another optimizer, or of a chain."""
+    """All groups of a distributed optimizer, another optimizer, or a chain of optimizers."""
     if not isinstance(stored, Mapping):
         return
     if "param_groups" in stored:
@@ -109,13 +114,13 @@ def _group_of(
     )
     candidates = groups
     for rule in rules:
-        # A rule that no group follows was not used: experts without expert parallelism are with
-        # the dense parameters, and weight decay may be the same for all.
+        # Skip a rule that no group matches: experts without expert parallelism are in the dense
+        # groups, and weight decay may be equal for all.
         candidates = [group for group in candidates if rule(group)] or candidates
     if any(group != candidates[0] for group in candidates):
         raise ValueError(
             f"{where}: {name} may belong to {len(candidates)} parameter groups with different "
-            "options; groups beyond weight decay and expert parallelism are not stored by name, so "
-            "convert the weights only"
+            "options, because other splits than by weight decay and expert parallelism are not "
+            "stored by name. Convert the weights only"
         )
     return candidates[0]

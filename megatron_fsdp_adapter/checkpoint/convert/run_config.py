@@ -1,5 +1,4 @@
-"""What Megatron-Bridge saves where Megatron-LM saves its arguments: its config, in a YAML file
-beside the weights."""
+"""Megatron-Bridge's config, a YAML file beside the weights, in place of Megatron-LM's arguments."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ _ARGUMENTS = {
     "num_moe_experts": "num_experts",
     "rope_scaling": "use_rope_scaling",
 }
-"""Fields of the model's config that are arguments under another name."""
+"""Field of the model's config -> Megatron-LM's argument with another name."""
 
 
 def with_arguments(rest: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`rest` of the checkpoint in `folder`; without arguments of its own, with those that a
-    `run_config.yaml` tells, if there is one. ValueError if that cannot be read."""
+    """`rest` of the checkpoint in `folder`; if it has no arguments, with those of a
+    `run_config.yaml`, if any. Raises ValueError if that cannot be read."""
     path = folder / RUN_CONFIG
     if rest.get("args") or not path.is_file():
         return dict(rest)
@@ -37,11 +36,11 @@ def _arguments(path: Path) -> Namespace:
         raise ValueError(f"{path}: not valid YAML ({error})") from error
     model = content.get("model") if isinstance(content, Mapping) else None
     if not isinstance(model, Mapping):
-        raise ValueError(f"{path} has no section model, which tells what the weights are of")
+        raise ValueError(f"{path} has no section `model`, which describes the model of the weights")
     named = {str(name): _named(value) for name, value in model.items()}
     return Namespace(**{_ARGUMENTS.get(name, name): value for name, value in named.items()})
 
 
 def _named(value: Any) -> Any:
-    """The name, where the value is a function, a class or a dtype."""
+    """`value`, or its name if it is a function, a class or a dtype."""
     return value.get("_target_", value) if isinstance(value, Mapping) else value

@@ -1,8 +1,8 @@
 """Folders of safetensors files, as `transformers` writes them; read and written block by block.
 
 A file is eight bytes of header length, a JSON header, then the tensors' bytes in order. The
-`safetensors` package checks files before anything is read. It maps whole files into memory to read
-and takes whole files from memory to write, so the bytes themselves are read and written here.
+`safetensors` package validates files. It reads and writes only whole files (mapped into or held in
+memory), so tensor bytes are read and written here.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def read_tensors(folder: Path) -> dict[str, LazyTensor]:
     """All tensors of a folder, by name.
 
     Raises FileNotFoundError if it has no safetensors, ValueError if a file is missing, truncated or
-    damaged, or a tensor is not where the index says.
+    damaged, or if a tensor is not in the file that the index names.
     """
     found: dict[str, LazyTensor] = {}
     for path, promised in _files(folder).items():
         tensors = _tensors_of(path)
         absent = sorted(set(promised) - set(tensors))
         if absent:
-            raise ValueError(f"{path} lacks {', '.join(absent)}, which {INDEX} promises")
+            raise ValueError(f"{path} lacks {', '.join(absent)}, which {INDEX} lists")
         found.update(tensors)
     return found
 
@@ -87,11 +87,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
-    """File -> the names that the index puts into it; no names without an index."""
+    """File -> tensor names by the index; no names without an index."""
     if not (folder / INDEX).is_file():
         paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         if not paths:
-            raise FileNotFoundError(f"{folder} has no *.safetensors files; check the path")
+            raise FileNotFoundError(f"{folder} has no *.safetensors files. Check the path")
         return {path: [] for path in paths}
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -100,8 +100,8 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(
-                f"{folder / INDEX} puts {name} into {file!r}, which names no file of this folder; "
-                "correct the index"
+                f"{folder / INDEX} maps {name} to {file!r}, which is no file of this folder. "
+                "Correct the index"
             )
         files.setdefault(folder / file, []).append(name)
     missing = sorted(path.name for path in files if not path.is_file())

@@ -1,4 +1,4 @@
-"""`torch_dist` folders of megatron-core: stacked layers and experts, optimizer alike.
+"""`torch_dist` folders of megatron-core: stacked layers and experts, also in optimizer state.
 
     decoder.layers.NAME                    all layers in one tensor, (layers, ...)
     decoder.layers.mlp.experts.experts.NAME             and experts, (layers, experts, ...)
@@ -7,10 +7,10 @@
     common.pt, or an object                args, iteration, scheduler, optimizer's parameter groups
                                            (`common_state.py`)
 
-Layers have keys of their own (`decoder.layers.3.NAME`) in models whose layers differ. Of the
-distributed optimizer's ways to save, `fully_reshardable` is the one in model space that core still
-writes. `dp_reshardable` stores flat buckets, whose place in the model only the model object
-knows, and `fully_sharded_model_space` flat pieces that core itself does not read any more.
+In models whose layers differ, each layer has separate keys (`decoder.layers.3.NAME`). Of the
+distributed optimizer's sharding types only `fully_reshardable` is supported: it is in model space
+and core still writes it. `dp_reshardable` stores flat buckets, whose layout only the model object
+knows. `fully_sharded_model_space` stores flat pieces that core no longer reads.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from megatron_fsdp_adapter.checkpoint.names import split_depth
 SHARDING_TYPE = "fully_reshardable"
 
 RECORD = "fsdp_dtensor_names"
-"""Entry of the common state in which a conversion notes what the other format's names were."""
+"""Entry of the common state that records the `fsdp_dtensor` names' style."""
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _MAIN_WEIGHTS = ("param", "fp32_param")
 _SECOND = "exp_avg_sq"
-"""What Adam alone keeps of a weight."""
+"""The optimizer state that only Adam has."""
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED_LAYERS = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
 _STACKED_EXPERTS = re.compile(r"(.+\.experts)\.experts\.(?!\d+\.)(.+)")
@@ -110,8 +110,8 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
 
 
 def contents(state: TrainingState, style: NameStyle) -> Contents:
-    """What a folder of this format holds, as stock Megatron saves a model of this style with
-    `--dist-ckpt-optim-fully-reshardable`; weights in the dtype that the model computes in."""
+    """The contents of a folder of this format, as unmodified Megatron saves a model of this style
+    with `--dist-ckpt-optim-fully-reshardable`; weights in the compute dtype."""
     tensors, objects = _leaves(state, style)
     rng, common = _common_state(state, style)
     files: dict[str, Callable[[Path], Any]] = {
@@ -124,10 +124,10 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
 def _leaves(
     state: TrainingState, style: NameStyle
 ) -> tuple[dict[KeyPath, LazyTensor], dict[KeyPath, Any]]:
-    """The tensors, and the `_extra_state` objects that a model of this style asks for.
+    """The tensors, and the `_extra_state` objects that a model of this style loads.
 
-    Core's linear layers save None there, Transformer Engine's save FP8 scales; None leaves those
-    as they are made. Keys that a model does not ask for are ignored by Megatron's default.
+    Core's linear layers save None there, Transformer Engine's save FP8 scales; loading None keeps
+    the initial scales. By default Megatron ignores keys that a model does not load.
     """
     keys = _Keys.of(state, style)
     dtype = state.params_dtype
@@ -136,7 +136,7 @@ def _leaves(
         for name, weight in state.weights.items()
     }
     tensors: dict[KeyPath, LazyTensor] = {(k,): t for k, t in keys.stacked(computed).items()}
-    # Main weights are those in fp32, also of a model that computes in it, as core saves them.
+    # Core saves fp32 main weights even for a model that computes in fp32.
     main = {n: cast(state.weights[n], torch.float32) for n in state.moments}
     kinds = {**({"param": main} if main else {}), **turned(state.moments)}
     for kind, parts in kinds.items():
@@ -181,8 +181,8 @@ class _Keys:
         match = _LAYER.fullmatch(name)
         if match is None:
             return name, at, sizes
-        # Core's own layers rename both norms, whatever is behind them; TE's layers with experts
-        # have the second one as a module.
+        # Core's layers rename both norms, whatever layer follows; TE's layers with experts have the
+        # second one as a module.
         in_moe = self.style.fused_norms and f"decoder.layers.{match[1]}" in self.moe
         last = fuse_norm(match[2], in_moe)
         if self.per_layer:
@@ -200,7 +200,7 @@ class _Keys:
         return {key: _stack(key, parts[key], shapes[key]) for key in parts}
 
     def extra_states(self, names: Iterable[str]) -> Iterator[str]:
-        """The objects of all layers that may have one, each with its place in the stack."""
+        """Keys of the `_extra_state` objects of all layers, each with its place in the stack."""
         for name in names:
             key, at, sizes = self.place(name)
             if key.startswith(("output_layer.", "embedding.")):
@@ -223,7 +223,7 @@ def _stack(
     for i in range(sizes[0]):
         below = {at[1:]: part for at, part in parts.items() if at[0] == i}
         if not below:
-            raise ValueError(f"{key}: of {sizes[0]} entries number {i} is missing")
+            raise ValueError(f"{key}: entry {i} of {sizes[0]} is missing")
         inner.append(_stack(key, below, sizes[1:]))
     return stack(inner)
 
@@ -283,7 +283,7 @@ def _rest(
 def _common_state(
     state: TrainingState, style: NameStyle
 ) -> tuple[dict[KeyPath, Any], dict[str, Any]]:
-    """The RNG objects, and what common.pt holds."""
+    """The RNG objects, and the content of common.pt."""
     common = dict(state.rest)
     record: dict[str, Any] = {"style": asdict(style), "depth": state.depth}
     places = common.pop("rng_state", None) or {}
@@ -295,7 +295,7 @@ def _common_state(
         for value, (pp, tp) in zip(places.values(), grid, strict=True):
             rng[(f"rng_state/shard_{pp}.{tp}_{size}",)] = [value]
     else:
-        record["rng_state"] = places  # of a script with another way to save it
+        record["rng_state"] = places  # saved by a script in another form
     if state.moments:
         common["optimizer"] = to_optimizer_state(state, SHARDING_TYPE)
     common.setdefault("checkpoint_version", 3.0)
@@ -311,7 +311,7 @@ def _common_state(
 
 
 def _style(common: Mapping[str, Any]) -> NameStyle | None:
-    """What the saved arguments tell; None without any."""
+    """The style by the saved arguments; None without any."""
     implementation = argument_of(common, "transformer_impl")
     if implementation is None:
         return None
@@ -337,7 +337,7 @@ def _check_optimizer(folder: DcpFolder) -> None:
     if buckets:
         raise ValueError(
             f"{folder.folder}: the optimizer is stored as flat buckets (dp_reshardable, "
-            f"{buckets[0]}), and only the model object knows which parameter lies where in them; "
-            "load it with Megatron and save it again with --dist-ckpt-optim-fully-reshardable, or "
-            "convert the weights only"
+            f"{buckets[0]}), and only the model object knows their layout. Load it with Megatron "
+            "and save it again with --dist-ckpt-optim-fully-reshardable, or convert the weights "
+            "only"
         )

@@ -1,8 +1,8 @@
-"""What every format is read into and written from: a model's tensors under one set of names.
+"""`TrainingState`, which every format is read into and written from, and its common names.
 
-The same parameter has different names with Transformer Engine's layers and with core's own, and in
-each format. Here a name is that of core's own layers with one module per expert, numbered over the
-whole model, nothing split or stacked:
+A parameter's name depends on the layers (Transformer Engine's or core's) and on the format. A
+common name is that of core's layers with one module per expert, numbered over the whole model,
+without splits or stacks:
 
     decoder.layers.3.input_layernorm.weight
         TE: ...3.self_attention.linear_qkv.layer_norm_weight
@@ -46,9 +46,9 @@ _FIRST_LINEAR = re.compile(
 
 @dataclass(frozen=True)
 class NameStyle:
-    """What a model's modules are, as far as its parameters' names depend on it.
+    """The kinds of a model's modules that its parameters' names depend on.
 
-    fused_norms: Transformer Engine's layers, which hold the norm in front of them; grouped_experts:
+    fused_norms: Transformer Engine's layers, which contain the preceding norm; grouped_experts:
     TEGroupedMLP; gated: the first linear layer of an MLP is a gate half over a linear half.
     """
 
@@ -59,15 +59,14 @@ class NameStyle:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A checkpoint, tensors lazy, under common names.
+    """A checkpoint with lazy tensors, under common names.
 
-    weights: the most precise ones there are (fp32 main weights, else what the model computes in)
-    and persistent buffers; moments: name -> what the optimizer keeps for it (exp_avg, ...), shaped
-    like the weight; steps: name -> Adam's step count where it is kept per parameter; groups:
-    name -> options of its parameter group; params_dtype: what the model computes in (None: not
-    known); style: None where the format does not tell; rest: all other values, nested as saved;
-    depth: how many "module." the optimizer's names start with (None: by params_dtype); dropped:
-    keys that have no place here.
+    weights: fp32 main weights if stored, else compute weights, and persistent buffers; moments:
+    name -> optimizer state (exp_avg, ...), shaped like the weight; steps: name -> Adam's step count
+    if it is stored per parameter; groups: name -> options of its parameter group; params_dtype:
+    compute dtype (None: unknown); style: None if unknown; rest: all other values, nested as saved;
+    depth: number of "module." prefixes of the optimizer's names (None: by params_dtype); dropped:
+    keys that are not carried over.
     """
 
     iteration: int
@@ -87,7 +86,7 @@ class TrainingState:
 
     @property
     def is_moe(self) -> bool:
-        """Whether any layer has experts."""
+        """True if any layer has experts."""
         return any(_EXPERT.fullmatch(name) for name in self.weights)
 
 
@@ -99,7 +98,7 @@ def argument_of(rest: Mapping[str, Any], name: str, default: Any = None) -> Any:
 
 
 def dtype_argument(rest: Mapping[str, Any]) -> torch.dtype | None:
-    """What the model computes in, by the saved arguments; None if there are none."""
+    """The compute dtype by the saved arguments; None if there are none."""
     if rest.get("args") is None:
         return None
     if argument_of(rest, "bf16", False):
@@ -108,7 +107,7 @@ def dtype_argument(rest: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def common_name(name: str) -> str:
-    """The name used here of a parameter called `name` in a model of any style."""
+    """The common name of a parameter called `name` in a model of any style."""
     if match := _SEQUENTIAL.fullmatch(name):
         return f"{match[1]}.{match[2]}.{match[3]}"
     if match := _GROUPED.fullmatch(name):
@@ -121,8 +120,10 @@ def common_name(name: str) -> str:
 
 
 def styled_name(name: str, style: NameStyle, moe_layers: frozenset[str]) -> str:
-    """The other way round. moe_layers: paths of the layers with experts; their norm in front of
-    the MLP is never fused, as it is in front of the router too."""
+    """The name of the parameter `name` (common) in a model of this style.
+
+    moe_layers: paths of the layers with experts. Their norm before the MLP is never fused, because
+    it precedes the router too."""
     if match := _EXPERT.fullmatch(name):
         path, number, linear, last = match.groups()
         if style.grouped_experts:
@@ -135,7 +136,7 @@ def styled_name(name: str, style: NameStyle, moe_layers: frozenset[str]) -> str:
 
 
 def fuse_norm(name: str, in_moe_layer: bool) -> str:
-    """Name inside a layer -> the name with norms inside the linear layers behind them."""
+    """Name inside a layer -> the name with norms fused into the following linear layers."""
     for fused, separate in _FUSED:
         if name.startswith(separate) and not (in_moe_layer and fused.startswith("mlp.")):
             return fused + name.removeprefix(separate)
@@ -149,22 +150,24 @@ def moe_layers(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_parameter(name: str) -> bool:
-    """Whether `name` (common) is trained; else it is a buffer, such as a router's `expert_bias`."""
+    """True if `name` (common) is a parameter; else it is a buffer, such as a router's
+    `expert_bias`."""
     return bool(_PARAMETER.fullmatch(name))
 
 
 def is_first_linear(name: str) -> bool:
-    """Whether `name` (common) is what gated MLPs have two halves of."""
+    """True if `name` (common) belongs to an MLP's first linear layer, which has two halves if
+    gated."""
     return bool(_FIRST_LINEAR.fullmatch(name))
 
 
 def is_expert(name: str) -> bool:
-    """Whether `name` (common) belongs to one expert."""
+    """True if `name` (common) belongs to one expert."""
     return bool(_EXPERT.fullmatch(name))
 
 
 def join_halves(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """`NAME_w` and `NAME_v` become NAME. Raises ValueError for one without the other."""
+    """Joins `NAME_w` and `NAME_v` into NAME. Raises ValueError for one without the other."""
     joined: dict[str, LazyTensor] = {}
     for key, tensor in tensors.items():
         name, suffix = key[:-2], key[-2:]
@@ -173,14 +176,15 @@ def join_halves(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             continue
         missing = [name + half for half in HALVES if name + half not in tensors]
         if missing:
-            raise ValueError(f"{key} is there without {missing[0]}: half a weight is missing")
+            raise ValueError(f"{key} is stored without {missing[0]}: half of the weight is missing")
         joined[name] = concat([tensors[name + half] for half in HALVES])
     return joined
 
 
 def in_common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Tensors of a model of any style by common names, halves joined and leading "module."s left
-    out. Raises ValueError for half a weight, or for one that is there under two names."""
+    """Tensors of a model of any style by common names, with halves joined and leading "module."
+    prefixes removed. Raises ValueError for half a weight, or for a weight stored under two
+    names."""
     joined = join_halves({split_depth(name)[1]: tensor for name, tensor in tensors.items()})
     found = {common_name(name): tensor for name, tensor in joined.items()}
     if len(found) != len(joined):
@@ -191,7 +195,7 @@ def in_common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 def turned(
     kinds: Mapping[str, Mapping[str, LazyTensor]],
 ) -> dict[str, dict[str, LazyTensor]]:
-    """By weight and kind of moment, what is by kind and weight; and the other way round."""
+    """Swaps the two levels of keys: kind of moment -> name becomes name -> kind, and vice versa."""
     found: dict[str, dict[str, LazyTensor]] = {}
     for outer, tensors in kinds.items():
         for inner, tensor in tensors.items():
@@ -217,8 +221,8 @@ def check_layers(state: TrainingState, where: object) -> None:
     missing = sorted(set(range(wanted)) - found)
     if missing or len(found) != wanted:
         raise ValueError(
-            f"{where} has the layers {_ranges(found)}, a model of {wanted} layers has 0-"
-            f"{wanted - 1}: keys whose layer numbers start anew on each pipeline stage (as "
+            f"{where} has the layers {_ranges(found)}, a model of {wanted} layers has "
+            f"0-{wanted - 1}: keys whose layer numbers start at 0 on each pipeline stage (as "
             "Megatron-FSDP writes them) cannot be converted"
         )
 
