@@ -28,9 +28,10 @@ usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fs
 
 
 def _command(argv: list[str]) -> int:
-    """Ends like other tools where `head` or `less` has read all that it wanted."""
+    """Runs a command; if `head` or `less` has closed the pipe, ends with the status of SIGPIPE."""
     if not sys.warnoptions:
-        # Of packages that Megatron misses and commands do not need; of a process without others.
+        # Warnings about packages that Megatron lacks and commands do not need, and about a single
+        # process.
         warnings.filterwarnings("ignore", module=r"megatron\.core")
         warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
     try:
@@ -40,7 +41,7 @@ def _command(argv: list[str]) -> int:
     except BrokenPipeError:
         if not _nobody_reads(sys.stdout.fileno()):
             raise
-        # What is left is written once more at the end of the process.
+        # Python writes buffered output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -52,8 +53,8 @@ def _nobody_reads(pipe: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Runs a command, or a script with the wrapper installed; prints the usage and returns 2 for
-    what is neither."""
+    """Runs a command, or a script with the wrapper installed; else prints the usage and returns
+    2."""
     if argv and argv[0] in COMMANDS:
         return _command(argv)
     if argv and argv[0].endswith(".py"):

@@ -1,4 +1,5 @@
-"""What a person runs: `python -m megatron_fsdp_adapter <command>`.
+"""The commands of `python -m megatron_fsdp_adapter <command>`.
 
-May enter: the arguments, tables and exit status of a command; what it computes is below.
+Only arguments, tables and exit status of a command belong here; the computation is in other
+packages.
 """

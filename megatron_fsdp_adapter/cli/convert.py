@@ -1,11 +1,11 @@
-"""`python -m megatron_fsdp_adapter convert`: a checkpoint of one format from one of another.
+"""`python -m megatron_fsdp_adapter convert`: converts a checkpoint to another format.
 
     convert checkpoints/ converted/ --to torch_dist             Megatron's own DDP resumes from it
     convert converted/ back/ --to fsdp_dtensor                  and this wrapper from that
     convert checkpoints/ llama/ --to huggingface --dtype bfloat16 --vocab-size 128256
     convert llama/ imported/ --to fsdp_dtensor                  weights, to train on from
 
-One process, no GPU, no launcher. The format of the source is found out.
+One process, no GPU, no launcher. The format of the source is detected.
 """
 
 from __future__ import annotations
@@ -40,21 +40,27 @@ def _parser() -> argparse.ArgumentParser:
     add("source", type=Path, help="root of checkpoints, one iter_* folder, or safetensors folder")
     add("target", type=Path, help="a new folder")
     add("--to", required=True, choices=FORMATS, help="format of the result")
-    add("--from", dest="source_format", choices=FORMATS, help="format of the source, if not found")
+    add("--from", dest="source_format", choices=FORMATS, help="of the source; default: detected")
     add("--iteration", type=int, help="which one of a root; default the newest")
     add("--weights-only", action="store_true", help="leave out optimizer, scheduler and RNG")
     add("--transformer-impl", choices=TRANSFORMER_IMPLS, help="layers of the Megatron model")
     add("--experts", choices=EXPERT_LAYOUTS, help="experts of the Megatron model: one module "
         "each, or TEGroupedMLP (--moe-grouped-gemm)")  # fmt: skip
     add("--swiglu", action=argparse.BooleanOptionalAction, help="whether its MLPs are gated")
-    add("--dtype", choices=DTYPES, help="what the model computes in; of Hugging Face weights, "
-        "what they are stored in. Default as in the source")  # fmt: skip
-    add("--hf-config", type=Path, help="config.json of the Hugging Face model, where the "
-        "checkpoint does not have the model's arguments")  # fmt: skip
-    add("--vocab-size", type=int, help="rows of the embedding that the Hugging Face model gets; "
-        "default all, with padding")  # fmt: skip
-    add("--padded-vocab-size", type=int, help="rows that a Megatron model gets from a Hugging Face "
-        "one; default the next multiple of --make-vocab-size-divisible-by")  # fmt: skip
+    add("--dtype", choices=DTYPES, help=(
+        "compute dtype of the model, or stored dtype of Hugging Face weights; default: that of "
+        "the source"
+    ))  # fmt: skip
+    add("--hf-config", type=Path, help=(
+        "config.json of the Hugging Face model, if the checkpoint lacks the model's arguments"
+    ))  # fmt: skip
+    add("--vocab-size", type=int, help=(
+        "embedding rows of the Hugging Face model; default: all, with padding"
+    ))  # fmt: skip
+    add("--padded-vocab-size", type=int, help=(
+        "embedding rows of a Megatron model converted from a Hugging Face one; default: the next "
+        "multiple of --make-vocab-size-divisible-by"
+    ))  # fmt: skip
     add("--make-vocab-size-divisible-by", type=int, default=128, help="default %(default)s")
     add("--block-mib", type=int, default=64, help="size of the blocks that are read, converted and "
         "written at a time; default %(default)s")  # fmt: skip
@@ -94,7 +100,7 @@ def render(report: Report) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts and prints a report. Returns 0, or 2 for what cannot be converted."""
+    """Converts and prints a report. Returns 0, or 2 if the input cannot be converted."""
     given = _parser().parse_args(argv)
     try:
         report = convert(

@@ -1,10 +1,10 @@
-"""`python -m megatron_fsdp_adapter diff`: how two checkpoints differ, bit by bit.
+"""`python -m megatron_fsdp_adapter diff`: compares two checkpoints bit by bit.
 
     diff runs/a runs/b                            the newest of each
     diff runs/a/iter_0000100 runs/a/iter_0000200 --no-values
-    diff runs/a converted/ --weights-only         also of two formats, by parameters
+    diff runs/a converted/ --weights-only         two formats, compared by parameter
 
-Exit status: 0 if they are the same, 1 if they differ, 2 if one cannot be read.
+Exit status: 0 if they are equal, 1 if they differ, 2 if one cannot be read.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _parser() -> argparse.ArgumentParser:
     add("a", type=Path, help="root of checkpoints, one iter_* folder, or safetensors folder")
     add("b", type=Path, help="the other one")
     add("--iterations", type=int, nargs=2, default=(None, None), metavar=("A", "B"),
-        help="which ones of two roots; default the newest")  # fmt: skip
-    add("--weights-only", action="store_true", help="compare weights, and nothing else")
+        help="iterations of two roots; default: the newest")  # fmt: skip
+    add("--weights-only", action="store_true", help="compare weights only")
     add("--no-values", dest="values", action="store_false",
         help="compare keys, shapes and dtypes only, without reading data")  # fmt: skip
     add("--block-mib", type=int, default=64, help="size of the blocks that are read at a time; "
@@ -72,7 +72,8 @@ def _lines(found: Difference, shown: int | None) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints how two checkpoints differ. Returns 0, 1 if they do, 2 if one cannot be read."""
+    """Prints the differences of two checkpoints. Returns 0, 1 if they differ, 2 if one cannot be
+    read."""
     given = _parser().parse_args(argv)
     try:
         found = diff(

@@ -1,10 +1,10 @@
-"""`python -m megatron_fsdp_adapter doctor`: what is installed, what this machine can do, and what a
-configuration will do or be refused for. Starts no training and no process group, but with --prove.
+"""`python -m megatron_fsdp_adapter doctor`: checks the installation, this machine and a
+configuration. Without --prove it starts no training and no process group.
 
     doctor                                              versions, machine, environment, bindings
-    doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...       and what that command line does
-    doctor --set data_parallel_sharding_strategy=optim --set ...        and what these options do
-    doctor --plan h200 path/to/pretrain_gpt.py ...    whether another configuration is 10% faster
+    doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...              and this command line
+    doctor --set data_parallel_sharding_strategy=optim --set ...        and these options
+    doctor --plan h200 path/to/pretrain_gpt.py ...     and configurations that are 10% faster
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
 """
 
@@ -39,7 +39,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, dict[str, Any]]:
-    """Installed releases, and whether the tests run with them."""
+    """Installed releases; `tested` is True if the tests run with them."""
     found: dict[str, dict[str, Any]] = {}
     for name in PACKAGES:
         try:
@@ -51,7 +51,7 @@ def versions() -> dict[str, dict[str, Any]]:
 
 
 def bindings() -> dict[str, Any]:
-    """Where Megatron's names are rebound when `install()` is called now, and what is missing."""
+    """The places where `install()` rebinds Megatron's names, and missing names."""
     try:
         installation.install()
     except ModuleNotFoundError as error:
@@ -66,8 +66,8 @@ def bindings() -> dict[str, Any]:
 
 
 def group_sizes(options: Any, world_size: int | None) -> dict[str, Any]:
-    """Ranks over which weights are sharded, and optimizer instances. What sizes do not divide is
-    among what is refused."""
+    """Ranks over which weights are sharded, and optimizer instances. Sizes that do not divide are
+    reported as problems."""
     split = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         split *= getattr(options, name, 1) or 1
@@ -78,19 +78,19 @@ def group_sizes(options: Any, world_size: int | None) -> dict[str, Any]:
     )
     instances = options.num_distributed_optimizer_instances
     if world_size is None:
-        return {"world size": "not told: give --world-size", "optimizer instances": instances}
+        return {"world size": "unknown. Give --world-size", "optimizer instances": instances}
     found: dict[str, Any] = {"world size": world_size}
     for kind, part in (("dense", split), ("experts", expert_split)):
         if kind == "experts" and not getattr(options, "num_moe_experts", None):
             continue
         each, rest = divmod(world_size, part * instances)
-        found[kind] = "none: see what is refused" if rest else each
+        found[kind] = "none: see the problems below" if rest else each
     found["optimizer instances"] = instances
     return found
 
 
 def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
-    """What the script's command line, or the options of `--set`, will set, do and be refused for;
+    """Changes, groups, problems and advice for the script's command line or the options of `--set`;
     None if neither is given."""
     if given.script is None and not given.set:
         return None
@@ -118,8 +118,8 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
-    """What `plan` says, where it knows the device: that of --plan, or the one that is here. What it
-    cannot plan is told, as the rest of the report stands."""
+    """Advice of `plan` for the GPU of --plan or of this machine, if `plan` knows it. If planning
+    fails, the advice is the error, because the rest of the report is valid."""
     gpu, device = given.plan, machine.device()
     if gpu is None and device.type == "cuda":
         gpu = advice.gpu_in_tables(torch.cuda.get_device_name(device))
@@ -128,7 +128,7 @@ def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
     try:
         return advice.advice(options, given.world_size or 1, gpu)
     except (ValueError, RuntimeError) as error:
-        return [f"nothing, as it cannot be planned: {error}"]
+        return [f"none: it cannot be planned: {error}"]
 
 
 def examine(given: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         "machine": machine.capabilities(),
         "environment": machine.harmful_variables(os.environ),
     }
-    # First: a script's folder must be on the path before anything of megatron is imported.
+    # First: the script's folder must be on the path before any import of megatron.
     found = configuration(given)
     report["bindings"] = bindings()
     if found is not None:
@@ -148,7 +148,7 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def problems(report: Mapping[str, Any]) -> list[str]:
-    """All of the report that has to change before a run can start."""
+    """The problems in the report that prevent a run."""
     missing = report["bindings"].get("error")
     return [*([missing] if missing else ()), *report.get("configuration", {}).get("refuses", ())]
 
@@ -215,13 +215,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--world-size", type=int, default=os.environ.get("WORLD_SIZE") or None,
-        help="ranks of the run; default WORLD_SIZE; without either nothing is said that depends "
-        "on it",
+        help=(
+            "ranks of the run; default: WORLD_SIZE; without either, checks that depend on it are "
+            "skipped"
+        ),
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
-                        help="an option by the name it has in Megatron's configs")  # fmt: skip
-    parser.add_argument("--plan", choices=sorted(GPUS), help="GPUs of the run, for what `plan` "
-                        "expects; default: the one that is here, if known")  # fmt: skip
+                        help="an option by its name in Megatron's configs")  # fmt: skip
+    parser.add_argument("--plan", choices=sorted(GPUS), help=(
+        "GPU of the run, for `plan`'s advice; default: that of this machine, if known"
+    ))  # fmt: skip
     prove.add_arguments(parser)
     parser.add_argument("script", nargs="?", help="a training script of Megatron-LM")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")
@@ -229,12 +232,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report. Returns 0, 1 if something has to change: what is refused, or missing (with
-    --prove: if something differs), 2 for bad input."""
+    """Prints the report. Returns 0, 1 if there are problems (with --prove: differences), 2 for bad
+    input."""
     given = _parser().parse_args(argv)
     try:
         if given.world_size is not None and given.world_size < 1:
-            raise ValueError(f"--world-size {given.world_size}: there are no ranks. Use 1 or more.")
+            raise ValueError(f"--world-size {given.world_size}: must be at least 1.")
         if given.prove:
             return prove.main(given, named_options(given.set))
         report = examine(given)
@@ -246,5 +249,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plain(value: Any) -> str:
-    """For what JSON has no type for: dtypes."""
+    """The text of a value without a JSON type, such as a dtype."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)

@@ -1,8 +1,8 @@
 """`estimate`: bytes per rank by kind of buffer and strategy, from a model configuration alone.
 
-No GPU, no process group, no weights: the listing of parameters is planned like the engine plans
-it, and the closed formula of `memory.py` is applied to the layouts. Activations, temporary
-tensors of kernels and the CUDA context are not counted.
+No GPU, no process group, no weights: the listing of parameters is planned as the engine plans it,
+and the closed formula of `memory.py` is applied to the layouts. Activations, temporary tensors of
+kernels and the CUDA context are not counted.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ def plan_model(
     unit_numel: int | None = None,
     **planner: Any,
 ) -> PlannedModel:
-    """A model on `num_shards` ranks; `unit_numel`: elements up to which layers are joined to units,
-    and may be gathered ahead, None for the default; `planner`: options of `plan_units`; the rest as
-    for `PlannedModel`. ValueError for weights that cannot be represented in their format."""
+    """The plan of a model on `num_shards` ranks.
+
+    unit_numel: elements up to which layers are grouped into units and prefetched (None: the
+    default); planner: options of `plan_units`; the rest: see `PlannedModel`. Raises ValueError for
+    weights that cannot be represented in their format."""
     rows = [(unit, fqn, shape, num_shards) for unit, fqn, shape, _ in listing(spec)]
     units = plan_units(rows, dtype, quantized.weights, unit_numel, **planner)
     return PlannedModel(units, slots, quantized, budget, unit_numel or 0)
@@ -88,7 +90,7 @@ def plan_model(
 def bytes_held(
     model: PlannedModel, strategy: Strategy, precision: Precision, rank: int
 ) -> dict[str, int]:
-    """Bytes by kind on `rank`, with what Muon holds in its step."""
+    """Bytes by kind on `rank`, including Muon's matrices in its step."""
     held = model.bytes_held(strategy, precision, rank)
     return held | matrices_of_muon(model.layouts, precision)
 
@@ -97,13 +99,13 @@ def most_layers(
     of_layers: Callable[[int], PlannedModel], strategy: Strategy, precision: Precision, rank: int,
     limit: int,
 ) -> int:
-    """The largest number of transformer layers whose states fit in `limit` bytes at any time.
-    of_layers: the model with so many."""
+    """The largest number of transformer layers whose state always fits in `limit` bytes. of_layers:
+    number of layers -> planned model."""
 
     def needed(num_layers: int) -> int:
         return most_bytes(bytes_held(of_layers(num_layers), strategy, precision, rank))
 
-    # Every layer adds at least a shard of weights, gradients and state, so this is never too few.
+    # Every layer adds at least a shard of weights, gradients and state, so this is an upper bound.
     each = max(unit.layers for unit in of_layers(3).units)
     upper = limit * each // max(1, needed(3 + each) - needed(3)) + 3 + each
     return bisect_right(range(1, upper), limit, key=needed)
@@ -116,8 +118,8 @@ def estimate(
     rank: int | None = None,
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
-    """The report as plain values. of_layers: the model with so many layers, None for its own;
-    `rank`: default the fullest."""
+    """The report as plain values. of_layers: number of layers (None: the model's) -> planned model;
+    rank: default: the one that holds most."""
     model = of_layers(None)
     rank = model.fullest_rank if rank is None else rank
     report: dict[str, Any] = {
@@ -173,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--data-parallel-sharding-strategy", choices=list(STRATEGIES), help="default: all"
     )
     run.add_argument(
-        "--params-dtype", choices=list(DTYPES), help="default: what --config says, else bf16"
+        "--params-dtype", choices=list(DTYPES), help="default: that of --config, else bf16"
     )
     for option, meaning in POLICY_OPTIONS.items():
         run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
@@ -183,14 +185,16 @@ def make_parser() -> argparse.ArgumentParser:
     for option, meaning in switches.items():
         run.add_argument(flag(option), action="store_true", help=meaning)
     run.add_argument(
-        flag(BUDGET), type=float, help="GiB for weights and gradients that stay whole over a step"
+        flag(BUDGET), type=float, help="GiB for weights and gradients unsharded over a step"
     )
-    run.add_argument(flag(UNIT_NUMEL), type=int, help="elements up to which layers are one unit; "
-                     "0: each is one; default: as the wrapper joins them")
+    run.add_argument(flag(UNIT_NUMEL), type=int, help=(
+        "elements up to which layers are grouped into one unit; 0: each layer is one; default: "
+        "the wrapper's"
+    ))
     run.add_argument("--optimizer", choices=("adam", *sorted(MOMENTS)),
-                     help="others than adam: of matrices alone")
+                     help="adam, or an optimizer for matrices only")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
-    run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
+    run.add_argument("--memory-gib", type=float, default=None, help="report what fits in it")
     run.add_argument("--padding-bound", type=float, default=0.01, help="see docs/layout.md")
     run.add_argument("--max-segments", type=int, default=4, help="see docs/layout.md")
     run.add_argument("--json", action="store_true", default=False, help="print it as JSON")
@@ -200,7 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _model_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Preset or Hugging Face config, then file, then flags; the later wins.
 
-    A training preset that tells nothing of the vocabulary means the training script's default.
+    A training preset without vocabulary options means the training script's default.
     """
     options = {**options_from(given), **given}
     vocabulary = ("vocab_size", "padded_vocab_size", "tokenizer_type")
@@ -214,7 +218,7 @@ def _dtype_name(options: Mapping[str, Any]) -> str:
         return str(options["params_dtype"])
     named = [name for name in ("bf16", "fp16") if options.get(name)]
     if len(named) == 2:
-        raise ValueError("--bf16 and --fp16 are both set: leave one of them out")
+        raise ValueError("--bf16 and --fp16 are both set. Leave one of them out")
     return named[0] if named else "fp32" if "config" in options else "bf16"
 
 
@@ -236,12 +240,12 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace) -> str:
-    """What the command prints. Raises ValueError or FileNotFoundError for bad input."""
+    """The output of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
     options = _model_options(vars(given))
     dtype = _dtype_name(options)
     if dtype not in DTYPES:
-        raise ValueError(f"--params-dtype {dtype!r} is unknown: use one of {list(DTYPES)}")
+        raise ValueError(f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}")
     quantized = quantization(options, dtype)
     spec = dense_model(options)
     joined = vars(given).get(UNIT_NUMEL, None if joins_by_default(given, given) else 0)

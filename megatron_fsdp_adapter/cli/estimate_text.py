@@ -15,11 +15,11 @@ TOTALS = {
     "and gathered ahead": "gathered_ahead",
     "held at most": "peak",
 }
-"""Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
+"""Total rows of the report -> their names in `estimate`'s values."""
 
 
 def unit_rows(units: Sequence[PlannedUnit]) -> list[dict[str, Any]]:
-    """Of the flat buffer of each group, of all units that are alike, in `estimate`'s values."""
+    """Rows for the flat buffer of each group, one for all equal units, in `estimate`'s values."""
     alike: dict[int, list[PlannedUnit]] = {}
     for unit in units:
         alike.setdefault(id(unit.layouts), []).append(unit)
@@ -83,7 +83,7 @@ def _strategy_rows(
     if any("kept" in entry for entry in found):
         for what in ("weights", "gradients"):
             counts = (str(entry["kept"][what]) for entry in found)
-            rows.append((f"units with {what} whole over a step", "", *counts))
+            rows.append((f"units with {what} unsharded over a step", "", *counts))
     if memory_gib is not None:
         limit = f"{memory_gib:g} GiB"
         rows.append(("fits", limit, *("yes" if entry["fits"] else "no" for entry in found)))

@@ -1,8 +1,8 @@
-"""`python -m megatron_fsdp_adapter inspect`: what is in a checkpoint.
+"""`python -m megatron_fsdp_adapter inspect`: lists the contents of a checkpoint.
 
-    inspect checkpoints/                      format, who saved it, sizes by part
+    inspect checkpoints/                      format, the run that saved it, sizes by part
     inspect checkpoints/ --keys               and each weight with shape, dtype, bytes, chunks, and
-                                              what the optimizer has of it; then all other keys
+                                              its optimizer state; then all other keys
     inspect checkpoints/iter_0001000 --json
 """
 
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add = parser.add_argument
     add("path", type=Path, help="root of checkpoints, one iter_* folder, or safetensors folder")
-    add("--iteration", type=int, help="which one of a root; default the newest")
+    add("--iteration", type=int, help="iteration of a root; default: the newest")
     add("--keys", action="store_true", help="list weights and other keys; --json lists every key")
     add("--match", default="", metavar="TEXT", help="with --keys: only lines of which a key "
         "contains TEXT")  # fmt: skip
@@ -55,7 +55,7 @@ def _row(entry: Entry, state: Sequence[tuple[str, Entry]]) -> str:
 
 
 def _state_text(state: Sequence[tuple[str, Entry]]) -> str:
-    """What the optimizer has of a weight: its tensors by name, and how many options."""
+    """The optimizer state of a weight: its tensors by name, and the number of options."""
     tensors = {kind: entry for kind, entry in state if entry.shape is not None}
     options = len(state) - len(tensors)
     nbytes = size_text(sum(entry.nbytes for entry in tensors.values()))
@@ -64,14 +64,14 @@ def _state_text(state: Sequence[tuple[str, Entry]]) -> str:
 
 
 def lines_of_keys(entries: Sequence[Entry]) -> list[tuple[Entry, list[tuple[str, Entry]]]]:
-    """Each weight with what the optimizer has of it, by kind, and each other key with nothing."""
+    """Each weight with its optimizer state, by kind, and each other key with an empty list."""
     weights = {_bare(one.key): one for one in entries if one.part == WEIGHTS}
     state: dict[str, list[tuple[str, Entry]]] = {one.key: [] for one in entries}
     for entry in (one for one in entries if one.part == OPTIMIZER):
         name = _bare(entry.key)
         front, _, last = name.rpartition(".")  # fsdp_dtensor: the kind is last
-        first, _, back = name.partition(".")  # torch_dist: it is first
-        # Options are told of the whole of a parameter that is saved in halves.
+        first, _, back = name.partition(".")  # torch_dist: the kind is first
+        # Options of a parameter that is saved in halves are stored for the whole parameter.
         for kind, owner in ((last, front), (first, _bare(back)), (last, front + HALVES[0])):
             if owner in weights:
                 state[weights[owner].key].append((kind, entry))
@@ -81,7 +81,7 @@ def lines_of_keys(entries: Sequence[Entry]) -> list[tuple[Entry, list[tuple[str,
 
 
 def _bare(key: str) -> str:
-    """A key without what stands in front of a weight's name."""
+    """A key without the prefixes of a weight's name."""
     for prefix in ("model.", f"{OPTIMIZER_STATE}.", f"{OPTIMIZER_META}."):
         key = key.removeprefix(prefix)
     return split_depth(key)[1]
@@ -113,7 +113,7 @@ def _lines(found: Description, keys: bool, match: str) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what is in a checkpoint. Returns 0, or 2 if there is none that can be read."""
+    """Prints the contents of a checkpoint. Returns 0, or 2 if it cannot be read."""
     given = _parser().parse_args(argv)
     try:
         found = describe(given.path, given.iteration)

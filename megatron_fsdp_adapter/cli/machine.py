@@ -1,4 +1,4 @@
-"""What this machine can do for communication, and environment variables that stand in its way."""
+"""Communication capabilities of this machine, and environment variables that harm them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fsdp_adapter.megatron.options.validation import CONNECTIONS
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable, the values of it that hurt, and what they do."""
+    """An environment variable, its harmful values, and their effect."""
 
     name: str
     hurts: Callable[[str], bool]
@@ -31,21 +31,31 @@ def _is_on(value: str) -> bool:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable(CONNECTIONS, _is("1"), "one hardware queue: communication waits for compute; refused"),
-    Variable("CUDA_LAUNCH_BLOCKING", _is_on, "every kernel is waited for: nothing overlaps"),
-    Variable("NCCL_P2P_DISABLE", _is_on, "GPUs of one host talk through host memory"),
-    Variable("NCCL_SHM_DISABLE", _is_on, "ranks of one host without P2P talk through the network"),
-    Variable("NCCL_IB_DISABLE", _is_on, "hosts talk over sockets, not InfiniBand"),
+    Variable(
+        CONNECTIONS, _is("1"), ("one hardware queue: communication waits for compute; rejected")
+    ),
+    Variable("CUDA_LAUNCH_BLOCKING", _is_on, "the host waits for every kernel: nothing overlaps"),
+    Variable("NCCL_P2P_DISABLE", _is_on, "GPUs of one host communicate through host memory"),
+    Variable(
+        "NCCL_SHM_DISABLE",
+        _is_on,
+        ("ranks of one host without P2P communicate through the network"),
+    ),
+    Variable("NCCL_IB_DISABLE", _is_on, "hosts communicate over sockets, not InfiniBand"),
     Variable("NCCL_DEBUG", _is("TRACE"), "NCCL writes a line for every call"),
-    Variable("TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), "each collective is preceded by another"),
+    Variable(
+        "TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), ("each collective is preceded by another one")
+    ),
     Variable("TORCH_NCCL_BLOCKING_WAIT", _is_on, "the host waits for each collective"),
-    Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "each gather asks the driver for memory"),
+    Variable(
+        "PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, ("each gather allocates memory from the driver")
+    ),
     Variable("TORCH_SHOW_CPP_STACKTRACES", _is_on, "errors take seconds to be raised"),
 )
 
 
 def harmful_variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Rows of `VARIABLES` that are set to a value that hurts."""
+    """Rows of `VARIABLES` that are set to a harmful value."""
     return [
         {"variable": row.name, "value": environment[row.name], "effect": row.effect}
         for row in VARIABLES
@@ -54,14 +64,14 @@ def harmful_variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def device() -> torch.device:
-    """Of this process: its GPU, or the host where there is none."""
+    """The device of this process: its GPU, or the CPU without one."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def capabilities() -> dict[str, Any]:
-    """Devices, NCCL, peer access and symmetric memory; only the backends where there is no GPU."""
+    """Devices, NCCL, peer access and symmetric memory; without a GPU only the backends."""
     found: dict[str, Any] = {
         "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
     }
@@ -84,15 +94,16 @@ def capabilities() -> dict[str, Any]:
 
 
 def _copy_engine_gathers() -> str:
-    """What `fsdp_copy_engine_all_gather` needs: NCCL's policy of zero CTAs, in torch and NCCL."""
+    """Support for `fsdp_copy_engine_all_gather`: NCCL's zero-CTA policy, in torch and NCCL."""
     known = hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO")
     if not known or torch.cuda.nccl.version() < (2, 28):
-        return "no: torch 2.11 and NCCL 2.28 have what it needs"
+        return "no: requires torch 2.11 and NCCL 2.28"
     return "yes, inside one NVLink domain"
 
 
 def _symmetric_memory() -> str:
-    """What torch's private interface says; it moves between releases."""
+    """Support for symmetric memory, by torch's private interface, which changes between
+    releases."""
     try:
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Options that are given by name, in place of a command line: `--set option=value`."""
+"""Options given by name instead of a command line: `--set option=value`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ARGUMENTS = (
     "rotary_base", "rotary_percent", "separate_all_gather_groups", "squared_relu",
     "start_weight_decay",
 )  # fmt: skip
-"""Arguments of Megatron-LM that are read here, are no fields of its configs and in no table."""
+"""Arguments of Megatron-LM that are read here, but are in no config and no table."""
 
 
 def known_options() -> set[str]:
-    """Names that `--set` may have: fields of the configs of the megatron-core that is here, and
-    arguments of Megatron-LM that are read. Empty without megatron-core."""
+    """Names valid for `--set`: config fields of the installed megatron-core, and arguments of
+    Megatron-LM that are read here. Empty without megatron-core."""
     try:
         from megatron_fsdp_adapter.megatron.compat import core_api
         from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
@@ -40,7 +40,7 @@ def known_options() -> set[str]:
 
 
 def named_options(given: Sequence[str]) -> dict[str, Any]:
-    """Options of `--set` by their names. ValueError for names that nothing has."""
+    """Options of `--set` by name. Raises ValueError for unknown names."""
     chosen = dict(map(_assignment, given))
     known = known_options()
     wrong = []
@@ -49,7 +49,7 @@ def named_options(given: Sequence[str]) -> dict[str, Any]:
             longer = sorted((one for one in known if name in one), key=lambda one: (len(one), one))
             near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
             remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            wrong.append(f"--set {name}={chosen[name]}: no option that is read here. {remedy}")
+            wrong.append(f"--set {name}={chosen[name]}: unknown option. {remedy}")
     wrong += [f"--set {line}" for line in sizes.not_above_zero(chosen)]
     if wrong:
         raise ValueError("\n".join(wrong))
@@ -60,7 +60,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     name = name.removeprefix("--").replace("-", "_")
     if not separator:
-        raise ValueError(f"--set {text}: it has no value. Write option=value.")
+        raise ValueError(f"--set {text}: no value. Write option=value.")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -68,9 +68,9 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def optimizer_options() -> dict[str, Any]:
-    """Options of optimizers that not every release has, as the optimizer config of the
-    megatron-core that is here has them: by these rules tell what Megatron-LM can do, whose
-    arguments have the same names."""
+    """Defaults of options of release-dependent optimizers, from the installed megatron-core.
+
+    Rules use these names to detect what Megatron-LM supports; its arguments have the same names."""
     try:
         from megatron_fsdp_adapter.megatron.compat import core_api
     except ModuleNotFoundError:  # no megatron-core, which `bindings` reports

@@ -1,5 +1,4 @@
-"""Options of `estimate` that say in which dtypes, and in which memory, the optimizer works, and
-where weights and gradients are while they are communicated."""
+"""Options of `estimate` for dtypes and memory of the optimizer, and for communication buffers."""
 
 from __future__ import annotations
 
@@ -16,49 +15,54 @@ from megatron_fsdp_adapter.optim.muon.plan import step_bytes
 
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 POLICY_OPTIONS = {
-    "megatron_fsdp_main_params_dtype": "of main weights; none: the compute dtype; default fp32",
-    "megatron_fsdp_main_grads_dtype": "in which gradients accumulate; default fp32",
-    "megatron_fsdp_grad_comm_dtype": "of gradients on the wire; default that of main gradients",
+    "megatron_fsdp_main_params_dtype": (
+        "dtype of main weights; none: the compute dtype; default: fp32"
+    ),
+    "megatron_fsdp_main_grads_dtype": "dtype of gradient accumulation; default: fp32",
+    "megatron_fsdp_grad_comm_dtype": (
+        "dtype of gradients on the wire; default: that of main gradients"
+    ),
 }
 
 UNFUSED = "no_gradient_accumulation_fusion"
 SWITCHES = {
     "fsdp_double_buffer": "weights and buckets in fixed slots",
-    "nccl_ub": "the same, registered with NCCL",
+    "nccl_ub": "weights and buckets in fixed slots, registered with NCCL",
     "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
-    "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
-    UNFUSED: "no module writes weight gradients: copy engines carry them in their own dtype",
+    "fsdp_copy_engine_reduce_scatter": "gradients in slots, moved by copy engines",
+    UNFUSED: "no fused weight gradients: copy engines move them in their own dtype",
     "chunked_optimizer_state_offload": "main weights and optimizer state in host memory",
     "optimizer_cpu_offload": "the same",
 }
 
 EMBEDDINGS = ("embedding", "output_layer")
 MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
-"""Beside Muon."""
+"""Matrices that Adam updates in a run with Muon."""
 
 
 def is_muons(spec: ParamSpec) -> bool:
-    """Of the weights that `estimate` lists, as `megatron/muon.py` decides it of a model's."""
+    """True for a weight that Muon updates, by the rule of `megatron/muon.py`."""
     is_matrix = len(spec.shape) == 2 and min(spec.shape) > 1
     return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
 
 
 def is_lions(spec: ParamSpec) -> bool:
-    """The same of Lion, as `megatron/lion.py` decides it with megatron-core from 0.18 on."""
+    """True for a weight that Lion updates, by the rule of `megatron/lion.py` with megatron-core
+    0.18 and later."""
     return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
 
 
 MOMENTS = {
     "muon": Moments(is_muons), "adaptive_muon": Moments(is_muons, 2), "lion": Moments(is_lions)
 }  # fmt: skip
-"""By `optimizer`: of weights that are not Adam's."""
+"""`optimizer` -> moments of the weights that Adam does not update."""
 
 
 def matrices_of_muon(
     layouts: Sequence[GroupLayout], precision: Precision
 ) -> dict[str, int]:
-    """Bytes of whole matrices that Muon holds in a step, each parameter taken for one, of the
-    layouts of all units."""
+    """Bytes of whole matrices that Muon holds in a step, if each parameter is one matrix. layouts:
+    those of all units."""
     if precision.moments is None or precision.moments.of is not is_muons:
         return {}
     groups = [
@@ -69,7 +73,7 @@ def matrices_of_muon(
 
 
 def precision(given: Mapping[str, Any]) -> Precision:
-    """The dtypes of the options, unset ones as in a training run."""
+    """The `Precision` of the options, with a training run's defaults."""
     unset = ("fp32", "none", "none")
     names = [given.get(option, name) for option, name in zip(POLICY_OPTIONS, unset, strict=True)]
     policy = MixedPrecisionPolicy(*(POLICY_DTYPES[name] for name in names))

@@ -1,4 +1,4 @@
-"""How far a command is: a line on stderr now and then; and sizes as text."""
+"""Progress of a command, as lines on stderr, and sizes as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Progress = Callable[[str, int], None]
 
 
 def progress_lines(quiet: bool) -> Callable[[int], Progress]:
-    """A function that takes the bytes in all and returns what is called after each block."""
+    """A function from total bytes to the `Progress` that is called after each block."""
 
     def begin(total: int) -> Progress:
         done, last = 0, time.monotonic()
@@ -31,7 +31,7 @@ def progress_lines(quiet: bool) -> Callable[[int], Progress]:
 
 
 def size_text(nbytes: int) -> str:
-    """A size for people, in powers of 1024."""
+    """A readable size, in powers of 1024."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024

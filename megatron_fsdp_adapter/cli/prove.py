@@ -1,10 +1,10 @@
-"""`doctor --prove`: this configuration, made small, trained on this machine and compared.
+"""`doctor --prove`: trains a scaled-down configuration on this machine and compares it.
 
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...
     doctor --prove scripts/pretrain_gpt.py --config configs/llama-1.5b.yaml --use-megatron-fsdp ...
     doctor --prove --preset llama3-8b --set data_parallel_sharding_strategy=optim
 
-Exit status: 0 if all is proven, 1 if something differs, 2 for what cannot be proven.
+Exit status: 0 if all is proven, 1 if something differs, 2 if it cannot be proven.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from megatron_fsdp_adapter.prove import ranks, report, run, source
 from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 
 GLOO_RANKS = 4
-"""Processes that a proof without GPUs takes at most, unless it is told."""
+"""Default for `--ranks` without GPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a proof."""
     group = parser.add_argument_group("with --prove")
     add = group.add_argument
-    add("--prove", action="store_true", help="train it, made small, and compare")
-    add("--config", metavar="FILE", help="a preset (YAML: flag names as keys) in place of a script")
+    add("--prove", action="store_true", help="train it, scaled down, and compare")
+    add("--config", metavar="FILE", help="a preset (YAML: flag names as keys) instead of a script")
     add("--hf-config", metavar="FILE", help="config.json of a Hugging Face model, or its folder")
-    add("--preset", choices=tuple(sources.PRESETS), help="a known model in place of a script")
+    add("--preset", choices=tuple(sources.PRESETS), help="a known model instead of a script")
     add("--ranks", type=int, help=f"processes at most; default: the GPUs, else {GLOO_RANKS}")
     add("--steps", type=int, default=3, help="before the save; default %(default)s")
     add("--more", type=int, default=2, help="after the load; default %(default)s")
-    add("--keep", action="append", default=[], metavar="SIZE", help="a size that is not made "
-        "smaller, by its name, such as hidden_size")  # fmt: skip
+    add("--keep", action="append", default=[], metavar="SIZE", help=(
+        "name of a size that is not scaled down, such as hidden_size"
+    ))  # fmt: skip
     add("--timeout", type=float, default=900.0, help="seconds; default %(default)s")
     add("--no-poison", dest="poison", action="store_false",
         help="do not fill fresh buffers with NaN")  # fmt: skip
 
 
 def this_room(asked: int | None) -> Room:
-    """What this machine has."""
+    """The resources of this machine."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_te = importlib.util.find_spec("transformer_engine") is not None
     if gpus and asked is not None and asked > gpus:
@@ -57,16 +58,19 @@ def this_room(asked: int | None) -> Room:
 
 
 def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> source.Recipe:
-    """The run that is asked for. ValueError or FileNotFoundError if there is none."""
+    """The run to prove. Raises ValueError or FileNotFoundError if there is none."""
     if given.script is not None:
         if given.config or given.preset or given.hf_config or settings:
             raise ValueError(
-                "give a script, or --config, --hf-config, --preset and --set; not both"
+                "both a script and one of --config, --hf-config, --preset and --set are given. "
+                "Give one of them"
             )
         return source.of_script(Path(given.script), given.arguments, given.world_size)
     options = sources.options_from(vars(given))
     if not options and not settings:
-        raise ValueError("--prove: give a script with its command line, --config or --preset")
+        raise ValueError(
+            "--prove: no configuration. Give a script with its command line, --config or --preset"
+        )
     files = filter(None, (given.preset, given.hf_config, given.config))
     name = " and ".join(files) or "the options given"
     return source.of_options({**options, **settings}, name, given.world_size)
@@ -86,7 +90,7 @@ def main(
     except (ValueError, FileNotFoundError) as error:
         print(f"doctor --prove: {error}", file=sys.stderr)
         return 2
-    if recipe.folder is not None:  # what ranks import Megatron from
+    if recipe.folder is not None:  # ranks import Megatron from it
         paths = [str(recipe.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:

@@ -1,14 +1,13 @@
-"""`python -m megatron_fsdp_adapter verify`: whether a checkpoint is what was saved.
+"""`python -m megatron_fsdp_adapter verify`: checks that a checkpoint is undamaged.
 
-Reads every byte and compares it with the digests that were recorded. Needs no process group, no
-GPU and no Megatron, and runs nothing that the checkpoint names. (Who can write the checkpoint can
-write the digests: they find damage, not forgery.)
+Reads every byte and compares it with the recorded digests. Needs no process group, no GPU and no
+Megatron, and executes no code that the checkpoint names. Digests find damage, not forgery.
 
     verify checkpoints                  the newest checkpoint of a root
     verify checkpoints --iteration 100  another one
     verify checkpoints/iter_0000100     the folder itself
 
-Exit status: 0 if all is as it was saved, 1 if it is damaged, 2 if there is nothing to check.
+Exit status: 0 if it is undamaged, 1 if it is damaged, 2 if it cannot be checked.
 """
 
 from __future__ import annotations
@@ -32,14 +31,16 @@ _SHOWN = 20
 
 
 def choose_folder(given: Path, iteration: int | None) -> Path:
-    """The folder of the checkpoint that is meant.
+    """The folder of the checkpoint at `given`.
 
-    Raises FileNotFoundError or ValueError, as a load does, if there is no such checkpoint, or it is
+    Raises FileNotFoundError or ValueError, as a load does, if there is no such checkpoint or it is
     in another format.
     """
     if (given / digests.DIGESTS).is_file() or folders.is_checkpoint(given):
         if iteration is not None:
-            raise ValueError(f"--iteration {iteration}: {given} is one checkpoint; leave it out")
+            raise ValueError(
+                f"--iteration {iteration}: {given} is one checkpoint. Leave the option out"
+            )
         folders.require_ours(given.parent, given)
         return given
     number = folders.read_tracker(given) if iteration is None else iteration
@@ -47,7 +48,7 @@ def choose_folder(given: Path, iteration: int | None) -> Path:
 
 
 def examine(folder: Path, jobs: int = 1, quiet: bool = True) -> dict[str, Any]:
-    """Checks a folder; the report, of plain values.
+    """Checks a folder; returns the report as plain values.
 
     quiet: no lines of progress on stderr. Raises ValueError if the folder has no digests, or
     damaged ones.
@@ -55,8 +56,8 @@ def examine(folder: Path, jobs: int = 1, quiet: bool = True) -> dict[str, Any]:
     recorded = digests.read_digests(folder)
     if recorded is None:
         raise ValueError(
-            f"{folder} has no {digests.DIGESTS}: it was written by another program, or by a "
-            "release that recorded none; there is nothing to compare it with"
+            f"{folder} has no {digests.DIGESTS}: another program or an older release wrote it, so "
+            "it cannot be verified"
         )
     total = sum(digest.size for digest in recorded.values())
     advance = functools.partial(progress_lines(quiet)(total), folder.name)
@@ -86,8 +87,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _problems(folder: Path, found: Sequence[digests.Problem]) -> list[dict[str, Any]]:
-    # Of a checkpoint that is as it was saved nothing but bytes was read. Damaged metadata cannot be
-    # asked for names; they are then left out.
+    # Metadata is read only if there is damage, and is not used for names if it is damaged itself.
     asked = found and all(problem.file != ".metadata" for problem in found)
     metadata = folders.readable_metadata(folder) if asked else Metadata({})
     texts = digests.described(found, metadata)
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("folder", type=Path, help="checkpoint root, or one checkpoint's folder")
-    parser.add_argument("--iteration", type=int, help="of a root; default its newest")
+    parser.add_argument("--iteration", type=int, help="iteration of a root; default: the newest")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="files read at a time"

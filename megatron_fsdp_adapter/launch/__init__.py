@@ -1,4 +1,4 @@
-"""Putting the wrapper into programs as they are: names rebound, scripts and recipes unmodified.
+"""Installs the wrapper in unmodified scripts and recipes, by rebinding Megatron's names.
 
-May enter: what is done before Megatron constructs anything. Importing it imports no Megatron.
+Code that runs before Megatron constructs anything belongs here. Importing it imports no Megatron.
 """

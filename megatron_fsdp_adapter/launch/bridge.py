@@ -1,4 +1,4 @@
-"""A recipe of Megatron-Bridge, turned into one that trains with this package's wrapper.
+"""Adapts a recipe of Megatron-Bridge to train with this package's wrapper.
 
 A `ConfigContainer` is read and written by attribute: checking a recipe imports nothing of Megatron.
 """
@@ -35,25 +35,27 @@ def apply_fsdp_overrides(
     grad_comm_dtype: torch.dtype | None = None,
     environment: MutableMapping[str, str] | None = None,
 ) -> list[Change]:
-    """Sets what a recipe needs to train with `FullyShardedDataParallel`, checks it and installs.
+    """Sets the options that `FullyShardedDataParallel` needs in a recipe, checks it and installs.
 
     Call it on the finished config, after all other overrides and before `pretrain(cfg, ...)`. It
-    prints on rank 0 what it set and why.
+    prints the changes and their reasons on rank 0.
 
     Args:
         cfg: a `ConfigContainer` of Megatron-Bridge; it is changed.
         strategy: `data_parallel_sharding_strategy`: no_shard, optim, optim_grads or
             optim_grads_params (ZeRO 0 to 3).
-        outer_strategy: `outer_dp_sharding_strategy`; None leaves what the recipe says.
-        num_optimizer_instances: `num_distributed_optimizer_instances`; None leaves it.
-        grad_comm_dtype: dtype of gradients on the wire; None leaves it, which means float32.
-        environment: where `CUDA_DEVICE_MAX_CONNECTIONS` is set if it is not; by default the
-            process's own.
+        outer_strategy: `outer_dp_sharding_strategy`; None keeps the recipe's value.
+        num_optimizer_instances: `num_distributed_optimizer_instances`; None keeps the recipe's
+            value.
+        grad_comm_dtype: dtype of gradients on the wire; None keeps the recipe's value, by default
+            float32.
+        environment: the environment in which `CUDA_DEVICE_MAX_CONNECTIONS` is set if unset; by
+            default the process's.
 
-    Returns: what was set.
+    Returns: the changes.
 
     Raises:
-        ValueError: what cannot be set right for the user, all of it in one message.
+        ValueError: one message with all problems that it cannot fix itself.
     """
     environment = os.environ if environment is None else environment
     asked = {
@@ -61,12 +63,12 @@ def apply_fsdp_overrides(
         GRAD_COMM: grad_comm_dtype,
     }  # fmt: skip
     wanted = [
-        Setting("ddp", option, value, "as asked for", (RECIPE,))
+        Setting("ddp", option, value, "set by the caller", (RECIPE,))
         for option, value in asked.items() if value is not None
     ]  # fmt: skip
     changes = settle(RECIPE, sections_of(cfg), wanted)
     if isinstance(getattr(cfg, "mixed_precision", None), str) and is_narrow(cfg.ddp):
-        # Only the config behind a name can be changed.
+        # A name has no fields to change, so use the config of that name.
         module = importlib.import_module("megatron.bridge.training.mixed_precision")
         cfg.mixed_precision = module.get_mixed_precision_config(cfg.mixed_precision)
     changes += settle(RECIPE, sections_of(cfg))
@@ -75,16 +77,17 @@ def apply_fsdp_overrides(
         print(format_changes("apply_fsdp_overrides sets", changes), flush=True)
     raise_problems("The recipe with FullyShardedDataParallel", bridge_problems(cfg, environment))
 
-    from .installation import install  # imports Megatron, which checking a recipe does not need
+    from .installation import install  # imports Megatron; checking a recipe does not
 
     if type(cfg).__module__.startswith("megatron.bridge."):
-        # Base weights of adapters are loaded before a wrapper is made, which installs the rest.
+        # Base weights of adapters are loaded before the wrapper is constructed, so import the
+        # loader now.
         importlib.import_module("megatron.bridge.training.checkpointing")
     install()
     return changes
 
 
 def sections_of(cfg: Any) -> dict[str, Any]:
-    """The configs in a recipe in which options are set."""
+    """The recipe's configs in which options are set."""
     names = ("ddp", "optimizer", "dist", "checkpoint", "mixed_precision")
     return {name: getattr(cfg, name, None) for name in names}

@@ -1,25 +1,20 @@
 """CPU mode: lets megatron-core train on a CPU with gloo.
 
-megatron-core asks CUDA for things without looking whether there is any: the current device, a
-stream, a zero on ``device="cuda"``. `enable_cpu_mode` answers these questions for the CPU. Neither
-the engine nor the adapter of this package needs it; only megatron-core does. Nothing is switched
-on by an import, and it refuses where CUDA is present.
+megatron-core uses CUDA without checking for it: the current device, a stream, a zero on
+``device="cuda"``. `enable_cpu_mode` replaces these uses by CPU versions. Only megatron-core needs
+it, not the engine or the adapter of this package. No import enables it, and it raises if CUDA is
+available.
 
-How. Each module of core that asks is listed in `VIEWS` with what it asks. There the module
-global ``torch`` is replaced by a `ModuleView`, which answers for the CPU and passes everything else
-on to torch. torch itself is left alone: ``torch.cuda.is_available()`` stays False, and other
-libraries see no change. What a view cannot reach (methods of a tensor, helpers that call C
-functions) is listed in `FUNCTIONS`.
+`VIEWS` lists each module of core that uses CUDA, with the names that it uses. The module's global
+``torch`` is replaced by a `ModuleView` with CPU versions of these names; it forwards all others to
+torch. torch itself is unchanged: ``torch.cuda.is_available()`` stays False, and other libraries see
+no change. `FUNCTIONS` lists uses that a view cannot reach (methods of a tensor, helpers that call C
+functions).
 
-Why not a TorchFunctionMode that rewrites ``device="cuda"``: it runs Python on every torch call.
-Measured on one training step (4 layers of width 64, 4 microbatches of 64 tokens, distributed
-optimizer, one thread of a busy machine, 60 steps each in turn): median 90 ms with the views, 112 ms
-with such a mode around the step; a second run gave the same ratio, 1.24. The views themselves cost
-455 reads of 0.7 us, 0.3 ms of the 90. A mode is also local to a thread, so it misses whatever
-runs in another one.
+A TorchFunctionMode that rewrites ``device="cuda"`` would run Python on every torch call, and would
+not apply to other threads.
 
-Streams and events become objects that do nothing; what they would show on a GPU
-(ordering, overlap, races) cannot be seen in this mode.
+Streams and events become no-ops, so ordering, overlap and races cannot be tested in this mode.
 """
 
 from __future__ import annotations
@@ -40,12 +35,12 @@ _CORE = "megatron.core"
 _RANDOM = f"{_CORE}.tensor_parallel.random"
 
 
-# --------------------------------------------------------------------------------------------
-# What a view answers
+# -------------------------------------------------------------------------------------------- The
+# CPU versions of a view
 
 
 class NullStream:
-    """A stream or an event that has always finished."""
+    """A no-op stream or event that has always finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -103,7 +98,7 @@ CUDA_ANSWERS: dict[str, Any] = {
     ),
 }
 
-# The factory functions to which core passes the literal "cuda".
+# Factory functions to which core passes the literal "cuda".
 FACTORIES = (
     "arange",
     "as_tensor",
@@ -118,8 +113,7 @@ FACTORIES = (
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory, with every CUDA device read as the CPU and page locking left out: there is no
-    allocator of locked pages without a GPU."""
+    """`factory` with CUDA devices replaced by the CPU and without pin_memory, which needs a GPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -133,7 +127,7 @@ def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def make_view() -> ModuleView:
-    """A view of torch that answers for the CPU."""
+    """A view of torch with CPU versions of CUDA functions."""
     answers: dict[str, Any] = {name: _on_host(getattr(torch, name)) for name in FACTORIES}
     answers["cuda"] = ModuleView(torch.cuda, CUDA_ANSWERS)
     return ModuleView(torch, answers)
@@ -143,8 +137,7 @@ def make_view() -> ModuleView:
 # The tables (megatron-core 0.16.1 to 0.19)
 
 _VIEW_ROWS = (
-    # module, what it asks in some release
-    # Parallel state and utilities
+    # module, the names that it uses in some release Parallel state and utilities
     ("parallel_state", "current_device synchronize"),
     ("utils", "cuda Event current_device nvtx pin_memory synchronize"),
     ("timers", "current_device synchronize"),
@@ -210,16 +203,16 @@ _LATER = ("models.common.utils", "models.hybrid.hybrid_block", "transformer.moe.
 _VIEW = make_view()
 VIEWS = tuple(
     Patch(f"{_CORE}.{module}", "torch", _VIEW, stands, required=module not in _LATER,
-          why=f"asks for {asks}")
+          why=f"uses {asks}")
     for module, asks in _VIEW_ROWS
 )  # fmt: skip
-"""A module of core whose global `torch` is replaced, and what it asks over all releases."""
+"""Modules of core whose global `torch` is replaced, and the names that they use in any release."""
 
 
 def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Replace a method of tensors for callers whose module is inside ``package`` only.
+    """Replaces a method of tensors for callers whose module is inside ``package`` only.
 
-    ``answer(original, tensor, *args, **kwargs)`` gives the value for those callers.
+    ``answer(original, tensor, *args, **kwargs)`` returns the value for those callers.
     """
 
     def make(owner: Any, original: Any) -> Any:
@@ -237,7 +230,7 @@ def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any, 
 
 def _type_as_on_cuda(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     name = original(tensor, *args, **kwargs)
-    # Only the query `tensor.type()` answers a string; a conversion answers a tensor.
+    # Only the query `tensor.type()` returns a string; a conversion returns a tensor.
     return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
 
@@ -269,7 +262,7 @@ FUNCTIONS = (
         f"{_CORE}.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _splits_as_numpy,
         why="makes the split sizes numpy arrays only if is_cuda",
     ),
-    # Bound only where Transformer Engine is, and read everywhere.
+    # Bound only with Transformer Engine, but read without it too.
     Patch(
         f"{_CORE}.transformer.moe.moe_utils", "te_general_gemm",
         lambda module, original: original, makes, default=None,
@@ -280,28 +273,29 @@ PATCHES = (*VIEWS, *FUNCTIONS)
 
 
 def _is_of_one_generator(record: logging.LogRecord) -> bool:
-    """Whether it is not core's warning that the CPU generator moved inside a CUDA RNG context. In
-    this mode both are one generator, so it always has."""
+    """False for core's warning that the CPU generator changed inside a CUDA RNG context. In this
+    mode both are one generator, so it always changes."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def enable_cpu_mode() -> None:
-    """Make megatron-core usable on a CPU, for this process. Calling it again does nothing.
+    """Makes megatron-core usable on a CPU, for this process. A second call does nothing.
 
-    Raises RuntimeError where CUDA is available (core needs no help there, and answers for the CPU
-    would be wrong), and where the installed core has none of a place that the tables name.
+    Raises RuntimeError if CUDA is available, and if the installed core lacks a required name of the
+    tables.
     """
     if torch.cuda.is_available():
         raise RuntimeError(
-            "enable_cpu_mode() refuses: torch.cuda.is_available() is True, and megatron-core runs "
-            "on the GPU as it is. Hide the GPUs (CUDA_VISIBLE_DEVICES='') to train on the CPU"
+            "enable_cpu_mode() is not available: torch.cuda.is_available() is True, and "
+            "megatron-core runs on the GPU without it. Hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
+            "train on the CPU"
         )
     missing = patches.missing(PATCHES)
     if missing:
         import megatron.core
 
         raise RuntimeError(
-            f"CPU mode does not know megatron-core {megatron.core.__version__}: "
+            f"CPU mode does not support megatron-core {megatron.core.__version__}: "
             f"{releases.remedy()} (there is no {', no '.join(missing)})"
         )
     patches.install(PATCHES)
@@ -309,19 +303,19 @@ def enable_cpu_mode() -> None:
 
 
 def disable_cpu_mode() -> None:
-    """Undo `enable_cpu_mode`: every patched place gets its original back. Harmless when off."""
+    """Undoes `enable_cpu_mode`: restores every patched name. No-op if it is off."""
     patches.uninstall(PATCHES)
     logging.getLogger(_RANDOM).removeFilter(_is_of_one_generator)
 
 
 def cpu_mode_enabled() -> bool:
-    """Whether CPU mode is on in this process."""
+    """True if CPU mode is on in this process."""
     return patches.is_installed(VIEWS[0])
 
 
 @contextlib.contextmanager
 def cpu_mode() -> Iterator[None]:
-    """CPU mode for the length of a ``with`` block; a mode that was on before stays on."""
+    """CPU mode inside a ``with`` block. If it was on before, it stays on afterwards."""
     was_on = cpu_mode_enabled()
     enable_cpu_mode()
     try:

@@ -1,9 +1,9 @@
-"""Putting our wrapper, and all that goes with it, in the places where Megatron holds its own.
+"""Installs our wrapper, optimizer seam and checkpoint helpers under Megatron's names.
 
-What is replaced is a table (`megatron/compat/table.py`). While installed, Megatron's bundled engine
-cannot be used in this process: its own code calls helpers that now are ours, so constructing its
-wrapper is an error. That error shows a name that was out of reach, or else the first step does
-(`megatron/no_sync_check.py`).
+The replacements are a table (`megatron/compat/table.py`). While installed, Megatron's bundled
+engine cannot be used in this process: it would call our helpers, so constructing its wrapper
+raises. This error, or the first step (`megatron/no_sync_check.py`), reveals a reference that could
+not be rebound.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from megatron_fsdp_adapter.megatron.compat.table import ALL
 
 
 def install() -> None:
-    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers, save
-    safely (`megatron_saves.py`), and fuse weight gradients where apex is missing.
+    """Rebinds Megatron's names to this package's FSDP wrapper, optimizer seam, checkpoint helpers,
+    safe saves (`megatron_saves.py`), and fused weight gradients without apex.
 
-    May be called before or after Megatron's modules are imported, and any number of times: a
-    later call also reaches names that were bound to the originals in between, in any loaded module.
-    Raises RuntimeError, before anything is changed, for a megatron-core that is not supported, and
-    with every name that it lacks.
+    May be called before or after Megatron's modules are imported, and any number of times: a later
+    call also reaches names that were bound to the originals in between, in any loaded module.
+    Raises RuntimeError, before any change, if megatron-core is not supported. The message lists
+    every missing name.
     """
-    # Imported late: it imports megatron.core, and importing install must not.
+    # Imported late: it imports megatron.core, which importing this module must not.
     from megatron_fsdp_adapter.megatron.core_support import require_supported_core
 
     require_supported_core(ALL)
@@ -29,8 +29,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives every name that `install()` rebound its original meaning. Harmless when not installed.
+    """Restores every name that `install()` rebound. No-op if not installed.
 
-    Wrappers that were already constructed stay what they are.
+    Wrappers that were constructed before are not changed.
     """
     patches.uninstall(ALL)

@@ -1,9 +1,8 @@
-"""The arguments of Megatron-LM: main's flags for a parser that lacks them, and what follows from
+"""The arguments of Megatron-LM: missing flags of its main branch, and settings that follow from
 `--use-megatron-fsdp`.
 
 The hook is at `megatron.training.arguments`: `add_megatron_arguments` gets the missing flags, and
-what `parse_args` returns is completed and checked before Megatron validates it. Rewriting the
-command line was turned down: it knows neither defaults nor types, and what was set would not be
+the result of `parse_args` is completed and checked before Megatron validates it. So the changes are
 among the arguments that Megatron prints and saves.
 """
 
@@ -37,27 +36,27 @@ ARGUMENTS = "megatron.training.arguments"
 GPU = torch.device("cuda")
 SECONDS_FOR_RANK_0 = 60.0
 REPORT = "TORCHELASTIC_ERROR_FILE"
-"""Names the file that torchrun reads a rank's error from, to print it last."""
+"""The variable that names the file from which torchrun reads a rank's error."""
 NO_GPU = (
-    "there is no CUDA device, and Megatron-LM's own arguments ask one for its capability; without "
-    "a GPU, train with scripts/pretrain_gpt.py, or prove this command line with `python -m "
-    "megatron_fsdp_adapter doctor --prove`"
+    "there is no CUDA device, which Megatron-LM's arguments need. Train with "
+    "scripts/pretrain_gpt.py, or check this command line with `python -m megatron_fsdp_adapter "
+    "doctor --prove`"
 )
 
 
 def was_given(flag: str, argv: Sequence[str]) -> bool:
-    """Whether the command line has the flag, as `--flag`, `--flag value` or `--flag=value`."""
+    """True if the command line has the flag, as `--flag`, `--flag value` or `--flag=value`."""
     return any(word == flag or word.startswith(f"{flag}=") for word in argv)
 
 
 def complete(args: Any, argv: Sequence[str]) -> list[Change]:
-    """Sets on the parsed arguments what follows from `--use-megatron-fsdp` and was left out."""
+    """Sets the missing arguments that follow from `--use-megatron-fsdp`."""
     sections = dict.fromkeys(("ddp", "optimizer", "checkpoint", "run"), args)
     return settle(RUNNER, sections, is_written=lambda flag: was_given(flag, argv))
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> list[Change]:
-    """Sets environment variables that CUDA reads when it starts, if they are not set."""
+    """Sets unset environment variables that CUDA reads at initialization."""
     if CONNECTIONS in environment:
         return []
     environment[CONNECTIONS] = "8"
@@ -70,10 +69,10 @@ def hook_arguments(
     on_fsdp: Callable[[], None],
     on_other: Callable[[], None],
 ) -> None:
-    """Makes `megatron.training.arguments` accept main's flags and complete what it parses.
+    """Makes `megatron.training.arguments` accept the missing flags and complete parsed arguments.
 
     argv: the script's command line; environment_changes: rows for the table; on_fsdp, on_other:
-    called once the arguments are known to ask for FSDP, or not to.
+    called after parsing, depending on `--use-megatron-fsdp`.
 
     Raises:
         RuntimeError: this Megatron-LM lacks a name that is hooked.
@@ -89,7 +88,7 @@ def hook_arguments(
     def parse(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         args = original(*positional, **named)
         if getattr(args, "use_megatron_fsdp", False):
-            # Megatron-LM parses several times; the first time says it all.
+            # Megatron-LM parses several times; only the first prints.
             finish(args, argv, environment_changes, finds_gpu(), silent=reported)
             reported.append(True)
             on_fsdp()
@@ -102,16 +101,18 @@ def hook_arguments(
     missing = patches.missing(rows)
     if missing:
         raise RuntimeError(
-            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed; "
+            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed. "
             f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script"
         )
     patches.install(rows)
 
 
 def validate(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
-    """Megatron-LM's validation of arguments, which asserts that optimizers other than Adam and SGD
-    have no sharded weights, and another format of checkpoints: it is shown Adam in the place of
-    those that are supported here."""
+    """Megatron-LM's validation of arguments, run with optimizer="adam" for optimizers of
+    `EMERGING`.
+
+    It asserts that optimizers other than Adam and SGD have no sharded weights and use another
+    format of checkpoints, which is not true here."""
     asked = args.optimizer
     if not (getattr(args, "use_megatron_fsdp", False) and asked in EMERGING):
         return original(args, *positional, **named)
@@ -123,7 +124,7 @@ def validate(original: Callable[..., Any], args: Any, *positional: Any, **named:
 
 
 def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags of `OPTIONS` that the parser does not know; returns it."""
+    """Adds the flags of `OPTIONS` that the parser lacks; returns the parser."""
     for option in OPTIONS:
         if option.help and option.flag not in parser._option_string_actions:
             option.add_to(parser)
@@ -131,8 +132,8 @@ def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def finds_gpu() -> bool:
-    """Whether `megatron.training.arguments` finds the GPU whose capability it asks torch for, or
-    has no torch to ask."""
+    """False if `megatron.training.arguments`, which queries the GPU's capability, would find no
+    GPU."""
     seen = getattr(sys.modules[ARGUMENTS], "torch", None)
     return seen is None or bool(seen.cuda.is_available())
 
@@ -140,9 +141,8 @@ def finds_gpu() -> bool:
 def problems_of_run(
     args: Any, environment: Mapping[str, str], device: torch.device | None
 ) -> list[str]:
-    """Everything wrong with parsed arguments and the environment, also what `device` cannot
-    compute, unless it is None, and what CUDA graphs exclude on the GPUs of the run, if it asks for
-    any. What depends on the release of megatron-core is told by the wrapper."""
+    """All problems of parsed arguments and environment, including those of `device` (if not None)
+    and of CUDA graphs. The wrapper reports problems that depend on the release of megatron-core."""
     options = launch_options(args)
     on_gpu = SimpleNamespace(device=GPU, asks_tokens=False, fsdp_double_buffer=False)
     return [
@@ -156,11 +156,11 @@ def finish(
     args: Any, argv: Sequence[str], environment_changes: Sequence[Change], has_gpu: bool = True,
     silent: object = False,
 ) -> None:
-    """Completes parsed arguments and prints, on rank 0, what was set. If they contradict each
-    other, or there is no GPU, ends the process with status 2 and one message: a traceback would say
-    nothing more."""
+    """Completes parsed arguments and prints the changes on rank 0. If there are problems, or no
+    GPU, ends the process with status 2 and one message instead of a traceback."""
     changes = [*complete(args, argv), *environment_changes]
-    # What a GPU can compute is asked when the rank has chosen its own: to ask starts CUDA on it.
+    # GPU capabilities are checked after the rank has chosen its GPU, because the query initializes
+    # CUDA.
     found = problems_of_run(args, os.environ, None if has_gpu else torch.device("cpu"))
     found += [] if has_gpu else [NO_GPU]
     if is_first_rank() and not silent:
@@ -174,9 +174,9 @@ def is_first_rank() -> bool:
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends the process with status 2, after rank 0 has printed `message`, and left it for the
-    report that torchrun ends with. Other ranks of torchrun, which ends all when one has ended,
-    leave it the time to do so."""
+    """Ends the process with status 2, after rank 0 has printed `message` and written it for
+    torchrun's final report. torchrun ends all ranks when one ends, so other ranks wait for rank
+    0."""
     if is_first_rank():
         print(message, file=sys.stderr, flush=True)
         if REPORT in os.environ:
@@ -189,7 +189,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def _refuse_word(program: str, message: str) -> NoReturn:
-    """In the place of argparse's error, which prints the usage of hundreds of arguments first."""
+    """Replaces argparse's error, which first prints the usage of hundreds of arguments."""
     refuse(f"{program}: {message}")
 
 

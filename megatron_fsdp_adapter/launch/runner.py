@@ -1,12 +1,12 @@
-"""Runs a training script, unmodified, with this package's wrapper in the place of Megatron's.
+"""Runs an unmodified training script with this package's wrapper instead of Megatron's.
 
     torchrun ... -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
 
-What `python path/to/pretrain_gpt.py ...` would do, except that the wrapper is installed when the
-arguments ask for FSDP. Without `--use-megatron-fsdp` the script runs as if started by itself.
+This behaves like `python path/to/pretrain_gpt.py ...`, except that `--use-megatron-fsdp` installs
+the wrapper.
 
-Nothing but the standard library is imported before the script's folder is on the path: what lies
-in the current folder must not take the place of a package.
+Only the standard library is imported before the script's folder is on the path: modules in the
+current folder must not shadow packages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 def run(argv: Sequence[str]) -> int:
     """Runs the script `argv[0]` with the arguments after it; returns 0, or 2 if there is no such
-    file. What the script raises, or exits with, goes through."""
+    file. Exceptions of the script, including SystemExit, propagate."""
     script = Path(argv[0])
     if not script.is_file():
         print(f"megatron_fsdp_adapter: no such script: {argv[0]}", file=sys.stderr)
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     _put_on_path(folder)
     sys.argv = [argv[0], *argv[1:]]
     file = str(script.absolute())
-    # First, since what is imported may ask for it.
+    # First, because imported modules may read `__main__`.
     main = _become_main(file)
     prepare(folder, argv[1:])
     with io.open_code(file) as source:
@@ -49,10 +49,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _put_on_path(folder: Path) -> None:
-    """Makes the path that of `python script.py`: the script's folder first, and no current folder,
-    which `python -m` puts there. Where Python is told to put nothing there (-P), nothing is.
+    """Makes the path that of `python script.py`: the script's folder first, without the current
+    folder that `python -m` adds. With -P the path is not changed.
 
-    Before anything of megatron is imported: `megatron` has no __init__, so a checkout's and an
+    Call it before any import of megatron: `megatron` has no __init__, so a checkout's and an
     installed megatron.core would mix.
     """
     if getattr(sys.flags, "safe_path", sys.flags.isolated):
@@ -62,39 +62,39 @@ def _put_on_path(folder: Path) -> None:
         current = os.getcwd()
         if sys.path[:1] == [current]:
             del sys.path[0]
-            # A worker that is spawned gets this path, and may have to import the package.
+            # A spawned worker gets this path, and may have to import the package.
             if not any(finder.find_spec(_PACKAGE, None) for finder in sys.meta_path):
                 sys.path.append(current)
     sys.path.insert(0, str(folder))
 
 
 def _become_main(script: str) -> ModuleType:
-    """A module `__main__` for a script, in the place of this package's. It stays, as Python's own
-    does: threads and functions of atexit look for the script's names after its last line, and
-    pickle does for its classes."""
+    """Replaces this package's `__main__` by a module for a script, and returns it. It stays in
+    `sys.modules`, as Python's does: threads, atexit functions and pickle look up the script's names
+    after its last line."""
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", script)
     vars(module).update(
         __file__=script, __loader__=loader, __cached__=None, __builtins__=builtins
     )
     sys.modules["__main__"] = module
-    # Under this name workers of multiprocessing speak of the script's classes.
+    # Workers of multiprocessing use this name for the script's classes.
     if "__mp_main__" in sys.modules:
         sys.modules["__mp_main__"] = module
     return module
 
 
 def prepare(folder: Path, argv: Sequence[str]) -> None:
-    """Hooks Megatron-LM's arguments, where there is a Megatron-LM. Installs at once for a script on
-    megatron-core or Megatron-Bridge, which parses nothing.
+    """Hooks Megatron-LM's arguments, if Megatron-LM is available. Installs at once for a script on
+    megatron-core or Megatron-Bridge, which does not parse them.
 
-    From 0.19 on Megatron-LM's modules are in megatron-core's wheel, so that they can be imported
-    beside any script. One that has them not in its own folder, and no flag, is taken for one that
-    parses nothing, until it parses Megatron-LM's arguments: then the installation is undone."""
+    From 0.19 on megatron-core's wheel contains Megatron-LM's modules, so any script can import
+    them. A script without these modules in its folder and without the flag is installed at once; if
+    it then parses Megatron-LM's arguments, the installation is undone."""
     from . import megatron_lm
 
     asks = megatron_lm.was_given(megatron_lm.FSDP_FLAG, argv)
-    # Before CUDA starts, so before arguments are parsed.
+    # Before CUDA is initialized, so before arguments are parsed.
     changes = megatron_lm.complete_environment(os.environ) if asks else []
     arguments = _megatron_arguments()
     from .installation import install, uninstall
@@ -109,11 +109,11 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
 
 
 def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
-    """What the Megatron-LM that `script` uses makes of a command line, with main's flags added and
-    before anything is completed. Puts the script's folder on the path.
+    """Parses a command line with the Megatron-LM that `script` uses, plus the missing flags,
+    without completing it. Puts the script's folder on the path.
 
-    ValueError if there is no such script, no Megatron-LM beside it or on the path, or an argument
-    that is none of Megatron-LM's.
+    Raises ValueError if there is no such script, no Megatron-LM beside it or on the path, or an
+    unknown argument.
     """
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
@@ -124,7 +124,10 @@ def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
 
     module = _megatron_arguments()
     if module is None:
-        raise ValueError(f"{script}: there is no megatron.training to read its arguments with")
+        raise ValueError(
+            f"{script}: megatron.training, which parses its arguments, is not importable. Put "
+            "Megatron-LM on PYTHONPATH"
+        )
     parser = argparse.ArgumentParser(prog=script.name, allow_abbrev=False)
     parser.error = _raise  # type: ignore[method-assign]
     parser = megatron_lm.add_missing_flags(module.add_megatron_arguments(parser))
@@ -139,20 +142,21 @@ def _megatron_arguments() -> ModuleType | None:
     try:
         return importlib.import_module("megatron.training.arguments")
     except ModuleNotFoundError as error:
-        # Another package that is missing is the user's trouble, and theirs to see.
+        # Another missing package is an error of the user's environment.
         if error.name not in ("megatron", "megatron.training"):
             raise
         return None
 
 
 def _refuse_mixture(folder: Path) -> None:
-    """RuntimeError if the script's folder has a megatron-core, and another one was imported."""
+    """Raises RuntimeError if the script's folder has a megatron-core, but another one was
+    imported."""
     import megatron.core
 
     imported = Path(next(iter(megatron.core.__path__))).resolve()
     beside = folder / "megatron" / "core"
     if beside.is_dir() and imported != beside.resolve():
         raise RuntimeError(
-            f"{folder} has a megatron-core of its own, but {imported} was imported: take the "
-            "other one off PYTHONPATH, or run the script in a process of its own"
+            f"{folder} has a megatron-core, but {imported} was imported. Remove the other one "
+            "from PYTHONPATH, or run the script in a separate process"
         )

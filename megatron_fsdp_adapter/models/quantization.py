@@ -1,4 +1,4 @@
-"""What Megatron's options of FP8 and FP4 make of a model's linear weights."""
+"""Formats of a model's linear weights by Megatron's FP8 and FP4 options."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ NVFP4 = WeightFormat(
     rows=16,
     align=512,
 )
-"""Of weights that are quantized for a matrix product; weights are not kept or gathered so: 4-bit
-floats, two in a byte, and one scale for each 16 x 16 elements in every row of them."""
+"""Format of weights that are quantized for the GEMM. Weights are not kept or gathered in it. It has
+4-bit floats, two in a byte, and in every row one scale per 16 elements, shared by 16 x 16
+elements."""
 
 RECIPES: Mapping[str, Mapping[str, WeightFormat]] = {
     "fp8": {
@@ -33,18 +34,18 @@ RECIPES: Mapping[str, Mapping[str, WeightFormat]] = {
     },
     "fp4": {"nvfp4": NVFP4},
 }  # fmt: skip
-"""The format of weights that each recipe multiplies, by the precision that has it."""
+"""Precision -> recipe -> weight format of the GEMM."""
 
 DEFAULTS = {"fp8": "delayed", "fp4": "nvfp4"}
 KEPT_IN_BF16 = ("first_last_layers_bf16",)
-"""Options by which some layers are not quantized, which is not told apart here."""
+"""Options that exclude some layers from quantization; not supported here."""
 
 STRINGS = {
-    "fp8_format": "hybrid or e4m3: FP8 matrix products",
+    "fp8_format": "hybrid or e4m3: FP8 GEMMs",
     "fp8_recipe": f"one of {', '.join(RECIPES['fp8'])}; default {DEFAULTS['fp8']}",
-    "fp4_format": "e2m1: FP4 matrix products",
+    "fp4_format": "e2m1: FP4 GEMMs",
     "fp4_recipe": f"one of {', '.join(RECIPES['fp4'])}",
-    "recompute_granularity": "full: activations of layers are computed again in backward",
+    "recompute_granularity": "full: activations of layers are recomputed in backward",
 }
 SWITCHES = {
     "fp8_param_gather": "linear weights kept and gathered in FP8",
@@ -53,9 +54,11 @@ SWITCHES = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """weights: the format that linear weights are kept and gathered in, None for the compute
-    dtype. products: that of matrix products whose weights are kept in the compute dtype, None if
-    those are not quantized. recomputes: whether layers run again in backward."""
+    """Quantization of linear weights.
+
+    weights: the format in which linear weights are kept and gathered (None: the compute dtype).
+    products: the format in the GEMM if weights are kept in the compute dtype (None: not quantized).
+    recomputes: True if layers are recomputed in backward."""
 
     weights: WeightFormat | None = None
     products: WeightFormat | None = None
@@ -63,7 +66,7 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """For a title."""
+        """Description for a title."""
         if self.weights is not None:
             return f"linear weights as {self.weights.name}"
         return "" if self.products is None else f"products of {self.products.name} weights"
@@ -73,14 +76,14 @@ PLAIN = Quantization()
 
 
 def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
-    """Of Megatron's options; `dtype`: of the compute weights. ValueError names option, value and
-    remedy."""
+    """The quantization by Megatron's options. dtype: that of compute weights. Raises ValueError
+    with option, value and remedy."""
     weights: list[WeightFormat] = []
     products: list[WeightFormat] = []
     refused = [name for name in ("fp4_param_gather", "fp4_param") if options.get(name)]
     if refused:
         raise ValueError(
-            f"{flag(refused[0])}: weights are not kept or gathered in NVFP4; leave it out"
+            f"{flag(refused[0])}: weights cannot be kept or gathered in NVFP4. Leave it out"
         )
     for precision, recipes in RECIPES.items():
         name = options.get(f"{precision}_recipe") or DEFAULTS[precision]
@@ -91,20 +94,21 @@ def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
             continue
         if name not in recipes:
             raise ValueError(
-                f"{flag(f'{precision}_recipe')} {name!r} is unknown: use one of {list(recipes)}"
+                f"{flag(f'{precision}_recipe')} {name!r} is unknown. Use one of {list(recipes)}"
             )
         if gathers and dtype != "bf16":
             raise ValueError(
-                f"{flag(gather)} with --params-dtype {dtype}: what is not quantized is bf16; use "
-                "--params-dtype bf16, or leave it out"
+                f"{flag(gather)} with --params-dtype {dtype}requires bf16 for weights that are "
+                "not quantized. Use --params-dtype bf16, or leave it out"
             )
         (weights if gathers else products).append(recipes[name])
     if len(weights) + len(products) > 1:
-        raise ValueError("FP8 and FP4 are both asked for: leave the options of one of them out")
+        raise ValueError("FP8 and FP4 are both set. Leave the options of one of them out")
     for option in KEPT_IN_BF16 if weights or products else ():
         if options.get(option):
             raise ValueError(
-                f"{flag(option)}: the layers that stay bf16 are not told apart here; leave it out"
+                f"{flag(option)}: unsupported, because layers that stay bf16 are not modeled. "
+                "Leave it out"
             )
     return Quantization(
         weights[0] if weights else None,

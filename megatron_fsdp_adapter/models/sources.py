@@ -1,5 +1,5 @@
-"""Where a model is described: known models, YAML presets, Hugging Face configs, Megatron's options;
-and what of Megatron's options splits it.
+"""Sources of a model's description: known models, YAML presets, Hugging Face configs, Megatron's
+options; and Megatron's options for model parallelism.
 """
 
 from __future__ import annotations
@@ -56,29 +56,29 @@ MEANINGS: Mapping[str, str] = {
     "hidden_size": "width of the model",
     "ffn_hidden_size": "width of the MLPs; default 4 times the model's",
     "num_attention_heads": "attention heads",
-    "num_query_groups": "heads of keys and values, with grouped queries",
+    "num_query_groups": "heads of keys and values, with group_query_attention",
     "kv_channels": "width of a head; default the model's over the heads",
     "vocab_size": "tokens, before padding",
     "padded_vocab_size": "rows of the embedding",
-    "make_vocab_size_divisible_by": "what the vocabulary is padded to; default 128",
+    "make_vocab_size_divisible_by": "the vocabulary is padded to a multiple; default 128",
     "max_position_embeddings": "learned positions",
     "seq_length": "tokens of a sequence",
     "group_query_attention": "fewer heads of keys and values than of queries",
     "swiglu": "gated MLPs",
     "add_qkv_bias": "a bias for queries, keys and values",
     "qk_layernorm": "norms of queries and keys",
-    "untie_embeddings_and_output_weights": "an output layer with weights of its own",
+    "untie_embeddings_and_output_weights": "an output layer with separate weights",
     "normalization": "LayerNorm (the default) or RMSNorm",
     "position_embedding_type": "learned_absolute (the default) has weights, rope has none",
     "tokenizer_type": "NullTokenizer adds a token to the vocabulary",
     "num_experts": "experts of a layer",
-    "moe_router_topk": "experts that a token goes to",
+    "moe_router_topk": "experts per token",
     "moe_ffn_hidden_size": "width of an expert",
 }
 """Options of a model, for the help of commands."""
 
 def read_preset(path: str) -> dict[Any, Any]:
-    """The lines of a YAML file whose keys are Megatron's flag names, as they are written. Raises
+    """The unmodified content of a YAML file whose keys are Megatron's flag names. Raises
     FileNotFoundError or ValueError, naming the file."""
     file = Path(path)
     if not file.is_file():
@@ -93,8 +93,7 @@ def read_preset(path: str) -> dict[Any, Any]:
 
 
 def read_options(path: str) -> dict[str, Any]:
-    """A preset by the names of options. Training options that do not change the parameters are left
-    as they are. Raises as `read_preset`."""
+    """A preset by option name, training options included. Raises as `read_preset`."""
     options = {str(key).replace("-", "_"): value for key, value in read_preset(path).items()}
     if "disable_bias_linear" in options:
         options["add_bias_linear"] = not options.pop("disable_bias_linear")
@@ -102,8 +101,8 @@ def read_options(path: str) -> dict[str, Any]:
 
 
 def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `preset`, then `hf_config`, then the file `config`, of those that are given; the
-    later wins. Raises as these."""
+    """Options of `preset`, `hf_config` and the file `config`, if given; later ones override. Raises
+    as their readers."""
     readers: dict[str, Callable[[str], Mapping[str, Any]]] = {
         "preset": PRESETS.__getitem__, "hf_config": read_hugging_face, "config": read_options,
     }  # fmt: skip
@@ -115,13 +114,13 @@ def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_name(path: str) -> str:
-    """What a Hugging Face config, or its folder, is called: the folder's name."""
+    """The name of a Hugging Face config: that of its folder."""
     file = Path(path).absolute()
     return (file if file.is_dir() else file.parent).name
 
 
 def read_hugging_face(path: str) -> dict[str, Any]:
-    """A decoder's config.json, or its folder's, by the names of Megatron's arguments.
+    """A decoder's config.json (or that in a folder) by the names of Megatron's arguments. Raises
     FileNotFoundError or ValueError, naming the file."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -134,7 +133,9 @@ def read_hugging_face(path: str) -> dict[str, Any]:
     found = {**found, **found.get("text_config", {})}
     missing = [name for name in _OF_HUGGING_FACE if name not in found]
     if missing:
-        raise ValueError(f"--hf-config {file}: has no {', '.join(missing)}: no decoder's config")
+        raise ValueError(
+            f"--hf-config {file}: has no {', '.join(missing)}, so it is no decoder's config"
+        )
     heads, kind = found["num_attention_heads"], str(found.get("model_type"))
     options = {
         **_LLAMA3, **{mine: found[theirs] for theirs, mine in _OF_HUGGING_FACE.items()},
@@ -188,7 +189,7 @@ _REFUSED: Mapping[str, Any] = {
     "experimental_attention_variant": None,
     "heterogeneous_layers_config_path": None,
 }
-"""Options that change the parameters in a way that is not known here, and their neutral values."""
+"""Unsupported options that change the parameters, and their neutral values."""
 
 _SPLITS: Mapping[str, Any] = {
     "num_experts": None,
@@ -196,15 +197,15 @@ _SPLITS: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
 }
-"""The same of those that a plan knows or chooses itself."""
+"""Options that `estimate` does not support but `plan` does, and their neutral values."""
 
 
 def _checked(options: Mapping[str, Any], refused: Mapping[str, Any], **more: Any) -> ModelSpec:
     for name, neutral in refused.items():
         if options.get(name, neutral) not in (neutral, None):
             raise ValueError(
-                f"{flag(name)} {options[name]!r}: the estimate knows dense models without model "
-                "parallelism only; leave the option out, or use `plan`, which counts experts, "
+                f"{flag(name)} {options[name]!r}: `estimate` supports only dense models without "
+                "model parallelism. Leave the option out, or use `plan`, which supports experts, "
                 "tensor and pipeline parallelism"
             )
     chosen = {k: options[k] for k in OPTIONS if options.get(k) is not None}
@@ -212,29 +213,30 @@ def _checked(options: Mapping[str, Any], refused: Mapping[str, Any], **more: Any
     missing = [flag(name) for name in required if name not in chosen]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)}: not given; set on the command line, in --config or by --preset"
+            f"{', '.join(missing)}: not given. Set on the command line, in --config or by --preset"
         )
     return ModelSpec(**{**chosen, **more})
 
 
 def dense_model(options: Mapping[str, Any]) -> ModelSpec:
-    """The model among training options.
+    """The dense model described by training options.
 
-    Raises ValueError for what is missing and for what makes the model no dense GPT.
+    Raises ValueError for missing options and for options that a dense GPT does not have.
     """
     return _checked(options, {**_SPLITS, **_REFUSED}, name="the model")
 
 
 _OF_SIZES = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
              "add_bias_linear": False}  # fmt: skip
-"""Of a model that only flags of sizes describe."""
+"""Defaults of a model that is described by sizes only."""
 
 
 def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
-    """A model, dense or not, of Megatron's options. ValueError for what makes no GPT."""
+    """The model, dense or not, described by Megatron's options. Raises ValueError for options that
+    make no GPT."""
     given = {**({} if "position_embedding_type" in options else _OF_SIZES), **options}
     if given.get("vocab_size") is None and given.get("padded_vocab_size") is None:
-        raise ValueError("--vocab-size is not given: give it, --preset or --hf-config")
+        raise ValueError("--vocab-size is not given. Give it, --preset or --hf-config")
     if given.get("num_query_groups"):
         given["group_query_attention"] = True
     left_out = tuple(
@@ -249,34 +251,37 @@ def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
 
 
 LEFT_OUT = {
-    "mtp_num_layers": "multi-token prediction (num_nextn_predict_layers of Hugging Face), a layer "
-    "and an output more each; a layout needs as many m in front of its L",
+    "mtp_num_layers": (
+        "multi-token prediction (num_nextn_predict_layers of Hugging Face), one more layer and "
+        "output each; a pipeline layout needs as many m before its L"
+    ),
 }
-"""Options whose part of a model is not planned."""
+"""Options whose part of a model is not planned, and what it is."""
 
 
 def _dense_layers(frequency: Any, layers: int) -> int:
-    """Layers without experts in front of all with. ValueError for any other order."""
+    """The number of layers without experts, which precede all layers with experts. Raises
+    ValueError for any other order."""
     if isinstance(frequency, int):
         frequency = [int(number % frequency == 0) for number in range(layers)]
     dense = list(frequency[:layers]).count(0) if isinstance(frequency, list) else layers
     if not isinstance(frequency, list) or any(number == 0 for number in frequency[dense:layers]):
         raise ValueError(
-            f"--moe-layer-freq {frequency}: a plan knows layers without experts in front of all "
-            "others only; leave it out"
+            f"--moe-layer-freq {frequency}: `plan` supports layers without experts only before "
+            "all others. Leave it out"
         )
     return dense
 
 
 def model_named(name: str) -> ModelSpec:
-    """A known model. ValueError lists their names."""
+    """The known model with a name. Raises a ValueError that lists all names."""
     if name not in PRESETS:
-        raise ValueError(f"--preset {name!r} is unknown: use one of {sorted(PRESETS)}")
+        raise ValueError(f"--preset {name!r} is unknown. Use one of {sorted(PRESETS)}")
     return from_options(PRESETS[name], name)
 
 
 def parallel_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
-    """Megatron's options that split a model so. Stages of different numbers of layers have a
+    """Megatron's options for a model-parallel split. Stages with different numbers of layers have a
     layout."""
     parts = parallel.pipeline * parallel.virtual
     named = {
@@ -294,7 +299,7 @@ def parallel_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
         )
     if parallel.tensor > 1:
         options["sequence_parallel"] = True
-        if spec.num_experts:  # Megatron splits experts like the rest unless told
+        if spec.num_experts:  # Megatron's default splits experts like the rest
             options["expert_tensor_parallel_size"] = 1
     return options
 
@@ -302,7 +307,7 @@ def parallel_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
 def split_problems(
     spec: ModelSpec, parallel: Parallel, gpus: int, microbatch: int, global_batch: int
 ) -> list[str]:
-    """Why Megatron would not run the model split so, one line each."""
+    """Problems that Megatron has with a model-parallel split, one line each."""
     options = {
         "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_attention_heads, "num_query_groups": spec.query_groups,
@@ -316,5 +321,6 @@ def split_problems(
 
 
 def from_hugging_face(path: str) -> ModelSpec:
-    """A decoder's config.json, or its folder. FileNotFoundError or ValueError, naming the file."""
+    """The model of a decoder's config.json (or that in a folder). Raises FileNotFoundError or
+    ValueError, naming the file."""
     return from_options(read_hugging_face(path), model_name(path))

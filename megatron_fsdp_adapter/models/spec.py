@@ -1,9 +1,9 @@
-"""A GPT, Llama, mixture of experts or latent-attention model, from its configuration alone, and the
-list of its parameters, whole or of one rank of a split model.
+"""A GPT, Llama, mixture-of-experts or latent-attention model from its configuration alone, and the
+list of its parameters, whole or on one model-parallel rank.
 
 Names, shapes and order of dense models are those of megatron-core's GPTModel with the local layer
-spec (a test builds that model and compares). Transformer Engine's fused layers name the norms
-differently, but hold the same sizes.
+spec (a test compares them). Transformer Engine's fused layers name the norms differently, but have
+the same sizes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ Row = tuple[str, str, tuple[int, ...], str]
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 _TYPES: Mapping[str, tuple[type, str]] = {
-    "int": (int, "a whole number above 0"),
+    "int": (int, "an integer above 0"),
     "bool": (bool, "true or false"),
     "str": (str, "a name"),
 }
 TRAINING_TOKENIZER = "ByteLevelTokenizer"
-"""What the training script uses if its preset names no other."""
+"""The training script's default tokenizer."""
 _TOKENIZER_ROWS = {TRAINING_TOKENIZER: 256 + 1}
 _TOKENIZER_EXTRA = {"NullTokenizer": 1}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Megatron's options that decide which parameters a GPT has, and what it computes, with
-    Megatron's defaults.
+    """Megatron's options that define a GPT's parameters and computation, with Megatron's defaults.
 
-    dense_layers: how many layers, of a mixture the first ones, have an MLP in place of experts.
-    left_out: what the model has and is not counted, a line each. Raises ValueError, naming the
-    flag, for what makes no model.
+    dense_layers: number of layers, before those with experts, that have an MLP instead. left_out:
+    parts of the model that are not counted, a line each. Raises ValueError, naming the flag, for
+    invalid options.
     """
 
     num_layers: int
@@ -81,12 +80,12 @@ class ModelSpec:
             if item.name not in _NOT_OPTIONS:
                 self._check_type(item.name, str(item.type))
         self._check_choice("normalization", ("LayerNorm", "RMSNorm"))
-        # mrope and yarn have no parameters either, but need options that this listing has not.
+        # mrope and yarn have no parameters either, but need options that are not listed here.
         self._check_choice("position_embedding_type", ("learned_absolute", "rope", "none"))
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--num-attention-heads {self.num_attention_heads} does not divide --hidden-size "
-                f"{self.hidden_size}: change one of them or give --kv-channels"
+                f"{self.hidden_size}. Change one of them or give --kv-channels"
             )
         if self.num_attention_heads % self.query_groups:
             raise ValueError(
@@ -96,10 +95,10 @@ class ModelSpec:
         if self.tokenizer_type in _TOKENIZER_ROWS and self.vocab_size is not None:
             raise ValueError(
                 f"--vocab-size {self.vocab_size} with --tokenizer-type {self.tokenizer_type}, "
-                f"which has {_TOKENIZER_ROWS[self.tokenizer_type]}: leave one of them out"
+                f"which has {_TOKENIZER_ROWS[self.tokenizer_type]}. Leave one of them out"
             )
         if not (self.padded_vocab_size or self.vocab_size or self._tokenizer_rows):
-            raise ValueError("--vocab-size is not given: give it, or --padded-vocab-size")
+            raise ValueError("--vocab-size is not given. Give it, or --padded-vocab-size")
         if self.position_embedding_type == "learned_absolute" and self.positions is None:
             raise ValueError(
                 "--position-embedding-type learned_absolute needs --max-position-embeddings"
@@ -122,7 +121,7 @@ class ModelSpec:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
             raise ValueError(
-                f"{flag(name)} {getattr(self, name)!r} is not supported: use one of {choices}"
+                f"{flag(name)} {getattr(self, name)!r} is not supported. Use one of {choices}"
             )
 
     @property
@@ -132,14 +131,14 @@ class ModelSpec:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head, of its values if those differ."""
+        """Channels of one attention head, or of its values if those differ."""
         if self.multi_latent_attention:
             return self.v_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def query(self) -> int:
-        """Width of what all heads give, and that of their keys and values together."""
+        """Width of all heads' queries."""
         return self.num_attention_heads * self.head_dim
 
     @property
@@ -155,7 +154,7 @@ class ModelSpec:
 
     @property
     def gates(self) -> int:
-        """How many outputs of its width the MLP's first matrix has."""
+        """Number of outputs of the MLP's width that its first matrix has."""
         return 2 if self.swiglu else 1
 
     @property
@@ -165,7 +164,7 @@ class ModelSpec:
 
     @property
     def shared_ffn(self) -> int:
-        """Width of what every token passes beside its experts; 0 for none."""
+        """Width of the shared expert; 0 for none."""
         return self.moe_shared_expert_intermediate_size or 0
 
     @property
@@ -175,7 +174,7 @@ class ModelSpec:
 
     @property
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Tokens of a sequence."""
         return self.seq_length or 4096
 
     @property
@@ -207,25 +206,25 @@ class ModelSpec:
         return bool(self.num_experts) and layer >= self.dense_layers
 
     def active_ffn(self, layer: int) -> int:
-        """Widths that a token meets in a layer, added up."""
+        """Total MLP width that a token uses in a layer."""
         if not self.is_moe(layer):
             return self.ffn
         return self.moe_router_topk * self.expert_ffn + self.shared_ffn
 
     def active_numel(self, layer: int) -> int:
-        """Elements that a token meets in the matrices of a layer."""
+        """Elements of a layer's matrices that a token uses."""
         return self.attention_numel + self.mlp_numel(self.active_ffn(layer))
 
     def saved_numel(self, width: int) -> int:
-        """Elements that autograd keeps of a layer for each token, with flash attention and an MLP
-        of that width."""
+        """Elements that autograd saves per token in a layer, with flash attention and an MLP of
+        that width."""
         kept = 4 * self.hidden_size + 2 * self.query + self.key_value
         return kept + (1 + self.gates) * width
 
     @lru_cache(maxsize=64)  # noqa: B019 - a spec is a small value, and few are made
     def step_flops(self, tokens: int) -> float:
-        """As a benchmark counts them: 6 a weight that a token meets and token, causal attention;
-        what is computed again is not counted."""
+        """FLOPs of a step as benchmarks count them: 6 per token and used weight, plus causal
+        attention, without recomputation."""
         weights = sum(self.active_numel(layer) for layer in range(self.num_layers))
         weights += self.embedding_rows * self.hidden_size
         return float(tokens) * (6 * weights + 6 * self.num_layers * self.tokens * self.query)
@@ -238,13 +237,13 @@ class ModelSpec:
 
 _NOT_OPTIONS = ("name", "dense_layers", "left_out")
 OPTIONS = tuple(item.name for item in fields(ModelSpec) if item.name not in _NOT_OPTIONS)
-"""Names of Megatron's options that are fields."""
+"""Names of Megatron's options among the fields."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a model is split: over tensor, pipeline (and virtual stages), context and expert parallel
-    ranks. recompute: none, or all of each layer."""
+    """Model-parallel sizes: tensor, pipeline (and virtual stages), context and expert. recompute:
+    True recomputes every layer."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -260,12 +259,12 @@ class Parallel:
 
     @property
     def split(self) -> Parallel:
-        """Only what parameters depend on."""
+        """The sizes that parameters depend on."""
         return Parallel(self.tensor, self.pipeline, expert=self.expert)
 
     def in_flight(self, stage: int, microbatches: int) -> float:
-        """Microbatches whose activations a rank of a stage has at once. Of virtual stages it runs
-        more forwards first, each of a part of its layers."""
+        """Microbatches whose activations a rank of a stage holds at once. With virtual stages it
+        runs more forwards first, each of a part of its layers."""
         behind = self.pipeline - 1 - stage
         if self.virtual == 1:
             return min(behind + 1, microbatches)
@@ -282,55 +281,57 @@ def flag(name: str) -> str:
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
-    """Megatron's: if gated (three matrices, not two) 8/3 hidden, rounded down to 64."""
+    """Megatron's default: 4 hidden; if gated (three matrices, not two) 8/3 hidden, rounded down to
+    64."""
     return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
 
 
 def padded_rows(rows: int, multiple: int) -> int:
-    """Rows of an embedding, rounded up."""
+    """Rows of an embedding, rounded up to a multiple."""
     return -(-rows // multiple) * multiple
 
 
 def is_layer(unit: str) -> bool:
-    """Whether a unit is a transformer layer, or several."""
+    """True if a unit is one or several transformer layers."""
     return unit.startswith(LAYERS)
 
 
 def number_of(unit: str) -> int:
-    """Of a transformer layer."""
+    """The number of a transformer layer."""
     return int(unit.split(".")[2])
 
 
 def is_linear_weight(name: str) -> bool:
-    """Whether a parameter of a transformer layer is what a matrix product multiplies by."""
+    """True if a parameter of a transformer layer is the weight of a GEMM."""
     return ".linear_" in name and name.rstrip("0123456789").endswith(".weight")
 
 
 ENDS_A_BLOCK = ("linear_proj.weight", "linear_fc2.weight")
-"""How the names of matrices end of which tensor parallelism splits the columns; of others the rows;
-experts' are whole."""
+"""Suffixes of matrices whose columns tensor parallelism splits. Of others it splits the rows;
+experts' are not split."""
 
 EVERY_RANK_HAS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
-"""The same of those that tensor parallelism does not split."""
+"""Suffixes of matrices that tensor parallelism does not split."""
 
 
 def is_experts(name: str) -> bool:
-    """Whether a parameter is one of an expert's, by its name."""
+    """True if a parameter belongs to an expert, by its name."""
     return ".experts." in name
 
 
 def layers_of(spec: ModelSpec, parallel: Parallel, stage: int) -> list[int]:
-    """Numbers of the layers of a stage: as even as they can be, virtual stages joined."""
+    """Numbers of the layers of a stage, split as evenly as possible. Virtual stages count as
+    one."""
     each, more = divmod(spec.num_layers, parallel.pipeline)
     begin = stage * each + min(stage, more)
     return list(range(begin, begin + each + (stage < more)))
 
 
 def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list[Row]:
-    """Every parameter that a rank of a pipeline stage has, in registration order.
+    """Every parameter of a rank of a pipeline stage, in registration order.
 
-    Transformer layers are units; so are embedding and output layer unless they share their weight,
-    in which case it belongs, like the final norm, to the root unit.
+    Transformer layers are units. Embedding and output layer are units unless they share their
+    weight, which then belongs to the root unit, like the final norm.
     """
     tied, vocabulary = not spec.untie_embeddings_and_output_weights, spec.embedding_rows
     embedding = ROOT if tied else EMBEDDING
@@ -361,7 +362,8 @@ def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list
 
 
 def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
-    """A tensor-parallel rank's part: columns of what ends a block, rows of what begins one."""
+    """The shape of a tensor-parallel rank's part: columns of matrices that end a block, rows of
+    those that begin one."""
     if tensor == 1 or len(full) == 1 or fqn.endswith((*EVERY_RANK_HAS, "router.weight")):
         return full
     rows, columns = full
@@ -408,7 +410,7 @@ def _attention(spec: ModelSpec) -> Shapes:
 
 
 def _latent_attention(spec: ModelSpec) -> Shapes:
-    """Projections of latent attention, which have no biases: queries, keys and values by way of a
+    """Projections of latent attention, without biases. Queries, keys and values are computed from a
     narrow vector each, which has a norm."""
     hidden, heads, rope = spec.hidden_size, spec.num_attention_heads, spec.qk_pos_emb_head_dim
     query, part = heads * (spec.qk_head_dim + rope), "self_attention.linear"

@@ -74,7 +74,7 @@ def test_convert_takes_options_and_prints_json(
 
 def test_convert_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: Captured) -> None:
     assert main(["convert", str(tmp_path / "no"), str(tmp_path / "x"), "--to", "torch_dist"]) == 2
-    assert capsys.readouterr().err == f"convert: {tmp_path / 'no'} does not exist; check the path\n"
+    assert capsys.readouterr().err == f"convert: {tmp_path / 'no'} does not exist. Check the path\n"
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "huggingface"])

@@ -80,7 +80,7 @@ def test_what_this_machine_cannot_compute_is_refused(capsys: Any) -> None:
     found = report(capsys, "--set", "fp8=hybrid", "--set", "fp8_recipe=mxfp8",
                    "--set", "fp8_param_gather=True", status=1)  # fmt: skip
     [line] = found["configuration"]["refuses"]
-    assert line.startswith("fp8='hybrid' with fp8_recipe='mxfp8': device cpu cannot compute it")
+    assert line.startswith("fp8='hybrid' with fp8_recipe='mxfp8': device cpu does not support it")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_a_name_that_nothing_has_is_an_error_that_suggests_one(capsys: Any) -> N
     assert doctor.main(["--set", "tensor_model_parallel=2", "--set", "qqq=1"]) == 2
     assert doctor.main(["--prove", "--preset=llama3-8b", "--set", "sharding_strategy=optim"]) == 2
     first, second, third = capsys.readouterr().err.splitlines()
-    assert "--set tensor_model_parallel=2: no option" in first
+    assert "--set tensor_model_parallel=2: unknown option" in first
     assert "Did you mean tensor_model_parallel_size" in first
-    assert "--set qqq=1: no option" in second and "Leave it out" in second
+    assert "--set qqq=1: unknown option" in second and "Leave it out" in second
     assert "data_parallel_sharding_strategy" in third
     report(capsys, "--set=--tensor-model-parallel-size=2")
 
@@ -175,7 +175,7 @@ def test_a_size_that_is_no_whole_number_above_0_is_one_line(capsys: Any, value: 
     words = ("--world-size", "8", "--set", f"tensor_model_parallel_size={value}")
     assert doctor.main(words) == 2
     [line] = capsys.readouterr().err.splitlines()
-    told = f"--set tensor_model_parallel_size={value}: it is a whole number above 0. Write one"
+    told = f"--set tensor_model_parallel_size={value}: not an integer above 0. Write one"
     assert line.startswith(f"doctor: {told}")
     assert doctor.main(["--world-size", value if value == "0" else "-2"]) == 2
 
@@ -191,7 +191,7 @@ def test_bad_input_is_one_line(capsys: Any, tmp_path: Path) -> None:
     assert doctor.main(["--set", "nothing"]) == 2
     assert doctor.main([str(tmp_path / "absent.py")]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "doctor: --set nothing: it has no value. Write option=value.",
+        "doctor: --set nothing: no value. Write option=value.",
         f"doctor: no such script: {tmp_path / 'absent.py'}",
     ]
 
@@ -205,7 +205,7 @@ def test_what_cuda_graphs_exclude_is_refused(capsys: Any) -> None:
         return lines
 
     (line,) = refused(status=1)
-    assert "fsdp_double_buffer=False" in line and "set it to True" in line
+    assert "fsdp_double_buffer=False" in line and "Set it to True" in line
     assert refused("fsdp_double_buffer=True", status=0) == []
     kept = "data_parallel_sharding_strategy='optim'"
     (line,) = refused("fsdp_double_buffer=True", kept, status=1)

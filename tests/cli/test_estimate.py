@@ -523,8 +523,8 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         (TINY, "--vocab-size is not given"),
         ((*TINY, "--vocab-size", "8"), "--max-position-embeddings"),
         ((*FP8_TINY, *flags("fast")), "--fp8-recipe 'fast' is unknown"),
-        ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "use --params-dtype bf16"),
-        ((*FP8_TINY, "--fp8-param-gather", "--fp4-format=e2m1"), "FP8 and FP4 are both asked for"),
+        ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "Use --params-dtype bf16"),
+        ((*FP8_TINY, "--fp8-param-gather", "--fp4-format=e2m1"), "FP8 and FP4 are both set"),
         ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
         ("num-experts: 8", "--num-experts 8"),
         ("tensor-model-parallel-size: 2", "--tensor-model-parallel-size 2"),
@@ -537,8 +537,8 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ("a: [", "not valid YAML"),
         ("fp8-param-gather: true\nbf16: true\nfirst-last-layers-bf16: true",
          "--first-last-layers-bf16"),
-        ("fp4-param: true", "--fp4-param: weights are not kept or gathered in NVFP4; leave it out"),
-        ("fp4-param-gather: true", "--fp4-param-gather: weights are not kept or gathered"),
+        ("fp4-param: true", "--fp4-param: weights cannot be kept or gathered in NVFP4. Leave"),
+        ("fp4-param-gather: true", "--fp4-param-gather: weights cannot be kept or gathered"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_naming_option_and_value(

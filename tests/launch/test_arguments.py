@@ -90,7 +90,7 @@ def test_cores_flag_for_offload_of_the_optimizer_becomes_ours() -> None:
     assert validation.launch_problems(args, {}) == []
     part = _complete(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     [problem] = validation.launch_problems(part, {})
-    assert problem.startswith("optimizer_offload_fraction=0.5: ") and "use 1.0" in problem
+    assert problem.startswith("optimizer_offload_fraction=0.5: ") and "Use 1.0" in problem
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_what_megatron_asks_of_signatures_is_there() -> None:
 
 
 def test_an_address_is_refused() -> None:
-    with pytest.raises(ValueError, match="msc://bucket/iter_0000001: .*leave async_save out"):
+    with pytest.raises(ValueError, match="msc://bucket/iter_0000001: .*Leave async_save out"):
         background_saves.Target("msc://bucket/iter_0000001")
 
 

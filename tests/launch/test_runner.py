@@ -351,7 +351,7 @@ def test_another_core_beside_the_script_is_refused(runs: Runs) -> None:
     """`megatron` has no __init__: a core imported from elsewhere would be mixed with the script's
     own training modules."""
     done = runs("another core")
-    assert done.returncode == 1 and "has a megatron-core of its own" in done.stderr
+    assert done.returncode == 1 and "has a megatron-core, but" in done.stderr
 
 
 def test_usage_for_what_is_neither_command_nor_script() -> None:
