@@ -1,1 +1,1 @@
-"""`plan`: the engine's own program of a step, timed on a table of what a machine takes."""
+"""`plan`: records the engine's operations of a step and times them by tables of machines."""

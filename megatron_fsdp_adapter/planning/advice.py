@@ -1,4 +1,4 @@
-"""Whether a run that is about to start is expected to be slower than another configuration."""
+"""Advice for a run: whether another configuration is expected to be faster."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .report import ddp_options, model_options
 from .search import Wanted, plan
 
 WORTH = 1.10
-"""Times as long as the best, from which on another configuration is worth a line."""
+"""Ratio to the best time above which another configuration is reported."""
 
 TRIES = 5
 
 
 def gpu_in_tables(name: str) -> str | None:
-    """The row for a device of that name, as torch tells it; None where there is none."""
+    """The row of the table for torch's name of a device; None if there is none."""
     words = name.lower().replace("-", " ").split()
     return next((row for row in sorted(GPUS, key=len, reverse=True) if row in words), None)
 
 
 def configuration_of(options: Mapping[str, Any], world_size: int) -> Configuration:
-    """What a run's options choose, by the names that they have in Megatron's configs; what is unset
-    is what Megatron takes. ValueError if the sizes do not divide the world."""
+    """The configuration by a run's options (names of Megatron's configs), with Megatron's defaults.
+    Raises ValueError if the sizes do not divide the world size."""
 
     def size(name: str) -> int:
         return options.get(name) or 1
@@ -59,11 +59,11 @@ def configuration_of(options: Mapping[str, Any], world_size: int) -> Configurati
 
 
 def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
-    """Lines about a configuration that is more than 10% faster, and about memory; none where there
-    is nothing to say. `gpu`: a row of the table.
+    """Lines about memory and about a configuration that is more than 10% faster; may be empty. gpu:
+    a row of the table.
 
     Raises:
-        ValueError: the options do not make a model, or a run, that can be planned.
+        ValueError: the options describe no model or run that can be planned.
     """
     machine = machine_named(gpu)
     spec = from_options(options, "the model")
@@ -76,13 +76,13 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
     lines = []
     if POOLS in now.memory:
         lines.append(
-            f"graphs of layers reserve {now.memory[POOLS] / GIB:.1f} GiB for activations, in a "
-            "pool for each pass in flight, which nothing else can use"
+            f"layer graphs reserve {now.memory[POOLS] / GIB:.1f} GiB for activations, in one pool "
+            "for each pass in flight, which nothing else can use"
         )
     if now.peak_bytes > machine.gpu.memory_gib * GIB:
         lines.append(
-            f"{now.peak_bytes / GIB:.0f} GiB are expected at the most, and the device has "
-            f"{machine.gpu.memory_gib:.0f}: see `estimate`, or choose what `plan` finds"
+            f"{now.peak_bytes / GIB:.0f} GiB peak memory is expected, but the device has "
+            f"{machine.gpu.memory_gib:.0f}. See `estimate`, or choose a configuration of `plan`"
         )
     if now.ms > WORTH * best.ms:
         other = replace(best.configuration, fused=chosen.fused)

@@ -1,10 +1,10 @@
-"""`plan`: which configuration, how fast, how much memory, on 1 to 16,384 GPUs.
+"""`plan`: the fastest configurations, their speed and memory, on 1 to 16,384 GPUs.
 
     plan --preset llama3-8b --gpus 8 --gpu h100 --global-batch-size 128
     plan --hf-config model/config.json --gpus 64 --gpu h200 --global-batch-size 512 --explain
     plan --preset llama3-70b --global-batch-size 2048 --curve 64,128,256,512,1024 --gpu gb200
 
-No GPU and no weights are needed. docs/plan.md says what is modeled, and how far off it was.
+No GPU and no weights are needed. docs/plan.md lists what is modeled, and prediction errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIXED = {
     "pipeline_model_parallel_size": ("pipeline", int),
     "expert_model_parallel_size": ("expert", int),
 }
-"""Options that fix a field of a configuration."""
+"""Option that fixes a field of a configuration -> the field, and its type."""
 
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -51,7 +51,7 @@ MODEL = (
 
 
 CURVE_TRIES = 4
-"""Configurations of each point of a curve that are run."""
+"""Configurations that are simulated for each point of a curve."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,16 +68,16 @@ def make_parser() -> argparse.ArgumentParser:
         model.add_argument(flag(name), type=int, metavar="N", help=MEANINGS[name])
     run = parser.add_argument_group("run")
     run.add_argument("--gpus", type=int, default=8, metavar="N",
-                     help="how many there are; default %(default)s")  # fmt: skip
+                     help="number of GPUs; default: %(default)s")  # fmt: skip
     run.add_argument("--gpu", default="h200", choices=sorted(GPUS),
-                     help="of which kind; default %(default)s")  # fmt: skip
+                     help="kind of GPU; default: %(default)s")  # fmt: skip
     run.add_argument("--network", choices=sorted(NETWORKS), help="default: that of the GPU")
     run.add_argument("--memory-gib", type=float, help="of a GPU; default: that of the GPU")
     run.add_argument("--global-batch-size", type=int, default=None, metavar="N",
                      help="sequences; default 16 a GPU")  # fmt: skip
     run.add_argument("--bf16-wire", action="store_true",
-                     help="also gradients that travel in bf16 and are summed in fp32")  # fmt: skip
-    run.add_argument("--tries", type=int, default=10, help="configurations run by the engine")
+                     help="also plan bf16 gradients on the wire, summed in fp32")  # fmt: skip
+    run.add_argument("--tries", type=int, default=10, help="configurations that are simulated")
     run.add_argument("--top", type=int, default=5, help="configurations shown")
     for name, (field, kind) in FIXED.items():
         choices = list(STRATEGIES) if field == "strategy" else None
@@ -85,36 +85,37 @@ def make_parser() -> argparse.ArgumentParser:
     _add_features(parser)
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
-    out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
-    out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
+    out.add_argument("--explain", action="store_true", help="list a step's operations")
+    out.add_argument("--plot", metavar="FILE", help="plot a step, or the curve")
     out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
     return parser
 
 
 def _add_features(parser: argparse.ArgumentParser) -> None:
-    told = parser.add_argument_group("features (as told, never searched for)")
+    told = parser.add_argument_group("features (fixed, not searched)")
     for name, text in quantization.STRINGS.items():
         if name.startswith("fp8"):
             told.add_argument(flag(name), metavar="NAME", help=text)
     told.add_argument("--fp8-param-gather", action="store_true",
                       help=quantization.SWITCHES["fp8_param_gather"])  # fmt: skip
     told.add_argument("--fsdp-unsharded-budget-gib", type=float, default=0.0, metavar="GIB",
-                      help="for units that stay whole over a step")  # fmt: skip
+                      help="for units that stay unsharded over a step")  # fmt: skip
     told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
-                      help="elements up to which neighboring layers are one unit; 0: each is one; "
-                      "default: as the wrapper joins them")  # fmt: skip
+                      help=(
+                          "elements up to which neighboring layers are grouped into one unit; 0: "
+                          "each layer is one; default: the wrapper's"
+                      ))  # fmt: skip
     for name, what in UNMODELED.items():
         told.add_argument(flag(name), nargs="?", const=True, help=f"not modeled: {what}")
     told.add_argument("--cuda-graph-impl", choices=["local"],
-                      help="each layer in CUDA graphs of its own; graphs of an iteration are "
-                      "planned")  # fmt: skip
+                      help="layer graphs; full-iteration graphs are searched")  # fmt: skip
 
 
 def model_of(given: argparse.Namespace) -> ModelSpec:
-    """The model. ValueError or FileNotFoundError for bad input."""
+    """The model by the options. Raises ValueError or FileNotFoundError for bad input."""
     named = [name for name in ("preset", "config", "hf_config") if getattr(given, name)]
     if len(named) > 1:
-        raise ValueError(f"{', '.join(map(flag, named))}: give one of them")
+        raise ValueError(f"{', '.join(map(flag, named))}: mutually exclusive. Give one of them")
     chosen = {name: getattr(given, name) for name in MODEL if getattr(given, name) is not None}
     if given.preset:
         return _overridden(model_named(given.preset), chosen)
@@ -129,8 +130,9 @@ def _overridden(spec: ModelSpec, chosen: Mapping[str, Any]) -> ModelSpec:
     others = sorted(set(chosen) - {"num_layers", "seq_length"})
     if others:
         raise ValueError(
-            f"{', '.join(map(flag, others))}: a preset or Hugging Face config has these; only "
-            "--num-layers and --seq-length may change; or give all by flags"
+            f"{', '.join(map(flag, others))}: defined by the preset or Hugging Face config, of "
+            "which only --num-layers and --seq-length can be changed. Give all sizes by flags "
+            "instead"
         )
     if layers:
         spec = replace(spec, name=f"{spec.name}, {layers} layers", num_layers=layers)
@@ -151,15 +153,18 @@ def wanted_of(given: argparse.Namespace, gpus: int) -> Wanted:
 
 
 def _numbers(text: str) -> list[int]:
-    """Of GPUs."""
+    """Numbers of GPUs, from comma-separated text."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"{text!r}: write numbers of GPUs, e.g. --curve 8,16,32") from error
+        raise ValueError(
+            f"{text!r}: not a list of numbers. Write numbers of GPUs, e.g. --curve 8,16,32"
+        ) from error
 
 
 def run(given: argparse.Namespace) -> str:
-    """What the command prints. ValueError, FileNotFoundError or RuntimeError for what cannot be."""
+    """The output of the command. Raises ValueError, FileNotFoundError or RuntimeError for bad
+    input."""
     if given.plot:
         from .plot import check_matplotlib
 

@@ -1,5 +1,4 @@
-"""One configuration of a run, and the memory that it is expected to take, by the formulas of
-`estimate`."""
+"""A configuration of a run, and its expected memory by the formulas of `estimate`."""
 
 from __future__ import annotations
 
@@ -56,9 +55,11 @@ POOLS = "pools of graphs of layers"
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a user chooses. instances: optimizer instances (the outer axis), `outer_optim`: they
-    split main weights and state too. microbatch: sequences. copies: copy engines for weights and
-    gradients. features: what is turned on beside that."""
+    """A user's choices.
+
+    instances: optimizer instances (the outer axis); outer_optim: they also shard main weights and
+    state. microbatch: sequences. copies: copy engines for weights and gradients. features: further
+    options."""
 
     gpus: int
     parallel: Parallel = field(default_factory=Parallel)
@@ -76,8 +77,8 @@ class Configuration:
         split = self.parallel.tensor * self.parallel.pipeline
         if self.gpus % (split * self.parallel.context):
             raise ValueError(
-                f"{self.gpus} GPUs cannot be shared out over tensor {self.parallel.tensor} x "
-                f"pipeline {self.parallel.pipeline} x context {self.parallel.context} ranks"
+                f"{self.gpus} GPUs are no multiple of tensor {self.parallel.tensor} x pipeline "
+                f"{self.parallel.pipeline} x context {self.parallel.context} ranks"
             )
         if self.sharded_over % self.instances or self.experts_over % self.instances:
             raise ValueError(
@@ -90,22 +91,23 @@ class Configuration:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that have batches of their own."""
+        """Ranks with different batches."""
         split = self.parallel.tensor * self.parallel.pipeline * self.parallel.context
         return self.gpus // split
 
     @property
     def sharded_over(self) -> int:
-        """Data and context parallel ranks, of all instances."""
+        """Data- and context-parallel ranks of all instances."""
         return self.data_parallel * self.parallel.context
 
     @property
     def experts_over(self) -> int:
-        """Ranks that have the same experts."""
+        """Ranks with the same experts."""
         return max(1, self.gpus // (self.parallel.pipeline * self.parallel.expert))
 
     def microbatches(self, global_batch: int) -> int:
-        """ValueError if the batch cannot be shared out."""
+        """Microbatches per rank. Raises ValueError if the batch is no multiple of ranks times
+        microbatch."""
         each = self.data_parallel * self.microbatch
         if global_batch % each:
             raise ValueError(
@@ -116,7 +118,7 @@ class Configuration:
 
     @property
     def shards(self) -> dict[str, tuple[int, int]]:
-        """Of each domain: ranks of an instance, instances."""
+        """Domain -> (ranks of an instance, instances)."""
         return {
             DENSE: (self.sharded_over // self.instances, self.instances),
             EXPERT: (self.experts_over // self.instances, self.instances),
@@ -124,12 +126,12 @@ class Configuration:
 
     @property
     def fixed(self) -> bool:
-        """Whether graphs hold addresses."""
+        """True if CUDA graphs need fixed addresses."""
         return self.graph or self.features.layer_graphs
 
     @property
     def slots(self) -> dict[str, Any]:
-        """As the options of the DDP config ask for them."""
+        """The slots by the options of the DDP config."""
         return slots_wanted(Namespace(
             fsdp_double_buffer=self.fixed and self.strategy == "optim_grads_params",
             fsdp_copy_engine_all_gather=self.copies,
@@ -141,7 +143,7 @@ class Configuration:
 
     @property
     def engine(self) -> EngineConfig:
-        """What the wrapper would tell the engine."""
+        """The engine config that the wrapper would pass."""
         row, features = STRATEGIES[self.strategy], self.features
         wire = torch.bfloat16 if features.bf16_wire else None
         return EngineConfig(
@@ -152,14 +154,14 @@ class Configuration:
 
     @property
     def _whole(self) -> tuple[str, ...]:
-        """Domains of one rank, as `with_single_rank_domains` would find them."""
+        """Domains of one rank, as in `with_single_rank_domains`."""
         kinds = (EXPERT,) if self.features.layer_graphs else (DENSE, EXPERT)
         shards = STRATEGIES[self.strategy].shard_grads
         return tuple(kind for kind in kinds if shards and self.shards[kind][0] == 1)
 
     @property
     def name(self) -> str:
-        """For a table."""
+        """Name for a table."""
         parts = [self.strategy]
         sizes = {"TP": self.parallel.tensor, "PP": self.parallel.pipeline,
                  "VPP": self.parallel.virtual, "CP": self.parallel.context,
@@ -173,8 +175,8 @@ class Configuration:
 
 
 def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
-    """Elements up to which layers of a pipeline stage are joined, in each of its model chunks; 0
-    for not at all."""
+    """Elements up to which layers of a pipeline stage are grouped, in each of its model chunks; 0:
+    not grouped."""
     features, virtual = chosen.features, chosen.parallel.virtual
     impl = FULL_ITERATION if chosen.graph else LOCAL if features.layer_graphs else None
     asked = {"cuda_graph_impl": impl, unit_grouping.UNIT_NUMEL: features.unit_numel}
@@ -193,7 +195,7 @@ def _layer_numels(spec: ModelSpec, split: Parallel, stage: int) -> tuple[int, ..
 
 
 def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
-    """What a rank of a pipeline stage holds."""
+    """The planned model of a rank of a pipeline stage."""
     dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
     features = chosen.features
     units = _planned(
@@ -221,8 +223,8 @@ def _planned(
 def memory(
     spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int
 ) -> dict[str, int]:
-    """Bytes by kind of the first rank of the stage that needs most; the kinds of `estimate`, with
-    `outer_optim` main weights and state split again."""
+    """Bytes by kind on the first rank of the stage that needs most. The kinds are those of
+    `estimate`; with `outer_optim` main weights and state are sharded again."""
     stages = sorted({0, chosen.parallel.pipeline - 1})
     return max(
         (_stage_memory(spec, chosen, machine, microbatches, stage) for stage in stages),
@@ -254,9 +256,11 @@ def _stage_memory(
 
 
 def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
-    """Of what a rank holds by kind, the kinds at the event at which they are most: the end of a
-    forward, with all activations; the end of a backward, with gradients and buckets; the begin of a
-    forward. again: a forward finds gradients there."""
+    """Bytes by kind at the event with the highest total.
+
+    The events are the end of a forward (with all activations), the end of a backward (with
+    gradients and buckets), and the begin of a forward. again: True if gradients of earlier
+    microbatches exist in a forward."""
     kept, grads, passing, saved = (
         {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == life}
         for life in (PERSISTENT, BACKWARD_TO_STEP, UNIT_IN_USE, FORWARD_TO_BACKWARD)
@@ -271,8 +275,8 @@ def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[
 
 
 def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
-    """Where the ranks of each axis are: tensor parallel ranks are neighbors, then context and data
-    parallel ones (of an instance first), then stages."""
+    """The ranks of each axis: tensor-parallel ranks are neighbors, then context- and data-parallel
+    ranks (of one instance first), then stages."""
     domain = machine.network.domain
     parallel = chosen.parallel
     tensor, context = parallel.tensor, parallel.context
@@ -292,7 +296,7 @@ def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
 
 
 def kept_rows(spec: ModelSpec, chosen: Configuration, stage: int) -> dict[str, Strategy]:
-    """The strategies of units that a budget keeps whole."""
+    """The strategies of units that the budget keeps unsharded."""
     if not chosen.features.budget:
         return {}
     model, strategy = planned(spec, chosen, stage), STRATEGIES[chosen.strategy]

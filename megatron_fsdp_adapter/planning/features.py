@@ -1,5 +1,5 @@
-"""What a user turns on beside how a run is split and sharded: a plan takes it as it is told, since
-it changes numbers or asks for other resources, and does not search for it."""
+"""Options beside parallelism and sharding. A plan does not search for them, because they change
+numerics or need other resources."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ ADAM = "adam"
 
 @dataclass(frozen=True)
 class Features:
-    """quantized: matrix products and weights of layers in FP8. budget_gib: for units that stay
-    whole over a step. bf16_wire: gradients travel in bf16 and are summed in fp32. layer_graphs:
-    each layer in CUDA graphs of its own. unit_numel: neighboring layers are joined to units of so
-    many elements, 0: each is one, None: as the wrapper joins them by default."""
+    """Features of a run.
+
+    quantized: GEMMs and weights of layers in FP8. budget_gib: for units that stay unsharded over a
+    step. bf16_wire: bf16 gradients on the wire, summed in fp32. layer_graphs: CUDA graphs of each
+    layer. unit_numel: elements up to which neighboring layers are grouped (0: each layer is a unit;
+    None: the wrapper's default)."""
 
     quantized: Quantization = PLAIN
     budget_gib: float = 0.0
@@ -35,34 +37,35 @@ class Features:
 
     def __post_init__(self) -> None:
         if self.unit_numel is not None and self.unit_numel < 0:
-            raise ValueError(f"--suggested-communication-unit-size {self.unit_numel}: 0 or more")
+            raise ValueError(
+                f"--suggested-communication-unit-size {self.unit_numel}: must be 0 or more"
+            )
         if self.unit_numel and self.layer_graphs:
             raise ValueError(
-                "--suggested-communication-unit-size with graphs of layers: those need each layer "
-                "for itself; leave it out"
+                "--suggested-communication-unit-size is incompatible with layer graphs, which "
+                "need one layer per unit. Leave it out"
             )
         if self.budget_gib < 0:
-            raise ValueError(f"--fsdp-unsharded-budget-gib {self.budget_gib}: use 0 or more")
+            raise ValueError(f"--fsdp-unsharded-budget-gib {self.budget_gib}: must be 0 or more")
 
     @property
     def precision(self) -> Precision:
-        """For the formula of memory."""
+        """Precision for the memory formula."""
         return Precision(comm=torch.bfloat16 if self.bf16_wire else torch.float32)
 
     @property
     def budget(self) -> int:
-        """Bytes."""
+        """The budget in bytes."""
         return int(self.budget_gib * GIB)
 
     @property
     def every_layer_counts(self) -> bool:
-        """Whether layers differ, so that no few of them tell what all take. Those whose updates run
-        under a forward do: the first ones hide other parts of them than the last ones."""
+        """True if layers differ in time, so that all must be simulated."""
         return bool(self.budget_gib or self.unit_numel)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """For a table."""
+        """Words for a table."""
         found = {
             self.quantized.name: bool(self.quantized.name),
             f"budget {self.budget_gib:g} GiB": self.budget_gib > 0,
@@ -78,8 +81,8 @@ NO_FEATURES = Features()
 
 
 def features_of(options: Mapping[str, Any]) -> Features:
-    """Of Megatron's options, by their names; what is unset is off. ValueError for what is unknown
-    or cannot be combined."""
+    """The features by Megatron's options; unset ones are off. Raises ValueError for unsupported
+    options and combinations."""
     refuse_unmodeled(options)
     wire = str(options.get("megatron_fsdp_grad_comm_dtype")).removeprefix("torch.")
     return Features(
@@ -90,34 +93,37 @@ def features_of(options: Mapping[str, Any]) -> Features:
 
 
 UNMODELED = {
-    "tp_comm_overlap": "tensor parallel communication beside products: a plan without it is too "
-    "slow by what it hides",
+    "tp_comm_overlap": (
+        "tensor-parallel communication beside GEMMs: a plan would overestimate the time"
+    ),
     "optimizer_cpu_offload": "an optimizer on the host; `estimate` counts its memory",
     "chunked_optimizer_state_offload": "a streamed optimizer; `estimate` counts its memory",
-    "overlap_moe_expert_parallel_comm": "exchanges between experts beside another microbatch: a "
-    "plan without it is too slow by what it hides",
+    "overlap_moe_expert_parallel_comm": (
+        "exchanges between experts beside another microbatch: a plan would overestimate the time"
+    ),
     "cpu_offloading": "activations in host memory",
-    "fp4_format": "FP4 products and weights: there are no numbers for them",
-    "cuda_graph_modules": "graphs of parts of layers; those of whole layers and of an iteration "
-    "are planned",
+    "fp4_format": "FP4 GEMMs and weights: there are no measurements",
+    "cuda_graph_modules": (
+        "graphs of parts of layers; graphs of layers and of an iteration are planned"
+    ),
 }
-"""Options that a plan would be wrong with, and what they are."""
+"""Options that are not modeled, and what they do."""
 
 OTHER_NAMES = {
     "fp4": "fp4_format", "cuda_graph_scope": "cuda_graph_modules",
     "cpu_offloading_num_layers": "cpu_offloading",
 }  # fmt: skip
-"""Of the same in configs, or in other releases."""
+"""Names of the same options in configs, or in other releases."""
 
 WHOLE = ("full", "full_iteration", "full_iteration_inference")
 
 
 def refuse_unmodeled(options: Mapping[str, Any]) -> None:
-    """ValueError for what is set and not modeled, by name."""
+    """Raises ValueError if an option that is not modeled is set."""
     if options.get("optimizer") not in (None, ADAM):
         raise ValueError(
-            f"optimizer={options['optimizer']!r} is not modeled: Adam's step is; leave it out, or "
-            "see `estimate`, which counts the memory of others"
+            f"optimizer={options['optimizer']!r} is not modeled, only Adam. Leave it out, or use "
+            "`estimate`, which counts the memory of others"
         )
     for name in (*UNMODELED, *OTHER_NAMES):
         value = options.get(name)
@@ -125,11 +131,11 @@ def refuse_unmodeled(options: Mapping[str, Any]) -> None:
         parts = [part for part in parts if str(getattr(part, "name", part)) not in WHOLE]
         if parts:
             what = UNMODELED[OTHER_NAMES.get(name, name)]
-            raise ValueError(f"{name}={value!r} is not modeled: {what}; leave it out")
+            raise ValueError(f"{name}={value!r} is not modeled: {what}. Leave it out")
 
 
 def ddp_options(features: Features) -> dict[str, Any]:
-    """Fields of the DDP config."""
+    """The features as fields of the DDP config."""
     options: dict[str, Any] = {}
     if features.bf16_wire:
         options["megatron_fsdp_grad_comm_dtype"] = "bf16"
@@ -142,7 +148,7 @@ def ddp_options(features: Features) -> dict[str, Any]:
 
 
 def model_options(features: Features) -> dict[str, Any]:
-    """Of the model's config and the run."""
+    """The features as options of the model's config and the run."""
     options: dict[str, Any] = {}
     form = features.quantized.weights or features.quantized.products
     if form is not None:
@@ -155,18 +161,18 @@ def model_options(features: Features) -> dict[str, Any]:
 
 
 RECIPE_OF = {PER_TENSOR.name: "tensorwise", BLOCK128.name: "blockwise", MXFP8.name: "mxfp8"}
-"""A recipe for each format that products are modeled of."""
+"""A recipe for each format whose GEMMs are modeled."""
 
 
 def problem(features: Features, strategy: Strategy, graph: bool) -> str | None:
-    """Why a way to shard does not go with `features`; None where it does. graph: of a whole
-    iteration."""
+    """Why a strategy is incompatible with `features`; None if it is compatible. graph: True for a
+    full-iteration graph."""
     if features.bf16_wire and strategy == STRATEGIES["no_shard"]:
-        return "sums in fp32 are for reductions to shards"
+        return "fp32 accumulation of bf16 gradients requires a sharded reduction"
     if features.budget_gib and not strategy.shard_grads:
-        return "a budget is for strategies that shard gradients"
+        return "an unsharded budget requires a strategy that shards gradients"
     if features.budget_gib and features.layer_graphs:
-        return "graphs of layers write fresh buckets"
+        return "an unsharded budget is incompatible with layer graphs"
     if graph and features.layer_graphs:
-        return "not in a graph of the iteration"
+        return "layer graphs are incompatible with a full-iteration graph"
     return None

@@ -1,5 +1,5 @@
-"""What a configuration takes about, in seconds, and at least, in bytes, without the engine: by it
-candidates are ordered, and hopeless ones left out."""
+"""Rough times and lower bounds of memory of configurations, computed without the engine, to order
+candidates and skip slow ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .shapes import activation_bytes, head_work, layer_work, waits_for_longer
 def stage_seconds(
     spec: ModelSpec, parallel: Parallel, microbatch: int, quantized: Quantization, gpu: Gpu
 ) -> float:
-    """Computing a microbatch on the slowest stage: layers cannot be cut, and the last has the
-    loss."""
+    """Compute seconds of a microbatch on the slowest stage. Layers are not split, and the last
+    stage computes the loss."""
     tokens = microbatch * spec.tokens / parallel.context
     *layer, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1, quantized)
     own, head = (
@@ -38,7 +38,7 @@ def stage_seconds(
 
 
 def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int) -> float:
-    """Compute of `count` microbatches, what communication cannot hide beside it, and the
+    """Seconds of a step: compute of `count` microbatches, exposed communication, and the
     optimizer."""
     parallel, row, gpu = chosen.parallel, STRATEGIES[chosen.strategy], machine.gpu
     where = groups(chosen, machine)
@@ -63,7 +63,7 @@ def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int
 def _link(
     spec: ModelSpec, chosen: Configuration, machine: Machine, layers: int, count: int
 ) -> float:
-    """Seconds of gathers and reductions."""
+    """Seconds of all-gathers and reductions."""
     row, where = STRATEGIES[chosen.strategy], groups(chosen, machine)
     gathers = (2 * count if row.shard_weights else 1) if row.shard_main else 0
     reduces = count if row.shard_grads else 1
@@ -86,7 +86,7 @@ def _link(
 
 
 def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
-    """States and activations, without planning."""
+    """A lower bound on bytes of states and activations, without planning."""
     row, features, parallel = STRATEGIES[chosen.strategy], chosen.features, chosen.parallel
     in_flight = parallel.in_flight(0, count)
     total = float(activation_bytes(spec, parallel, chosen.microbatch, in_flight))
@@ -104,7 +104,7 @@ def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _numel(spec: ModelSpec, parallel: Parallel) -> dict[str, float]:
-    """Elements of a rank's part of the model, by domain."""
+    """Domain -> elements of a rank's part of the model."""
     split = parallel.tensor * parallel.pipeline
     found = {DENSE: 2 * spec.embedding_rows * spec.hidden_size / split, EXPERT: 0.0}
     of_experts = sum(spec.is_moe(layer) for layer in range(spec.num_layers))

@@ -1,6 +1,6 @@
-"""What a machine takes for things: GPUs, their network, the host, and what they cost each other.
+"""Costs of a machine: GPUs, network, host, and contention between concurrent operations.
 
-The tables say where each number is from.
+The tables record the source of each number.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from .program import Kind
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device, alone.
+    """A device and its rates without contention.
 
     Attributes:
-        memory_gib: of the device, as nvidia-smi says. reserved_gib: of it, what contexts, NCCL and
-            fragments of the allocator take.
-        peak_tflops: bf16, dense, as the vendor says: MFU is in parts of it.
-        product_tflops: what large bf16 matrix products reach. fp8_product_tflops: FP8 ones with a
-            scale a tensor; fp8_in_blocks: of those, in parts, with scales of blocks.
+        memory_gib: memory of the device, by nvidia-smi. reserved_gib: part of it for contexts, NCCL
+            and fragmentation.
+        peak_tflops: the vendor's dense bf16 peak, to which MFU refers.
+        product_tflops: reached by large bf16 GEMMs. fp8_product_tflops: by FP8 GEMMs with
+            per-tensor scales; fp8_in_blocks: fraction of that with block scales.
         attention_tflops: causal attention, forward and backward together, counting half of the
             square.
-        memory_tbps: what passes over memory reach, bytes read and written. kernel_us: from one
-            kernel to the next on a stream.
-        sustained: how much slower products are where they are all that runs, for the limit of
-            power; busy: from which part of the time on, linearly up to all of it.
-        source: where the numbers are from.
+        memory_tbps: reached by memory-bound kernels, bytes read and written. kernel_us: gap between
+            kernels of a stream.
+        sustained: slowdown of GEMMs by the power limit if they run all the time; busy: fraction of
+            time from which on it applies, linearly.
+        source: the source of the numbers.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Network:
     """Two levels: an NVLink domain, and rail-optimized links between domains, one a GPU.
 
     Attributes:
-        domain: GPUs of one NVLink domain. link_gbps: GB/s that a GPU's ring reaches inside, by the
-            number of ranks, the next larger row counts; copy_gbps: the same by copy engines.
-        rail_gbps: GB/s of one GPU's link to other domains, as reached.
+        domain: GPUs of one NVLink domain. link_gbps: number of ranks -> GB/s of a GPU's ring inside
+            a domain (other numbers use the next larger row); copy_gbps: the same with copy engines.
+        rail_gbps: reached GB/s of one GPU's link to other domains.
         hop_us, rail_hop_us: latency of one step inside and between domains; base_us: of any
             collective.
     """
@@ -72,8 +72,8 @@ class Network:
 
 @dataclass(frozen=True)
 class Contention:
-    """How many times as long things take that run at once: fitted to half of the rows of
-    docs/performance.md, within what was measured there with two things at a time."""
+    """Slowdown factors of concurrent operations, fitted to half of the rows of
+    docs/performance.md."""
 
     product_beside_nccl: float = 1.33
     product_beside_copies: float = 1.19
@@ -88,8 +88,10 @@ class Contention:
 
 @dataclass(frozen=True)
 class Machine:
-    """host: how many times as long as the reference host this one takes for a launch. straggle:
-    standard deviation of a host's step, in parts of it; the slowest of all is waited for."""
+    """A GPU, its network and its host.
+
+    host: launch time relative to the reference host. straggle: relative standard deviation of a
+    host's step time; a step takes as long as the slowest host's."""
 
     gpu: Gpu
     network: Network
@@ -100,14 +102,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one collective: how many, and how many of them share an NVLink domain."""
+    """Number of ranks of one collective, and of those that share an NVLink domain."""
 
     size: int
     in_domain: int
 
 
 def _reached(table: Mapping[int, float], ranks: int) -> float:
-    """Of the row for as many ranks or, where there is none, the next larger, else the largest."""
+    """The value of the row for `ranks`, else of the next larger row, else of the largest."""
     known = sorted(table)
     row = next((size for size in known if size >= ranks), known[-1])
     return table[row]
@@ -116,8 +118,10 @@ def _reached(table: Mapping[int, float], ranks: int) -> float:
 def collective_seconds(
     kind: Kind, nbytes: float, group: Group, network: Network, copy_engine: bool = False
 ) -> float:
-    """Alone. nbytes: of the whole buffer. Ring inside a domain; between domains each GPU of a
-    domain carries its part over its own rail. An all-reduce is a reduction and a gather."""
+    """Seconds of a collective without contention. nbytes: size of the whole buffer.
+
+    It is a ring inside a domain. Between domains each GPU of a domain sends its part over its rail.
+    An all-reduce is a reduce-scatter and an all-gather."""
     if group.size == 1:
         return 0.0
     if kind is Kind.ALL_REDUCE:
@@ -134,7 +138,8 @@ def collective_seconds(
     if domains > 1:
         rails = nbytes * (1 - 1 / domains) / (inside * network.rail_gbps * 1e9)
         seconds = max(seconds, rails)
-        # NCCL's rings have a step a domain; its trees (PAT) take a logarithm, for small messages.
+        # NCCL's rings have one step per domain; its trees (PAT), for small messages, a logarithm of
+        # them.
         ring = (domains - 1) * network.rail_hop_us
         tree = 4 * math.log2(domains) * network.rail_hop_us
         hops += ring if nbytes / group.size > 64e3 else min(ring, tree)
@@ -142,12 +147,12 @@ def collective_seconds(
 
 
 def operation_seconds(kind: Kind, amount: float, gpu: Gpu, kernels: int = 1) -> float:
-    """Of what is no collective, alone."""
+    """Seconds of an operation other than a collective, without contention."""
     return amount / (_rate(kind, gpu) * 1e12) + kernels * gpu.kernel_us * 1e-6
 
 
 def _rate(kind: Kind, gpu: Gpu) -> float:
-    """TFLOP/s or TB/s. Grouped FP8 products gain what others do."""
+    """The rate in TFLOP/s or TB/s. Grouped FP8 GEMMs gain as much as other FP8 GEMMs."""
     rates = {
         Kind.PRODUCT: gpu.product_tflops,
         Kind.GROUPED: gpu.grouped_tflops,
@@ -160,7 +165,7 @@ def _rate(kind: Kind, gpu: Gpu) -> float:
 
 
 _MEASURED = "kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md)"
-_SCALED = "vendor's peaks, in the proportions that an H200 reaches; not measured here"
+_SCALED = "vendor's peaks, scaled by the fractions that an H200 reaches; not measured"
 
 H200 = Gpu("H200", 140.0, 989.0, 690.0, 1250.0, 600.0, 430.0, 3.36, sustained=1.07, busy=0.72,
     source=_MEASURED,
@@ -199,10 +204,10 @@ NETWORK_OF = {
 
 
 def machine_named(gpu: str, network: str | None = None) -> Machine:
-    """From the tables; ValueError lists the rows."""
+    """A machine from the tables. Raises a ValueError that lists the rows."""
     if gpu not in GPUS:
-        raise ValueError(f"--gpu {gpu!r} is unknown: use one of {sorted(GPUS)}")
+        raise ValueError(f"--gpu {gpu!r} is unknown. Use one of {sorted(GPUS)}")
     name = network or NETWORK_OF[gpu]
     if name not in NETWORKS:
-        raise ValueError(f"--network {name!r} is unknown: use one of {sorted(NETWORKS)}")
+        raise ValueError(f"--network {name!r} is unknown. Use one of {sorted(NETWORKS)}")
     return Machine(GPUS[gpu], NETWORKS[name])

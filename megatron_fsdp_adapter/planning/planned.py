@@ -1,7 +1,7 @@
-"""What the engine makes of a list of parameters: its units, their layouts, and what a rank holds.
+"""Plans a list of parameters as the engine does: units, layouts, and bytes that a rank holds.
 
-The listing is partitioned, joined and laid out as the engine does it, and `diagnostics/memory.py`
-says what buffers of these layouts take.
+The listing is partitioned, grouped and laid out as by the engine; `diagnostics/memory.py` computes
+the size of the buffers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Row = tuple[str, str, tuple[int, ...], int]
 @dataclass(frozen=True)
 class PlannedUnit:
     """A unit with the layouts of its groups; units of the same shapes share them. linear_numel:
-    elements of what matrix products multiply by."""
+    elements of GEMM weights."""
 
     name: str
     layouts: tuple[GroupLayout, ...]
@@ -48,22 +48,24 @@ class PlannedUnit:
 
     @property
     def kind(self) -> str:
-        """Of the module: units of one class with three or more of them take turns in two slots."""
+        """The kind of the module: three or more units of one kind take turns in two slots."""
         return "TransformerLayer" if is_layer(self.name) else self.name
 
     @property
     def layers(self) -> int:
-        """How many transformer layers it is; 1 for any other unit."""
+        """Number of transformer layers; 1 for any other unit."""
         first, _, last = self.name.partition(TO)
         return number_of(last) - number_of(first) + 1 if last else 1
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A planned model: its units in the order of their parameters. `slots`: what `slots_wanted`
-    says. `quantized`: what becomes of linear weights. `budget`: bytes for units that stay whole
-    over a step. `graphs`: whether layers are in CUDA graphs. `ahead`: elements that may be gathered
-    ahead of the unit that computes, if that is more than the next unit.
+    """A planned model.
+
+    planned: units in the order of their parameters. slots: the result of `slots_wanted`. quantized:
+    quantization of linear weights. budget: bytes for units that stay unsharded over a step. graphs:
+    True with layer graphs. ahead: elements that may be prefetched, if that is more than the next
+    unit.
     """
 
     planned: tuple[PlannedUnit, ...]
@@ -75,17 +77,17 @@ class PlannedModel:
 
     @cached_property
     def units(self) -> list[PlannedUnit]:
-        """As they compute, the root unit last."""
+        """Units in the order of computation, the root unit last."""
         return sorted(self.planned, key=lambda unit: unit.name == ROOT)
 
     @property
     def layouts(self) -> list[GroupLayout]:
-        """Of the groups of all units."""
+        """Layouts of the groups of all units."""
         return [layout for unit in self.units for layout in unit.layouts]
 
     @property
     def num_shards(self) -> int:
-        """Of dense parameters."""
+        """Number of shards of dense parameters."""
         return max(layout.num_shards for layout in self.layouts)
 
     @property
@@ -95,7 +97,7 @@ class PlannedModel:
 
     @cached_property
     def fullest_rank(self) -> int:
-        """The lowest of the ranks that hold most elements."""
+        """The lowest rank that holds most elements."""
         held, alike = [0] * self.num_shards, Counter(map(id, self.layouts))
         for layout in {id(one): one for one in self.layouts}.values():
             for rank, numel in enumerate(held_by_rank(layout)):
@@ -103,12 +105,13 @@ class PlannedModel:
         return held.index(max(held))
 
     def is_single_rank(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
-        """Whether a group's domain has one rank; of layers in graphs those of experts alone may."""
+        """A predicate: True for groups whose domain has one rank; with layer graphs only for
+        experts'."""
         may = strategy.shard_grads and not (self.graphs and self.num_shards == 1)
         return lambda layout: may and layout.num_shards == 1
 
     def kept(self, strategy: Strategy, precision: Precision) -> UnshardedUnits:
-        """What of which units the budget keeps whole over a step."""
+        """The units that the budget keeps unsharded over a step."""
         forward_only = [at for at, unit in enumerate(self.units) if unit.name == EMBEDDING]
         whole = self.is_single_rank(strategy)
         layouts = [[one for one in unit.layouts if not whole(one)] for unit in self.units]
@@ -126,16 +129,15 @@ class PlannedModel:
             self.kept(strategy, precision).rows, strategy, precision, self.ahead, **self.slots,
         )  # fmt: skip
         if form is not None:
-            # What autograd keeps from forward to backward: of all layers, or of the one that is
-            # computed again.
+            # Autograd saves copies from forward to backward: of all layers, or of the recomputed
+            # one.
             copies = [quantized_both_ways(form, unit.linear_numel) for unit in self.units]
             held[QUANTIZED_COPIES] = max(copies) if self.quantized.recomputes else sum(copies)
         return held
 
     def gathered_ahead(self, strategy: Strategy, precision: Precision) -> int:
-        """Bytes of gathered weights that the next forward needs first: the root unit's and the
-        first unit's. They are gathered from the optimizer step on, while the host is still busy
-        between two steps. In slots they take nothing more."""
+        """Bytes of the unsharded weights of the root unit and the first unit, which are gathered
+        right after the optimizer step, for the next forward. 0 with slots, which exist anyway."""
         if self.slots["weight_slots"]:
             return 0
         rows, whole = self.kept(strategy, precision).rows, self.is_single_rank(strategy)
@@ -150,10 +152,12 @@ def plan_units(
     listing: Sequence[Row], dtype: torch.dtype, form: WeightFormat | None = None,
     unit_numel: int | None = None, fused: bool = True, **planner: Any,
 ) -> tuple[PlannedUnit, ...]:
-    """Plans every unit once per set of shapes. `form`: of linear weights, None for `dtype`;
-    `unit_numel`: elements up to which layers are joined to units, None for the default; `fused`:
-    modules may write weight gradients by themselves; `planner`: options of `plan_group`. ValueError
-    for weights that cannot be represented in their format."""
+    """Plans every unit, once per set of shapes.
+
+    form: format of linear weights (None: `dtype`); unit_numel: elements up to which layers are
+    grouped into units (None: the default); fused: True if modules write weight gradients; planner:
+    options of `plan_group`. Raises ValueError for weights that cannot be represented in their
+    format."""
     units: dict[str, list[Row]] = {}
     for row in listing:
         units.setdefault(row[0], []).append(row)
@@ -181,13 +185,13 @@ def _spec(
         granularity = (form or plain(dtype)).granularity(shape)
     except ValueError as error:
         name = form and form.name
-        raise ValueError(f"{fqn} as {name}: {error}; change the model's widths") from error
+        raise ValueError(f"{fqn} as {name}: {error}. Change the model's widths") from error
     return ParamSpec(index, (fqn,), shape, dtype, True, granularity, form)
 
 
 def _joined(units: Mapping[str, list[Row]], numel: int | None) -> dict[str, list[Row]]:
-    """`units`, of which neighboring layers are one until it has `numel` elements, as the engine
-    joins them; None for as many as it joins by default."""
+    """`units` with neighboring layers grouped up to `numel` elements, as the engine groups them
+    (None: its default)."""
     if numel is None:
         numel = default_unit_numel([_numel(units[unit]) for unit in units if is_layer(unit)])
     found: dict[str, list[Row]] = {}

@@ -1,4 +1,4 @@
-"""Pictures of a step and of a curve. matplotlib is no requirement of this package."""
+"""Plots of a step and of a curve. matplotlib is an optional dependency."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .search import Wanted
 from .timed_runtime import COMPUTE
 
 PARTS = {"forward": "tab:blue", "backward": "tab:orange", "optimizer": "tab:purple"}
-"""Colors of what the compute stream does, by part of a step."""
+"""Part of a step -> color of its operations on the compute stream."""
 STREAMS = {"gather": "tab:green", "reduce": "tab:red"}
-"""Colors of other streams."""
+"""Stream -> color."""
 OTHER = "tab:gray"
 MANY = 4
-"""Times the shortest step, from which on the axis of steps is logarithmic. Below, it begins at 0:
-1% must not look like a multiple."""
+"""Ratio of the longest to the shortest step above which the axis is logarithmic. Otherwise it
+begins at 0, so that small differences look small."""
 
 
 def check_matplotlib() -> None:
-    """ValueError where it is not installed."""
+    """Raises ValueError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot: matplotlib is not installed; install it, or use --json")
+        raise ValueError("--plot: matplotlib is not installed. Install it, or use --json")
 
 
 def _axes() -> tuple[Any, Any]:
@@ -39,7 +39,7 @@ def _axes() -> tuple[Any, Any]:
 
 
 def _model(first: Wanted, *others: Wanted) -> str:
-    """Model, GPU and batch; of several batches their part of each GPU."""
+    """Model, GPU and batch; the batch per GPU if batches differ."""
     same = all(one.global_batch == first.global_batch for one in others)
     batch = f"{first.global_batch if same else first.global_batch / first.gpus:,.10g}"
     return (f"{first.spec.name}, {first.machine.gpu.name}, {batch} sequences of "
@@ -47,21 +47,24 @@ def _model(first: Wanted, *others: Wanted) -> str:
 
 
 def step_title(wanted: Wanted, one: Prediction) -> str:
-    """What the picture of a step shows: of many layers and microbatches, the few that were run."""
+    """The title of the plot of a step, with the numbers of simulated layers and microbatches."""
     chosen, timeline = one.configuration, one.timeline
     if timeline is None:
-        raise ValueError("--plot: there is no timeline")
+        raise ValueError("--plot: the prediction has no timeline")
     begin = second_step(timeline)
     marks = [name for name, count in timeline.program.marks if count >= begin]
     shown, every = marks.count("microbatch"), chosen.microbatches(wanted.global_batch)
     layers, stage = layers_run(timeline), len(layers_of(wanted.spec, chosen.parallel, 0))
-    return (f"{_model(wanted)}, {chosen.gpus:,} GPUs: {chosen.name}\n"
-            f"{shown} of {every} microbatches, {layers} of {stage} layers of a rank; the whole "
-            f"step takes {one.ms:,.0f} ms")  # fmt: skip
+    return (
+        f"{_model(wanted)}, {chosen.gpus:,} GPUs: {chosen.name}\n"
+        f"{shown} of {every} microbatches, {layers} of {stage} layers of a rank; the whole step "
+        f"takes {one.ms:,.0f} ms"
+    )  # fmt: skip
 
 
 def plot_step(wanted: Wanted, one: Prediction, path: str) -> None:
-    """The step that was run: a row for each stream, forward and backward in colors of their own."""
+    """Plots the simulated step: a row for each stream, with different colors for forward and
+    backward."""
     title, timeline = step_title(wanted, one), one.timeline
     assert timeline is not None
     figure, axes = _axes()
@@ -92,9 +95,9 @@ def plot_step(wanted: Wanted, one: Prediction, path: str) -> None:
 
 
 def plot_curve(points: Sequence[tuple[Wanted, Prediction]], path: str) -> None:
-    """MFU and time of a step against the number of GPUs."""
+    """Plots MFU and step time against the number of GPUs."""
     if not points:
-        raise ValueError("--plot: no number of GPUs of --curve has a configuration that fits")
+        raise ValueError("--plot: no configuration fits for any number of GPUs of --curve")
     from matplotlib import ticker
 
     figure, axes = _axes()

@@ -1,5 +1,5 @@
-"""What a step of a configuration is expected to take: the engine's own program of a few layers is
-timed, and gives the time of all."""
+"""The expected time of a step: the engine's program of a few layers is timed and extrapolated to
+all layers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from .step import StepSetup, record_step
 from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
 
 FEW, MORE = 4, 7
-"""Units of layers that are run to know what each further one takes: all are alike."""
+"""Numbers of layer units that are simulated. Their difference is the time of each further unit."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """ms: of a step. spent: ms of it by purpose. memory: bytes by kind, at their most. program: the
-    timeline of the few layers that were run."""
+    """The expected time and memory of a step.
+
+    ms: of a step. spent: ms of it by purpose. memory: peak bytes by kind. timeline: that of the
+    simulated layers."""
 
     configuration: Configuration
     ms: float
@@ -36,12 +38,12 @@ class Prediction:
 
     @property
     def tokens_per_gpu(self) -> float:
-        """A second."""
+        """Tokens per second and GPU."""
         return self.tokens / self.configuration.gpus / self.ms * 1e3
 
     @property
     def tflops(self) -> float:
-        """A GPU and second, as a benchmark counts them."""
+        """TFLOP/s per GPU, as a benchmark counts them."""
         return self.flops / self.configuration.gpus / self.ms * 1e3 / 1e12
 
     @property
@@ -58,7 +60,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """The largest of what is no matrix product, or those where nothing else is 5%."""
+        """The largest purpose of time beside compute, or "compute" if none exceeds 5%."""
         others = {
             name: ms for name, ms in self.spent.items()
             if name.startswith((EXPOSED, HOST)) or name in ("optimizer", "pipeline bubble", "norm")
@@ -69,8 +71,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Seconds of a stage by the number of its layers: of a step's begin and end, and of a
-    microbatch in the middle."""
+    """Seconds of a stage with some number of layers: around (begin and end of a step), and of a
+    middle microbatch."""
 
     around: float
     middle: float
@@ -82,10 +84,11 @@ class _Stage:
 def predict(
     spec: ModelSpec, chosen: Configuration, machine: Machine, global_batch: int
 ) -> Prediction:
-    """What a step is expected to take.
+    """The expected time and memory of a step.
 
     Raises:
-        ValueError: the batch cannot be shared out, or the configuration not be used.
+        ValueError: the batch is no multiple of ranks times microbatch, or the configuration is
+            invalid.
     """
     count = chosen.microbatches(global_batch)
     stages = sorted({0, chosen.parallel.pipeline - 1})
@@ -108,7 +111,7 @@ def predict(
 def _stage(
     spec: ModelSpec, chosen: Configuration, machine: Machine, count: int, stage: int
 ) -> tuple[float, dict[str, float], Timeline]:
-    """Seconds of a step on a stage, where they go, and a timeline."""
+    """Seconds of a step on a stage, seconds by purpose, and a timeline."""
     parallel, layers = chosen.parallel, len(layers_of(spec, chosen.parallel, stage))
     run = min(count, 3 + warmup_of(chosen, stage, count))
     joined = max(unit.layers for unit in planned(spec, chosen, stage).units)
@@ -123,7 +126,7 @@ def _stage(
     bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle * (1 + waits)
     spent = {
         name: ran.spent.get(name, 0.0) + middles * ran.spent_middle.get(name, 0.0)
-        for name in {**ran.spent, **ran.spent_middle}  # in one order, by which ties are named
+        for name in {**ran.spent, **ran.spent_middle}  # in a fixed order, which decides ties
     }
     seconds = ran.around + middles * ran.middle
     if waits:
@@ -139,7 +142,7 @@ def _stage(
 
 
 def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
-    """As many times the layers by which the two differ, beyond the larger."""
+    """Extrapolates by `times` the difference of two stages beyond the larger."""
 
     def on(small: float, large: float) -> float:
         return max(0.0, large + (large - small) * times)
@@ -156,8 +159,8 @@ def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
 def program_of(
     spec: ModelSpec, chosen: Configuration, microbatches: int, stage: int, layers: int
 ) -> Program:
-    """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
-    mixture the first may be dense."""
+    """The program of two steps of a rank of a stage, with its last `layers` layers: the first ones
+    of a mixture of experts may be dense."""
     features = chosen.features
     mine = units(spec, chosen.parallel, chosen.microbatch, stage, features.quantized)
     numbers = [unit.name for unit in mine if is_layer(unit.name)]
@@ -178,15 +181,15 @@ def program_of(
 
 
 def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
-    """Forwards in front of the first backward, but one at the most: a backward and the forward of
-    another microbatch take turns from then on, however many were in front."""
+    """Forwards before the first backward, at most one: more would not change the alternation of
+    backwards and forwards that follows."""
     return min(chosen.parallel.pipeline - 1 - stage, microbatches - 1, 1)
 
 
 def _ran(
     spec: ModelSpec, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
 ) -> _Stage:
-    """The engine's program for so many of the stage's layers, timed."""
+    """Times the engine's program with `layers` of the stage's layers."""
     program = program_of(spec, chosen, run, stage, layers)
     where = groups(chosen, machine)
     if run < 3:

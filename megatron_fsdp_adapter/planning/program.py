@@ -1,6 +1,6 @@
-"""What one rank's step asks of its device: operations in the order in which the host launches them.
+"""The program of a rank's step: device operations in launch order.
 
-A program has no times. The same one is timed on any machine (`timing.py`).
+A program has no times, so that it can be timed for any machine (`timing.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What an operation is limited by: the table of costs has a row for each."""
+    """The kind of an operation, which decides its rate."""
 
     PRODUCT = "matrix product"
     GROUPED = "grouped matrix product"
@@ -38,19 +38,19 @@ class Operation:
 
     Attributes:
         role: the stream.
-        kind: what limits it.
-        amount: floating-point operations of products and attention; bytes read and written of a
-            memory pass; of a collective the bytes of the whole buffer (the output of a gather, the
-            input of a reduction).
-        label: for people, e.g. "forward decoder.layers.3".
+        kind: decides its rate.
+        amount: FLOPs of GEMMs and attention; bytes read and written of a memory pass; for a
+            collective the bytes of the whole buffer (the output of a gather, the input of a
+            reduction).
+        label: description, e.g. "forward decoder.layers.3".
         part: the part of the step that it belongs to, e.g. "forward", "optimizer".
         after: numbers of operations, in the program, that must have ended.
-        kernels: how many there are, each with a gap behind it.
-        host: reference microseconds of the host between the launch before and this one.
-        group: of a collective, the axis that it runs on, as in `Groups`.
-        channel: of a collective, its communicator: those of one run one after the other.
-        copy_engine: carried by copy engines, which leave the compute units alone.
-        read: the host reads what comes out, and launches nothing before it has.
+        kernels: number of kernels, each followed by a gap.
+        host: reference microseconds of the host between the previous launch and this one.
+        group: axis of a collective, as in `configurations.groups`.
+        channel: communicator of a collective; collectives of one channel are sequential.
+        copy_engine: runs on copy engines, not on compute units.
+        read: the host reads the result, and launches nothing before.
     """
 
     role: str
@@ -76,9 +76,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Program:
-    """operations: in launch order. marks: name and number of operations before it, e.g. the begin
-    of a step. live_bytes: of transient and kept buffers after each change, with the number of
-    operations before it."""
+    """Recorded operations.
+
+    operations: in launch order. marks: name and number of operations before it, e.g. the begin of a
+    step. live_bytes: (number of operations before, bytes of the engine's buffers) after each
+    change."""
 
     operations: Sequence[Operation]
     marks: Sequence[tuple[str, int]]
@@ -86,5 +88,5 @@ class Program:
 
     @property
     def most_bytes(self) -> int:
-        """The most that the engine's buffers take at once."""
+        """Peak bytes of the engine's buffers."""
         return max((count for _, count in self.live_bytes), default=0)

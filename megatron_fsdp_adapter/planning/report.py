@@ -18,11 +18,12 @@ from .search import Plan, Wanted
 from .timing import Timeline
 
 SHOWN, REASONS = 5, 12
-"""Kinds of time and of memory that a line names; lines of what was not chosen."""
+"""Maximum kinds of time or memory in a line; maximum lines about configurations that were not
+chosen."""
 
 
 def ddp_options(chosen: Configuration) -> dict[str, Any]:
-    """Fields of the DDP config that differ from what the runner sets."""
+    """Fields of the DDP config that differ from the runner's settings."""
     options: dict[str, Any] = {"data_parallel_sharding_strategy": chosen.strategy}
     if chosen.instances > 1:
         options["num_distributed_optimizer_instances"] = chosen.instances
@@ -39,7 +40,7 @@ def ddp_options(chosen: Configuration) -> dict[str, Any]:
 
 
 def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
-    """Of the model's config and the run."""
+    """Options of the model's config and the run."""
     options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
     options |= parallel_options(spec, chosen.parallel)
     if chosen.parallel.recompute:
@@ -51,7 +52,7 @@ def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
 
 
 def megatron_flags(spec: ModelSpec, chosen: Configuration) -> str:
-    """For the runner of Megatron-LM's scripts, in a shell."""
+    """Shell arguments for the runner of Megatron-LM's scripts."""
     words = ["--use-megatron-fsdp"]
     for name, value in {**model_options(spec, chosen), **ddp_options(chosen)}.items():
         words.append("--" + name.replace("_", "-"))
@@ -66,11 +67,11 @@ BRIDGE_FIELDS = {
     "fp8_param_gather": "mixed_precision.fp8_param_gather",
     "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
 }  # fmt: skip
-"""Of a recipe's config, where that is not the model's field of the same name."""
+"""Option -> field of a recipe's config, if that is not the model's field of the same name."""
 
 
 def bridge_overrides(spec: ModelSpec, chosen: Configuration) -> str:
-    """For a recipe of Megatron-Bridge, in a shell."""
+    """Shell arguments for a recipe of Megatron-Bridge."""
     words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
     for name, value in model_options(spec, chosen).items():
         words.append(f"{BRIDGE_FIELDS.get(name, f'model.{name}')}={value}")
@@ -81,8 +82,8 @@ PLAIN_ARGUMENTS = ("data_parallel_sharding_strategy", "outer_dp_sharding_strateg
 
 
 def plain_call(chosen: Configuration) -> str | None:
-    """The call of `fully_shard_model`; None where the model itself is split, which that does not
-    do. What has no argument there is said."""
+    """The call of `fully_shard_model`, with a remark on options that it does not have; None with
+    model parallelism, which it does not support."""
     parallel = chosen.parallel
     if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
         return None
@@ -97,7 +98,7 @@ def plain_call(chosen: Configuration) -> str | None:
 
 
 def benchmark_row(chosen: Configuration) -> str | None:
-    """The row of scripts/benchmark.py that measures it; None where it has none."""
+    """The row of scripts/benchmark.py that measures it, or None."""
     parallel = chosen.parallel
     features = chosen.features
     if parallel != type(parallel)(expert=parallel.expert) or chosen.instances > 1:
@@ -117,11 +118,11 @@ def benchmark_row(chosen: Configuration) -> str | None:
 
 
 BENCHMARK_PRESETS = ("llama-1.5b", "llama3-8b", "llama-13b", "llama-30b")
-"""Shapes that configs/ has a file of, by its name."""
+"""Models with a file in configs/, by its name."""
 
 
 def benchmark_command(wanted: Wanted, chosen: Configuration) -> str | None:
-    """What measures it on this machine, from a checkout; None where nothing does."""
+    """The command that measures it on this machine, from a checkout, or None."""
     row, spec = benchmark_row(chosen), wanted.spec
     if row is None or chosen.gpus > wanted.machine.network.domain:
         return None
@@ -231,15 +232,15 @@ def render(plan: Plan, top: int) -> str:
 
 
 LEGEND = {
-    "compute": "nothing but forward and backward is 5% of a step",
-    "exposed": 'communication that no kernel hides; "of the model": of tensor, context or expert '
+    "compute": "nothing except forward and backward exceeds 5% of a step",
+    "exposed": 'exposed communication; "of the model": of tensor, context or expert '
     "parallelism",
     "waits for the host": "the GPU is idle until the host has launched its kernels",
     "pipeline bubble": "stages wait for the first and the last microbatch",
     "optimizer": "the update of main weights",
     "norm": "the norm of the gradients",
 }
-"""What `limit` calls the largest part of a step beside forward and backward, and what it is."""
+"""Values of `Prediction.limit`, and their meanings."""
 
 
 def _legend(rows: Sequence[Prediction]) -> list[str]:
@@ -250,17 +251,17 @@ def _legend(rows: Sequence[Prediction]) -> list[str]:
 
 
 TIGHT, AS_FAST = 0.95, 1.02
-"""Parts of the memory from which on a prediction's error may not fit; times the first one's time
-that count as equal."""
+"""Fraction of the memory above which a prediction error may exceed it; ratio of times that count as
+equal."""
 
 
 def _margin(plan: Plan) -> list[str]:
-    """A line where the first configuration leaves little memory, with one that leaves more."""
+    """A line if the first configuration leaves little memory, with another one that leaves more."""
     limit, first = plan.wanted.memory_gib * GIB, plan.predictions[0]
     if first.peak_bytes <= TIGHT * limit:
         return []
     left = f"{(limit - first.peak_bytes) / GIB:.1f} of {plan.wanted.memory_gib:g} GiB"
-    said = f"               margin: {left} are left, and predicted peaks were off by up to 7%"
+    said = f"               margin: {left} are left, and predicted peaks had errors up to 7%"
     for one in plan.predictions[1:]:
         if one.peak_bytes <= TIGHT * limit and one.ms <= AS_FAST * first.ms:
             return [f"{said}; {(limit - one.peak_bytes) / GIB:.1f} with {one.configuration.name}, "
@@ -269,7 +270,7 @@ def _margin(plan: Plan) -> list[str]:
 
 
 def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Configurations that one reason refuses, as one: the first, and how many more."""
+    """Rejected configurations grouped by reason: the first name, and the number of others."""
     names: dict[str, list[str]] = {}
     for name, reason in refused:
         names.setdefault(reason, []).append(name)
@@ -280,7 +281,7 @@ def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _times(spent: Mapping[str, float]) -> dict[str, float]:
-    """Without what is part of another."""
+    """`spent` without "products", which other purposes contain."""
     return {name: ms for name, ms in spent.items() if name != "products"}
 
 
@@ -290,8 +291,8 @@ def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Columns: the last, and those whose numbers are in `left`, to the left, the others to the
-    right."""
+    """Aligned columns. The last column and those in `left` are left-aligned, the others
+    right-aligned."""
     *widths, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -304,19 +305,19 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
 
 
 def second_step(timeline: Timeline) -> int:
-    """Operations in front of the step that is timed: the first one learns the order of units."""
+    """Number of operations before the timed step. The first step learns the order of units."""
     return [count for name, count in timeline.program.marks if name == "step"][1]
 
 
 def layers_run(timeline: Timeline) -> int:
-    """Units of layers that were run."""
+    """Number of simulated layer units."""
     named = {one.label.removeprefix("forward ") for one in timeline.program.operations}
     return sum(1 for name in named if is_layer(name) and "/" not in name)
 
 
 def explain(timeline: Timeline, layers: int) -> str:
-    """The step as the engine runs it: each launch of its second step, with its stream, what it
-    waits for, and when it runs. layers: of the model's stage."""
+    """A table of the engine's second step: each launch with its stream, its dependencies and its
+    time. layers: those of the model's stage."""
     program = timeline.program
     first, known = second_step(timeline), layers_run(timeline)
     rows = [("ms", "to", "stream", "kind", "what", "launch", "waits for")]
@@ -329,9 +330,11 @@ def explain(timeline: Timeline, layers: int) -> str:
             one.label.removeprefix(f"{one.kind.value}: ") or UNNAMED.get(one.role, one.part),
             str(index - first), ", ".join(after),
         ))  # fmt: skip
-    said = f"{known} of {layers} layers were run; each further one takes what one of them does"
+    said = (
+        f"{known} of {layers} layers were simulated; each further one takes as long as one of them"
+    )
     return "\n".join([said] * (known < layers) + aligned(rows, left=(2, 3, 4)))
 
 
 UNNAMED = {"gather": "casts of weights", "reduce": "copies and sums of gradients"}
-"""What has no label, by stream."""
+"""Stream -> description of operations without a label."""

@@ -1,5 +1,5 @@
-"""Which configurations there are, which of them are worth running through the engine, and why not
-the others."""
+"""Enumerates configurations, simulates the most promising ones, and records why others were
+rejected."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from .prediction import Prediction, predict
 from .timing import HOST
 
 HOPELESS = 1.6
-"""Times the best guess, from which on nothing is run."""
+"""Ratio to the best guess above which nothing is simulated."""
 
 FEW_TRIES = 6
-"""Below it one configuration is run of each way to split and to shard."""
+"""With fewer tries one configuration is simulated for each combination of split and strategy."""
 ASKED = 12
-"""Configurations whose memory is planned, at most, to say what is needed where none fits."""
+"""Maximum number of configurations whose memory is planned to find the least that is needed if none
+fits."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is planned for. `fixed`: fields of a configuration, or of how it is split, that the user
-    has chosen."""
+    """The input of a plan. fixed: fields of a `Configuration` or `Parallel` that the user has
+    chosen."""
 
     spec: ModelSpec
     machine: Machine
@@ -47,14 +48,17 @@ class Wanted:
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch", "tries"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1"
+                )
         if not self.memory_gib > 0:
             raise ValueError(f"--memory-gib {self.memory_gib}: must be above 0")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """predictions: by time, the best first. refused: configurations that were not run, and why."""
+    """The result of a search. predictions: by time, the best first. refused: rejected
+    configurations, and why."""
 
     wanted: Wanted
     predictions: Sequence[Prediction]
@@ -66,8 +70,8 @@ def _powers(limit: int) -> list[int]:
 
 
 def splits(wanted: Wanted) -> Iterator[Configuration]:
-    """Every way to split the model over the GPUs that the fixed options leave, whether it fits or
-    not, as a configuration with nothing else chosen."""
+    """Every model-parallel split that the fixed options allow, whether it fits or not, as a
+    configuration with defaults."""
     spec, domain = wanted.spec, wanted.machine.network.domain
     heads = spec.query_groups
     tensors = [n for n in _powers(min(8, domain, wanted.gpus)) if heads % n == 0]
@@ -89,12 +93,12 @@ def splits(wanted: Wanted) -> Iterator[Configuration]:
 
 
 def _is(wanted: Wanted, name: str, value: object) -> bool:
-    """Whether nothing else is fixed."""
+    """True unless another value is fixed."""
     return wanted.fixed.get(name, value) == value
 
 
 def candidates(wanted: Wanted, split: Configuration) -> Iterator[Configuration]:
-    """Every configuration of a way to split."""
+    """Every configuration of a model-parallel split."""
     for strategy in STRATEGIES:
         if _is(wanted, "strategy", strategy):
             for chosen in _of(wanted, replace(split, strategy=strategy)):
@@ -103,11 +107,11 @@ def candidates(wanted: Wanted, split: Configuration) -> Iterator[Configuration]:
 
 
 def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
-    """Those of a strategy."""
+    """The candidates of a strategy."""
     parallel, strategy = base.parallel, base.strategy
     over = base.sharded_over
     if over == base.experts_over == 1 and strategy != "optim":
-        return  # nothing is sharded, whatever it is called
+        return  # one rank: all strategies are the same
     inside = wanted.machine.network.domain // parallel.tensor
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
     graphs = [False, True] if parallel.pipeline == 1 and not wanted.spec.num_experts else [False]
@@ -130,10 +134,10 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
 
 
 def plan(wanted: Wanted) -> Plan:
-    """The best configurations, each run through the engine.
+    """The best configurations, each simulated with the engine.
 
     Raises:
-        ValueError: none fits, or the options leave none.
+        ValueError: none fits, or the fixed options allow none.
     """
     known: list[tuple[float, Configuration]] = []
     too_large: dict[str, tuple[float, str]] = {}
@@ -156,14 +160,14 @@ def plan(wanted: Wanted) -> Plan:
     if not found:
         least, name = _least(wanted)
         raise ValueError(
-            f"no configuration fits in {wanted.memory_gib:g} GiB: the least that one needs is "
-            f"{least / GIB:,.0f} GiB ({name}); use more GPUs"
+            f"no configuration fits in {wanted.memory_gib:g} GiB: the smallest needs "
+            f"{least / GIB:,.0f} GiB ({name}). Use more GPUs"
         )
     return Plan(wanted, sorted(found, key=lambda one: one.ms), refused)
 
 
 def _why_none(wanted: Wanted) -> str:
-    """Why there is no configuration: of the one with nothing but what is fixed."""
+    """Why there is no configuration: the problems of one with only the fixed options."""
     parallel = Parallel(**{
         name: value for name, value in wanted.fixed.items() if name in vars(Parallel())
     })  # type: ignore[arg-type]
@@ -171,7 +175,7 @@ def _why_none(wanted: Wanted) -> str:
     assert isinstance(micro, int)
     reasons = split_problems(wanted.spec, parallel, wanted.gpus, micro, wanted.global_batch)
     told = ", ".join(f"{name} {value}" for name, value in wanted.fixed.items())
-    reason = reasons[-1] if reasons else "none that is searched for has these; leave an option out"
+    reason = reasons[-1] if reasons else "the search has none with these. Leave an option out"
     return (
         f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch}"
         + (f" with {told}" if told else "")
@@ -182,8 +186,9 @@ def _why_none(wanted: Wanted) -> str:
 def _add_sharded_alone(
     wanted: Wanted, limit: float, found: list[Prediction], refused: list[tuple[str, str]]
 ) -> None:
-    """Adds weights sharded over all ranks with no other parallelism but of experts, which a user of
-    FSDP compares with, to what was found, or to what was refused with the bytes it needs."""
+    """Adds the configuration with weights sharded over all ranks and no other parallelism except
+    expert parallelism to `found`, or to `refused` with the bytes that it needs. It is the baseline
+    of FSDP users."""
 
     def is_alone(one: Configuration) -> bool:
         only_sharded = one.parallel.tensor == one.parallel.pipeline == 1
@@ -207,14 +212,14 @@ def _add_sharded_alone(
 
 
 def _guess(wanted: Wanted, chosen: Configuration) -> float:
-    """Seconds of a step, without planning it."""
+    """Rough seconds of a step, without planning it."""
     count = chosen.microbatches(wanted.global_batch)
     return seconds(wanted.spec, chosen, wanted.machine, count)
 
 
 def _least(wanted: Wanted) -> tuple[float, str]:
-    """Bytes of the configuration that needs fewest, and its name. Those that might are asked in the
-    order of what they need at least, until one needs less than any other can."""
+    """Bytes of the configuration that needs fewest, and its name. Candidates are planned in the
+    order of their lower bounds, until one needs less than all further bounds."""
     bounds = sorted(
         ((_at_least(wanted, chosen), chosen) for split in splits(wanted)
          for chosen in candidates(wanted, split)),
@@ -229,23 +234,23 @@ def _least(wanted: Wanted) -> tuple[float, str]:
 
 
 def _at_least(wanted: Wanted, chosen: Configuration) -> float:
-    """Bytes, without planning."""
+    """A lower bound on bytes, without planning."""
     count = chosen.microbatches(wanted.global_batch)
     reserved = wanted.machine.gpu.reserved_gib * GIB
     return at_least_bytes(wanted.spec, chosen, count) + reserved
 
 
 def _held(wanted: Wanted, chosen: Configuration) -> float:
-    """Bytes of a step at its most."""
+    """Peak bytes of a step."""
     microbatches = chosen.microbatches(wanted.global_batch)
     return sum(memory(wanted.spec, chosen, wanted.machine, microbatches).values())
 
 
-NOT_LAUNCH_BOUND = "not limited by the host's launches, which are all that a graph saves"
+NOT_LAUNCH_BOUND = "not launch-bound, so a graph saves nothing"
 
 
 def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
-    """Why a graph of the iteration is of no use: what it saves is the host's time."""
+    """Why a full-iteration graph saves nothing: without it the step is not launch-bound."""
     for one in found:
         if one.configuration == replace(chosen, graph=False):
             return "" if one.spent.get(HOST, 0.0) > 0.01 * one.ms else NOT_LAUNCH_BOUND
@@ -255,11 +260,11 @@ def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
 def _run_best(
     wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float
 ) -> tuple[list[Prediction], list[tuple[str, str]]]:
-    """Runs the most promising that fit: the best of each way to split and to shard first, so that
-    a wrong guess costs no kind of them."""
+    """Simulates the most promising configurations that fit, at most a few of each combination of
+    split and strategy, so that a wrong guess excludes none."""
     found: list[Prediction] = []
     refused: list[tuple[str, str]] = []
-    ordered = sorted(known, key=lambda entry: entry[0])  # equal ones: what has less comes first
+    ordered = sorted(known, key=lambda entry: entry[0])  # ties: the simpler one first
     times: dict[tuple[object, ...], int] = {}
     best = ordered[0][0] if ordered else 0.0
     for guess, chosen in ordered:

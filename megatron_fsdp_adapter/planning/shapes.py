@@ -1,5 +1,5 @@
-"""A model as its units compute: operations and bytes of one microbatch on one rank, of a model that
-may be split over tensor, expert and pipeline parallel ranks.
+"""Work of a model's units: operations and bytes of one microbatch on one rank, with tensor, expert
+and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from .timed_modules import EXPERTS, UnitWork, Work
 BF16 = 2
 
 LAYER_HOST = 1875.0
-"""Reference microseconds in which a host launches a layer's forward, with Transformer Engine."""
+"""Reference microseconds to launch a layer's forward, with Transformer Engine."""
 
 MOE_HOST = 2.0
-"""Times that for a layer of experts."""
+"""Factor of `LAYER_HOST` for a layer with experts."""
 
 FP8_HOST = 1.5
-"""Times that for a layer whose products are FP8: casts are launched beside them."""
+"""Factor of `LAYER_HOST` for a layer with FP8 GEMMs, which launches casts too."""
 
 CAST_KERNELS = 12
-"""Of a layer's forward or backward in FP8."""
+"""Cast kernels of a layer's forward or backward in FP8."""
 
 FORWARD_PASSES, BACKWARD_PASSES = 14.0, 30.0
-"""Bytes that element-wise kernels of a layer move a token, in parts of hidden + ffn elements times
-2 bytes: norms, rotary embedding, SwiGLU, residuals. From a trace of Llama-3 8B layers."""
+"""Memory traffic per token of a layer's element-wise kernels (norms, rotary embedding, SwiGLU,
+residuals), in units of 2 (hidden + ffn / 3) bytes. From a trace of Llama-3 8B layers."""
 FORWARD_KERNELS, BACKWARD_KERNELS = 20, 36
 PERMUTED = 12.0
-"""Times that a token's hidden state is read or written, for each expert it is sent to, on the way
-there and back, in one direction."""
+"""Number of reads and writes of a token's hidden state per expert, for dispatch and combine, in one
+pass."""
 
 
 def waits_for_longer(spec: ModelSpec, parallel: Parallel, stage: int) -> float:
-    """By how much longer a stage takes than its layers do, in parts of that: stages take turns, so
-    each of its virtual stages takes as long as the longest of them."""
+    """Relative extra time of a stage beyond its layers: stages take turns, so each virtual stage
+    takes as long as the longest."""
     longest = -(-(spec.num_layers - stage) // (parallel.pipeline * parallel.virtual))
     return parallel.virtual * longest / len(layers_of(spec, parallel, stage)) - 1
 
@@ -65,8 +65,9 @@ def units(
     quantized: Quantization = PLAIN,
 ) -> list[UnitWork]:
     """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
-    quantized: what becomes of the layers' matrix products and weights. The weights of a rank's
-    experts are one parameter, which lies as they do and is planned faster."""
+
+    quantized: quantization of the layers' GEMMs and weights. The weights of a rank's experts are
+    one parameter with the same layout, which is faster to plan."""
     params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
     rows = sorted(listing(spec, parallel, stage), key=lambda row: _order(row[0]))
     for unit, fqn, full, domain in _joined(rows):
@@ -94,7 +95,7 @@ def units(
 
 
 def _joined(rows: Sequence[Row]) -> Iterator[Row]:
-    """Experts' weights of one kind, of a layer, as one."""
+    """`rows` with a layer's experts' weights of one kind joined into one."""
     seen: dict[str, list[Row]] = {}
     for row in rows:
         seen.setdefault(row[1].rstrip("0123456789") if row[3] == EXPERT else row[1], []).append(row)
@@ -106,7 +107,8 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 def layer_work(
     spec: ModelSpec, parallel: Parallel, tokens: float, number: int, quantized: Quantization
 ) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
-    """Of a rank: forward and backward of a layer for so many tokens, and what the host takes."""
+    """A rank's work of a layer's forward and backward for `tokens` tokens, and microseconds of the
+    host."""
     tensor, moe, width = parallel.tensor, spec.is_moe(number), spec.active_ffn(number)
     grouped = spec.mlp_numel(spec.moe_router_topk * spec.expert_ffn) if moe else 0
     dense = spec.active_numel(number) - grouped
@@ -134,7 +136,7 @@ def layer_work(
         host *= FP8_HOST
     whole = tokens * spec.hidden_size * BF16
     own: list[Work] = []
-    if tensor > 1:  # with sequence parallelism: a gather and a reduction around each half
+    if tensor > 1:  # sequence parallelism: a gather and a reduction around attention and MLP
         gathered = Work(Kind.ALL_GATHER, whole, "tensor")
         own += [gathered, Work(Kind.REDUCE_SCATTER, whole, "tensor")] * 2
     if parallel.context > 1:  # keys and values of the other ranks
@@ -148,13 +150,14 @@ def layer_work(
 
 
 def products_of(quantized: Quantization) -> tuple[Kind, Kind]:
-    """Kinds of a layer's dense and grouped products. ValueError for formats without numbers."""
+    """Kinds of a layer's dense and grouped GEMMs. Raises ValueError for formats without
+    measurements."""
     form = quantized.weights or quantized.products
     if form is None:
         return Kind.PRODUCT, Kind.GROUPED
     if form.name not in _PRODUCTS:
         raise ValueError(
-            f"products of {form.name} weights: there are no numbers for them; use one of "
+            f"{form.name} GEMMs are not modeled, because there are no measurements. Use one of "
             f"{sorted(_PRODUCTS)}"
         )
     return _PRODUCTS[form.name], Kind.FP8_GROUPED
@@ -169,9 +172,11 @@ _PRODUCTS = {
 def _casts(
     spec: ModelSpec, tokens: float, width: float, weights: float, quantized: Quantization
 ) -> tuple[Work, Work]:
-    """What a layer's products read in FP8 is cast: inputs in forward, gradients of outputs in
-    backward, each along rows and along columns, and weights that are kept in the compute dtype. A
-    scale a tensor needs a pass before, for the largest value."""
+    """Casts of a layer's FP8 GEMMs in forward and backward.
+
+    Inputs are cast in forward, gradients of outputs in backward, each along rows and columns, and
+    weights that are kept in the compute dtype. A per-tensor scale needs an earlier pass for the
+    amax."""
     inputs = 2 * spec.hidden_size + spec.query + width
     outputs = spec.query + spec.key_value + 2 * spec.hidden_size + spec.gates * width
     form = quantized.weights or quantized.products
@@ -184,13 +189,13 @@ def _casts(
 
 
 HEAD_PASSES = 62.0
-"""Bytes that loss and softmax move a token and row of the vocabulary, forward and backward."""
+"""Memory traffic of loss and softmax per token and vocabulary row, forward and backward."""
 
 
 def head_work(
     spec: ModelSpec, parallel: Parallel, tokens: float
 ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """The output layer and the loss, in float32."""
+    """Work of the output layer and the float32 loss."""
     logits = tokens * spec.embedding_rows / parallel.tensor
     products = 2 * logits * spec.hidden_size
     half = Work(Kind.MEMORY, HEAD_PASSES * logits / 2)
@@ -198,18 +203,18 @@ def head_work(
 
 
 def _tokens(spec: ModelSpec, parallel: Parallel, microbatch: int) -> float:
-    """Of a microbatch, that a rank has between products."""
+    """Tokens of a microbatch on a rank between GEMMs."""
     return microbatch * spec.tokens / parallel.context / parallel.tensor
 
 
 def layer_bytes(
     spec: ModelSpec, parallel: Parallel, microbatch: int, number: int, fp8: bool = False
 ) -> float:
-    """Of a rank at the end of a forward: what autograd keeps of a layer without recomputation, with
-    flash attention. fp8: inputs of products are kept as bytes."""
+    """Bytes that autograd saves for a layer on one rank, without recomputation, with flash
+    attention. fp8: True if inputs of GEMMs are saved in FP8."""
     width = spec.ffn
     if spec.is_moe(number):
-        # Tokens are sent in copies, one an expert: their inputs and outputs too.
+        # Tokens are copied per expert, so inputs and outputs count too.
         width = spec.moe_router_topk * (spec.expert_ffn + 2 * spec.hidden_size // 3)
         width += spec.shared_ffn
     inputs = 2 * spec.hidden_size + spec.query + width if fp8 else 0
@@ -219,8 +224,8 @@ def layer_bytes(
 def captured_bytes(
     spec: ModelSpec, parallel: Parallel, microbatch: int, in_flight: float = 1, fp8: bool = False
 ) -> int:
-    """Of one rank: what graphs of layers reserve; of layers with experts for their attention, whose
-    inputs come from elsewhere and are copied."""
+    """Bytes that layer graphs reserve on one rank. For layers with experts only attention is
+    captured, and its inputs are copied."""
     tokens = _tokens(spec, parallel, microbatch)
     attention = tokens * BF16 * (spec.saved_numel(0) + spec.hidden_size)
     each = [
@@ -234,8 +239,8 @@ def captured_bytes(
 def activation_bytes(
     spec: ModelSpec, parallel: Parallel, microbatch: int, in_flight: float = 1, fp8: bool = False
 ) -> int:
-    """Of one rank at the end of a forward: what autograd keeps of a stage's layers for `in_flight`
-    microbatches, with flash attention, and the logits in bf16 and float32."""
+    """Bytes on one rank at the end of a forward: autograd's saved tensors of the stage's layers for
+    `in_flight` microbatches, with flash attention, and the logits in bf16 and float32."""
     tokens, layers = _tokens(spec, parallel, microbatch), layers_of(spec, parallel, 0)
     if parallel.recompute:
         total = tokens * BF16 * spec.hidden_size * len(layers) * in_flight

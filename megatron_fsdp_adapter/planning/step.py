@@ -1,5 +1,5 @@
-"""A training step of the engine, written down: real units, groups, slots and order of launches, on
-meta tensors, with modules that say what they would compute."""
+"""Records a training step of the engine: real units, groups, slots and launches, on meta tensors,
+with modules that record their work."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from .timed_quantized import TimedParams
 from .timed_runtime import TimedCommunicator, TimedRuntime
 
 DTYPE = torch.bfloat16
-"""Of the compute weights."""
+"""Dtype of compute weights."""
 
 GRAD, MAIN, STATE = 4, 4, 8
 """Bytes of an element of gradients, main weights and optimizer state."""
 
 LAUNCHES = 2000.0
-"""Reference microseconds in which the host launches norm, clip and Adam."""
+"""Reference microseconds to launch norm, clip and Adam."""
 
 ONE_PASS = 0.81
-"""Time of the one-pass Adam (`optim/fused_adam.py`) in that of Transformer Engine's, after
-which the rates of memory are: 3.36 of 4.14 TB/s, H200."""
+"""Relative time of the one-pass Adam (`optim/fused_adam.py`): 3.36 of 4.14 TB/s on H200. The
+tables' memory rates are those of Transformer Engine's Adam."""
 
 
 @dataclass(frozen=True)
 class StepSetup:
-    """What of a configuration the engine and the step see.
+    """Inputs of the engine and the step from a configuration.
 
     Attributes:
-        shards: by domain, ranks over which it is sharded, and instances (the outer axis).
-        separate_gathers: gathers have communicators of their own.
-        copy_gathers, copy_reduces: carried by copy engines.
+        shards: domain -> (ranks over which it is sharded, instances of the outer axis).
+        separate_gathers: gathers have separate communicators.
+        copy_gathers, copy_reduces: run on copy engines.
         fused: modules write weight gradients into the bucket.
-        warmup: forwards in front of the first backward, as in a pipeline's stage.
+        warmup: forwards before the first backward, as in a pipeline stage.
         fused_step: gradients are clipped while Adam reads them.
-        graph: forward and backward are replayed: the host launches nothing.
-        layer_graphs: those of each layer are; gathers and reductions are launched.
-        weight_format: that linear weights are kept and gathered in, None for bf16.
-        rows: strategies of units, by name, that keep more than the engine's.
-        unit_numel: elements up to which neighboring layers are joined to a unit.
+        graph: full-iteration graph: the host launches no forward or backward.
+        layer_graphs: layers are replayed; gathers and reductions are launched.
+        weight_format: format in which linear weights are kept and gathered (None: bf16).
+        rows: unit name -> strategy, for units that keep more than the engine's strategy.
+        unit_numel: elements up to which neighboring layers are grouped into a unit.
     """
 
     engine: EngineConfig
@@ -89,24 +89,23 @@ def _axis(name: str, group: Any) -> Axis:
 
 
 def _domain(name: str, inner: int, outer: int, scale: float) -> ShardDomain:
-    """Groups of the first rank in a world that is only pretended."""
+    """A domain with the groups of the first rank in a fake world."""
     shard = _axis(SHARD_DIM, dist.new_group(list(range(inner))))
     others = None
     if outer > 1:
         others = _axis(OUTER_DIM, dist.new_group(list(range(0, inner * outer, inner))))
     mesh = mesh_over([axis for axis in (others, shard) if axis is not None], "cpu")
-    # A group of their own tells gathers from reductions; which communicator they are on is said
-    # where communicators are made.
+    # A separate group distinguishes gathers from reductions. `_Maker` chooses the communicators.
     gather = dist.new_group(list(range(inner)))
     return ShardDomain(name, shard, gather, shard.group, mesh, scale, others)
 
 
 @contextmanager
 def pretended_world(size: int) -> Iterator[None]:
-    """A default process group of `size` ranks of which only the first exists. RuntimeError inside a
-    process that has a real one."""
+    """A fake default process group of `size` ranks of which only the first exists. Raises
+    RuntimeError in a process that has a process group."""
     if dist.is_initialized():
-        raise RuntimeError("a process group exists: plan in a process that does not train")
+        raise RuntimeError("a process group exists. Plan in a process that does not train")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -118,7 +117,7 @@ def pretended_world(size: int) -> Iterator[None]:
 
 @dataclass
 class _Run:
-    """An engine over units, on a runtime that keeps a list."""
+    """An engine over units on a recording runtime."""
 
     setup: StepSetup
     runtime: TimedRuntime
@@ -134,7 +133,7 @@ class _Run:
         torch.autograd.backward(self._waiting.pop(0).sum())
 
     def step(self) -> None:
-        """As a training loop of Megatron takes one, with 1F1B order in a pipeline."""
+        """Runs a step like Megatron's training loop, with 1F1B order in a pipeline."""
         runtime, setup = self.runtime, self.setup
         count, warmup = setup.microbatches, setup.warmup
         runtime.mark("step")
@@ -161,8 +160,8 @@ class _Run:
         self.engine.sync_weights(wait=False)
 
     def _optimizer(self) -> None:
-        """Norm, clip and Adam of what this rank updates, in the order of their launches. The real
-        optimizers are not run: the meta device does not have their kernels."""
+        """Records norm, clip and Adam of this rank's shards, in launch order. The real optimizers
+        cannot run, because their kernels do not support the meta device."""
         runtime, fused = self.runtime, self.setup.fused_step
         groups = (group for unit in self.engine.units for group in unit.groups)
         numel = sum(group.held.layout.shard_numel for group in groups)
@@ -175,8 +174,9 @@ class _Run:
 
 
 def record_step(units: Sequence[UnitWork], setup: StepSetup, steps: int = 2) -> Program:
-    """The program of `steps` steps of the engine. `units` in the order in which they compute, the
-    root's unit, named "root", at its place. The first step learns the order of units.
+    """The program of `steps` steps of the engine. The first step learns the order of units.
+
+    units: in the order in which they compute, including the root's unit, named "root".
 
     Raises:
         RuntimeError: in a process that has a process group.
@@ -196,7 +196,7 @@ def record_step(units: Sequence[UnitWork], setup: StepSetup, steps: int = 2) -> 
 
 
 def _replayed(program: Program) -> Iterator[Any]:
-    """The host launches nothing one by one but the optimizer's part."""
+    """Operations with host time only for the optimizer's part; a graph replays the others."""
     outside = ("optimizer", "norm", "sync")
     for operation in program.operations:
         yield operation if operation.part in outside else replace(operation, host=0.0)
@@ -252,7 +252,7 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
 
 @dataclass
 class _Maker:
-    """Makes the communicators of an engine: which axis and which channel each group stands for."""
+    """Makes the communicators of an engine: maps each group to its axis and channel."""
 
     setup: StepSetup
     runtime: TimedRuntime
@@ -269,4 +269,4 @@ class _Maker:
                 return TimedCommunicator(group, self.runtime, name, channel, setup.copy_gathers)
             if group is domain.reduce_group:
                 return TimedCommunicator(group, self.runtime, name, name, setup.copy_reduces)
-        raise RuntimeError("the engine asks for a communicator of a group that it was not given")
+        raise RuntimeError("the engine requests a communicator for an unknown group")

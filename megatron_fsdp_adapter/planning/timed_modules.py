@@ -1,4 +1,4 @@
-"""Modules that say what they would compute, forward and backward, and compute nothing."""
+"""Modules that record the work of forward and backward without computing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .timed_runtime import TimedRuntime
 
 @dataclass(frozen=True)
 class Work:
-    """Something that a module does on the compute stream. group: of a collective of the model's own
-    (tensor or expert parallel), its axis; it is on a communicator of its own."""
+    """An operation of a module on the compute stream. group: axis of a collective of the model
+    (tensor or expert parallel), which has a separate communicator."""
 
     kind: Kind
     amount: float
@@ -26,13 +26,13 @@ class Work:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """A unit as the model runs it.
+    """The work of a unit.
 
     Attributes:
         params: name, shape and domain of each parameter.
-        forward, backward: of one microbatch, recomputation included.
-        host: reference microseconds to launch the forward; the backward takes as many times as
-            many kernels, `BACKWARD_HOST`.
+        forward, backward: work of one microbatch, recomputation included.
+        host: reference microseconds to launch the forward. The backward takes `BACKWARD_HOST` times
+            as long.
     """
 
     name: str
@@ -44,21 +44,22 @@ class UnitWork:
 
 
 BACKWARD_HOST = 1.0
-"""Times the forward's host time."""
+"""Ratio of the backward's host time to the forward's."""
 
 EXPERTS = "expert parallel"
 """The axis of exchanges between experts."""
 
 REPLAY = 60.0
-"""Reference microseconds in which the host replays a graph."""
+"""Reference microseconds to replay a graph."""
 
 
 class _Charged(torch.autograd.Function):
-    """Writes a unit's work down, forward and backward, and makes gradients of the right sizes."""
+    """Records a unit's work in forward and backward, and makes gradients of the right sizes."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, module: Any, *params: torch.Tensor) -> Any:
-        # Shapes, as parameters may not be looked at where backward reads no weights.
+        # Only shapes are kept, because backward may not access parameters of units that it does not
+        # read.
         ctx.module = module
         ctx.params = [
             (tuple(p.shape), p.dtype, getattr(p, "get_main_grad", None)) for p in params
@@ -81,8 +82,8 @@ class _Charged(torch.autograd.Function):
 
 
 class UnitModule(nn.Module):
-    """A unit's module: parameters without values, work without results. replayed: its kernels are
-    in CUDA graphs."""
+    """A unit's module: parameters without values, work without results. replayed: True if its
+    kernels are in CUDA graphs."""
 
     replayed = False
 
@@ -108,7 +109,8 @@ class UnitModule(nn.Module):
             )  # fmt: skip
 
     def writes(self, nbytes: int) -> None:
-        """A product ends in the bucket, in its dtype, and not in a gradient of half the size."""
+        """Records that the GEMM writes into the bucket, in the bucket's dtype, not into a gradient
+        of half the size."""
         self._runtime.write(
             Kind.MEMORY, nbytes, label=f"gradient of {self.unit.name}", part="backward"
         )
@@ -118,7 +120,7 @@ class UnitModule(nn.Module):
 
 
 class LayerModule(UnitModule):
-    """Slots tell layers from other units by their class."""
+    """A layer's module. Slots distinguish layers from other units by class."""
 
 
 def flat_name(fqn: str) -> str:
@@ -126,12 +128,12 @@ def flat_name(fqn: str) -> str:
 
 
 def full_name(fqn: str) -> str:
-    """Of a parameter of a `UnitModel`, in the model that it stands for."""
+    """The real model's name of a parameter of a `UnitModel`."""
     return fqn.split(".")[-1].replace("__", ".")
 
 
 class UnitModel(nn.Module):
-    """Units in order; the root's own parameters are used last but one, like a final norm."""
+    """A model of units in order of computation."""
 
     def __init__(
         self, units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Quantized weights of the timed runtime: planes without memory, casts that are written down."""
+"""Quantized weights of the timed runtime: planes without memory, recorded casts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .timed_runtime import TimedRuntime
 
 
 class TimedParams(QuantizedParams):
-    """Of ordinary parameters on the meta device. What a cast, or the transpose
-    that backward derives, reads and writes is a memory pass."""
+    """Ordinary parameters on the meta device. Casts, and transposes that backward derives, are
+    recorded as memory passes."""
 
     def __init__(self, runtime: TimedRuntime, format: WeightFormat) -> None:
         self._runtime, self._format = runtime, format
@@ -37,7 +37,7 @@ class TimedParams(QuantizedParams):
         return param.detach()
 
     def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
-        """Nobody reads them."""
+        """No-op: the views are not read."""
 
     def prepare(self, param: nn.Parameter) -> None:
         is_backward = self._runtime.part == "backward"
@@ -57,8 +57,8 @@ class TimedParams(QuantizedParams):
 
 
 class TimedQuantizer:
-    """`Quantizer`: a pass over main weights for the largest values, where there are any to agree
-    upon, and one that writes planes."""
+    """`Quantizer`: records a pass over main weights for amaxes, if ranks exchange them, and one
+    that writes planes."""
 
     def __init__(
         self, runtime: TimedRuntime, format: WeightFormat, weights: Sequence[QuantizedWeight]
@@ -73,7 +73,7 @@ class TimedQuantizer:
         return max(1, weight.param.numel() // 128**2)
 
     def bind(self, amaxes: torch.Tensor) -> None:
-        """They have no values."""
+        """No-op: amaxes have no values."""
 
     def begin(self) -> None:
         if self.amax_numel:

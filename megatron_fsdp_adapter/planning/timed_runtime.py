@@ -1,8 +1,8 @@
-"""The engine's runtime that keeps a list in place of computing: same calls, tensors without memory.
+"""A recording runtime of the engine: the same interface, on tensors without memory.
 
-The engine runs unchanged, on meta tensors. What it submits is written down with the stream, the
-order that events make and the host's share; every operation of torch that touches many bytes is a
-memory pass of as many bytes. Timing is another step, so that one list serves many machines.
+The engine runs unchanged, on meta tensors. Each operation is recorded with its stream, its
+dependencies by events and its host time. Every torch operation that moves many bytes is recorded as
+a memory pass. Timing is a separate step, so that one program serves many machines.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, Works
 from .program import Kind, Operation, Program
 
 SMALL = 1 << 14
-"""Bytes below which an operation is left out: it takes a launch, and no time on the device."""
+"""Bytes below which an operation is not recorded; only its launch counts."""
 
 CALL, SWITCH, LAUNCH = 20.0, 100.0, 8.0
-"""Microseconds of the reference host: an event, or memory of a unit that is asked for or given
-back; work handed to another stream; a launch."""
+"""Microseconds of the reference host: an event, or an allocation or release of a unit's memory;
+work on another stream; a launch."""
 
 VIEWS = ("view", "detach", "slice", "alias", "empty", "as_strided", "select", "expand", "split")
-"""Beginnings of the names of operations that move nothing."""
+"""Name prefixes of operations that move no bytes."""
 
 
 class TimedRuntime:
-    """A `Runtime` on the meta device that writes a `Program`."""
+    """A `Runtime` on the meta device that records a `Program`."""
 
     host_waits = False
     poison = False
@@ -55,19 +55,19 @@ class TimedRuntime:
 
     @property
     def program(self) -> Program:
-        """What was written so far."""
+        """The program recorded so far."""
         return Program(tuple(self._operations), tuple(self._marks), tuple(self._bytes))
 
     def mark(self, name: str) -> None:
-        """A name for this place in the program."""
+        """Adds a mark at the current place in the program."""
         self._marks.append((name, len(self._operations)))
 
     def spend(self, microseconds: float) -> None:
-        """The host is busy for that long."""
+        """Adds host time before the next operation."""
         self._host += microseconds
 
     def write(self, kind: Kind, amount: float, **given: Any) -> None:
-        """An operation on the current stream."""
+        """Records an operation on the current stream."""
         if amount <= 0:
             return
         role = self._role
@@ -144,27 +144,27 @@ class TimedRuntime:
         self._bytes.append((len(self._operations), total))
 
     def synchronize(self) -> None:
-        """Nothing runs."""
+        """No-op: nothing runs asynchronously."""
 
     def abandon(self) -> None:
-        """Nothing waits."""
+        """No-op: nothing is pending."""
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
-        """For comparisons of launches: a number and its complement, so that ranks agree."""
+        """A result for launch comparison: a number and its complement, so that ranks agree."""
         return lambda: [[0, ~0]] * tensor.shape[0]
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def block(self, event: Any) -> None:
-        """Nothing runs."""
+        """No-op: nothing runs asynchronously."""
 
     def is_capturing(self) -> bool:
         return False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Torch's operations inside are written down."""
+        """Records torch operations inside the block."""
         with _Watch(self):
             yield
 
@@ -174,7 +174,7 @@ def storage_bytes(flat: torch.Tensor) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Writes a memory pass for each operation that moves bytes."""
+    """Records a memory pass for each operation that moves many bytes."""
 
     def __init__(self, runtime: TimedRuntime) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _bytes_moved(name: str, args: Any, out: Any) -> int:
-    """Read and written; what is overwritten is not read."""
+    """Bytes read and written; overwritten tensors are not read."""
     read = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
     total = sum(one.numel() * one.element_size() for one in read)
     if name.startswith(("fill", "zero", "foreach_zero", "copy", "foreach_copy")):
@@ -214,10 +214,10 @@ KINDS = {
 
 
 class TimedCommunicator(Communicator):
-    """A `Communicator` that writes its collectives down.
+    """A `Communicator` that records its collectives.
 
-    channel: collectives of one channel run one after the other, as NCCL does with those of a
-    communicator. copy_engine: all-gathers and exchanges are carried by copy engines.
+    channel: collectives of one channel are sequential, as in an NCCL communicator. copy_engine:
+    True if all-gathers and exchanges run on copy engines.
     """
 
     def __init__(

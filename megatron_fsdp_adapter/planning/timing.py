@@ -1,9 +1,8 @@
-"""When each operation of a program runs: streams, communicators, the host, and what they take from
-each other while they run at once.
+"""Simulates the times of a program's operations: streams, communicators, the host, and contention.
 
-Between two events every running operation goes on at the rate that those beside it leave it. One
-operation runs on a stream at a time, in launch order, not before the host has launched it, after
-the events that it waits for; one collective runs on a communicator at a time, in launch order.
+Between two events every running operation proceeds at a rate that depends on the concurrent ones. A
+stream runs one operation at a time, in launch order, after its launch by the host and after its
+dependencies. A communicator runs one collective at a time, in launch order.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
 
 @dataclass(frozen=True)
 class Timeline:
-    """starts, ends: seconds, of each operation of `program`. spent: seconds between `begin` and
-    `end` by what they were for: parts of compute, "exposed <collective>", idle, host."""
+    """Times of a program.
+
+    starts, ends: seconds of each operation of `program`. spent: seconds between `begin` and `end`
+    by purpose: parts of compute, "exposed <collective>", idle, host."""
 
     program: Program
     starts: Sequence[float]
@@ -39,7 +40,7 @@ class Timeline:
 
 @dataclass
 class _State:
-    """Of the simulation."""
+    """State of the simulation."""
 
     program: Program
     alone: list[float]
@@ -56,15 +57,15 @@ class _State:
 COMPUTES = (*PRODUCTS, Kind.ATTENTION)
 
 STEP = ("step", 1)
-"""The second step: the first one learns the order of units."""
+"""The mark of the second step. The first step learns the order of units."""
 
 
 def time_program(
     program: Program, machine: Machine, groups: Mapping[str, Group],
     window: tuple[str, int] = STEP,
 ) -> Timeline:
-    """Times `program`. window: the mark, by name and number, at which measuring begins; it ends
-    with the next mark of that name, or the end."""
+    """Times `program`. window: name and number of the mark at which measuring begins; it ends at
+    the next mark of that name, or at the end."""
     return time_windows(program, machine, groups, [window])[0]
 
 
@@ -72,7 +73,7 @@ def time_windows(
     program: Program, machine: Machine, groups: Mapping[str, Group],
     windows: Sequence[tuple[str, int]],
 ) -> list[Timeline]:
-    """The same for several windows of one run. The first decides how hot the device gets."""
+    """Times several windows of one run. The first decides the slowdown by the power limit."""
     state, intervals = _simulate(program, machine, groups)
     gpu = machine.gpu
     first = _timeline(state, intervals, windows[0])
@@ -88,7 +89,7 @@ def time_windows(
 
 
 Interval = tuple[float, float, tuple[int, ...], bool]
-"""Begin, end, the operations that ran, and whether compute waited for the host."""
+"""Begin, end, running operations, and True if compute waited for the host."""
 
 
 def _simulate(
@@ -103,7 +104,7 @@ def _simulate(
         next_launch = _next_launch(state, now)
         if not state.running:
             if next_launch is None:
-                raise RuntimeError("the program waits for itself")
+                raise RuntimeError("the program has a circular dependency")
             intervals.append((now, next_launch, (), True))
             now = next_launch
             continue
@@ -144,7 +145,7 @@ def _prepare(
 
 
 def _launch(state: _State, begin: int, now: float, host: float) -> None:
-    """The host launches what follows, up to what it reads."""
+    """Sets launch times from `begin` up to the next operation whose result the host reads."""
     for index in range(begin, len(state.launched)):
         one = state.program.operations[index]
         now += one.host * 1e-6 * host
@@ -162,7 +163,7 @@ def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group]) -> flo
 
 
 def _blocked(state: _State, index: int) -> bool:
-    """By another operation."""
+    """True if another operation must end first."""
     one, before = state.program.operations[index], state.before_on_channel[index]
     if before >= 0 and state.ends[before] < 0:
         return True
@@ -182,7 +183,7 @@ def _begin_ready(state: _State, now: float) -> None:
 
 
 def _heads(state: _State) -> list[int]:
-    """Of streams that run nothing."""
+    """The next operation of each idle stream."""
     return [
         queue[state.heads[role]]
         for role, queue in state.queues.items()
@@ -197,7 +198,7 @@ def _next_launch(state: _State, now: float) -> float | None:
 
 
 def _waits_for_host(state: _State, now: float) -> bool:
-    """Whether the next of compute is not launched yet, and waits for nothing else."""
+    """True if the compute stream's next operation waits only for its launch."""
     queue = state.queues.get(COMPUTE, [])
     head = state.heads.get(COMPUTE, 0)
     if head == len(queue):
@@ -206,7 +207,7 @@ def _waits_for_host(state: _State, now: float) -> bool:
 
 
 def _rates(state: _State, cost: Contention) -> dict[int, float]:
-    """Parts of the speed alone."""
+    """Index of a running operation -> its speed relative to running alone."""
     operations = state.program.operations
     rates = {}
     for role, index in state.running.items():
@@ -219,7 +220,7 @@ def _rates(state: _State, cost: Contention) -> dict[int, float]:
 
 
 def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
-    """How many times as long `one` takes beside `other`."""
+    """The slowdown factor of `one` beside `other`."""
     computes = other.kind in COMPUTES
     communicates = other.kind in COLLECTIVES
     if one.kind in COMPUTES:
@@ -242,7 +243,7 @@ def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
 def _timeline(
     state: _State, intervals: Sequence[Interval], window: tuple[str, int]
 ) -> Timeline:
-    """A window's edges are when the compute stream, and what it waits for, has passed a mark."""
+    """The timeline of a window. It begins and ends when the compute stream passes a mark."""
     marks = [count for name, count in state.program.marks if name == window[0]]
     begin = _passed(state, marks[window[1]])
     later = marks[window[1] + 1 :]
@@ -257,7 +258,7 @@ def _timeline(
 
 
 def _passed(state: _State, count: int) -> float:
-    """When the last operation of compute in front of a mark has ended."""
+    """The end of the last compute operation before a mark."""
     operations = state.program.operations
     for index in range(count - 1, -1, -1):
         if operations[index].role == COMPUTE:
@@ -268,7 +269,7 @@ def _passed(state: _State, count: int) -> float:
 def _purposes(
     operations: Sequence[Operation], running: tuple[int, ...], late: bool
 ) -> list[str]:
-    """What an interval is counted as: one purpose; "products" beside that where any run."""
+    """The purposes that an interval counts for: one, plus "products" if a GEMM runs."""
     found = []
     compute = next((operations[i] for i in running if operations[i].role == COMPUTE), None)
     if compute is not None:

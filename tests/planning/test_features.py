@@ -72,7 +72,7 @@ def test_formats_are_run_by_the_engine(form):
 
 
 def test_a_format_without_numbers_is_an_error_that_lists_those_with():
-    with pytest.raises(ValueError, match="nvfp4 weights.*mxfp8"):
+    with pytest.raises(ValueError, match="nvfp4 GEMMs.*mxfp8"):
         step_of(replace(PLAIN, features=Features(Quantization(products=NVFP4))))
 
 
@@ -117,8 +117,8 @@ def test_graphs_of_layers_leave_the_host_what_is_around_them():
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [({"budget_gib": -1.0}, "use 0 or more"),
-     ({"unit_numel": 9, "layer_graphs": True}, "leave it out"),
+    [({"budget_gib": -1.0}, "must be 0 or more"),
+     ({"unit_numel": 9, "layer_graphs": True}, "Leave it out"),
      ({"unit_numel": -1}, "0 or more")],
 )  # fmt: skip
 def test_features_that_exclude_each_other_are_an_error(given, reason):
@@ -190,7 +190,7 @@ def test_small_layers_are_joined_where_the_wrapper_joins_them():
      ({"cuda_graph_scope": "attn"}, "cuda_graph_scope='attn'")],
 )  # fmt: skip
 def test_what_is_not_modeled_is_refused_by_name(options, named):
-    with pytest.raises(ValueError, match=f"{named}.* is not modeled.*leave it out"):
+    with pytest.raises(ValueError, match=f"{named}.* is not modeled.*Leave it out"):
         features_of(options)
     assert features_of(dict.fromkeys(options) | {"cuda_graph_scope": "full"}) == Features()
 

@@ -183,12 +183,12 @@ def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan(fo
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [({"memory_gib": 8.0}, "fits in 8 GiB.*use more GPUs"),
+    [({"memory_gib": 8.0}, "fits in 8 GiB.*Use more GPUs"),
      ({"fixed": {"tensor": 3}}, "with tensor 3: tensor_model_parallel_size=3: 3 "),
      ({"gpus": 7, "global_batch": 100, "fixed": {}},
       r"of 100: global_batch_size=100: no mult.* x 7"),
      ({"gpus": 64, "global_batch": 64, "fixed": {"tensor": 16}},
-      "tensor 16: none that is searched for"),
+      "tensor 16: the search has none with these"),
      ({"gpus": 0}, "--gpus 0")],
 )  # fmt: skip
 def test_options_that_leave_nothing_are_an_error_that_names_them(given, reason):
@@ -335,15 +335,15 @@ COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]] = 
      ("ms/step", "Megatron-LM", "all-gather", "waits for", "decoder.layers.0/dense",
       "casts of weights", "to measure it      python scripts/benchmark.py",
       "--preset configs/llama3-8b.yaml --num-layers 4 --seq-length 4096", "--ranks 2",
-      "--num-microbatches 1"), ("children_in_order", "layers were run")),  # all 4 were
-    ((*ONE_TRY, "--explain"), 0, ("7 of 32 layers were run",), ()),
+      "--num-microbatches 1"), ("children_in_order", "layers were simulated")),  # all 4 were
+    ((*ONE_TRY, "--explain"), 0, ("7 of 32 layers were simulated",), ()),
     ((*SMALL, "--tries", "6"), 0, (NOT_LAUNCH_BOUND, "why not", "like it: "), ()),
-    (("--preset", "llama3-8b", "--config", "x"), 2, ("give one of them",), ()),
+    (("--preset", "llama3-8b", "--config", "x"), 2, ("Give one of them",), ()),
     (("--hf-config", "/nowhere/config.json"), 2, ("no such file",), ()),
     (("--preset", "llama3-8b", "--hidden-size", "8"), 2,
      ("only --num-layers and --seq-length",), ()),
     (("--num-layers", "2"), 2, ("--vocab-size is not given",), ()),
-    (("--preset", "llama3-8b", "--curve", "eight"), 2, ("write numbers of GPUs",), ()),
+    (("--preset", "llama3-8b", "--curve", "eight"), 2, ("Write numbers of GPUs",), ()),
     ((*SMALL, "--global-batch-size", "3"), 2, ("global_batch_size=3: no multiple of",), ()),
 ]
 """Words, exit status, what is printed and what is not."""
@@ -363,7 +363,7 @@ def test_the_command_prints_a_table_flags_reasons_and_the_step(
 def test_what_does_not_fit_is_told_with_what_needs_least(capsys):
     words = ("--preset", "llama3-8b", "--gpus", "2", "--global-batch-size", "2", "--tries", "1")
     status, text = run(capsys, *words, "--memory-gib", "30")
-    least = int(re.search(r"the least that one needs is ([\d,]+) GiB \(.*recompute\)", text)[1])
+    least = int(re.search(r"the smallest needs ([\d,]+) GiB \(.*recompute\)", text)[1])
     assert status == 2 and 30 < least < 80
     assert run(capsys, *words, "--memory-gib", str(least + 1))[0] == 0
     assert run(capsys, *words, "--memory-gib", str(least - 1))[0] == 2

@@ -102,7 +102,7 @@ def test_a_process_that_trains_is_left_alone():
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(RuntimeError, match="plan in a process that does not train"):
+        with pytest.raises(RuntimeError, match="Plan in a process that does not train"):
             record_step(units(SPEC, Parallel(), 1), setup())
     finally:
         dist.destroy_process_group()
