@@ -1,4 +1,5 @@
-"""`doctor --prove`: a run made small by rule, and compared with one that shards nothing.
+"""`doctor --prove`: scales a run down by rule and compares it with an unsharded one.
 
-May enter: what makes a run small, trains it, or judges what came out; no training run imports it.
+Code that scales a run down, trains it, or judges the results belongs here. No training run imports
+it.
 """

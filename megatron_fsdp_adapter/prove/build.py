@@ -1,5 +1,5 @@
-"""A small GPT on megatron-core out of options by Megatron's names, wrapped by ours or by stock DDP,
-and what a step of it gives: loss, norm, whole gradients, whole weights.
+"""Builds a small GPT on megatron-core from Megatron's options, wrapped by ours or by stock DDP, and
+runs steps that return loss, norm, whole gradients and whole weights.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ NOT_COPIED = frozenset(
         "moe_grad_scale_func", "experimental_attention_variant_loss_scale_func",
     }
 )  # fmt: skip
-"""Fields of Megatron's configs that are made here, or that no small model has."""
+"""Fields of Megatron's configs that are set here, or that no small model has."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a training step gave on this rank: mean loss (0 but on the last pipeline stage), norm
-    before clipping, whole gradients and whole main weights, float32 on the CPU, by name."""
+    """The results of a training step on this rank: mean loss (0 except on the last pipeline stage),
+    norm before clipping, whole gradients and whole main weights (float32 on the CPU, by name)."""
 
     loss: float
     norm: float
@@ -76,7 +76,7 @@ def params_dtype(options: Options) -> torch.dtype:
 
 
 def start(options: Options) -> torch.device:
-    """Makes Megatron's groups in place of those that were there; collective."""
+    """Replaces Megatron's process groups; returns the device. Collective."""
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     else:
@@ -134,7 +134,7 @@ def model_config(options: Options) -> TransformerConfig:
         "num_query_groups": o.get("num_query_groups") if o.get("group_query_attention") else None,
         "overlap_p2p_comm": virtual,
         "batch_p2p_comm": not virtual,
-        # gloo reads an output after the send was launched; the overlapped schedule frees it then.
+        # gloo reads an output after its send was launched, when the overlapped schedule frees it.
         "deallocate_pipeline_outputs": on_gpu or not virtual,
         "microbatch_group_size_per_vp_stage": stages if virtual else None,
         "use_cpu_initialization": not on_gpu,
@@ -142,7 +142,7 @@ def model_config(options: Options) -> TransformerConfig:
         else cp_kinds,
     }  # fmt: skip
     if o.get("squared_relu") or o.get("quick_geglu"):
-        raise ValueError("squared_relu, quick_geglu: a proof cannot build that activation")
+        raise ValueError("squared_relu, quick_geglu: not supported by a proof. Leave them out")
     if not o.get("num_moe_experts"):
         fields = {n: v for n, v in fields.items() if not n.startswith(("moe_", "num_moe"))}
         fields |= {"expert_model_parallel_size": 1}
@@ -168,7 +168,7 @@ def _layers(config: TransformerConfig, options: Options, chunk: int | None) -> A
 def build_chunk(
     options: Options, config: TransformerConfig, chunk: int, device: torch.device
 ) -> torch.nn.Module:
-    """A model chunk whose weights depend on their names and places alone."""
+    """A model chunk whose weights depend only on their names and coordinates."""
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     virtual = config.virtual_pipeline_model_parallel_size
@@ -187,7 +187,7 @@ def build_chunk(
 
 
 def coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
-    """What makes this rank's parameter another one than that of the same name elsewhere."""
+    """Name and model-parallel coordinates that identify a parameter in the whole model."""
     if getattr(param, "shared_embedding", False):
         return ("embedding", ps.get_tensor_model_parallel_rank())
     stage = (ps.get_pipeline_model_parallel_rank(), chunk)
@@ -200,8 +200,10 @@ def coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, 
 
 
 def _set_weight(param: torch.nn.Parameter, place: tuple[Any, ...]) -> None:
-    """Random values, the same in every process: of a matrix like one that keeps the size of what it
-    multiplies; biases and norms near what they are, but not zero, which hides mistakes."""
+    """Sets random values that are the same in every process.
+
+    A matrix is scaled to preserve the size of its input. Biases and norms stay near their initial
+    values, but are not zero, which would hide errors."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr((SEED, *place)).encode()))
     noise = torch.randn(param.shape, generator=generator)
     with torch.no_grad():
@@ -214,8 +216,8 @@ def _set_weight(param: torch.nn.Parameter, place: tuple[Any, ...]) -> None:
 
 @dataclass
 class Trainer:
-    """Model chunks with one optimizer; `ours` or stock DDP. `share`: of the run's data-parallel
-    ranks, those whose data this rank computes with."""
+    """Model chunks with one optimizer. ours: True for our wrapper, False for stock DDP. share: the
+    run's data-parallel ranks whose data this rank processes."""
 
     options: Options
     device: torch.device
@@ -226,7 +228,7 @@ class Trainer:
     share: range
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Whole main weights of what this rank computes with; collective."""
+        """Whole main weights of this rank's model chunks; collective."""
         if not self.ours:
             return {name: _host(getattr(p, "main_param", p)) for name, p in self._named()}
         for chunk in self.chunks:
@@ -262,7 +264,7 @@ def _host(value: torch.Tensor) -> torch.Tensor:
 
 
 def _local_grad(pair: Any) -> torch.Tensor | None:
-    """None of what is frozen."""
+    """This rank's part of a gradient; None if the parameter is frozen."""
     grad = pair.sharded.grad
     return None if grad is None else _host(grad._local_tensor)
 
@@ -270,8 +272,8 @@ def _local_grad(pair: Any) -> torch.Tensor | None:
 def build_trainer(
     options: Options, device: torch.device, ours: bool, data_ranks: int
 ) -> Trainer:
-    """Ours, or stock DDP without any sharding, fusion or overlap. data_ranks: data-parallel ranks
-    of the run whose data is computed with."""
+    """A trainer with our wrapper, or with stock DDP without sharding, fusion or overlap.
+    data_ranks: number of data-parallel ranks of the run."""
     if not ours:
         options = {**options, "gradient_accumulation_fusion": False}
     config = model_config(options)
@@ -318,7 +320,7 @@ def _optimizer(options: Options, chunks: list[Any], ours: bool) -> Any:
 
 
 def set_rate(optimizer: Any, options: Options) -> None:
-    """What Megatron's scheduler does at every step."""
+    """Sets learning rate and weight decay, as Megatron's scheduler does at every step."""
     decay = options.get("weight_decay")
     for group in optimizer.param_groups:
         group["lr"] = options["lr"] * group.get("lr_mult", 1.0)
@@ -326,8 +328,8 @@ def set_rate(optimizer: Any, options: Options) -> None:
 
 
 def wire_schedule(config: Any, chunks: list[Any], optimizer: Any, aligned: bool) -> None:
-    """As Megatron-LM's training loop does it. aligned: the schedule starts reductions and gathers
-    of model chunks itself (`grad_sync_func`, `param_sync_func`)."""
+    """Sets the config's callbacks as Megatron-LM's training loop does. aligned: True if the
+    schedule starts reductions and gathers of model chunks (`grad_sync_func`, `param_sync_func`)."""
 
     def each(name: str) -> Any:
         functions = [getattr(chunk, name) for chunk in chunks]
@@ -344,8 +346,8 @@ def wire_schedule(config: Any, chunks: list[Any], optimizer: Any, aligned: bool)
 
 
 def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
-    """Fresh tokens (micro batch, seq + 1) of each microbatch: another one for every data-parallel
-    rank of the run, and the same whoever computes with them."""
+    """Tokens (micro batch, seq + 1) of each microbatch. They depend only on step, microbatch and
+    data-parallel rank of the run, not on the process."""
     o = trainer.options
     found = []
     for micro in range(o["microbatches"]):
@@ -411,7 +413,9 @@ def train_step(trainer: Trainer, step: int) -> Step:
     gradients = trainer.gradients()
     success, norm, _ = trainer.optimizer.step()
     if not success:
-        raise RuntimeError(f"step {step}: the optimizer skipped it (gradients are not finite)")
+        raise RuntimeError(
+            f"step {step}: the optimizer skipped it, because gradients are not finite"
+        )
     loss_value = float(loss) / dist.get_world_size(
         ps.get_data_parallel_group(with_context_parallel=True)
     )

@@ -1,8 +1,8 @@
-"""How far two steps are apart, what that is measured by, and what a difference looks like.
+"""Differences of two steps, their bounds, and descriptions of differences.
 
-Pure functions of tensors. All differences of tensors are sums of magnitudes, relative to those of
-the reference: |a - b| summed, over |b| summed. Adam makes large differences of tiny gradients
-(their sign decides), and those few elements would rule a sum of squares.
+Pure functions of tensors. A difference of tensors is sum |a - b| / sum |b|, where b is the
+reference. Sums of squares are not used: Adam turns differences of tiny gradients into large ones
+(their sign decides), and these few elements would dominate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EPS: Mapping[str, float] = {
     "bf16": 2.0**-7,
     "fp8": 2.0**-3,
 }
-"""The distance of 1 to the next number. fp8 is E4M3."""
+"""The distance from 1 to the next number. fp8 is E4M3."""
 
 FACTORS: Mapping[str, Mapping[str, float]] = {
     "fp32": {"loss": 32, "norm": 64, "gradients": 256, "update": 2048},
@@ -29,17 +29,19 @@ FACTORS: Mapping[str, Mapping[str, float]] = {
     "bf16": {"loss": 1, "norm": 2, "gradients": 4, "update": 8},
     "fp8": {"loss": 0.25, "norm": 0.25, "gradients": 1.5, "update": 3},
 }
-"""Times EPS is the bound in the first step; in step n it is n times that. Wide dtypes have more
-room: sums of thousands of terms in another order need it there, and 3e-5 is far below a mistake."""
+"""The bound in step n is n * factor * EPS. Wide dtypes have larger factors, because sums of
+thousands of terms in another order need them, and 3e-5 is still far below any real error."""
 
 ROW = 4.0
-"""A single row may differ by so many times more than the whole tensor."""
+"""A single row may differ by this factor more than the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: `quantity` of `run` in `step`; the worst parameter's name (empty for loss and
-    norm), its difference and the bound, and what the difference looks like where it is too large.
+    """One comparison: `quantity` of `run` in `step`.
+
+    name: the worst parameter (empty for loss and norm); difference: its difference; remark: a
+    description of a difference beyond the bound; compared, differing: numbers of parameters.
     """
 
     run: str
@@ -54,27 +56,29 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is a number within the bound."""
+        """True if the difference is finite and within the bound."""
         return math.isfinite(self.difference) and self.difference <= self.bound
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a tensor is from the reference: `difference` as a whole or `ROW` times less the worst
-    row's, whichever is larger; `rows` beyond the bound."""
+    """The difference of a tensor from the reference.
+
+    difference: the larger of the whole tensor's difference and the worst row's divided by `ROW`;
+    rows: those beyond the bound."""
 
     difference: float
     rows: tuple[int, ...] = ()
 
 
 def bound(dtype: str, quantity: str, step: int) -> float:
-    """Of a quantity in a step (from 1), for the narrowest dtype on its way."""
+    """The bound of a quantity in a step (from 1), for the narrowest dtype in its computation."""
     return EPS[dtype] * FACTORS[dtype][quantity] * step
 
 
 def gap(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float = 0.0) -> Gap:
-    """Of two tensors of one shape. floor: magnitude of an element below which everything is taken
-    for rounding."""
+    """The gap of two tensors of one shape. floor: magnitude of elements below which differences
+    count as rounding."""
     if mine.shape != theirs.shape:
         return Gap(math.inf)
     if not bool(torch.isfinite(mine).all()):
@@ -93,7 +97,8 @@ def gap(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float =
 
 
 def _as_rows(value: torch.Tensor) -> torch.Tensor:
-    """A vector's elements are its rows, in chunks of 8: single ones are too noisy to be judged."""
+    """The value as a matrix of rows. A vector is split into rows of 8, because single elements are
+    too noisy."""
     if value.ndim >= 2:
         return value.reshape(value.shape[0], -1)
     short = value.reshape(-1)
@@ -105,10 +110,11 @@ def compare_tensors(
     run: str, step: int, quantity: str, mine: Tensors, theirs: Tensors, allowed: float,
     parts: int = 1,
 ) -> Row:
-    """All tensors of one quantity as a row about the worst. parts: microbatches of the step."""
+    """Compares all tensors of one quantity; returns a row for the worst. parts: microbatches of the
+    step."""
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
-        return Row(run, step, quantity, math.inf, allowed, missing[0], "only one of both has it",
+        return Row(run, step, quantity, math.inf, allowed, missing[0], "only one of the two has it",
                    len(theirs), len(missing))  # fmt: skip
     total = sum(float(v.double().abs().sum()) for v in theirs.values())
     number = sum(v.numel() for v in theirs.values())
@@ -131,7 +137,7 @@ def _rank(difference: float) -> float:
 def compare_numbers(
     run: str, step: int, quantity: str, mine: float, theirs: float, allowed: float
 ) -> Row:
-    """Loss or norm, relative to the reference's."""
+    """Compares loss or norm, relative to the reference."""
     scale = max(abs(theirs), 1e-30)
     difference = abs(mine - theirs) / scale
     row = Row(run, step, quantity, difference, allowed)
@@ -144,8 +150,8 @@ def compare_numbers(
 def significant_update(
     before: Tensors, after: Tensors, gradients: Sequence[Tensors], allowed: float
 ) -> dict[str, torch.Tensor]:
-    """What a step changed, with zeros where no gradient so far was larger than the differences that
-    gradients may have: Adam steps by the sign of those, which is nobody's."""
+    """The updates of a step, with zeros for elements whose gradients were never larger than the
+    allowed differences: Adam steps by the sign of those, which is arbitrary."""
     found = {}
     for name, new in after.items():
         if name not in before:
@@ -161,14 +167,14 @@ def significant_update(
     return found
 
 
-# What a difference looks like.
+# Descriptions of a difference.
 
 
 def explain(
     quantity: str, mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str,
     everything: Sequence[str], parts: int,
 ) -> str:
-    """In words, for the parameters that differ."""
+    """A description of the parameters that differ."""
     found = [text for text in (look(mine, theirs, rows, worst, parts) for look in _LOOKS) if text]
     return "; ".join([_where(list(mine), everything), *found[:2]])
 
@@ -199,7 +205,7 @@ def _not_finite(
     if bool(torch.isfinite(bad).all()):
         return None
     kind = "NaN" if bool(torch.isnan(bad).any()) else "infinite"
-    return f"{kind}: memory was read that nobody had written, or a number overflowed{_span(rows)}"
+    return f"{kind}: uninitialized memory was read, or a number overflowed{_span(rows)}"
 
 
 def _zero(
@@ -213,7 +219,7 @@ def _zero(
 def _factor(
     mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
 ) -> str | None:
-    """One number that all are multiplied by."""
+    """Describes a constant factor, or a sum that lacks microbatches."""
     if any(not bool(torch.isfinite(v).all()) or v.shape != theirs[n].shape
            for n, v in mine.items()):  # fmt: skip
         return None
@@ -239,14 +245,14 @@ def _factor(
 def _permuted(
     mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
 ) -> str | None:
-    """Rows that hold what belongs to others."""
+    """Describes rows that hold the values of other rows."""
     a, b = mine[worst], theirs[worst]
     if a.ndim < 2 or a.shape != b.shape or not rows or a.shape[0] > 8192:
         return None
     for row in list(rows)[:4]:
         at = int((b - a[row]).flatten(1).abs().sum(1).argmin())
         if at != row and torch.allclose(b[at], a[row], rtol=1e-3, atol=1e-6):
-            return f"row {row} holds what belongs to row {at}: wrong rows"
+            return f"row {row} has the values of row {at}: wrong rows"
     return None
 
 
@@ -269,7 +275,7 @@ _LOOKS: tuple[Callable[[Tensors, Tensors, Sequence[int], str, int], str | None],
 
 
 def conclusion(rows: Sequence[Row]) -> str | None:
-    """What the first difference of a run says about its cause, from what still held before it."""
+    """The likely cause of a run's first difference, by the comparisons that held before it."""
     wrong = [row for row in rows if not row.holds]
     if not wrong:
         return None
@@ -277,17 +283,19 @@ def conclusion(rows: Sequence[Row]) -> str | None:
     earlier = {(row.step, row.quantity) for row in rows if row.holds and row.run == first.run}
     where = f"first difference: {first.quantity} in step {first.step} of {first.run}"
     if first.quantity == "weights as loaded":
-        return f"{where}: the checkpoint gives back other weights than were saved"
+        return f"{where}: the loaded weights differ from the saved ones"
     before = first.step - 1
     if first.quantity in ("loss", "gradients") and (before, "weights as loaded") in earlier:
-        return f"{where}, with weights loaded right: forward and backward computed with others"
+        return (
+            f"{where}, but the loaded weights are right: forward and backward computed with others"
+        )
     if first.quantity in ("loss", "gradients") and (before, "update") in earlier:
         return (
-            f"{where}, after an update that was right: forward and backward computed with other "
-            "weights than the optimizer wrote, such as those of the step before"
+            f"{where}, after a correct update: forward and backward computed with other weights "
+            "than the optimizer wrote, such as stale ones"
         )
     if first.quantity == "update" and (first.step, "gradients") in earlier:
-        return f"{where}, from gradients that were right: the optimizer's side"
+        return f"{where}, from correct gradients: an error of the optimizer"
     if first.quantity in ("gradients", "norm") and (first.step, "loss") in earlier:
-        return f"{where}, with a loss that is right: the backward's side, or the reduction"
+        return f"{where}, with a correct loss: an error of the backward or the reduction"
     return where

@@ -1,4 +1,4 @@
-"""Whole values of what ours has sharded, for comparison with a model that shards nothing."""
+"""Gathers whole values of sharded parameters, for comparison with an unsharded model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 Named = Sequence[tuple[str, Any]]
-"""Names and the engine's pairs of unsharded and sharded parameter."""
+"""(name, pair of unsharded and sharded parameter of the engine)."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers' levels."""
+    """A parameter's name without the prefixes of wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def shard_groups(group: Any) -> tuple[Any, ...]:
-    """The process groups that share a parameter group out, from the finest split on."""
+    """The process groups over which a parameter group is sharded, the finest split first."""
     groups = [group.domain.outer.group] if group.splits_outer else []
     if group.config.strategy.shard_main:
         groups.append(group.domain.axis.group)
@@ -30,17 +30,18 @@ def shard_groups(group: Any) -> tuple[Any, ...]:
 def full_values(
     named: Named, local_of: Callable[[Any], torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """By name, in the unsharded parameter's shape, what `local_of` gives of this rank's part of
-    each
-    pair; without those of which it gives None. Collective over data-parallel ranks; the pieces go
-    through host memory: a tensor of another rank's device would arrive on that device."""
+    """Name -> whole value, gathered from `local_of(pair)` of all ranks, without pairs for which it
+    is None.
+
+    Collective over data-parallel ranks. The pieces are exchanged in host memory, because a pickled
+    device tensor would arrive on the sender's device."""
     by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
     for name, pair in named:
         part = local_of(pair)
         if part is not None:
             by_groups.setdefault(shard_groups(pair.group), {})[name] = part.reshape(-1)
     found: dict[str, torch.Tensor] = {}
-    # A stage may lack a domain, but all ranks of the domain's groups are of one stage.
+    # A stage may lack a domain, but all ranks of a domain's groups are in one stage.
     for groups, local in by_groups.items():
         mine = {name: value.cpu() for name, value in local.items()}
         for group in groups:

@@ -1,8 +1,8 @@
 """One gloo device for all process groups of a process.
 
-torch gives each group of gloo a device of its own, and each device a thread that wakes up 100 times
-a second. Ranks that train many small cases make hundreds of groups: 500 of them in each of 4
-processes left nothing of two cores.
+torch creates one device per gloo group, and each device has a thread that wakes up 100 times a
+second. Ranks that train many small cases create hundreds of groups, whose threads would use up the
+cores.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d
 
 
 def share() -> None:
-    """Lets the gloo groups that this process makes from now on use one device. For processes that
-    are ours from start to end."""
+    """Makes all later gloo groups of this process use one device. Only for processes that this
+    package starts."""
     base: Any = dist.ProcessGroupGloo
-    device = functools.cache(base.create_default_device)  # none where no group is of gloo
+    device = functools.cache(base.create_default_device)  # not created without gloo groups
 
     class OnSharedDevice(base):  # type: ignore[misc]
         def __init__(

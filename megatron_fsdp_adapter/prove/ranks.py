@@ -1,6 +1,6 @@
-"""Runs a function on several processes and brings back what each returned.
+"""Runs a function in several processes and returns their results.
 
-A run that takes too long, or in which one rank fails, ends with every rank's stack in the error.
+If a run times out, the error contains every rank's stack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import gloo_device
 
 
 class RanksError(RuntimeError):
-    """A rank raised (its traceback), or there was no answer in time (every rank's stack)."""
+    """A rank raised (with its traceback), or the run timed out (with every rank's stack)."""
 
 
 PRELOADED = (
@@ -38,34 +38,36 @@ PRELOADED = (
     "megatron.core.pipeline_parallel.schedules",
     "megatron_fsdp_adapter.megatron.adapter",
 )
-"""What the server that gloo ranks are forked from has imported: it saves each rank 7 s."""
+"""Modules that the server imports before it forks gloo ranks, which saves each rank the import."""
 
 GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed, so that their errors are seen too."""
+"""Seconds that other ranks may run after one has failed, so that their errors are reported too."""
 STACKS_S = 20.0
-"""How long ranks that gave no answer may take to write their stacks."""
+"""Seconds that ranks may take to write their stacks after a timeout."""
 
 
 @contextlib.contextmanager
 def rendezvous(world_size: int) -> Iterator[dict[str, str]]:
-    """The environment in which the ranks of a group find each other (`init_method="env://"`), at a
-    store that this process serves. A free port that is handed to rank 0 to listen on may be taken
-    before it does; this one is never free."""
+    """The environment for `init_method="env://"`, with a store that this process serves.
+
+    The store's port stays in use. A free port passed to rank 0 could be taken before it listens."""
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     yield {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(world_size),
-        # What torchrun tells its workers: the store is there already.
+        # As torchrun sets it: the store exists already.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
 def _context(backend: str) -> Any:
-    """Ranks that may use a GPU start afresh: a CUDA context does not survive a fork, and importing
-    Transformer Engine makes one. The others are forked from a server that never runs anything, so
-    that no lock or thread is inherited."""
+    """The multiprocessing context of ranks.
+
+    Ranks that may use a GPU are spawned: a CUDA context does not survive a fork, and importing
+    Transformer Engine creates one. Others are forked from a server that runs nothing, so that they
+    inherit no lock or thread."""
     if backend == "nccl" or torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -74,8 +76,8 @@ def _context(backend: str) -> Any:
 
 
 def end_with_parent() -> None:
-    """Has this process, which `multiprocessing` started, end as soon as the one that asked for it
-    has ended, however that did, and with it all that it starts: they are a process group."""
+    """Makes this process, which `multiprocessing` started, end with its parent, together with all
+    processes that it starts (its process group)."""
     parent = mp.parent_process()
     assert parent is not None, "this process was not started by multiprocessing"
     os.setpgid(0, 0)
@@ -89,8 +91,8 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def running(processes: Sequence[Any]) -> Iterator[None]:
-    """Inside, the processes run, which call `end_with_parent` first. Behind it they have ended, and
-    all that they have started: what a rank is killed in the middle of may have processes too."""
+    """Runs the processes, which call `end_with_parent` first, inside the block. After it they and
+    all processes that they have started have ended."""
     try:
         for process in processes:
             process.start()
@@ -109,12 +111,12 @@ def _child(
     args: Any, environment: dict[str, str], connection: Any,
 ) -> None:
     end_with_parent()
-    # What was imported beforehand need not be looked through at every collection: tests that count
-    # live tensors take a tenth of the time.
+    # Imported objects are excluded from garbage collection, which makes tests that count live
+    # tensors much faster.
     gc.freeze()
     with open(stacks, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-        # A thread of its own: a rank inside of a driver's call may take no signal.
+        # Runs in a separate thread, because a rank inside a driver call may not handle a signal.
         faulthandler.dump_traceback_later(timeout, file=stack_file)
         os.environ.clear()
         os.environ.update(environment)
@@ -123,7 +125,7 @@ def _child(
             torch.set_num_threads(1)
             gloo_device.share()
             if backend == "nccl":
-                # NCCL itself refuses ranks that share a device, unless it is told not to.
+                # NCCL rejects ranks that share a device by default.
                 torch.cuda.set_device(rank % torch.cuda.device_count())
             dist.init_process_group(backend, timeout=timedelta(seconds=120))
             try:
@@ -140,8 +142,10 @@ def _text(file: Path) -> str:
 
 
 def _stacks_of(processes: list[Any], files: list[Path]) -> str:
-    """A rank inside of a system call (pinning or copying gigabytes) takes the signal at its end,
-    and writes them without one soon after the time that it was given."""
+    """The stacks of all ranks.
+
+    A rank inside a system call (pinning or copying gigabytes) handles the signal at its end. It
+    also writes its stacks without a signal after its timeout."""
     alive = [(p, file) for p, file in zip(processes, files, strict=True) if p.is_alive()]
     for process, _ in alive:
         os.kill(process.pid, signal.SIGUSR1)
@@ -156,11 +160,11 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """`[fn(rank, world_size, *args) for each rank]`, each in a process of its own with a default
+    """`[fn(rank, world_size, *args) for each rank]`, each in a separate process with a default
     process group. `fn` must be importable and its result picklable.
 
     Raises:
-        RanksError: a rank raised (its traceback), or the time (seconds) ran out (all stacks).
+        RanksError: a rank raised (its traceback), or `timeout` seconds passed (all stacks).
     """
     found = settle_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
     errors = [f"--- rank {rank}\n{value}" for rank, (ok, value) in enumerate(found) if not ok]
@@ -173,11 +177,11 @@ def settle_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
     backend: str = "gloo", grace: float = GRACE_S,
 ) -> list[tuple[bool, Any]]:
-    """What became of each rank: (True, what it returned) or (False, its traceback). `grace`: for
-    how many seconds the others may go on after one has failed.
+    """The result of each rank: (True, returned value) or (False, traceback). grace: seconds that
+    the others may run after one has failed.
 
     Raises:
-        RanksError: the time (seconds) ran out (all stacks).
+        RanksError: `timeout` seconds passed (all stacks).
     """
     context = _context(backend)
     with tempfile.TemporaryDirectory() as folder, rendezvous(world_size) as where:
@@ -217,7 +221,7 @@ def _collect(
             try:
                 status, value = receiver.recv()
             except EOFError:
-                status, value = "error", f"process ended without an answer, see exit code {rank}"
+                status, value = "error", f"process ended without a result, see exit code {rank}"
             found[rank] = (status == "ok", value)
             if status != "ok":
                 deadline = min(deadline, time.monotonic() + grace)

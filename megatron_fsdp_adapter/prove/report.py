@@ -1,4 +1,4 @@
-"""What a proof prints."""
+"""The output of a proof."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megatron_fsdp_adapter.prove.run import Plan, narrowest
 from megatron_fsdp_adapter.prove.source import Recipe
 
 REFERENCES: Mapping[str, str] = {
-    "unsharded": "one rank that shards nothing and computes all ranks' microbatches",
+    "unsharded": "one unsharded rank that computes all ranks' microbatches",
     "ddp": "Megatron's DDP without a distributed optimizer, on the same ranks",
 }
 
 
 def render_plan(recipe: Recipe, plan: Plan) -> str:
-    """What is proven: where it is from, what was set, what was made smaller, what was left out."""
+    """The header of a proof: source, options set, sizes scaled down, and options left out."""
     o = plan.shrunk.options
     lines = [
         f"proof of {recipe.source}",
         format_changes("sets", recipe.changes),
-        format_changes("made smaller, for the proof alone", plan.shrunk.changes),
+        format_changes("scaled down, only for the proof", plan.shrunk.changes),
         "not compared",
         *(f"  - {line}" for line in plan.shrunk.left_out),
-        *(["  - the fused or overlapped path of the reference: it has none"]),
+        *(["  - fusion and overlap of the reference: it has none"]),
     ]
     if plan.splits_model:
-        lines.append("  - a load on one rank: the model itself is split")
+        lines.append("  - a load on one rank: the model is split")
     lines.append(
         f"runs {o['data_parallel_sharding_strategy']} on {plan.shrunk.world_size} ranks, "
         f"{plan.steps} steps of {o['microbatches']} microbatches, against "
@@ -80,8 +80,8 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
-    """The same in values that JSON has: the run as it was asked for, the sizes in `small` that were
-    computed instead, releases, and every comparison."""
+    """The results as JSON values: the options of the run, the scaled-down sizes (`small`),
+    releases, and every comparison."""
     asked = {n: v for n, v in recipe.options.items() if v is not None and v is not False}
     return {
         "source": recipe.source,
@@ -98,7 +98,7 @@ def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON has."""
+    """`value` as a JSON value."""
     if isinstance(value, (bool, int, str)) or value is None:
         return value
     if isinstance(value, float):

@@ -1,8 +1,8 @@
-"""What the ranks of a proof do, and what is made of what they leave.
+"""Runs the ranks of a proof and compares their traces.
 
-Two worlds: the run's own ranks train, save, load under another strategy and go on; one rank alone
-trains as reference (unless the model is split: then stock DDP does, on the run's ranks), loads what
-the others saved, and goes on.
+There are two worlds. The run's ranks train, save, load under another strategy and continue. A
+single rank trains the reference, loads the checkpoint of the others, and continues. If the model is
+split, the reference is stock DDP on the run's ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ OTHER_STRATEGY: Mapping[str, str] = {
     "optim_grads_params": "optim",
 }
 SIMPLER: Mapping[str, Any] = {one.name: one.default for one in OPTIONS if one.some_strategies}
-"""What goes with some strategies only, and is off where a checkpoint is loaded under another."""
+"""Defaults of options that only some strategies support, for loads under another strategy."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to prove: steps before the save and after it; folder: of traces and checkpoints;
-    prepare: called on every rank of ours before it builds (tests break the engine with it)."""
+    """The plan of a proof.
+
+    steps, more: steps before and after the save; folder: for traces and checkpoints; prepare:
+    called on every rank of ours before it builds (tests break the engine with it)."""
 
     shrunk: ScaledDown
     folder: Path
@@ -54,12 +56,12 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        """Which reference: "unsharded" or "ddp"."""
+        """The reference: "unsharded" or "ddp"."""
         return reference_kind(self.shrunk)
 
     @property
     def splits_model(self) -> bool:
-        """Whether one rank cannot load into the model that this run has."""
+        """True if one rank cannot hold the model, because it is split."""
         return splits_model(self.shrunk.options)
 
     @property
@@ -69,7 +71,7 @@ class Plan:
 
     @property
     def other(self) -> str:
-        """The strategy under which the run's own ranks load."""
+        """The strategy under which the run's ranks load."""
         return OTHER_STRATEGY[self.shrunk.options["data_parallel_sharding_strategy"]]
 
     @property
@@ -81,7 +83,7 @@ class Plan:
         return tuple(found)
 
     def trace(self, run: str, rank: int, step: int) -> Path:
-        """The file of what a rank had after a step."""
+        """The trace file of a rank after a step."""
         return self.folder / "traces" / f"{run.replace(' ', '-')}.{rank}.{step}.pt"
 
 
@@ -107,7 +109,7 @@ def _load(plan: Plan, run: str, rank: int, options: Options, device: torch.devic
     from megatron_fsdp_adapter.prove import build
 
     trainer = build.build_trainer(options, device, True, plan.data_ranks)
-    with torch.no_grad():  # what a load leaves out would otherwise be right by chance
+    with torch.no_grad():  # otherwise weights that a load skips would be right by chance
         for chunk in trainer.chunks:
             chunk.stop_communication()
             for pair in chunk.engine.pairs:
@@ -120,7 +122,8 @@ def _load(plan: Plan, run: str, rank: int, options: Options, device: torch.devic
 
 
 def run_ranks_part(rank: int, world: int, plan: Plan) -> None:
-    """The run's own ranks: reference if it is DDP, training, save, load under another strategy."""
+    """Runs the run's ranks: the DDP reference if used, training, save, load under another
+    strategy."""
     from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
     from megatron_fsdp_adapter.checkpoint.record import topology_of
     from megatron_fsdp_adapter.prove import build
@@ -143,7 +146,7 @@ def run_ranks_part(rank: int, world: int, plan: Plan) -> None:
 
 
 def run_alone_part(rank: int, world: int, plan: Plan) -> None:
-    """One rank: reference if it is unsharded, and load of what the run's ranks saved."""
+    """Runs the single rank: the unsharded reference if used, and a load of the run's checkpoint."""
     from megatron_fsdp_adapter.prove import build
 
     alone = {**plan.shrunk.options, "num_distributed_optimizer_instances": 1,
@@ -185,7 +188,7 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 def narrowest(options: Options) -> str:
-    """The narrowest dtype on the way of a gradient: of compute, wire, or sums."""
+    """The narrowest dtype of a gradient: of compute, wire or accumulation."""
     if options.get("fp8"):
         return "fp8"
     policy = [str(options.get(f"megatron_fsdp_{name}_dtype"))
@@ -197,7 +200,7 @@ def narrowest(options: Options) -> str:
 
 
 def compare_all(plan: Plan) -> list[Row]:
-    """Rows of all runs, the worst rank of each quantity in each step."""
+    """Comparisons of all runs: the worst rank of each quantity in each step."""
     rows: list[Row] = []
     for run, first, last in _runs(plan):
         one = plan.kind == "unsharded" or run == ON_ONE_RANK

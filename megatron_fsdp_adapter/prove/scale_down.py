@@ -1,8 +1,9 @@
-"""A run's options made small enough to be proven here, by rule.
+"""Scales a run's options down by rule, so that it can be proven on this machine.
 
-Sizes shrink; kinds stay: strategy, precision, fusion, overlap, recompute, which axes of parallelism
-there are. Every change has its reason. What this machine cannot do is left out, and listed as not
-compared. Pure rules over a mapping from Megatron-LM's names of options to values.
+Sizes shrink; features stay: strategy, precision, fusion, overlap, recomputation, axes of
+parallelism. Every change has a reason. Features that this machine does not support are removed and
+listed as not compared. The rules are pure functions of a mapping from Megatron-LM's option names to
+values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ AXES = (
     "context_parallel_size",
     "num_distributed_optimizer_instances",
 )
-"""What multiplies the number of ranks, in the order in which it is kept where ranks are few."""
+"""Factors of the number of ranks, by priority if ranks are few."""
 
 SIZES = frozenset(
     {
@@ -37,14 +38,14 @@ SIZES = frozenset(
         "max_position_embeddings", "micro_batch_size", "global_batch_size", "microbatches",
     }
 )  # fmt: skip
-"""Options that are sizes: these may shrink. All others stay, or are in `DROPPED`."""
+"""Options that are sizes and may shrink. All others stay, or are in `DROPPED`."""
 
 STEP_LR = 1e-2
 
 
 @dataclass(frozen=True)
 class Room:
-    """What there is to prove with: ranks, and whether they have GPUs and Transformer Engine."""
+    """The resources of a proof: ranks, and True if they have GPUs and Transformer Engine."""
 
     ranks: int
     cuda: bool
@@ -57,7 +58,7 @@ class Room:
 
 @dataclass(frozen=True)
 class ScaledDown:
-    """A run that fits: its options, what was changed and why, and what is not compared."""
+    """A scaled-down run: its options, changes with reasons, and features that are not compared."""
 
     options: Options
     changes: tuple[Change, ...]
@@ -71,7 +72,7 @@ class ScaledDown:
 
 @dataclass(frozen=True)
 class Dropped:
-    """An option that cannot be kept: `when` it is so, its neutral value, and why."""
+    """An option that cannot be kept: `when`, its neutral value, and why."""
 
     option: str
     when: Callable[[Options, Room], bool]
@@ -92,7 +93,8 @@ def _without_te(name: str) -> Callable[[Options, Room], bool]:
 
 
 def _needs_precision_aware(name: str) -> Callable[[Options, Room], bool]:
-    """Of a dtype of the optimizer, by name or torch's."""
+    """True if an optimizer dtype (name or torch.dtype) needs a precision-aware optimizer that is
+    off."""
     fp32 = (None, "fp32", "float32", "torch.float32")
     return lambda o, room: not o.get("use_precision_aware_optimizer") and (
         o.get(name) is not None and str(o[name]) not in fp32
@@ -101,7 +103,7 @@ def _needs_precision_aware(name: str) -> Callable[[Options, Room], bool]:
 
 _GPU, _TE = "needs a GPU", "needs a GPU and Transformer Engine"
 DROPPED: tuple[Dropped, ...] = (
-    # Core's default is not 0: an option that is not given counts.
+    # Core's default is not 0, so a missing option counts too.
     Dropped("hidden_dropout", lambda o, room: o.get("hidden_dropout") != 0.0, 0.0,
             "ranks draw other random numbers"),
     Dropped("attention_dropout", lambda o, room: o.get("attention_dropout") != 0.0, 0.0,
@@ -130,20 +132,20 @@ DROPPED: tuple[Dropped, ...] = (
     )),
     Dropped("moe_token_dispatcher_type",
             lambda o, room: o.get("moe_token_dispatcher_type") == "flex", "alltoall",
-            "it needs a package, and GPUs that are linked as its kernels ask for"),
-    *(Dropped(name, _on(name), value, "only with that dispatcher") for name, value in (
+            "needs a package, and GPUs with the links that its kernels require"),
+    *(Dropped(name, _on(name), value, "only with the flex dispatcher") for name, value in (
         ("moe_expert_rank_capacity_factor", None), ("moe_paged_stash", False),
     )),
     Dropped("cuda_graph_impl", lambda o, room: o.get("cuda_graph_impl") not in (None, "none"),
-            "none", "a proof looks at gradients between backward and step"),
+            "none", "a proof reads gradients between backward and step"),
     Dropped("enable_cuda_graph", _on("enable_cuda_graph"), False,
-            "a proof looks at gradients between backward and step"),
+            "a proof reads gradients between backward and step"),
     Dropped("init_model_with_meta_device", _on("init_model_with_meta_device"), False,
             "both models are given the same weights before they are wrapped"),
     *(Dropped(name, _on(name), False,
               "both models are given the same weights before they are wrapped, in bf16")
       for name in ("fp8_param", "fp8_param_gather")),
-    Dropped("fp4", _on("fp4"), None, "nobody has seen how far its products may differ"),
+    Dropped("fp4", _on("fp4"), None, "no error bound is known for its GEMMs"),
     Dropped("fine_grained_activation_offloading", _on("fine_grained_activation_offloading"), False,
             "activations of a small model need no offload"),
     Dropped("cpu_offloading", _on("cpu_offloading"), False,
@@ -157,10 +159,10 @@ DROPPED: tuple[Dropped, ...] = (
     *(Dropped(name, _on(name), False, "stages are made even") for name in (
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     )),
-    *(Dropped(name, _on(name), None, "the small model has too few experts for groups of them")
+    *(Dropped(name, _on(name), None, "the small model has too few experts for groups")
       for name in ("moe_router_num_groups", "moe_router_group_topk",
                    "moe_router_topk_limited_devices")),
-    *(Dropped(name, _on(name), None, "it moves where other ranks' tokens go; random data is short")
+    *(Dropped(name, _on(name), None, "it makes routing depend on other ranks' tokens")
       for name in ("moe_expert_capacity_factor",)),
     Dropped("heterogeneous_layers_config_path", _on("heterogeneous_layers_config_path"), None,
             "it names the layers that were taken away"),
@@ -179,16 +181,16 @@ UNSUPPORTED: Mapping[str, Any] = {
 
 
 MODEL_AXES = AXES[:3]
-"""What splits the model itself, but for its experts."""
+"""Axes that split the model, except its experts."""
 
 
 def ranks_over(options: Options, names: Sequence[str] = MODEL_AXES) -> int:
-    """Ranks of all these axes together."""
+    """The product of these axes' sizes."""
     return math.prod(_number(options, name, 1) for name in names)
 
 
 def splits_model(options: Options) -> bool:
-    """Whether a rank has a part of the model, sharding aside."""
+    """True if the model is split over ranks, apart from sharding."""
     return ranks_over(options, (*MODEL_AXES, "expert_model_parallel_size")) > 1
 
 
@@ -201,7 +203,7 @@ def _up(value: float, multiple: int) -> int:
 
 
 class _Work:
-    """Options while they shrink, with a row for each change."""
+    """Mutable options with a record of each change."""
 
     def __init__(self, options: Options, keep: frozenset[str]) -> None:
         self.options = dict(options)
@@ -217,23 +219,25 @@ class _Work:
         self.changes.append(Change(name, before, value, reason))
 
     def least(self, name: str, value: int, reason: str) -> None:
-        """Lowers a size that is larger."""
+        """Lowers a size to `value` if it is larger."""
         before = self.options.get(name)
         if before is not None and before > value:
             self.set(name, value, reason)
 
 
 def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> ScaledDown:
-    """The small run. options: by Megatron's names; keep: sizes that stay as they are.
+    """The scaled-down run. options: by Megatron's names; keep: sizes that are not changed.
 
-    ValueError for options of `keep` that are no sizes, and for models that cannot be built.
+    Raises ValueError for names in `keep` that are no sizes, and for models that cannot be built.
     """
     unknown = sorted(keep - SIZES)
     if unknown:
-        raise ValueError(f"--keep {', '.join(unknown)}: no size that a proof changes")
+        raise ValueError(
+            f"--keep {', '.join(unknown)}: not a size that a proof changes. Leave it out"
+        )
     for name, allowed in UNSUPPORTED.items():
         if options.get(name, allowed) not in (allowed, None):
-            raise ValueError(f"{name}={options[name]!r}: a proof cannot build that model")
+            raise ValueError(f"{name}={options[name]!r}: not supported by a proof. Leave it out")
     work = _Work(options, keep)
     for row in DROPPED:
         if row.when(work.options, room):
@@ -250,7 +254,7 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
     return ScaledDown(work.options, tuple(work.changes), tuple(dict.fromkeys(work.left_out)))
 
 
-_ASKS_TE = "core's checkpoint of it asks Transformer Engine"
+_ASKS_TE = "core's recomputation of it needs Transformer Engine"
 NOT_RECOMPUTED: Mapping[str, tuple[Callable[[Options, Room], bool], str]] = {
     "moe_act": (lambda o, room: not o.get("moe_grouped_gemm"), "only with moe_grouped_gemm"),
     "layernorm": (lambda o, room: not room.transformer_engine, _ASKS_TE),
@@ -271,7 +275,7 @@ def _recomputed(work: _Work, room: Room) -> None:
 
 
 def _ranks(work: _Work, room: Room) -> None:
-    """Two ranks of each axis, two data-parallel ones first: these are what is proven."""
+    """Sets two ranks for each axis, data parallelism first, because sharding is what is proven."""
     o = work.options
     work.set("num_query_groups", None if not o.get("group_query_attention")
              else o.get("num_query_groups"), "only with group_query_attention")  # fmt: skip
@@ -309,7 +313,7 @@ def _ranks(work: _Work, room: Room) -> None:
             work.left_out.append("shards of experts: each expert is on one rank")
         work.set("expert_model_parallel_size", 2 if room_for > 1 else 1, "the fewest that split")
     etp = o.get("expert_tensor_parallel_size")
-    if not experts:  # filled in by Megatron, and the ranks have to be divisible by it all the same
+    if not experts:  # Megatron sets it, and requires that it divides the ranks
         work.set("expert_tensor_parallel_size", tensor, "as tensor parallelism: no experts")
     if experts and etp is not None and etp > 1:
         fits = tensor > 1 and world // pipeline >= 2 * _number(o, "expert_model_parallel_size", 1)
@@ -317,7 +321,7 @@ def _ranks(work: _Work, room: Room) -> None:
             work.left_out.append(f"expert_tensor_parallel_size={etp}: too few ranks")
         work.set("expert_tensor_parallel_size", 2 if fits else 1, "the fewest that split")
     if tensor == 1 and o.get("sequence_parallel"):
-        work.left_out.append("sequence_parallel: it goes with tensor parallelism")
+        work.left_out.append("sequence_parallel: only with tensor parallelism")
         work.set("sequence_parallel", False, "one tensor-parallel rank")
     work.set("world_size", world, "the fewest ranks that have all axes")
 
@@ -329,13 +333,13 @@ def _layers(work: _Work) -> None:
     for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
         if o.get(name) and not virtual:
             virtual = 2
-        work.set(name, None, "said by virtual_pipeline_model_parallel_size")
+        work.set(name, None, "replaced by virtual_pipeline_model_parallel_size")
     if virtual and stages == 1:
         work.left_out.append("virtual_pipeline_model_parallel_size: one pipeline stage")
         virtual = None
     work.set("virtual_pipeline_model_parallel_size", 2 if virtual else None, "two chunks")
     pieces = stages * (2 if virtual else 1)
-    # Three layers where all are on one rank: a first, a last, and one between two of its kind.
+    # Three layers if all are on one rank: a first, a last, and one in between.
     layers = 3 if pieces == 1 else 2 * pieces
     frequency = o.get("moe_layer_freq", 1)
     if isinstance(frequency, int) and frequency > 1:
@@ -345,7 +349,7 @@ def _layers(work: _Work) -> None:
     layers = _number(o, "num_layers", layers)
     if isinstance(frequency, (list, tuple)):
         kept = list(frequency[:layers])
-        if len(set(frequency)) > len(set(kept)):  # dense layers first: keep one of them
+        if len(set(frequency)) > len(set(kept)):  # dense layers come first: keep one
             kept = [0] + [1] * (layers - 1)
         work.set("moe_layer_freq", kept, "one entry a layer")
     work.least("mtp_num_layers", 1, "one module")
@@ -356,14 +360,14 @@ def _layers(work: _Work) -> None:
 
 
 def quantum(options: Options) -> int:
-    """What widths are multiples of: blocks of the FP8 recipe, vectors of GPU kernels."""
+    """The multiple that widths must have: blocks of the FP8 recipe, or vectors of GPU kernels."""
     if not options.get("fp8"):
         return 8
     return {"blockwise": 128, "mxfp8": 32}.get(str(options.get("fp8_recipe")), 16)
 
 
 def _widths(work: _Work, room: Room) -> None:
-    """Heads, then what follows from them. Head size and ratios stay where they are small."""
+    """Shrinks heads, then the widths that follow from them. Small head sizes and ratios stay."""
     o = work.options
     tensor = _number(o, "tensor_model_parallel_size", 1)
     heads = _number(o, "num_attention_heads", 1)
@@ -393,7 +397,7 @@ def _widths(work: _Work, room: Room) -> None:
 
 
 def _mlp(work: _Work, name: str, wanted: float, multiple: int) -> None:
-    """Of a width that no power of two divides: shards then end inside matrices."""
+    """Sets a width that is no power of two, so that shards end inside matrices."""
     size = _up(wanted, multiple) + multiple
     if work.options.get(name) is None:
         work.set(name, size, "width")
@@ -402,8 +406,8 @@ def _mlp(work: _Work, name: str, wanted: float, multiple: int) -> None:
 
 
 def routes_by_rounding(options: Options) -> bool:
-    """Whether one rounding may send a token to another expert. In a proof there are few tokens, and
-    one that goes elsewhere changes all gradients in front of it by more than roundings do."""
+    """True if rounding may route a token to another expert. A proof has few tokens, and one that is
+    routed differently changes all earlier layers' gradients by more than rounding does."""
     is_narrow = any(options.get(name) for name in ("bf16", "fp16", "fp8"))
     return bool(options.get("num_moe_experts")) and is_narrow
 
@@ -414,7 +418,7 @@ def _experts(work: _Work, room: Room) -> None:
         return
     if routes_by_rounding(o):
         work.left_out.append(
-            "gradients and updates after the first step: one rounding may send a token to another "
+            "gradients and updates after the first step: rounding may route a token to another "
             "expert"
         )
     number = 2 * max(2, _number(o, "expert_model_parallel_size", 1))
@@ -436,31 +440,31 @@ def _batches(work: _Work, room: Room) -> None:
     work.least("seq_length", 128 if room.cuda else 16 * context, "tokens")
     length = _number(o, "seq_length", 16)
     work.set("max_position_embeddings", length, "as many as tokens")
-    # Before sizes of the batch shrink: how many microbatches a rank has in the run itself.
+    # Before the batch shrinks: the number of microbatches of the original run.
     micro, total = _number(o, "micro_batch_size", 1), o.get("global_batch_size")
     work.least("micro_batch_size", 2, "samples")
     several = total is not None and total > micro * _number(o, "original_data_parallel_size", 1)
     number = (2 * stages if stages > 1 else 3) if several or stages > 1 else 1
     work.set("microbatches", number, "several, as in the run" if several else "one step")
     if not several and stages == 1:
-        work.left_out.append("several microbatches: the run has one (or says no global batch size)")
+        work.left_out.append("several microbatches: the run has one (or no global batch size)")
     ranks = o["world_size"] // ranks_over(o)
     work.set("global_batch_size", o["microbatches"] * ranks * _number(o, "micro_batch_size", 1),
              "microbatches x ranks x samples")  # fmt: skip
 
 
 def _schedule(work: _Work) -> None:
-    """A rate at which a step changes what is computed: after a step of 1e-5, weights of the last
-    step round to the same bf16 as those of this one, and nothing could be seen."""
+    """Sets a learning rate whose updates change bf16 weights: after an update of 1e-5 stale weights
+    would round to the same bf16 values, and would not be noticed."""
     work.set("lr", STEP_LR, "a step that rounding does not hide")
     work.set("min_lr", 0.0, "one learning rate")
     if work.options.get("fp16") and not work.options.get("loss_scale"):
-        work.set("initial_loss_scale", 1024.0, "no step is skipped while a scale is looked for")
+        work.set("initial_loss_scale", 1024.0, "no step is skipped while the loss scale adapts")
 
 
 def reference_kind(shrunk: ScaledDown) -> str:
-    """"unsharded": one rank does all the work. "ddp": stock DDP on the same ranks, where the model
-    itself is split, or what a rank computes depends on the others."""
+    """The reference: "unsharded" (one rank), or "ddp" (stock DDP on the same ranks) if the model is
+    split or a rank's computation depends on other ranks."""
     o = shrunk.options
     routing = o.get("moe_router_load_balancing_type")
     kinds = routing if isinstance(routing, (list, tuple)) else [routing]

@@ -1,5 +1,5 @@
-"""The options of a run, out of whatever its user has: a command line of Megatron-LM, one of this
-repository's training script, or a preset. Always under the names that Megatron's configs have.
+"""Reads the options of a run from a command line of Megatron-LM or of this repository's training
+script, or from a preset. Option names are those of Megatron's configs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_fsdp_adapter.megatron.options.settings import Change
 from megatron_fsdp_adapter.prove.scale_down import ranks_over
 
 SCRIPT_OPTIONS = Path("lib", "options.py")
-"""Beside a training script of this repository."""
+"""The module with the options of this repository's training script, relative to the script."""
 
 BASE: Mapping[str, Any] = {
     **validation.PLAIN_OPTIONS,
@@ -30,13 +30,13 @@ BASE: Mapping[str, Any] = {
     "micro_batch_size": 1,
     "seq_length": 4096,
 }
-"""What a preset leaves unsaid."""
+"""Defaults for options missing in a preset."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run: where its options are from, the options, what was set on them, and the folder from
-    which Megatron is imported (None: the installed one)."""
+    """A run: the source of its options, the options, changes to them, and the folder from which
+    Megatron is imported (None: the installed one)."""
 
     source: str
     options: Mapping[str, Any]
@@ -45,8 +45,8 @@ class Recipe:
 
 
 def of_script(script: Path, arguments: Sequence[str], world_size: int | None) -> Recipe:
-    """What a training script makes of its command line. world_size: None where it is not told.
-    ValueError if it cannot be read or is refused."""
+    """The recipe of a training script's command line. world_size: None if unknown. Raises
+    ValueError if it cannot be parsed or is invalid."""
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
     args: Any
@@ -58,15 +58,15 @@ def of_script(script: Path, arguments: Sequence[str], world_size: int | None) ->
     changes = []
     if not args.use_megatron_fsdp:
         args.use_megatron_fsdp = True
-        reason = "not given; proven as if it were"
+        reason = "not given; the proof sets it"
         changes.append(Change(megatron_lm.FSDP_FLAG, False, True, reason))
     return _finished(f"{script} with its command line", args, arguments, changes, world_size,
                      folder)  # fmt: skip
 
 
 def of_options(options: Mapping[str, Any], source: str, world_size: int | None) -> Recipe:
-    """A preset with what it leaves unsaid. world_size: None where it is not told. ValueError if it
-    is refused."""
+    """The recipe of a preset with defaults. world_size: None if unknown. Raises ValueError if it is
+    invalid."""
     args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
     return _finished(source, args, [], [], world_size, None)
 
@@ -74,17 +74,19 @@ def of_options(options: Mapping[str, Any], source: str, world_size: int | None) 
 def _parsed(script: Path, arguments: Sequence[str]) -> argparse.Namespace:
     try:
         return runner.parse_arguments(script, arguments)
-    except SystemExit as error:  # argparse has said what is wrong
-        raise ValueError(f"{script} does not take this command line") from error
+    except SystemExit as error:  # argparse has printed the error
+        raise ValueError(f"{script} cannot parse this command line") from error
     except ModuleNotFoundError as error:
-        raise ValueError(f"{script} needs {error.name}, which is not installed") from error
+        raise ValueError(
+            f"{script} needs {error.name}, which is not installed. Install it"
+        ) from error
 
 
 def _own_options(beside: Path, arguments: Sequence[str]) -> SimpleNamespace:
     spec = importlib.util.spec_from_file_location("_training_script_options", beside)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     own = dataclasses.asdict(module.parse(list(arguments)))
     return SimpleNamespace(**{**validation.PLAIN_OPTIONS, **own})
@@ -102,7 +104,7 @@ def _finished(
     wrong = validation.launch_problems(args, environment)
     wrong += sizes.size_problems(vars(validation.launch_options(args)), world_size)
     if wrong:
-        raise ValueError("the configuration is refused:\n" + "\n".join(f"  - {w}" for w in wrong))
+        raise ValueError("the configuration is invalid:\n" + "\n".join(f"  - {w}" for w in wrong))
     options = vars(validation.launch_options(args))
     return Recipe(source, _named_like_configs(options, world_size or 1), tuple(changes), folder)
 
@@ -114,7 +116,7 @@ ALIASES: Mapping[str, str] = {
 
 
 def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Fills in what Megatron derives from other options before it builds anything."""
+    """Adds values that Megatron derives from other options before it builds anything."""
     found = dict(options)
     for mine, theirs in ALIASES.items():
         if mine in found:

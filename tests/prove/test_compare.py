@@ -48,10 +48,10 @@ LOOKS: dict[str, tuple[Any, Any, str | None]] = {
                  "only decoder.layers.1 (2 of its 2 parameters); zero: it is missing"),
     "a missing microbatch": (*SUMS, "like a sum that lacks 1 of 3 microbatches"),
     "wrong rows": (changed(lambda v: v.roll(1, 0), NAMES[0]), tensors(),
-                   "row 0 holds what belongs to row 23: wrong rows"),
+                   "row 0 has the values of row 23: wrong rows"),
     "NaN": (changed(with_nan, NAMES[1]), tensors(),
-            "NaN: memory was read that nobody had written"),
-    "a name that one lacks": (WITHOUT, tensors(), "only one of both has it"),
+            "NaN: uninitialized memory was read"),
+    "a name that one lacks": (WITHOUT, tensors(), "only one of the two has it"),
 }  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def _rows(*wrong: tuple[int, str]) -> list[Row]:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [([(2, "loss"), (2, "gradients")], "other weights than the optimizer wrote"),
-     ([(1, "update")], "the optimizer's side"),
+     ([(1, "update")], "an error of the optimizer"),
      ([(1, "gradients"), (1, "norm"), (1, "update")], "the reduction")],
 )  # fmt: skip
 def test_the_first_difference_says_where_to_look(wrong: list[tuple[int, str]], said: str) -> None:
