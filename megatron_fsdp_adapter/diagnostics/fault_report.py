@@ -98,9 +98,9 @@ class NamedCommunicator(Communicator):
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
         launch = launch._replace(carries=self._unit_of(launch.carries))
         return CommunicationError(
-            f"rank {dist.get_rank()}: {launch}, failed: {error}. Another rank has "
-            f"failed, is late by more than {timeout_of(self.group, self.device):g} s (the timeout "
-            "of the process group), or took another path through the model; its own log says why"
+            f"rank {dist.get_rank()}: {launch}, failed: {error}. Another rank has failed, is late "
+            f"by more than {timeout_of(self.group, self.device):g} s (the timeout of the process "
+            "group), or took another path through the model. See its log"
         )
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
@@ -153,8 +153,8 @@ def memory_plan(
 
 REMEDY = (
     "Shard over more ranks, or more of the model (data_parallel_sharding_strategy), use smaller "
-    "units (fsdp_unit_modules) or activation recompute; `python -m megatron_fsdp_adapter estimate` "
-    "tells beforehand what fits"
+    "units (fsdp_unit_modules) or activation recompute; `python -m megatron_fsdp_adapter "
+    "estimate` predicts what fits"
 )
 
 
@@ -236,7 +236,9 @@ class FaultReport:
         lines = memory_plan(self._placed, self._config, self._kinds, self._own)
         plan = "\n".join(f"  {line}" for line in lines)
         return type(error)(
-            f"rank {dist.get_rank()}: no memory for {what}: {error}\nWhat the strategy "
-            f"{self._config.strategy.name} takes of this rank at most at one time, activations "
-            f"not counted:\n{plan}\n{REMEDY}"
+            f"rank {dist.get_rank()}: no memory for {what}: {error}\n"
+            f"Peak memory of this rank with the strategy {self._config.strategy.name}, without "
+            "activations:\n"
+            f"{plan}\n"
+            f"{REMEDY}"
         )

@@ -56,8 +56,9 @@ class LaunchLog:
         lines = "\n".join(f"  - {launch}" for launch in list(self._last))
         self._tell(
             f"nothing was launched for {now - self._at:.0f} s. If the process group ends this "
-            f"process at its timeout, one of these has not come to its end, since another rank "
-            f"has failed, is late, or took another path through the model:\n{lines}"
+            "process at its timeout, one of these has not completed, because another rank has "
+            "failed, is late, or took another path through the model:\n"
+            f"{lines}"
         )
 
 

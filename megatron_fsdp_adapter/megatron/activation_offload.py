@@ -28,8 +28,8 @@ def problems(config: Any) -> list[str]:
     if not is_on(config, FINE_GRAINED) or _has_te_offload():
         return []
     return [
-        f"{FINE_GRAINED}=True: core offloads by way of Transformer Engine, which cannot be "
-        "imported here; set it to False"
+        f"{FINE_GRAINED}=True: core needs Transformer Engine for it, which cannot be imported. "
+        "Set it to False"
     ]
 
 

@@ -177,7 +177,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         if force_all_reduce and self.engine.config.strategy.shard_main:
             raise ValueError(
                 "force_all_reduce=True: full gradients do not exist with "
-                f"data_parallel_sharding_strategy={self.engine.config.strategy.name!r}; use "
+                f"data_parallel_sharding_strategy={self.engine.config.strategy.name!r}. Use "
                 "'no_shard', or gather the gradients of the parameters you need"
             )
         check_trained(self.engine)

@@ -48,7 +48,7 @@ def _wire(plan: ModelPlan, groups: list[ParamGroup]) -> str:
         for group in groups
         if group.key.requires_grad and group.has_transient_bucket
     } - {comm}
-    carried = f" (what autograd makes, carried as {', '.join(sorted(narrow))})"
+    carried = f" (gradients from autograd, exchanged as {', '.join(sorted(narrow))})"
     return comm + (carried if narrow else "")
 
 
@@ -56,12 +56,12 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> str:
     """What is not sharded: of domains of one rank, and what a budget keeps over a step."""
     names = (group.key.domain for group in groups if group.is_single_rank)
     alone = {name.split(",")[0] for name in names}
-    said = f"whole, on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
+    said = f"unsharded on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
     if not plan.budget:
         return said
     kept = plan.kept
     return said + (
-        f"whole over a step: weights of {kept.weights} and gradients of {kept.grads} of "
+        f"unsharded over a step: weights of {kept.weights} and gradients of {kept.grads} of "
         f"{len(kept.rows)} units, for {kept.nbytes / GIB:.3f} of {plan.budget / GIB:g} GiB; "
     )
 

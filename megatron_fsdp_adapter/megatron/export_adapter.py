@@ -34,8 +34,8 @@ def export_source(
         is_split = split is not None and group is not None and dist.get_world_size(group) > 1
         if is_split and names.is_interleaved(fqn):
             raise ValueError(
-                f"{fqn}: tensor parallelism cuts it into slices that do not join into one tensor; "
-                "use tensor_model_parallel_size=1 to export this kind of layer"
+                f"{fqn}: its tensor-parallel slices do not join into one tensor. Use "
+                "tensor_model_parallel_size=1 to export this kind of layer"
             )
         return Described(
             split_depth(names.of(fqn))[1], split, group, len(names.suffixes(fqn)),

@@ -89,7 +89,7 @@ def _writer_that(seen: Observed, is_fresh: bool, name: str) -> WgradProtocol:
         return WgradProtocol.ACCUMULATES
     raise ValueError(
         f"gradient_accumulation_fusion=True: {name} neither adds its weight gradient to main_grad "
-        f"nor overwrites it when told to ({seen}); set gradient_accumulation_fusion=False "
+        f"nor overwrites it when requested ({seen}). Set gradient_accumulation_fusion=False "
         "(--no-gradient-accumulation-fusion)"
     )
 

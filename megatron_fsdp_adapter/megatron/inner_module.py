@@ -38,8 +38,8 @@ class ParamAndGradBuffer:
         """
         if self._engine.runtime.is_capturing():
             raise RuntimeError(
-                "optimizer.step() in a CUDA graph: its replays would leave gathered weights as "
-                "they are. Take the step outside of the graph."
+                "optimizer.step() in a CUDA graph: its replays would leave gathered weights "
+                "stale. Take the step outside of the graph."
             )
         self._engine.main_weights_changed(stepped=True)
 
@@ -105,8 +105,8 @@ class ShardedModule(ShardedStateDict, MegatronModule):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Only for `torch_dist`, which cannot describe these shards."""
         raise RuntimeError(
-            "sharded_state_dict: the torch_dist format cannot describe row-wise flat shards; "
-            "save with ckpt_format='fsdp_dtensor'"
+            "sharded_state_dict: the torch_dist format cannot represent row-wise flat shards. "
+            "Save with ckpt_format='fsdp_dtensor'"
         )
 
     def install_optimized_model_weights(self) -> None:

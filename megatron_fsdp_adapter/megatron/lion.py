@@ -25,12 +25,11 @@ def problems(config: Any) -> list[str]:
     """What an optimizer's config, and the core that is here, have against Lion."""
     if not hasattr(config, "lion_beta1"):
         return [
-            f"optimizer={LION!r}: this megatron-core does not have it; use 'adam', or a release "
-            "from 0.18 on"
+            f"optimizer={LION!r}: not in this megatron-core. Use 'adam', or a release from 0.18 on"
         ]
     found, names = betas(config), _BETAS[core_api.MAKES_EMERGING]
     return [
-        f"optimizer={LION!r} with {name}={beta}: use 0 or more, and less than 1"
+        f"optimizer={LION!r} with {name}={beta}: must be at least 0 and below 1"
         for name, beta in zip(names, found, strict=True) if not 0 <= beta < 1
     ]  # fmt: skip
 

@@ -47,11 +47,12 @@ class TorchAttention(torch.nn.Module):
         if config.context_parallel_size != 1:
             raise ValueError(
                 f"context_parallel_size is {config.context_parallel_size}, which the local "
-                "attention does not support: use --transformer-impl transformer_engine"
+                "attention does not support. Use --transformer-impl transformer_engine"
             )
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ValueError(
-                f"attn_mask_type is {attn_mask_type}: the local attention knows causal and no_mask"
+                f"attn_mask_type is {attn_mask_type}: the local attention supports causal and "
+                "no_mask"
             )
         self.config = config
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -70,7 +71,7 @@ class TorchAttention(torch.nn.Module):
     ) -> Tensor:
         """(sq, batch, heads, d), (sk, batch, groups, d) twice -> (sq, batch, heads * d)."""
         if attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("the local attention takes neither a bias nor packed sequences")
+            raise ValueError("the local attention supports neither a bias nor packed sequences")
         dropout = self.dropout if self.training else 0.0
         # (s, batch, heads, d) -> (batch, heads, s, d)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))

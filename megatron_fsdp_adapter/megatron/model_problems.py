@@ -37,9 +37,9 @@ def model_problems(module: nn.Module, config: Any, ddp_config: Any) -> list[str]
 def _compiled(module: nn.Module) -> list[str]:
     """Modules that are compiled, by the function or the method."""
     return [
-        f"module {name or type(child).__name__}: it was compiled with torch.compile, of which "
-        "Megatron's layers, pipelines and fused weight gradients were never run here; wrap the "
-        "original module, and compile functions inside the layers"
+        f"module {name or type(child).__name__}: compiled modules are not tested with Megatron's "
+        "layers, pipelines and fused weight gradients. Wrap the original module, and compile "
+        "functions inside the layers"
         for name, child in module.named_modules()
         if isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None
     ][:1]
@@ -55,9 +55,9 @@ def _formats_that_do_not_fit(module: nn.Module, config: Any, ddp_config: Any) ->
     if not is_on(ddp_config, FP8_PARAM_GATHER) or is_on(config, FP8_PARAM) or quantized:
         return []
     return [
-        f"{FP8_PARAM_GATHER}=True: this model's weights are not quantized, as they were made with "
-        f"{FP8_PARAM}=False; make the model with {FP8_PARAM}=True, which sets this too, or set it "
-        "to False"
+        f"{FP8_PARAM_GATHER}=True: this model's weights are not quantized, because it was made "
+        f"with {FP8_PARAM}=False. Make the model with {FP8_PARAM}=True, which sets this too, or "
+        "set it to False"
     ]
 
 
@@ -69,8 +69,8 @@ def _experts_in_one_tensor(module: nn.Module) -> list[str]:
     ]
     return [
         f"module {found[0]} (and {len(found) - 1} more): all experts of this rank are one tensor, "
-        "which a checkpoint cannot tell from another rank's; use Transformer Engine's grouped "
-        "layers, or set moe_grouped_gemm=False"
+        "which a checkpoint cannot distinguish from another rank's. Use Transformer Engine's "
+        "grouped layers, or set moe_grouped_gemm=False"
     ] if found else []
 
 
@@ -91,9 +91,9 @@ def _experts_marked_as_dense(module: nn.Module, config: Any) -> list[str]:
     return [
         f"expert_tensor_parallel_size={sizes[0]} with tensor_model_parallel_size={sizes[1]} and "
         f"expert_model_parallel_size={sizes[2]}: core has marked {found[0]} (and {len(found) - 1} "
-        "more) as dense weights, whose gradients are reduced over ranks that hold other parts of "
-        "them or miss some that hold the same; make both tensor-parallel sizes equal, or "
-        "expert_model_parallel_size larger than 1, or use megatron-core 0.19"
+        "more) as dense weights, whose gradients would be reduced over the wrong ranks. Make "
+        "both tensor-parallel sizes equal, or expert_model_parallel_size larger than 1, or use "
+        "megatron-core 0.19"
     ] if found else []
 
 
@@ -102,9 +102,8 @@ def _parts_that_return_biases(config: Any, ddp_config: Any) -> list[str]:
     if not is_on(ddp_config, GATHER_PARTS) or not getattr(config, "num_moe_experts", None):
         return []
     return [
-        f"{GATHER_PARTS}=True with add_bias_linear=True: linear "
-        "layers of experts return their biases, which are gathered no longer when core adds them; "
-        "set either to False"
+        f"{GATHER_PARTS}=True with add_bias_linear=True: linear layers of experts return their "
+        "biases, which are resharded before core adds them. Set either to False"
     ] if getattr(config, "add_bias_linear", False) else []
 
 
@@ -114,9 +113,8 @@ def _hooks_that_get_nothing(module: nn.Module, fused: bool) -> list[str]:
     takes the place of the gradient, which is on its way by then."""
     return [
         f"parameter {managed.fqns[0]}: it has a gradient hook, and with "
-        "gradient_accumulation_fusion=True its module writes the gradient past autograd, so that "
-        "the hook would be called with None; set gradient_accumulation_fusion=False, or remove "
-        "the hook"
+        "gradient_accumulation_fusion=True its module writes the gradient without autograd, so "
+        "the hook would receive None. Set gradient_accumulation_fusion=False, or remove the hook"
         for managed in managed_params(module)
         if (managed.param._backward_hooks or managed.param._post_accumulate_grad_hooks)
         and fused and _is_written_by_a_module(managed)

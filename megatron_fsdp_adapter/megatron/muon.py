@@ -34,8 +34,8 @@ def problems(config: Any) -> list[str]:
     """What the core that is here has against it."""
     has_it = config.optimizer != ADAPTIVE or hasattr(config, "adaptive_muon_moment2_method")
     return [] if has_it else [
-        f"optimizer={ADAPTIVE!r}: this megatron-core does not have it; use {MUON!r}, or a "
-        "release from 0.18 on"
+        f"optimizer={ADAPTIVE!r}: not in this megatron-core. Use {MUON!r}, or a release from 0.18 "
+        "on"
     ]
 
 
@@ -77,8 +77,8 @@ def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, .
         row_blocks(rows, found)
     except ValueError as error:
         raise ValueError(
-            f"Muon: {pair.managed.fqns[0]} of {rows} rows is taken for a fused weight, and is none "
-            f"that is known: {error}; mark it with use_muon=False, or set muon_split_qkv to False"
+            f"Muon: {pair.managed.fqns[0]} of {rows} rows looks like a fused weight, but has an "
+            f"unknown shape: {error}. Mark it with use_muon=False, or set muon_split_qkv to False"
         ) from None
     return found
 

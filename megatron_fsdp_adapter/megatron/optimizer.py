@@ -94,9 +94,9 @@ def _warn_of_unmatched(
         used = any(override.items() <= group.items() for group in groups)
         if names and not used and not any(name.startswith("*") for name in names):
             warn(
-                f"config_overrides: {', '.join(map(repr, names))} matches no parameter that is "
-                f"trained, on any rank. Names are those under DDP, like {example!r}; write it like "
-                "that, or begin it with '*'."
+                f"config_overrides: {', '.join(map(repr, names))} matches no trainable parameter "
+                f"on any rank. Names are those under DDP, like {example!r}. Write it like that, "
+                "or begin it with '*'."
             )
 
 
@@ -106,7 +106,8 @@ def _complete(config: Any) -> None:
     if changes and dist.get_rank() == 0:
         text = ", ".join(f"{change.option}={change.after}" for change in changes)
         print(
-            f"Megatron's optimizer with FullyShardedDataParallel: set for you: {text}", flush=True
+            f"Megatron's optimizer with FullyShardedDataParallel: enabled automatically: {text}",
+            flush=True,
         )
 
 
@@ -129,16 +130,16 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
     if config.optimizer != "adam":
         return [] if dtypes == {torch.float32} else [
             f"optimizer={config.optimizer!r}: main weights and gradients are in "
-            f"{sorted(map(str, dtypes))}, and it takes float32 alone; {unset}"
+            f"{sorted(map(str, dtypes))}, but it supports only float32. {unset}"
         ]
     if not config.use_precision_aware_optimizer:
         return [] if dtypes == {torch.float32} else [
-            f"use_precision_aware_optimizer=False: main weights and gradients are in "
-            f"{sorted(map(str, dtypes))}, and Adam without it takes float32 alone; set it to True "
-            f"(needs Transformer Engine), or {unset}"
+            "use_precision_aware_optimizer=False: main weights and gradients are in "
+            f"{sorted(map(str, dtypes))}, but Adam without it supports only float32. Set it to "
+            f"True (needs Transformer Engine), or {unset}"
         ]
     found = [
-        f"{option}={chosen}: {other} of the DDP config says {said}; set them alike, or leave "
+        f"{option}={chosen}: {other} of the DDP config says {said}. Set them alike, or leave "
         f"{option} at torch.float32"
         for option, other, chosen, said in (
             ("main_grads_dtype", "megatron_fsdp_main_grads_dtype", config.main_grads_dtype,
@@ -150,8 +151,8 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
     ]  # fmt: skip
     if core_optimizer.USING_PYTORCH_OPTIMIZER:
         found.append(
-            "use_precision_aware_optimizer=True: it is Transformer Engine's FusedAdam, which "
-            "cannot be imported here; install Transformer Engine, or set it to False"
+            "use_precision_aware_optimizer=True: it needs Transformer Engine's FusedAdam, which "
+            "cannot be imported. Install Transformer Engine, or set it to False"
         )
     return found
 
@@ -163,7 +164,7 @@ def _refuse_whole_matrices(
     if ours_among(model_chunks):
         raise ValueError(
             "optimizer='muon' with FullyShardedDataParallel: get_megatron_muon_optimizer needs "
-            "whole matrices, and weights are sharded; call get_megatron_optimizer"
+            "whole matrices, but weights are sharded. Call get_megatron_optimizer"
         )
     return original(model_chunks, *args, **kwargs)
 
@@ -245,8 +246,8 @@ def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
     if counted != dist.get_world_size():
         raise ValueError(
             f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
-            f"ranks of a world of {dist.get_world_size()}; there is no group for the gradient norm "
-            "of a part of the world, use outer_dp_sharding_strategy='no_shard' there"
+            f"ranks of a world of {dist.get_world_size()}, but the gradient norm needs a group of "
+            "the whole world. Use outer_dp_sharding_strategy='no_shard'"
         )
     return dist.group.WORLD
 

@@ -135,8 +135,8 @@ def with_one_count(meta: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     most = max(counts)
     if dist.get_rank() == 0:
         print(
-            f"optimizer state: parameter groups were saved with counts of {sorted(counts)} steps, "
-            f"and have taken the same ones; they go on with {most}",
+            "optimizer state: parameter groups were saved with different step counts "
+            f"{sorted(counts)}. They continue with {most}",
             flush=True,
         )
     return {

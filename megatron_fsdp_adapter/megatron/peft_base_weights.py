@@ -134,7 +134,7 @@ def _on_meta(models: Sequence[nn.Module]) -> list[str]:
     if not any(param.is_meta for param in params):
         return []
     return [
-        "its parameters are on the meta device, where nothing can be loaded to; set "
+        "its parameters are on the meta device, which has no memory to load into. Set "
         "init_model_with_meta_device=False"
     ]
 
@@ -167,7 +167,7 @@ def _read(
     if dim is None or split.size == 1:
         dim, split = 0, TensorParallel()
     elif names.is_interleaved(name):
-        return "tensor parallelism cuts it into slices that do not join into one tensor"
+        return "its tensor-parallel slices do not join into one tensor"
     if stored.numel == 1 == value.numel():  # of no dimension in one of the two
         return _Read(value, stored, (((0,) * len(stored.shape), stored.shape),))
     own = tuple(value.shape)

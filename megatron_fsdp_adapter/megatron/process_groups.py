@@ -57,7 +57,7 @@ def groups_from_parallel_state(instances: int = 1) -> dict[str, dist.ProcessGrou
     """
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
-            "pg_collection=None, and parallel_state has no groups: pass a ProcessGroupCollection, "
+            "pg_collection=None, and parallel_state has no groups. Pass a ProcessGroupCollection, "
             "or call parallel_state.initialize_model_parallel() first"
         )
     dense, expert = core_api.data_parallel_group, core_api.expert_data_parallel_group
@@ -115,8 +115,8 @@ def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: 
             raise ValueError(
                 f"ddp_config.num_distributed_optimizer_instances={instances}: the "
                 f"{len(all_ranks)} ranks {all_ranks} of {GROUP_SOURCES[everyone_role][0]} should "
-                f"be shared out over {instances} instances, but the shard group "
-                f"{GROUP_SOURCES[shard_role][0]} has ranks {ranks}; initialize the groups with "
+                f"be split over {instances} instances, but the shard group "
+                f"{GROUP_SOURCES[shard_role][0]} has ranks {ranks}. Initialize the groups with "
                 f"num_distributed_optimizer_instances={instances}"
             )
 
@@ -131,7 +131,7 @@ def _outer_group(
     if len(found) != instances:
         raise ValueError(
             f"ddp_config.num_distributed_optimizer_instances={instances}: inter_dist_opt should "
-            f"have one rank of each instance, and has ranks {found}; initialize the groups with "
+            f"have one rank of each instance, but has ranks {found}. Initialize the groups with "
             f"num_distributed_optimizer_instances={instances}"
         )
     return outer
@@ -152,7 +152,7 @@ def build_index(
     if groups["fsdp_group"] is None or groups["dp_group"] is None:
         raise ValueError(
             "pg_collection.dp_cp is missing: the wrapper shards over the data x context parallel "
-            "group; pass a ProcessGroupCollection that has it, or none to use parallel_state"
+            "group. Pass a ProcessGroupCollection that has it, or none to use parallel_state"
         )
     _check_instances(groups, instances)
     given = {role: group for role, group in groups.items() if role != "fsdp_group"}

@@ -151,8 +151,8 @@ def watch_plans(
     model = next((child for child in module.modules() if hasattr(child, BUILD)), None)
     if model is None:
         raise ValueError(
-            f"{OPTION}=True: no module of the model has {BUILD}, by which core runs parts of "
-            "layers; set it to False"
+            f"{OPTION}=True: no module of the model has {BUILD}, which core needs to run parts of "
+            "layers. Set it to False"
         )
     build = getattr(type(model), BUILD)
     engine_of, model_of = weakref.ref(engine), weakref.ref(model)

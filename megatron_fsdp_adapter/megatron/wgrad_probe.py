@@ -390,8 +390,8 @@ def observed_once(
         return observe(MAKERS[name], precision, dtype, main_dtype, device)
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
         warn(
-            f"{name} in {precision.name} ({dtype}) could not be tried out ({error}): its weight "
-            "gradients are taken to be added to main_grad, which is zeroed first",
+            f"{name} in {precision.name} ({dtype}) could not be probed ({error}). Assuming that "
+            "it adds weight gradients to main_grad, which is zeroed first",
             RuntimeWarning, of_host=True,
         )  # fmt: skip
         return UNKNOWN
@@ -423,9 +423,9 @@ class Observer:
             return UNKNOWN
         if name.startswith("transformer_engine.") and self.main_dtype not in (torch.float32, dtype):
             raise ValueError(
-                f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in {dtype} "
-                f"and is to write their gradients in {self.main_dtype}, which is on the wire; its "
-                "products are float32 or in the weights' dtype; leave "
+                f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in "
+                f"{dtype} and would write their gradients in {self.main_dtype}, the dtype on the "
+                "wire, but its GEMMs support only float32 or the weights' dtype. Leave "
                 "megatron_fsdp_grad_comm_dtype unset, or set gradient_accumulation_fusion=False "
                 "(--no-gradient-accumulation-fusion)"
             )

@@ -111,7 +111,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
                 largest magnitude.
         """
         if not norm_type > 0:
-            raise ValueError(f"norm_type={norm_type}: give a number above 0, or float('inf')")
+            raise ValueError(f"norm_type={norm_type}: must be above 0, or float('inf')")
         self.engine.complete_grads()
         grads = [param.grad for param in self.parameters() if param.grad is not None]
         shards = [getattr(grad, "_local_tensor", grad) for grad in grads]
@@ -166,8 +166,8 @@ def _groups_of(
     if mesh.ndim == 2:
         return mesh.get_group(1), mesh.get_group(0)
     raise ValueError(
-        f"mesh={mesh}: it has {mesh.ndim} dims; pass one (the shard axis), two (outer axis, shard "
-        "axis), or a process group"
+        f"mesh={mesh}: unsupported number of dims, {mesh.ndim}. Pass one (the shard axis), two "
+        "(outer axis, shard axis), or a process group"
     )
 
 
@@ -178,12 +178,13 @@ def _index_over(
     ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
     if outer_name not in OUTER_STRATEGIES:
         raise ValueError(
-            f"outer_dp_sharding_strategy={outer_name!r}: use one of {list(OUTER_STRATEGIES)}"
+            f"outer_dp_sharding_strategy={outer_name!r}: unknown. Use one of "
+            f"{list(OUTER_STRATEGIES)}"
         )
     if OUTER_STRATEGIES[outer_name] and outer is None:
         raise ValueError(
-            f"outer_dp_sharding_strategy={outer_name!r}: there is no outer axis to shard over; "
-            "pass a mesh of two dims (outer axis, shard axis), or 'no_shard'"
+            f"outer_dp_sharding_strategy={outer_name!r}: there is no outer axis to shard over. "
+            "Pass a mesh of two dims (outer axis, shard axis), or 'no_shard'"
         )
     return FSDPDistributedIndex(
         shard,
@@ -254,7 +255,7 @@ def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEng
         said = (
             f"1 unit, whose weights, {sizes[0]:.3f} GiB, are gathered at once: "
             f"{type(module).__name__} has no layers that repeat (_no_split_modules, a ModuleList, "
-            f"ModuleDict or Sequential); name their class in {UNITS}"
+            f"ModuleDict or Sequential). Name their class in {UNITS}"
         )
     else:
         kinds = Counter(type(unit).__name__ for unit in units)
@@ -341,14 +342,14 @@ def _engines_of(params: Sequence[torch.Tensor]) -> list[UserLoopEngine]:
     """The engines that an optimizer's parameters belong to; ValueError if some are of none."""
     if any(getattr(param, "__fsdp_param__", False) for param in params):
         raise ValueError(
-            "optimizer: its parameters are those of FullyShardedDataParallel, whose optimizer is "
-            "Megatron's; use get_megatron_optimizer"
+            "optimizer: parameters of FullyShardedDataParallel require Megatron's optimizer. Use "
+            "get_megatron_optimizer"
         )
     refs = [getattr(param, "_fsdp_engine", None) for param in params]
     if not params or None in refs:
         raise ValueError(
-            f"optimizer: {refs.count(None)} of its {len(params)} parameters are not of a sharded "
-            "model; make it from fully_shard_model(...).parameters()"
+            f"optimizer: {refs.count(None)} of its {len(params)} parameters are not from a "
+            "sharded model. Make it from fully_shard_model(...).parameters()"
         )
     engines = {id(engine): engine for engine in (ref() for ref in refs)}  # type: ignore[misc]
     return list(engines.values())
@@ -413,13 +414,13 @@ def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine
     if is_torch_muon(kind):
         if any(engine.config.offload for engine in engines):
             raise ValueError(
-                f"optimizer={kind.__name__} with {OPTION}=True: it is for Adam; use AdamW, or set "
-                "it to False"
+                f"optimizer={kind.__name__} with {OPTION}=True: only Adam is supported. Use "
+                "AdamW, or set it to False"
             )
         return torch_muon(engines)
     if kind.__name__ in NOT_ELEMENTWISE or issubclass(kind, torch.optim.Muon):
         raise ValueError(
-            f"optimizer={kind.__name__}: its step needs whole tensors, and shards are rows; use "
+            f"optimizer={kind.__name__}: its step needs whole tensors, but shards are rows. Use "
             "torch.optim.Muon itself, or an elementwise one (Adam, AdamW, SGD, ...)"
         )
     return INNER
@@ -443,7 +444,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
             tensors.
     """
     if hasattr(optimizer, "_fsdp_engines"):
-        raise ValueError("optimizer: it is sharded already")
+        raise ValueError("optimizer: it is sharded already. Shard it once")
     engines = _engines_of(_params_of(optimizer))
     rule = _rule_for(optimizer, engines)
     adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, asks=False))

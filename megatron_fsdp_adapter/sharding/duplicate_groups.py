@@ -72,11 +72,11 @@ def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
     """`everyone[r]` are the ranks of rank r's group, () without one."""
     for rank, ranks in enumerate(everyone):
         if ranks and rank not in ranks:
-            raise ValueError(f"{attribute}: rank {rank} says its group has ranks {list(ranks)}")
+            raise ValueError(f"{attribute}: rank {rank} has a group of ranks {list(ranks)}")
         for member in ranks:
             if everyone[member] != ranks:
                 raise ValueError(
-                    f"{attribute}: rank {rank} says its group has ranks {list(ranks)}, but rank "
-                    f"{member} says {list(everyone[member])}: groups must not overlap, and all of "
-                    "their members must pass them"
+                    f"{attribute}: rank {rank} has a group of ranks {list(ranks)}, but rank "
+                    f"{member} one of {list(everyone[member])}. Pass groups that do not overlap, "
+                    "on all of their members"
                 )

@@ -123,16 +123,16 @@ def _check(hf_config: Any, which: str, scope: str, dtype: torch.dtype | None) ->
     found = []
     if hf_config is not None:
         found.append(
-            "hf_config: an export has the model's own names. Leave it out and rename what comes, "
-            "or use export_hf_weights of Megatron-Bridge, which has Hugging Face's"
+            "hf_config: not supported, an export has the model's names. Leave it out and rename "
+            "the tensors, or use export_hf_weights of Megatron-Bridge"
         )
     if which not in (ALL, CHANGED, TRAINED):
-        found.append(f"which={which!r}: use one of {[ALL, CHANGED, TRAINED]}")
+        found.append(f"which={which!r}: unknown. Use one of {[ALL, CHANGED, TRAINED]}")
     if scope not in (MODEL, STAGE):
-        found.append(f"scope={scope!r}: use one of {[MODEL, STAGE]}")
+        found.append(f"scope={scope!r}: unknown. Use one of {[MODEL, STAGE]}")
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         found.append(
-            f"dtype={dtype}: main weights are cast to it without scales; use torch.bfloat16, "
+            f"dtype={dtype}: an unscaled cast to it is not supported. Use torch.bfloat16, "
             "float16, float32 or None, and quantized=True for the bytes of quantized weights"
         )
     raise_problems("export_weights", found)
@@ -387,7 +387,7 @@ def _quantized_problems(
     block, split = _block(format), described.split or 0
     if parts > 1 and (shape[0] // described.halves, *shape[1:])[split] % block[split]:
         return [
-            f"quantized=True: tensor parallelism leaves {shape} of {name}, which are no whole "
+            f"quantized=True: the tensor-parallel slice {shape} of {name} is no multiple of "
             f"blocks of {block[0]} x {block[1]}"
         ]
     return []

@@ -75,7 +75,7 @@ def sources(model: Any) -> list[Source]:
     for chunk in chunks:
         if not hasattr(chunk, "export_source"):
             raise ValueError(
-                f"model: a {type(chunk).__name__} is not wrapped; give what "
-                "FullyShardedDataParallel(...) or fully_shard_model(...) returned"
+                f"model: a {type(chunk).__name__} is not wrapped. Pass the result of "
+                "FullyShardedDataParallel(...) or fully_shard_model(...)"
             )
     return [chunk.export_source() for chunk in chunks]

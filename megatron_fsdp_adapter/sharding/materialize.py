@@ -72,7 +72,7 @@ def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerO
         name, child = holders[0]
         return [
             f"{OPTION}=False: the module's parameter {name}.{next(_held(child))[0]} is on the meta "
-            f"device; set {OPTION}=True, or build the model on its device"
+            f"device. Set {OPTION}=True, or build the model on its device"
         ]
     helpless = [
         f"{name or 'the module itself'} ({type(child).__name__}: "
@@ -83,10 +83,10 @@ def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerO
     if not helpless:
         return []
     return [
-        f"{OPTION}=True: {len(helpless)} modules hold parameters or buffers on the meta device and "
-        "cannot initialize them: they have no reset_parameters (or one that core does not use): "
-        f"{'; '.join(helpless)}. Give their classes one that fills what they hold themselves, "
-        "build these modules on a device, or switch the option off"
+        f"{OPTION}=True: {len(helpless)} modules hold parameters or buffers on the meta device "
+        "and cannot initialize them: they have no reset_parameters (or one that core does not "
+        f"use): {'; '.join(helpless)}. Add one that fills a module's own tensors, build these "
+        "modules on a device, or switch the option off"
     ]
 
 
@@ -140,8 +140,8 @@ def _check(
     # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
     if is_filled and made.is_floating_point() and made.detach().sum().isnan():
         raise ValueError(
-            f"{OPTION}=True: reset_parameters of the module that holds {name} did not write it, or "
-            "not all of it; have it fill everything that the module holds itself"
+            f"{OPTION}=True: reset_parameters of the module of {name} did not write all of it. "
+            "Make it fill all of the module's own tensors"
         )
 
 

@@ -77,8 +77,8 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
             form.get(other_keys[key]) != best.get(keys[key]) for key in keys
         ):
             raise ValueError(
-                "load_state_dict: the keys may be names of this rank's modules or global names of "
-                "a checkpoint, and it cannot be told which; give all keys of either"
+                "load_state_dict: the keys fit both names of this rank's modules and global names "
+                "of a checkpoint. Give all keys of one of them"
             )
     return best, keys
 
@@ -235,9 +235,9 @@ def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]
     unknown = [key for key, fit in fits.items() if fit is _Fit.UNKNOWN]
     if unknown:
         raise ValueError(
-            f"load_state_dict: {', '.join(sorted(unknown)[:5])} ({len(unknown)} in all): a DTensor "
-            "that does not say which rows it has on each rank, and has not those of torch's even "
-            "split on every one; give whole tensors, or what a state dict of a sharded model has"
+            f"load_state_dict: {', '.join(sorted(unknown)[:5])} ({len(unknown)} in all): a "
+            "DTensor without chunks whose shards are not torch's even split. Give whole tensors, "
+            "or those of a sharded model's state dict"
         )
     for key, piece in pieces.items():
         _write(piece, values[key], fits.get(key, _Fit.SAME))

@@ -49,7 +49,7 @@ def _sharded_already(module: nn.Module) -> list[str]:
     if not any(hasattr(p, mark) for p in module.parameters() for mark in SHARDED_ALREADY):
         return []
     return [
-        f"module={type(module).__name__}: its parameters are sharded already; wrap a module once, "
+        f"module={type(module).__name__}: its parameters are sharded already. Wrap a module once, "
         "with FullyShardedDataParallel or with fully_shard_model"
     ]
 
@@ -57,8 +57,8 @@ def _sharded_already(module: nn.Module) -> list[str]:
 def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype | None) -> list[str]:
     return [
         f"main_params_dtype={main} (megatron_fsdp_main_params_dtype): parameter {name} is "
-        f"{param.dtype}, which has more bits; use torch.float32, or None for main weights in each "
-        "parameter's own dtype"
+        f"{param.dtype}, which has more bits. Use torch.float32, or None for main weights in each "
+        "parameter's dtype"
         for name, param in module.named_parameters()
         if main is not None and param.requires_grad and param.dtype in TRAINED_DTYPES
         and torch.promote_types(main, param.dtype) != main
@@ -80,30 +80,31 @@ def _parameter(param: nn.Parameter) -> str:
         return ""  # reported for the whole module
     if isinstance(param, DTensor):
         return (
-            f"it is a DTensor, {param.placements} over {param.device_mesh}; ranks hold different "
-            "parts of it already. Wrap the module before it is parallelized, or use Megatron's "
+            f"it is a DTensor, {param.placements} over {param.device_mesh}, which is sharded "
+            "already. Wrap the module before it is parallelized, or use Megatron's "
             "tensor-parallel layers"
         )
     if param.layout is not torch.strided:
-        return f"its layout is {param.layout}, and buffers are dense; use param.to_dense()"
+        return f"its layout is {param.layout}, but buffers are dense. Use param.to_dense()"
     if any(step == 0 and size > 1 for step, size in zip(param.stride(), param.shape, strict=True)):
         return (
-            "it is an expanded tensor (a stride of 0): its elements share memory and would not in "
-            "a buffer; make it of .contiguous(), or keep the small tensor and expand it in forward"
+            "it is an expanded tensor (a stride of 0): its elements share memory, which a buffer "
+            "cannot represent. Make it of .contiguous(), or keep the small tensor and expand it "
+            "in forward"
         )
     if param.dtype.is_complex:
         return (
-            "it is complex, and buffers and gradients are real; keep torch.view_as_real(...) as "
+            "it is complex, but buffers and gradients are real. Keep torch.view_as_real(...) as "
             "the parameter and use torch.view_as_complex(...) in forward"
         )
     if param.dtype.is_floating_point and param.dtype.itemsize == 1:
         return (
-            "not every process group carries 8-bit floats; convert it to torch.bfloat16, or keep "
+            "not every process group carries 8-bit floats. Convert it to torch.bfloat16, or keep "
             "its .view(torch.uint8) as the parameter and view that as 8-bit floats in forward"
         )
     if param.requires_grad and param.dtype not in TRAINED_DTYPES:
         return (
-            "its gradients would be summed in float32 at most; train it in one of "
+            "its gradients would be summed in float32, which is less precise. Train it in one of "
             f"{[str(dtype) for dtype in TRAINED_DTYPES]}, or freeze it"
         )
     return ""
@@ -111,8 +112,8 @@ def _parameter(param: nn.Parameter) -> str:
 
 def _sparse_gradients(module: nn.Module) -> list[str]:
     return [
-        f"module {name or type(child).__name__}: sparse=True gives its weight sparse gradients, "
-        "and gradients are reduced in dense buffers; use sparse=False"
+        f"module {name or type(child).__name__}: sparse=True makes sparse gradients, but "
+        "gradients are reduced in dense buffers. Use sparse=False"
         for name, child in module.named_modules()
         if isinstance(child, nn.Embedding | nn.EmbeddingBag)
         and child.sparse and child.weight.requires_grad
@@ -124,8 +125,8 @@ def _tables_that_forwards_write(
 ) -> list[str]:
     return [
         f"module {name or type(child).__name__}: max_norm={child.max_norm} writes its weight in "
-        "each forward, and what is written to gathered weights is lost; use max_norm=None and "
-        "scale the rows that were looked up, or clamp the weight between steps"
+        "each forward, but writes to gathered weights are lost. Use max_norm=None and scale the "
+        "rows that were looked up, or clamp the weight between steps"
         for name, child in module.named_modules()
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None
         and is_managed(f"{name}.weight" if name else "weight")
@@ -137,7 +138,7 @@ def _frozen(module: nn.Module) -> list[str]:
         return []
     return [
         f"module={type(module).__name__} has no trainable parameter: nothing can be sharded or "
-        "trained; set requires_grad on at least one parameter, or do not wrap the module"
+        "trained. Set requires_grad on at least one parameter, or do not wrap the module"
     ]
 
 
@@ -145,12 +146,12 @@ def _devices(module: nn.Module, device: torch.device | str | None) -> list[str]:
     devices = sorted({str(param.device) for param in module.parameters() if not param.is_meta})
     if len(devices) > 1:
         return [
-            f"module: its parameters are on several devices {devices}; move it to one before "
+            f"module: its parameters are on several devices {devices}. Move it to one before "
             "wrapping it"
         ]
     if device is not None and devices and str(torch.device(device)) != devices[0]:
         return [
-            f"device={device}: the module's parameters are on {devices[0]}; move the module there "
+            f"device={device}: the module's parameters are on {devices[0]}. Move the module there "
             "before wrapping it, or leave the argument out"
         ]
     return []

@@ -47,13 +47,13 @@ class Placements:
         for pattern, placement in self.chosen.items():
             given = f"{ARGUMENT}={{{pattern!r}: {placement!r}}}"
             if placement == "replicate":
-                found.append(f"{given}: modules are sharded or left alone. {_NOT_REPLICATED}")
+                found.append(f"{given}: modules can only be sharded or ignored. {_NOT_REPLICATED}")
             elif placement not in PLACEMENTS:
-                found.append(f"{given}: use one of {list(PLACEMENTS)}")
+                found.append(f"{given}: unknown. Use one of {list(PLACEMENTS)}")
             if not fnmatch.filter(names, pattern):
                 found.append(
-                    f"{given}: no module with parameters has such a name; names are those of "
-                    f"named_modules(), {sorted(names)[:3]} for example"
+                    f"{given}: no module with parameters has such a name. Use names of "
+                    f"named_modules(), such as {sorted(names)[:3]}"
                 )
         return found + self._conflicts(module)
 
@@ -65,12 +65,12 @@ class Placements:
             if placement != before:
                 found.append(
                     f"{ARGUMENT}: {first} and {fqn} are one parameter, but placed as {before!r} "
-                    f"and {placement!r}; place both modules alike"
+                    f"and {placement!r}. Place both modules alike"
                 )
             elif placement == LEAVE and param.requires_grad:
                 found.append(
-                    f"{ARGUMENT}: {fqn} is to be left alone, but requires a gradient, which is "
-                    "not reduced; freeze it, or leave the pattern out"
+                    f"{ARGUMENT}: {fqn} is ignored but trainable; its gradient would not be "
+                    "reduced. Freeze it, or leave the pattern out"
                 )
         return found[:8]
 

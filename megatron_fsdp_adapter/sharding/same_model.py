@@ -61,8 +61,8 @@ def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: comparing the models of ranks {ranks}, before they are "
-            f"sharded, failed: {error}. Another rank has failed, or did not come here within the "
-            "timeout of the process group; its own log says why"
+            f"sharded, failed: {error}. Another rank has failed, or did not arrive within the "
+            "timeout of the process group. See its log"
         ) from error
     return everyone
 

@@ -35,7 +35,7 @@ from .model_state import (
 from .problems import raise_problems
 
 ASSIGN = (
-    "load_state_dict(assign=True): weights are views of flat buffers and cannot be replaced; use "
+    "load_state_dict(assign=True): weights are views of flat buffers and cannot be replaced. Use "
     "assign=False"
 )
 
@@ -45,9 +45,9 @@ def _raise_under_compilation() -> None:
     """An ordinary call from where the compiler broke its graph: raised while it traces, the error
     would only make it fall back to running the module without a graph."""
     raise RuntimeError(
-        "torch.compile of a wrapped model: gathering changes storage that a compiled graph does "
-        "not see. Compile what is inside: layers of a model for fully_shard_model, functions of "
-        "Megatron's layers."
+        "torch.compile of a wrapped model: gathers change storage, which a compiled graph does "
+        "not track. Compile layers of a model for fully_shard_model, or functions of Megatron's "
+        "layers."
     )
 
 
@@ -68,9 +68,9 @@ class NotCopyable:
 
     def _why_not(self, what: str) -> str:
         return (
-            f"{what} of a {type(self).__name__}: its weights are views of flat buffers that belong "
-            "to process groups, and cannot be taken along; copy or save model.state_dict(), and "
-            "for a second model wrap another module and load that"
+            f"{what} of a {type(self).__name__}: its weights are views of flat buffers that "
+            "belong to process groups, and cannot be copied. Copy or save model.state_dict(), "
+            "and for a second model wrap another module and load that"
         )
 
 
@@ -165,8 +165,8 @@ class ShardedStateDict(NotCopyable, nn.Module):
     def _checkpoint_names(self, params: Mapping[str, nn.Parameter]) -> GlobalNames:
         names = global_names(self)
         mixed = [
-            f"{name}: tensor parallelism cuts it into slices that do not join into one tensor; "
-            "use tensor_model_parallel_size=1 for checkpoints of this kind of layer"
+            f"{name}: its tensor-parallel slices do not join into one tensor. Use "
+            "tensor_model_parallel_size=1 for checkpoints of this kind of layer"
             for name, param in params.items()
             if names.is_interleaved(name) and param.fsdp_layout_ref.tp_offset is not None  # type: ignore[attr-defined]
         ]
@@ -277,9 +277,10 @@ def check_trained(engine: FsdpEngine) -> None:
         ]
     if changed:
         raise RuntimeError(
-            f"requires_grad of {', '.join(changed[:5])} ({len(changed)} parameters in all) is not "
-            "what it was when the model was wrapped, and gradients are collected as it was then; "
-            "freeze parameters before wrapping, or give them a learning rate of 0 in the optimizer"
+            f"requires_grad of {', '.join(changed[:5])} ({len(changed)} parameters in all) has "
+            "changed since the model was wrapped, which has no effect on gradient collection. "
+            "Freeze parameters before wrapping, or give them a learning rate of 0 in the "
+            "optimizer"
         )
 
 
@@ -293,9 +294,9 @@ def take_scaling(
     unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
     if unknown and dist.get_rank() == 0:
         print(
-            f"load_state_dict: nothing is known of the delayed scaling of {len(unknown)} FP8 "
-            f"weights ({unknown[0].removesuffix(FP8_SCALING)}, ...): their scales are set from the "
-            "largest of the loaded main weights",
+            f"load_state_dict: no delayed scaling state for {len(unknown)} FP8 weights "
+            f"({unknown[0].removesuffix(FP8_SCALING)}, ...). Their scales are set from the amax "
+            "of the loaded main weights",
             flush=True,
         )
 
@@ -390,12 +391,12 @@ def _apply_guard(
                 raise RuntimeError(
                     f"{where}: converting a wrapped module from {dtype} on {device} to "
                     f"{probe.dtype} on {probe.device} would detach its parameters from their "
-                    "flat buffers; convert the module before wrapping it"
+                    "flat buffers. Convert the module before wrapping it"
                 )
             if probe.data_ptr() != given.data_ptr():
                 raise RuntimeError(
-                    f"{where}: giving the parameters of a wrapped module other memory (to_empty, "
-                    "a copy) would detach them from their flat buffers; convert the module before "
+                    f"{where}: new memory for the parameters of a wrapped module (to_empty, a "
+                    "copy) would detach them from their flat buffers. Convert the module before "
                     "wrapping it, and write values in place after"
                 )
         alive = ref()

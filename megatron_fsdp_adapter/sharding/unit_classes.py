@@ -20,7 +20,7 @@ def unit_problems(module: nn.Module, named: Any) -> list[str]:
     """One line for each of `named` (classes, names of classes, import paths) that is none of these,
     or matches no module below `module`."""
     if isinstance(named, str | type):
-        return [f"{OPTION}={named!r}: it is one class; put it into a list"]
+        return [f"{OPTION}={named!r}: a class, not a list. Put it into a list"]
     return [
         f"{OPTION}={[_name(other) for other in named]}: {_why_not(module, one)}"
         for one in named
@@ -73,13 +73,13 @@ def _name(one: Any) -> str:
 
 def _why_not(module: nn.Module, one: Any) -> str:
     if not isinstance(one, str | type):
-        return f"{one!r} is neither a class nor the name of one"
+        return f"{one!r} is neither a class nor the name of a class"
     name = _name(one)
     known = list(dict.fromkeys(kind.__name__ for kind in _classes_below(module)))
     near = difflib.get_close_matches(name.rpartition(".")[2], known)
     hint = f" (near it: {', '.join(near)})" if near else ""
     return (
-        f"no module of {type(module).__name__} is a {name}{hint}; name a class that the model "
+        f"no module of {type(module).__name__} is a {name}{hint}. Name a class that the model "
         "contains, or leave the argument out for its repeated layers"
     )
 

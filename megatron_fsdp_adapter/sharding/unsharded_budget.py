@@ -69,7 +69,7 @@ def unsharded_units(
         ValueError: a negative budget.
     """
     if budget < 0:
-        raise ValueError(f"{OPTION}: {budget} bytes; use 0 or more")
+        raise ValueError(f"{OPTION}: {budget} bytes. Use 0 or more")
     rows, left = [strategy] * len(units), budget
     root, once = len(units) - 1, {*forward_only, len(units) - 2}
     for name in KEEPING if budget and can_keep(strategy) else ():

@@ -109,7 +109,7 @@ BAD: dict[str, Bad] = {
         ddp={"data_parallel_sharding_strategy": "zero3"},
     ),
     "not switched on": Bad(
-        ("use_megatron_fsdp=False", "set it to True"), ddp={"use_megatron_fsdp": False}
+        ("use_megatron_fsdp=False", "Set it to True"), ddp={"use_megatron_fsdp": False}
     ),
     "several optimizer instances in groups of one": Bad(
         ("num_distributed_optimizer_instances=2", "4 ranks [0, 1, 2, 3]", "shard group"),
@@ -140,7 +140,7 @@ BAD: dict[str, Bad] = {
         groups=lambda: groups(intra_dp_cp=[0, 1]),
     ),
     "no data-parallel group": Bad(
-        ("pg_collection.dp_cp is missing", "pass a ProcessGroupCollection that has it"),
+        ("pg_collection.dp_cp is missing", "Pass a ProcessGroupCollection that has it"),
         groups=lambda: without("dp_cp"),
     ),
     "no groups at all": Bad(
@@ -194,11 +194,11 @@ BAD: dict[str, Bad] = {
         ("device=meta", "are on cpu", "leave the argument out"), options={"device": "meta"}
     ),
     "compiled module": Bad(
-        ("compiled with torch.compile", "wrap the original module"),
+        ("compiled modules are not tested", "Wrap the original module"),
         module=lambda: nn.Sequential(torch.compile(nn.Linear(3, 3))),
     ),
     "module compiled by its method": Bad(
-        ("module 0: it was compiled", "wrap the original module"),
+        ("module 0: compiled modules are not tested", "Wrap the original module"),
         module=lambda: compiled_in_place(),
     ),
     "expert parameters without a group for them": Bad(

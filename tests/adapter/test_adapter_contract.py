@@ -367,7 +367,7 @@ def test_force_all_reduce(trainer: Trainer) -> None:
         trainer.wrapper.finish_grad_sync(force_all_reduce=True)
         assert all(param.grad is not None for param in trainer.wrapper.parameters())
     else:
-        with pytest.raises(ValueError, match=r"force_all_reduce=True.*use 'no_shard'"):
+        with pytest.raises(ValueError, match=r"force_all_reduce=True.*Use 'no_shard'"):
             trainer.wrapper.finish_grad_sync(force_all_reduce=True)
 
 
@@ -394,9 +394,9 @@ def test_a_wrapped_model_is_not_wrapped_again(trainer: Trainer) -> None:
             lambda: FullyShardedDataParallel(model.config, trainer.wrapper.ddp_config, model),
             lambda: fully_shard_model(model),
         ):
-            with pytest.raises(ValueError, match="sharded already; wrap a module once"):
+            with pytest.raises(ValueError, match="sharded already. Wrap a module once"):
                 wrap()
-    with pytest.raises(ValueError, match="use get_megatron_optimizer"):
+    with pytest.raises(ValueError, match="Use get_megatron_optimizer"):
         trainer.wrapper.stop_communication()
         fully_shard_optimizer(torch.optim.AdamW(trainer.wrapper.parameters()))
 
@@ -525,7 +525,7 @@ def test_conversion_after_wrapping_is_refused(trainer: Trainer, name: str) -> No
     """Of the wrapper and of every module below: it would detach parameters from their buffers."""
     layer = get_attr_wrapped_model(trainer.wrapper, "decoder").layers[0]
     for module in (trainer.wrapper, trainer.wrapper.module, layer, layer.mlp.linear_fc1):
-        with pytest.raises(RuntimeError, match="convert the module before wrapping it"):
+        with pytest.raises(RuntimeError, match="Convert the module before wrapping it"):
             CONVERSIONS[name](module)
     assert train_step(trainer, data())[0] > 0
 
@@ -605,7 +605,7 @@ def test_an_unwired_loop_is_an_error_in_its_first_step(
     one_rank: torch.device, installed_wrapper: None, strategy: str
 ) -> None:
     trainer = unwired(strategy)
-    with pytest.raises(RuntimeError, match=r"call megatron_fsdp_adapter\.install\(\) after"):
+    with pytest.raises(RuntimeError, match=r"Call megatron_fsdp_adapter\.install\(\) after"):
         train_step(trainer, batches(CASE, 0, 0, DEVICE))
 
 

@@ -202,7 +202,7 @@ def test_load_that_is_not_strict_leaves_out_what_is_missing(trainer: Trainer) ->
 def test_load_by_assignment_is_refused(trainer: Trainer) -> None:
     """Trap I6: it would detach the sharded parameters."""
     state = trainer.wrapper.module.state_dict()
-    with pytest.raises(ValueError, match=r"assign=True.*use assign=False"):
+    with pytest.raises(ValueError, match=r"assign=True.*Use assign=False"):
         trainer.wrapper.module.load_state_dict(state, assign=True)
 
 

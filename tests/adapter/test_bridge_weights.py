@@ -205,7 +205,7 @@ def test_bytes_of_sharded_fp8_weights_are_not_exported(
     owner.build_export_fp8_tasks = lambda self, hf_pretrained, megatron_model: "its own"
     patches.install(BRIDGE_WEIGHTS)
     assert owner().build_export_fp8_tasks(None, [torch.nn.Linear(2, 2)]) == "its own"
-    with pytest.raises(RuntimeError, match="leave it at 'bf16'"):
+    with pytest.raises(RuntimeError, match="Leave it at 'bf16'"):
         owner().build_export_fp8_tasks(None, [trainer.wrapper])
 
 

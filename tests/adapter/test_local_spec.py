@@ -61,7 +61,7 @@ def test_attention_refuses_what_it_does_not_do() -> None:
         _attention()(query, key, value, None, attention_bias=query)
     with pytest.raises(ValueError, match="neither a bias nor packed"):
         _attention()(query, key, value, None, packed_seq_params=object())
-    with pytest.raises(ValueError, match="knows causal and no_mask"):
+    with pytest.raises(ValueError, match="supports causal and no_mask"):
         _attention(AttnMaskType.padding)
     with pytest.raises(ValueError, match=r"context_parallel_size is 2.*transformer_engine"):
         _attention(context_parallel_size=2)

@@ -55,11 +55,11 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     ),
     "sparse gradients": (
         lambda: nn.Sequential(nn.Embedding(7, 3, sparse=True)),
-        ("module 0", "sparse=True", "use sparse=False"),
+        ("module 0", "sparse=True", "Use sparse=False"),
     ),
     "a table that each forward writes": (
         lambda: nn.Sequential(nn.Embedding(7, 3, max_norm=1.0)),
-        ("module 0: max_norm=1.0", "use max_norm=None"),
+        ("module 0: max_norm=1.0", "Use max_norm=None"),
     ),
     "a frozen bag that each forward writes": (
         lambda: nn.Sequential(
@@ -68,7 +68,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ("module 1: max_norm=2.0", "between steps"),
     ),
     "sparse gradients of a bag": (
-        lambda: nn.EmbeddingBag(7, 3, sparse=True), ("module EmbeddingBag", "use sparse=False")
+        lambda: nn.EmbeddingBag(7, 3, sparse=True), ("module EmbeddingBag", "Use sparse=False")
     ),
 }  # fmt: skip
 
@@ -205,11 +205,11 @@ def test_unit_classes_may_be_named(name: str) -> None:
 NO_CLASS: dict[str, tuple[Any, str]] = {
     "misspelt": (["DecoderLayr"], "no module of Module is a DecoderLayr (near it: DecoderLayer, "),
     "a misspelt path": (["torch.nn.Liner"], "is a torch.nn.Liner (near it: Linear"),
-    "of no module": ([nn.Conv2d], "fsdp_unit_modules=['Conv2d']: no module of Module is a Conv2d;"),
-    "a path of no module": (["torch.nn.Conv2d"], "no module of Module is a torch.nn.Conv2d;"),
-    "no class": ([3], "fsdp_unit_modules=['3']: 3 is neither a class nor the name of one"),
-    "a string and no list": ("DecoderLayer", "it is one class; put it into a list"),
-    "a class and no list": (nn.Linear, "it is one class; put it into a list"),
+    "of no module": ([nn.Conv2d], "fsdp_unit_modules=['Conv2d']: no module of Module is a Conv2d."),
+    "a path of no module": (["torch.nn.Conv2d"], "no module of Module is a torch.nn.Conv2d. Name"),
+    "no class": ([3], "fsdp_unit_modules=['3']: 3 is neither a class nor the name of a class"),
+    "a string and no list": ("DecoderLayer", "a class, not a list. Put it into a list"),
+    "a class and no list": (nn.Linear, "a class, not a list. Put it into a list"),
 }
 
 

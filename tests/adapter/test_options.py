@@ -140,7 +140,7 @@ def test_a_command_line_is_refused_for_each_rule(rule: Rule) -> None:
         return  # of a wrapper on the CPU
     with mock.patch.object(megatron_lm, "launch_options", lambda args: args):
         found = megatron_lm.problems_of_run(args, {}, None)
-    assert rule.problem(args) in found or "asks on the host" in rule.message
+    assert rule.problem(args) in found or "number of tokens on the host" in rule.message
     assert rule.problem(args).startswith(f"{rule.option}={breaking(rule)[rule.option]!r}")
 
 

@@ -95,7 +95,7 @@ def test_what_the_device_cannot_compute_names_it_the_recipe_and_the_reason(
     option, value = ("fp4", "e2m1") if recipe == "nvfp4" else ("fp8", "hybrid")
     assert capability.device_problems(asks(recipe), GPU) == [
         f"{option}={value!r} with {option}_recipe={recipe!r}: NVIDIA H200 (compute capability 9.0) "
-        f"cannot compute it: no {NAMES[recipe]} before compute capability 10.0; use another "
+        f"does not support it: no {NAMES[recipe]} before compute capability 10.0. Use another "
         f"recipe, or leave {option} unset"
     ]
     assert asked == [NAMES[recipe]]
@@ -114,10 +114,10 @@ def test_a_release_that_cannot_be_asked_and_none_at_all_are_named(
     pretend_te(monkeypatch, older=False)
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "is_mxfp8_available")
     [line] = capability.device_problems(asks("mxfp8"), GPU)
-    assert "cannot be asked" in line and "check_mxfp8_support" in line
+    assert "no capability check" in line and "check_mxfp8_support" in line
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     [line] = capability.device_problems(asks(), GPU)
-    assert "Transformer Engine cannot be asked" in line
+    assert "Transformer Engine has no capability check" in line
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -127,7 +127,7 @@ def test_without_a_gpu_it_is_one_early_error(one_rank: torch.device, recipe: str
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
     lines = str(caught.value).split("\n")[1:]
-    assert len(lines) == 1 and f"_recipe={recipe!r}: device cpu cannot compute it" in lines[0]
+    assert len(lines) == 1 and f"_recipe={recipe!r}: device cpu does not support it" in lines[0]
 
 
 def test_all_of_cores_recipes_but_the_users_own_are_accepted() -> None:
@@ -165,7 +165,7 @@ def test_one_option_asks_for_quantized_weights(
 def test_gathers_of_quantized_weights_that_are_not_quantized_are_refused(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = "fp8_param_gather=True: .* make the model with fp8_param=True"
+    refused = "fp8_param_gather=True: .* Make the model with fp8_param=True"
     with pytest.raises(ValueError, match=refused):
         wrapped(one_rank, "optim", monkeypatch, False, fp8_param_gather=True)
 
@@ -183,7 +183,7 @@ def test_weights_in_nvfp4_are_refused_and_its_products_are_not(
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(model.config, options, model)
     for option in ("fp4_param", "fp4_param_gather"):
-        assert f"{option}=True: weights are not kept or gathered in NVFP4" in str(caught.value)
+        assert f"{option}=True: weights cannot be kept or gathered in NVFP4" in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -218,7 +218,7 @@ def test_there_is_no_buffer_that_mxfp8_weights_share_with_gradients(
     assert not getattr(config, name)
     said = [line for line in capsys.readouterr().out.splitlines() if name in line]
     assert said == [
-        f"Megatron's optimizer with FullyShardedDataParallel: set for you: {name}=False"
+        f"Megatron's optimizer with FullyShardedDataParallel: enabled automatically: {name}=False"
     ]
     for step in range(3):
         data = batches(CASE, step, 0, one_rank)

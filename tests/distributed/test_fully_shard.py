@@ -83,7 +83,7 @@ def _offload_of_one_of_two(model: Any) -> None:
     fully_shard_optimizer(torch.optim.AdamW(nn.ModuleList([model, offloaded]).parameters()))
 
 
-WRAPPED = "sharded already; wrap a module once"
+WRAPPED = "sharded already. Wrap a module once"
 OFFLOAD = "chunked_optimizer_state_offload=True with optimizer="
 REFUSED: tuple[tuple[str, type[Exception], Callable[[Any], Any]], ...] = (
     (WRAPPED, ValueError, fully_shard_model),
@@ -94,7 +94,7 @@ REFUSED: tuple[tuple[str, type[Exception], Callable[[Any], Any]], ...] = (
      lambda model: fully_shard_optimizer(sgd(model.parameters()))),
     ("Adafactor: its step needs whole tensors", ValueError,
      lambda model: fully_shard_optimizer(torch.optim.Adafactor(model.parameters()))),
-    ("convert the module before wrapping", RuntimeError, lambda model: model.half()),
+    ("Convert the module before wrapping", RuntimeError, lambda model: model.half()),
     ("no module of Net is a Conv2d", ValueError,
      lambda _: fully_shard_model(net(), None, [nn.Conv2d])),
     ("there is no outer axis", ValueError,

@@ -119,7 +119,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(rank: int) -> None:
         with pytest.raises(ValueError) as raised:
             create_all_gather_groups(SimpleNamespace(dp_cp=group))
         assert len(set(everyones(str(raised.value)))) == 1
-        said = f"dp_cp_ag: rank 0 says its group has ranks {other}, but rank"
+        said = f"dp_cp_ag: rank 0 has a group of ranks {other}, but rank"
         assert said in str(raised.value)
 
 

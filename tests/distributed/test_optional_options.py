@@ -77,5 +77,7 @@ def test_what_is_set_is_printed_once_by_one_rank(rank: int, seed: int) -> None:
         return
     assert len(found) == 3
     assert found[0].endswith("torch.float32; set by the wrapper: use_distributed_optimizer=True")
-    assert found[1].startswith("Megatron's optimizer with FullyShardedDataParallel: set for you")
+    assert found[1].startswith(
+        "Megatron's optimizer with FullyShardedDataParallel: enabled automatically"
+    )
     assert found[2].endswith("gradients reduced in torch.float32"), "what was set before is no news"

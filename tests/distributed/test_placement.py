@@ -90,7 +90,7 @@ def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
         ({"vision": "somewhere"}, "use one of ['shard', 'leave']"),
         ({"projector": "replicate"}, "Leave the pattern out: a small module is sharded"),
         ({"visoin": "leave"}, "no module with parameters has such a name"),
-        ({"text": "leave"}, "is to be left alone, but requires a gradient"),
+        ({"text": "leave"}, "is ignored but trainable"),
         ({"text.output_layer": "leave"}, "are one parameter, but placed as"),
     ),
 )

@@ -137,15 +137,15 @@ def _locals(states: Any) -> list[list[torch.Tensor]]:
     ("ddp", "optimizer", "says"),
     [
         ({"megatron_fsdp_main_grads_dtype": BF16}, {},
-         ("use_precision_aware_optimizer=False", "set it to True (needs Transformer Engine)")),
+         ("use_precision_aware_optimizer=False", "Set it to True (needs Transformer Engine)")),
         ({"megatron_fsdp_main_params_dtype": None}, {}, ("use_precision_aware_optimizer=False",)),
         ({}, {"use_precision_aware_optimizer": True},
-         ("use_precision_aware_optimizer=True", "cannot be imported here")),
+         ("use_precision_aware_optimizer=True", "cannot be imported")),
         ({}, {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16},
          ("main_grads_dtype=torch.bfloat16", "DDP config says torch.float32")),
         ({}, {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
          ("main_params_dtype=torch.float16", "DDP config says torch.float32")),
-        ({}, {"exp_avg_dtype": torch.uint8}, ("exp_avg_dtype=torch.uint8", "use torch.float32")),
+        ({}, {"exp_avg_dtype": torch.uint8}, ("exp_avg_dtype=torch.uint8", "Use torch.float32")),
     ],
 )  # fmt: skip
 @on_ranks(1)

@@ -324,7 +324,7 @@ def _weights_replaced_afterwards(strategy: str) -> None:
     sharded(batch()).backward()
     for convert in (lambda m: m.to(torch.bfloat16), lambda m: m._apply(lambda t: t.half())):
         for module in (sharded, sharded.module, sharded.module.blocks[0]):
-            with pytest.raises(RuntimeError, match="convert the module before wrapping it"):
+            with pytest.raises(RuntimeError, match="Convert the module before wrapping it"):
                 convert(module)
     assert sharded.to("cpu").float() is sharded
     sharded.zero_grad()

@@ -256,7 +256,7 @@ def test_domains_of_one_rank_are_told(rank: int) -> None:
     init_topology(EP2)
     with printed() as said:
         build_topology_trainer(EP2, case_for(EP2), ZERO_2)
-    expected = "whole, on one rank: expert parameters" in said.getvalue()
+    expected = "unsharded on one rank: expert parameters" in said.getvalue()
     assert expected == (rank == 0), said.getvalue()
 
 

@@ -278,14 +278,14 @@ def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[st
 
 def test_what_cannot_be_run_is_said_and_cleared_first(makers: dict[str, Maker]) -> None:
     makers[NAME] = Maker(mock.Mock(side_effect=RuntimeError("no kernel for this")))
-    with pytest.warns(RuntimeWarning, match="could not be tried out .no kernel for this"):
+    with pytest.warns(RuntimeWarning, match="could not be probed .no kernel for this"):
         assert observer()(ColumnParallel(), torch.float32) == UNKNOWN
 
 
 def test_products_that_no_kernel_writes_are_refused(makers: dict[str, Maker]) -> None:
     makers[NAME] = _maker("adds")
     looks = observer(dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="weights in torch.float16 .* leave megatron_fsdp_grad"):
+    with pytest.raises(ValueError, match="weights in torch.float16 .* Leave megatron_fsdp_grad"):
         looks(ColumnParallel(), torch.float16)
     assert looks(nn.Linear(2, 2), torch.float16) == UNKNOWN
 

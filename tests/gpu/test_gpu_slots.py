@@ -83,9 +83,9 @@ def fixed_memory(rank: int, world: int, name: str) -> str:
     }
     assert len(places) == 2, f"5 layers should lie in two slots, and lie in {places}"
     _steps(trainer, rank, 4, device)
-    early = _allocator()
+    early = dict(_allocator())
     _steps(trainer, rank, 100, device)
-    late = _allocator()
+    late = dict(_allocator())
     # Adam keeps a table of addresses, of kilobytes, for each place that gradients have been at.
     grown = late.pop("requested") - early.pop("requested")
     assert early == late and grown < TABLES, f"{name}: {early} became {late}, and {grown} more"

@@ -75,7 +75,7 @@ class Target:
         """Raises ValueError for an address (msc://...), for which there is no rename."""
         if "://" in str(path):
             raise ValueError(
-                f"{path}: a checkpoint at an address cannot be saved asynchronously; leave "
+                f"{path}: a checkpoint at an address cannot be saved asynchronously. Leave "
                 "async_save out, or save to a folder"
             )
         self.folder = Path(path)

@@ -261,7 +261,7 @@ def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _fp8_tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if _Call.of(original, args, kwargs).engines:
         raise RuntimeError(
-            "export_weight_dtype='fp8' of a sharded model: the bytes of a weight are sharded with "
-            "scales that this conversion does not gather; leave it at 'bf16'"
+            "export_weight_dtype='fp8': this conversion does not gather the sharded bytes and "
+            "scales of weights. Leave it at 'bf16'"
         )
     return original(*args, **kwargs)

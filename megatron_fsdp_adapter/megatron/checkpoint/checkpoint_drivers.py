@@ -86,7 +86,7 @@ def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
         if common:
             raise ValueError(
                 f"{chunk} and the model chunks before it both have {', '.join(common[:5])} "
-                f"({len(common)} keys): their names are not those of the whole model"
+                f"({len(common)} keys). Names must be those of the whole model"
             )
         merged |= state[chunk]
     rest = {key: value for key, value in state.items() if key not in chunks}
@@ -128,13 +128,13 @@ def _load(
     if not all(found.has_generators for found in seen):
         prepared.pop(_RNG, None)
         lines.append(
-            f"{folder} has random generator states of another split of the model: this run's "
-            "generators stay as it seeded them"
+            f"{folder} has RNG states of another split of the model. This run's generators keep "
+            "their seeds"
         )
     missing = sorted({key for found in seen for key in found.missing})
     if missing:
         lines.append(
-            f"{len(missing)} keys are not in {folder} and stay as this run initialized them, since "
+            f"{len(missing)} keys are not in {folder} and keep their initial values, because "
             f"strict_fsdp_dtensor_load is off: {', '.join(missing)}"
         )
     if ranks.rank == 0:

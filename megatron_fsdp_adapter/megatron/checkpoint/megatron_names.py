@@ -45,7 +45,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     missing = _without_chunks(state_dict, "")
     if missing:
         raise ValueError(
-            f"{len(missing)} sharded DTensors carry no chunks: {', '.join(missing)}; take the "
+            f"{len(missing)} sharded DTensors carry no chunks: {', '.join(missing)}. Take the "
             "state from state_dict_for_save_checkpoint() and the optimizer's sharded_state_dict()"
         )
     return state_dict
@@ -91,18 +91,18 @@ def make_fsdp_dtensor(
     if not is_sharded_param or force_sync_tp_duplicated_param:
         raise ValueError(
             f"is_sharded_param={is_sharded_param} and force_sync_tp_duplicated_param="
-            f"{force_sync_tp_duplicated_param} are not supported; leave them at their defaults"
+            f"{force_sync_tp_duplicated_param} are not supported. Leave them at their defaults"
         )
     source = getattr(param, _SOURCE, None)
     ref = getattr(source, LAYOUT_REF, None)
     if not isinstance(source, DTensor) or not isinstance(ref, LayoutRef):
         raise ValueError(
             f"the sharded parameter behind a piece of shape {tuple(param.shape)} is unknown or "
-            "was not made by megatron_fsdp_adapter; to use Megatron's own engine, uninstall() "
+            "was not made by megatron_fsdp_adapter. To use Megatron's engine, call uninstall() "
             "first"
         )
     if not param.is_contiguous():
-        raise ValueError(f"a piece of stride {param.stride()} is not one run of elements")
+        raise ValueError(f"a piece of stride {param.stride()} is not contiguous")
     return dtensor_of_piece(
         source, ref, local_tensor.view(-1), tuple(param.shape), int(param.storage_offset())
     )
@@ -132,8 +132,8 @@ def gather_uneven_dtensor_to_full_tensor(
     device_type = dtensor.device_mesh.device_type
     if target_device is not None and torch.device(target_device).type != device_type:
         raise ValueError(
-            f"target_device={target_device}: a DTensor lives on the devices of its mesh, here "
-            f"{device_type}; move what to_local() of the result gives instead"
+            f"target_device={target_device}: a DTensor is on the devices of its mesh, here "
+            f"{device_type}. Move the result's to_local() instead"
         )
     full, mesh = whole_tensor(dtensor), dtensor.device_mesh
     full = full.to(target_device or full.device)

@@ -75,8 +75,8 @@ def core_problem(version: str) -> str | None:
     if is_tested(CORE, version) or not _is_older(CORE, version):
         return None
     return (
-        f"megatron-core {version} is not supported by megatron_fsdp_adapter: the oldest release "
-        f"that is supported is {TESTED[CORE][0]}, and others may train wrongly without an error; "
+        f"megatron-core {version} is not supported by megatron_fsdp_adapter: the oldest supported "
+        f"release is {TESTED[CORE][0]}, and others may train incorrectly without an error; "
         f"{remedy()}"
     )
 
@@ -86,8 +86,8 @@ def seam_problem(version: str, unexpected: Sequence[str]) -> str | None:
     if not unexpected:
         return None
     return (
-        f"megatron-core {version} is not what megatron_fsdp_adapter expects in the places that it "
-        f"replaces: {', '.join(unexpected)}; {remedy()}"
+        f"megatron-core {version} differs from the expected one in names that "
+        f"megatron_fsdp_adapter replaces: {', '.join(unexpected)}; {remedy()}"
     )
 
 
@@ -95,9 +95,9 @@ def warn_if_untested(version: str) -> None:
     """One warning for a megatron-core that is used and was not tested."""
     if not is_tested(CORE, version):
         warn(
-            f"megatron-core {version} was never run with megatron_fsdp_adapter (tested are "
+            f"megatron-core {version} is not tested with megatron_fsdp_adapter (tested are "
             f"{', '.join(TESTED[CORE])}): its names and parameters are as expected, but losses, "
-            "gradient norms and checkpoints were compared with no other; see 'doctor --prove'",
+            "gradient norms and checkpoints were not compared. Run 'doctor --prove'",
             RuntimeWarning,
         )
 

@@ -1,4 +1,5 @@
-"""What Megatron's configurations mean to the engine, what is refused, what is set for the user.
+"""Megatron's configurations: their meaning for the engine, rejected values, and derived settings.
 
-Tables of rules over values; nothing is constructed here. May enter: a reader or judge of an option.
+Tables of rules over values; nothing is constructed here. Code that reads or checks an option
+belongs here.
 """

@@ -1,4 +1,4 @@
-"""What is wrong with the process groups that the wrapper is given.
+"""Problems of the process groups that the wrapper receives.
 
 Each function returns one line for each problem, so that the wrapper can raise all at once.
 """
@@ -22,7 +22,7 @@ Ranks = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A process group: where it is, None if nowhere, and the field of the model config that has its
+    """A process group: its getter in `parallel_state`, and the field of the model config with its
     size."""
 
     name: str
@@ -54,7 +54,7 @@ CROSSING: tuple[tuple[str, str], ...] = (
     ("tp", "dp_cp"), ("pp", "dp_cp"), ("tp", "pp"),
     ("ep", "expt_dp"), ("expt_tp", "expt_dp"), ("pp", "expt_dp"), ("ep", "expt_tp"),
 )  # fmt: skip
-"""Groups along different axes of the same ranks: a rank's two have only itself in common."""
+"""Groups along different axes of one grid: a rank's two groups share only that rank."""
 
 
 def group_ranks(pg_collection: Any | None) -> Ranks:
@@ -77,8 +77,8 @@ def group_ranks(pg_collection: Any | None) -> Ranks:
 
 
 def group_problems(config: Any, ranks: Ranks) -> list[str]:
-    """Groups that are not those of the model config, or not those of one grid of ranks. Sharding
-    over what is left would train, and give ranks of the other axes weights of their own."""
+    """Groups that contradict the model config, or are not of one grid of ranks. Without these
+    checks training would run with different weights on ranks of other axes."""
     with_experts = bool(getattr(config, "num_moe_experts", None))
     names = {row.name for row in GROUP_ROWS if with_experts or not row.only_with_experts}
     used = {name: found for name, found in ranks.items() if name in names}
@@ -93,7 +93,7 @@ def group_problems(config: Any, ranks: Ranks) -> list[str]:
 def _sizes_unlike_config(config: Any, ranks: Ranks) -> list[str]:
     return [
         f"{row.option}={getattr(config, row.option, 1)}, but the {row.name} process group has "
-        f"{len(ranks[row.name])} ranks {list(ranks[row.name])}: initialize the groups with the "
+        f"{len(ranks[row.name])} ranks {list(ranks[row.name])}. Initialize the groups with the "
         "sizes of the model config"
         for row in GROUP_ROWS
         if row.option and row.name in ranks
@@ -105,8 +105,8 @@ def _overlapping(ranks: Ranks) -> list[str]:
     me = dist.get_rank()
     return [
         f"process groups {first}={list(ranks[first])} and {second}={list(ranks[second])} share "
-        f"ranks {sorted(set(ranks[first]) & set(ranks[second]))}, expected [{me}]: make the groups "
-        "of one grid of ranks, each along an axis of its own"
+        f"ranks {sorted(set(ranks[first]) & set(ranks[second]))}, expected [{me}]. Make the "
+        "groups of one grid of ranks, each along a different axis"
         for first, second in CROSSING
         if first in ranks and second in ranks and set(ranks[first]) & set(ranks[second]) - {me}
     ]
@@ -116,14 +116,14 @@ def _outside_data_parallel(ranks: Ranks) -> list[str]:
     outside = sorted(set(ranks.get("cp", ())) - set(ranks.get("dp_cp", ranks.get("cp", ()))))
     return [
         f"process group dp_cp={list(ranks['dp_cp'])} lacks the ranks {outside} of "
-        f"cp={list(ranks['cp'])}: weights are sharded over data and context parallel ranks "
-        "together; pass the group of both as dp_cp"
+        f"cp={list(ranks['cp'])}, but weights are sharded over data- and context-parallel ranks. "
+        "Pass the group of both as dp_cp"
     ] if outside else []
 
 
 def _unlike_dense_ranks(ranks: Ranks) -> list[str]:
-    """A pipeline stage's ranks are tp x dp_cp for dense parameters, expt_tp x ep x expt_dp for
-    those of experts."""
+    """A problem if tp x dp_cp and expt_tp x ep x expt_dp differ: both are the ranks of a pipeline
+    stage."""
     dense, of_experts = ("tp", "dp_cp"), ("expt_tp", "ep", "expt_dp")
     if not all(name in ranks for name in (*dense, *of_experts)):
         return []
@@ -133,6 +133,6 @@ def _unlike_dense_ranks(ranks: Ranks) -> list[str]:
     sizes = {name: list(ranks[name]) for name in (*dense, *of_experts)}
     return [
         f"process groups {sizes}: tp x dp_cp makes {totals[0]} ranks, expected as many from "
-        f"expt_tp x ep x expt_dp, found {totals[1]}; choose expert_model_parallel_size and "
+        f"expt_tp x ep x expt_dp, found {totals[1]}. Choose expert_model_parallel_size and "
         "expert_tensor_parallel_size whose product divides them"
     ]

@@ -1,8 +1,8 @@
-"""What reduced precision a device can compute in, by Transformer Engine's word.
+"""Reduced precisions that a device supports, according to Transformer Engine.
 
-Asked before anything runs: TE asks by itself where a layer is called, but not where weights are
-made. Its MXFP8 cast is an empty kernel on GPUs without that format, so that the weights of a model
-are whatever was in memory, and nothing says so.
+Checked before anything runs: TE checks when a layer is called, but not when weights are made. On
+GPUs without MXFP8 its MXFP8 cast is an empty kernel, which leaves weights uninitialized without an
+error.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ QUESTIONS: Mapping[str, str] = {
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
-"""What TE is asked about, by the name that megatron-core has for a recipe."""
+"""megatron-core's name of a recipe -> TE's name of the capability."""
 
 PACKAGE = "transformer_engine.pytorch"
 
 
 DEFAULTS: Mapping[str, str] = {"fp8": FP8_RECIPES[0], "fp4": FP4_RECIPES[0]}
-"""Options that ask for reduced precision, with core's default for their recipes."""
+"""Options for reduced precision -> core's default recipe."""
 
 
 def recipe_of(config: Any) -> tuple[str, str] | None:
-    """The option that asks for reduced precision, and its recipe's name; None without any."""
+    """The option for reduced precision that is set, and its recipe's name; None without any."""
     for option, default in DEFAULTS.items():
         if is_on(config, option):
             recipe = getattr(config, f"{option}_recipe", None) or default
@@ -43,8 +43,8 @@ def recipe_of(config: Any) -> tuple[str, str] | None:
 
 
 def device_problems(config: Any, device: torch.device) -> list[str]:
-    """One line if `device` cannot compute what a model's `config` asks for: it names both, and
-    TE's reason. Nothing about recipes that are refused anyway."""
+    """One line, with TE's reason, if `device` does not support the precision of a model's `config`.
+    Unknown recipes are rejected elsewhere."""
     asked = recipe_of(config)
     if asked is None or asked[1] not in QUESTIONS:
         return []
@@ -54,8 +54,8 @@ def device_problems(config: Any, device: torch.device) -> list[str]:
         return []
     return [
         f"{option}={getattr(config, option)!r} with {option}_recipe={recipe!r}: "
-        f"{device_name(device)} cannot compute it: {reason}; use another recipe, or leave {option} "
-        "unset"
+        f"{device_name(device)} does not support it: {reason}. Use another recipe, or leave "
+        f"{option} unset"
     ]
 
 
@@ -67,21 +67,21 @@ def device_name(device: torch.device) -> str:
 
 
 def reason_against(recipe: str, device: torch.device) -> str | None:
-    """Why `recipe` cannot be computed on `device`; None if it can."""
+    """Why `device` does not support `recipe`; None if it does."""
     if device.type != "cuda":
-        return "Transformer Engine computes on GPUs alone"
+        return "Transformer Engine requires a GPU"
     try:
         ask = _question(QUESTIONS[recipe])
         with torch.cuda.device(device):
             is_able, reason = ask()
     except (ImportError, AttributeError) as error:
-        return f"Transformer Engine cannot be asked ({error})"
+        return f"Transformer Engine has no capability check ({error})"
     return None if is_able else str(reason)
 
 
 def _question(name: str) -> Callable[[], tuple[bool, str]]:
-    """TE's function that tells whether the current device computes what is called `name`, and why
-    not. ImportError without TE, AttributeError where it has no such function."""
+    """TE's function that returns whether the current device supports `name`, and why not. Raises
+    ImportError without TE, AttributeError if TE has no such function."""
     package = importlib.import_module(PACKAGE)
     public = getattr(package, f"is_{name}_available", None)
     if public is not None:

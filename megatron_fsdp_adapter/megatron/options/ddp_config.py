@@ -1,4 +1,4 @@
-"""The DDP config with the fields that Megatron-LM main has for this wrapper."""
+"""The DDP config with the fields that Megatron-LM main adds for FSDP."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .table import OPTIONS
 def _check_buckets(self: Any) -> None:
     if self.bucket_size is not None and self.num_buckets is not None:
         raise ValueError(
-            f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} exclude each "
-            "other; set one of them"
+            f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} are mutually "
+            "exclusive. Set one of them"
         )
-    CoreConfig.__post_init__(self)  # of 0.18 asserts the same
+    CoreConfig.__post_init__(self)  # core 0.18 asserts the same
 
 
-_DOC = """megatron-core's config and what Megatron-LM main has beside it, with main's defaults.
+_DOC = """megatron-core's config plus the fields of Megatron-LM main, with main's defaults.
 
 The fields are the rows of `options/table.py` that 0.16.1 lacks. A plain 0.16.1 config works too: a
-field that it lacks is read with its row's default. `docs/options.md` says what each does,
-`docs/support.md` what is refused.
+missing field has its row's default. `docs/options.md` describes each field, `docs/support.md` lists
+rejected values.
 
 Raises:
     ValueError: both `bucket_size` and `num_buckets`, as in main.
@@ -32,7 +32,7 @@ Raises:
 if TYPE_CHECKING:
 
     class DistributedDataParallelConfig(CoreConfig):
-        """For a type checker, which cannot see fields that are made of rows."""
+        """For type checkers, which cannot see generated fields."""
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What the DDP config asks the engine for.
+"""Reads the engine's config from the DDP config.
 
 Names and meanings of options are Megatron-LM main's; `table.py` has them.
 """
@@ -26,25 +26,25 @@ from .table import (
 
 
 def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
-    """Of the main weights; None for each parameter's own."""
+    """Dtype of main weights; None for each parameter's dtype."""
     chosen: torch.dtype | None = read(ddp_config, MAIN_PARAMS)
     own = read(ddp_config, "preserve_fp32_weights") is False
     return None if own and chosen == torch.float32 else chosen
 
 
 def unsharded_budget(ddp_config: Any) -> int:
-    """Bytes that units may take more than their strategy does, to stay whole over a step."""
+    """Extra bytes for units that stay unsharded over a step."""
     return int((read(ddp_config, BUDGET) or 0.0) * GIB)
 
 
 def decouples_grads(ddp_config: Any) -> bool:
-    """Whether the optimizer reads `decoupled_grad`, which may have another dtype than `grad`."""
+    """True if the optimizer reads `decoupled_grad`, which may have another dtype than `grad`."""
     return is_on(ddp_config, DECOUPLED)
 
 
 def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
-    """The dtypes of a config that has no problems. The two older names are mapped onto those of
-    Megatron-LM main, with a warning, which Python shows once for each text."""
+    """The dtypes of a valid config. The two older names are mapped to those of Megatron-LM main,
+    with a warning, which Python shows once for each text."""
     main_params = main_params_dtype(ddp_config)
     main_grads, comm = read(ddp_config, MAIN_GRADS), read(ddp_config, GRAD_COMM)
     older = {}
@@ -59,8 +59,8 @@ def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
 
 
 def engine_config(ddp_config: Any) -> EngineConfig:
-    """Reads a `DistributedDataParallelConfig` that has no problems. Overlap that the strategy
-    needs is taken as on, whatever the field says (`forced_overlaps`)."""
+    """The engine config of a valid `DistributedDataParallelConfig`. Overlap that the strategy needs
+    is on, whatever the field's value (`forced_overlaps`)."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
     forced = forced_overlaps(strategy)
     return EngineConfig(
@@ -68,7 +68,8 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         policy=precision_policy(ddp_config),
         overlap_grad_reduce=forced.get("overlap_grad_reduce", ddp_config.overlap_grad_reduce),
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
-        # What backward derives from sharded weights would be a copy of the model on every rank.
+        # With sharded weights the transposes of backward would be a copy of the model on every
+        # rank.
         keep_derived=is_on(ddp_config, TRANSPOSES) and not strategy.shard_weights,
         scale_before_sum=not (
             ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective

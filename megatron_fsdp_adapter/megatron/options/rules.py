@@ -1,4 +1,4 @@
-"""What a rule about an option is, and the configs that rules read."""
+"""Rules about options, and the configs that rules read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Joined:
-    """Several configs as one: an option is read from the first that has it, as among Megatron-LM's
-    arguments, which stand for all of them."""
+    """Several configs as one, like Megatron-LM's arguments: an option is read from the first config
+    that has it."""
 
     def __init__(self, *configs: Any) -> None:
         self._configs = configs
 
     def owner_of(self, option: str) -> Any:
-        """The first config that has an option; None if none has."""
+        """The first config that has an option, or None."""
         return next((one for one in self._configs if hasattr(one, option)), None)
 
     def __getattr__(self, option: str) -> Any:
@@ -28,13 +28,13 @@ class Joined:
 
 @dataclass(frozen=True)
 class Rule:
-    """Values of an option that are refused.
+    """Rejected values of an option.
 
     Attributes:
         option: its name; a dotted path in a recipe of Megatron-Bridge.
-        broken: whether a config is refused.
+        broken: truthy if a config is rejected.
         message: the reason and the remedy.
-        beside: what else was asked for, in words; a field of the config in braces is its value.
+        beside: description of other options involved; a field of the config in braces is its value.
     """
 
     option: str
@@ -56,27 +56,27 @@ def problems(config: Any, rules: Iterable[Rule]) -> list[str]:
 
 
 def is_on(config: Any, option: str) -> bool:
-    """Whether `option` is there and set."""
+    """True if `option` exists and is set."""
     return bool(getattr(config, option, False))
 
 
 def above_one(config: Any, option: str) -> bool:
-    """Whether `option`, a number of ranks, is larger than 1."""
+    """True if `option`, a number of ranks, is larger than 1."""
     return (getattr(config, option, None) or 1) > 1
 
 
 def off(option: str, message: str, beside: str = "") -> Rule:
-    """`option` must not be on."""
+    """A rule: `option` must not be on."""
     return Rule(option, lambda config: is_on(config, option), message, beside)
 
 
 def unset(option: str, message: str) -> Rule:
-    """`option` must be None."""
+    """A rule: `option` must be None."""
     return Rule(option, lambda config: getattr(config, option, None) is not None, message)
 
 
 def within(when: Callable[[Any], bool], beside: str, *rules: Rule) -> tuple[Rule, ...]:
-    """The rules, where `when` holds of a config, which is told as `beside`."""
+    """The rules, restricted to configs for which `when` is true, which `beside` describes."""
 
     def both(rule: Rule) -> Rule:
         holds = lambda config: when(config) and rule.broken(config)  # noqa: E731

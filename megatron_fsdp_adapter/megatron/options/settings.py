@@ -1,5 +1,5 @@
-"""Options that follow from others, one row for each, for every way in; and the table that is
-printed of what was set for the user, and why."""
+"""Options that follow from others, one row for each, for every entry point, and the printed table
+of changes with reasons."""
 
 from __future__ import annotations
 
@@ -14,27 +14,23 @@ from .support import CORES_OFFLOAD, streams_all
 from .table import GRAD_COMM, MAIN_GRADS, OFFLOAD, STRATEGY, TRANSPOSES, strategy_of
 
 WRAPPER, OPTIMIZER, RUNNER, RECIPE = "wrapper", "optimizer", "runner", "recipe"
-"""Ways in: configs that are given to the wrapper, one that is given to core's optimizer, a command
+"""Entry points: configs passed to the wrapper, the config passed to core's optimizer, a command
 line of Megatron-LM, a recipe of Megatron-Bridge."""
 
 CKPT_FORMAT = "fsdp_dtensor"
 FP8_PARAM, FP8_PARAM_GATHER = "fp8_param", "fp8_param_gather"
-"""The option of a model config by which weights are made quantized, and that of the DDP config
-which says that they are gathered so. Core from 0.19 on reads the second under its own DDP: without
-it quantized weights are never written again. Here weights are what the model has."""
+"""The model config's option for quantized weights, and the DDP config's option to gather them
+quantized. Core 0.19 and later reads the second in its DDP: without it quantized weights are never
+updated. Here the model's weights decide."""
 MXFP8_BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
-"""Core's DDP lays out gathered MXFP8 weights in the memory of gradients, before it makes them. Here
-bytes are gathered, so that there is nothing to lay out; core's optimizer would never tell this
-wrapper about a step."""
+"""Core's DDP gathers bf16 weights into the memory of gradients before it makes MXFP8 weights. Here
+bytes are gathered. With this option core's optimizer would not notify this wrapper of a step."""
 CORES_LATE_STEP = "overlap_param_gather_with_optimizer_step"
 
 
 @dataclass(frozen=True)
 class Change:
-    """An option or environment variable that was set, its value before and after, and the reason.
-
-    `before` is None where there was no value.
-    """
+    """An option or environment variable that was set, its old and new value, and the reason."""
 
     option: str
     before: Any
@@ -47,16 +43,15 @@ class Setting:
     """An option that follows from others.
 
     Attributes:
-        section: of the configs of a way in: "ddp", "optimizer", other sections of a recipe, "run"
-            for Megatron-LM's arguments.
+        section: its config: "ddp", "optimizer", other sections of a recipe, "run" for Megatron-LM's
+            arguments.
         option: its name.
-        value: what it is set to.
-        reason: what the table says.
-        ways: the ways in that set it.
-        when: whether all configs, as one, ask for it.
-        is_void: what it asks for does not exist here, and nothing is lost without it: it is set
-            even where it is written on the command line.
-        written_as: its flag there; by default its name with dashes.
+        value: the value to set.
+        reason: text for the table.
+        ways: the entry points that set it.
+        when: a predicate of all joined configs.
+        is_void: the option has no meaning here, so it is set even if the command line has it.
+        written_as: its flag; by default its name with dashes.
     """
 
     section: str
@@ -73,7 +68,7 @@ class Setting:
         return self.written_as or f"--{self.option.replace('_', '-')}"
 
     def named(self, way: str) -> str:
-        """The option's name in one way in."""
+        """The option's name at one entry point."""
         return {RUNNER: self.flag, RECIPE: f"{self.section}.{self.option}"}.get(way, self.option)
 
 
@@ -82,66 +77,69 @@ def _shards(what: str) -> Callable[[Any], bool]:
 
 
 def is_narrow(config: Any) -> bool:
-    """Whether gradients are not communicated in float32."""
+    """True if gradients are not communicated in float32."""
     return getattr(config, GRAD_COMM, None) not in (None, torch.float32)
 
 
 def _has_bf16_gradients(args: Any) -> bool:
-    """Megatron-LM asks for float32 gradients with --bf16 unless other flags contradict. From 0.17
-    on dtypes are names until arguments are validated."""
+    """True if --bf16 is set with a bf16 gradient dtype. From 0.17 on dtypes are names until
+    arguments are validated."""
     chosen = [getattr(args, option, None) for option in (MAIN_GRADS, GRAD_COMM)]
     return is_on(args, "bf16") and any(one in (torch.bfloat16, "bf16") for one in chosen)
 
 
 def _saves_asynchronously(args: Any) -> bool:
-    """In a release that can save `fsdp_dtensor` so; of others the flag is refused."""
+    """True if --async-save is set in a release that supports it with `fsdp_dtensor`; others are
+    rejected elsewhere."""
     return is_on(args, "async_save") and hasattr(args, "async_strategy")
 
 
-_NO_BUFFER = "bytes are gathered, and no weights are put where gradients are"
-_NONE_ON_CPU = "megatron-core would make an optimizer that updates on the CPU"
+_NO_BUFFER = "quantized bytes are gathered, not weights in gradient memory"
+_NONE_ON_CPU = "megatron-core would create an optimizer that updates on the CPU"
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("dist", "use_megatron_fsdp", True,
-            "one of the two switches: Megatron-Bridge's launch reads this one", (RECIPE,)),
+            "Megatron-Bridge's launch reads it here", (RECIPE,)),
     Setting("ddp", "use_megatron_fsdp", True,
-            "the other: the wrapper, optimizer and checkpoints read this one", (RECIPE,)),
+            "the wrapper, optimizer and checkpoints read it here", (RECIPE,)),
     Setting("ddp", "use_distributed_optimizer", True,
             "the optimizer is Megatron's DistributedOptimizer", (WRAPPER, RUNNER, RECIPE)),
     Setting("optimizer", "use_distributed_optimizer", True,
-            "the same, as the optimizer reads it", (OPTIMIZER, RECIPE)),
+            "the optimizer is Megatron's DistributedOptimizer", (OPTIMIZER, RECIPE)),
     Setting("checkpoint", "ckpt_format", CKPT_FORMAT,
-            "the format of sharded weights; Megatron asks for it even without --save",
+            "the format of sharded weights; Megatron requires it even without --save",
             (RUNNER, RECIPE)),
     Setting("ddp", STRATEGY, "optim_grads_params",
-            "the default of Megatron-LM main; 0.16.1's, no_shard, shards nothing", (RUNNER,)),
+            "the default of Megatron-LM main", (RUNNER,)),
     Setting("ddp", "overlap_grad_reduce", True,
             "sharded gradients are reduced as each unit's backward ends",
             (WRAPPER, RUNNER, RECIPE), _shards("shard_grads")),
     Setting("ddp", "overlap_param_gather", True,
-            "sharded weights are gathered under the forward of the unit in front",
+            "sharded weights are gathered during the forward of the previous unit",
             (WRAPPER, RUNNER, RECIPE), _shards("shard_weights")),
     Setting("ddp", "average_in_collective", False,
-            "Megatron-Bridge refuses it; sums are scaled after the reduction", (RECIPE,)),
+            "Megatron-Bridge rejects it; sums are scaled after the reduction", (RECIPE,)),
     Setting("ddp", FP8_PARAM_GATHER, True, "the model has quantized weights", (WRAPPER,),
             lambda config: is_on(config, FP8_PARAM)),
     Setting("ddp", MXFP8_BUFFER, False, _NO_BUFFER, (WRAPPER, RUNNER, RECIPE), is_void=True),
     Setting("optimizer", MXFP8_BUFFER, False, _NO_BUFFER, (OPTIMIZER, RECIPE)),
-    Setting("ddp", TRANSPOSES, False, "weights are sharded, and transposes would be whole",
+    Setting("ddp", TRANSPOSES, False, "transposes would be an unsharded copy of the weights",
             (WRAPPER,), _shards("shard_weights")),
     Setting("ddp", GRAD_COMM, torch.bfloat16,
-            "what --grad-reduce-in-bf16 asks for; gradients still accumulate in float32", (RUNNER,),
+            "the meaning of --grad-reduce-in-bf16; accumulation stays float32", (RUNNER,),
             lambda args: is_on(args, "grad_reduce_in_bf16")),
     Setting("run", "grad_reduce_in_bf16", True,
-            "else --bf16 asks for float32 gradients, which other flags contradict", (RUNNER,),
+            "else --bf16 implies float32 gradients, which other flags contradict", (RUNNER,),
             _has_bf16_gradients, written_as="--accumulate-allreduce-grads-in-fp32"),
     Setting("ddp", "grad_reduce_in_fp32", False,
-            f"it asks for float32, and {GRAD_COMM} for another", (RECIPE,), is_narrow),
-    Setting("mixed_precision", "grad_reduce_in_fp32", False, "from there it would be set again",
+            f"it means float32, but {GRAD_COMM} is another dtype", (RECIPE,), is_narrow),
+    Setting("mixed_precision", "grad_reduce_in_fp32", False, (
+        "it would overwrite ddp.grad_reduce_in_fp32"
+    ),
             (RECIPE,), is_narrow),
     Setting("ddp", OFFLOAD, True,
-            f"what {CORES_OFFLOAD} asks for: main weights and moments in host memory, streamed "
-            "through the GPU, which updates them", (RUNNER, RECIPE), streams_all),
+            f"the meaning of {CORES_OFFLOAD} here: main weights and moments in host memory, "
+            "updated on the GPU", (RUNNER, RECIPE), streams_all),
     Setting("optimizer", OFFLOAD, False, "it is the DDP config's here", (OPTIMIZER,)),
     Setting("run", "overlap_cpu_optimizer_d2h_h2d", False,
             "copies overlap with updates and the next forward", (RUNNER,),
@@ -152,16 +150,17 @@ SETTINGS: tuple[Setting, ...] = (
             streams_all, is_void=True),
     Setting("optimizer", CORES_OFFLOAD, False, "it is the DDP config's here", (OPTIMIZER,)),
     Setting("optimizer", CORES_LATE_STEP, False,
-            "one optimizer has all parameters here, and gathers overlap with the forward",
+            "one optimizer has all parameters, and gathers overlap with the forward",
             (RUNNER,), is_void=True),
     Setting("run", "use_persistent_ckpt_worker", True,
-            "else 0.19 drops --async-save; a thread of the trainer writes, and no worker is "
-            "started", (RUNNER,), _saves_asynchronously),
+            "else 0.19 drops --async-save; a thread writes, and no worker is started",
+            (RUNNER,), _saves_asynchronously),
     Setting("run", "async_strategy", "mcore",
-            "else a package is asked for that is not needed: either strategy's writer is replaced",
+            "else a package is required that is not used: the writer is replaced in either "
+            "strategy",
             (RUNNER,), _saves_asynchronously),
 )  # fmt: skip
-"""In this order: later ones read what earlier ones set."""
+"""Settings in order: later ones read values set by earlier ones."""
 
 
 def settle(
@@ -170,8 +169,8 @@ def settle(
     settings: Iterable[Setting] = SETTINGS,
     is_written: Callable[[str], bool] = lambda flag: False,
 ) -> list[Change]:
-    """Sets in the configs what follows, and is not so. configs: by section; is_written: whether
-    the user wrote a flag. What was written is not overwritten."""
+    """Sets derived options in the configs; returns the changes. configs: by section; is_written:
+    predicate for flags on the command line, whose values are kept."""
     changes = []
     for one in settings:
         config = configs.get(one.section)

@@ -1,7 +1,7 @@
-"""Sizes that have to divide each other: ranks, heads, experts, batches, layers of pipeline stages.
+"""Divisibility of sizes: ranks, heads, experts, batches, layers of pipeline stages.
 
-The rules are those that Megatron-Core and Megatron-LM assert when a run starts. They are stated
-here because a configuration is checked, and planned, where neither is imported.
+The rules are those that Megatron-Core and Megatron-LM assert when a run starts. They are repeated
+here because configurations are checked and planned without importing them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Options = Mapping[str, Any]
-"""Options by the names of Megatron's configs or arguments; None is as good as absent."""
+"""Options by the names of Megatron's configs or arguments; None means absent."""
 
 LAYOUT = "pipeline_model_parallel_layout"
 FIRST = ("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers")
@@ -25,7 +25,7 @@ GROUP = (
     "microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage"
 )  # fmt: skip
 OTHER_LAYERS = ("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers")
-"""Options that say the layers of stages in ways that are not checked here."""
+"""Options that define the layers of stages in ways that are not checked here."""
 
 NAMES = (*FIRST, *LAST, *VIRTUAL, PER_VIRTUAL, *EXPERTS, *GROUP, *OTHER_LAYERS)
 
@@ -35,28 +35,29 @@ WHOLE = (
     "num_distributed_optimizer_instances", "num_layers", "hidden_size", "num_attention_heads",
     "seq_length", "micro_batch_size", "global_batch_size", *VIRTUAL,
 )  # fmt: skip
-"""Options that are whole numbers above 0, or absent."""
+"""Options that are integers above 0, or absent."""
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-"""What the stages of a layout are made of, and how its string writes each."""
+"""Parts of the stages of a layout -> their letters in its string."""
 
-USE_LAYOUT = f"Use {LAYOUT}, which says the layers of each stage, or other sizes."
+USE_LAYOUT = f"Use {LAYOUT}, which defines the layers of each stage, or other sizes."
 
 
 def _size(options: Options, *names: str, default: int = 1) -> int:
-    """Of the first name that is set."""
+    """The value of the first name that is set."""
     return next((int(options[name]) for name in names if options.get(name)), default)
 
 
 def _said(options: Options, *names: str) -> str:
-    """The names that are set, with their values."""
+    """Text of the names that are set, with their values."""
     return ", ".join(f"{name}={options[name]}" for name in names if options.get(name))
 
 
 def stage_layers(options: Options) -> list[list[int]]:
-    """How many decoder layers each model chunk of each pipeline stage has: `found[stage][chunk]`.
+    """The number of decoder layers of each model chunk of each pipeline stage:
+    `found[stage][chunk]`.
 
-    ValueError, naming the option, for what Megatron-Core does not build.
+    Raises ValueError, naming the option, for a split that Megatron-Core does not support.
     """
     if options.get(LAYOUT):
         return _of_layout(options)
@@ -66,8 +67,9 @@ def stage_layers(options: Options) -> list[list[int]]:
         raise ValueError(f"{told}: there is one pipeline stage. Leave it out.")
     counts = _layers_of_stages(options, stages)
     if virtual > 1 and stages == 2 and len(_said(options, *FIRST, *LAST).split(", ")) == 2:
-        raise ValueError(f"{told}: Megatron-Core divides by the stages between the first and the "
-                         f"last, and there are none. {USE_LAYOUT}")  # fmt: skip
+        raise ValueError(
+            f"{told}: not supported without stages between the first and the last. {USE_LAYOUT}"
+        )  # fmt: skip
     for count in counts:
         if count % virtual:
             raise ValueError(
@@ -78,7 +80,7 @@ def stage_layers(options: Options) -> list[list[int]]:
     for option, end in zip(STANDALONE, (0, -1), strict=True):
         chunks[end][end] -= bool(options.get(option))
         if chunks[end][end] < 0:
-            raise ValueError(f"{option}=True: its stage has no room for it. Use fewer stages.")
+            raise ValueError(f"{option}=True: its stage has no layers left. Use fewer stages.")
     return chunks
 
 
@@ -97,21 +99,20 @@ def _virtual(options: Options) -> int:
 
 
 def _layers_of_stages(options: Options, stages: int) -> list[int]:
-    """Of each stage; an embedding, or a loss, that counts as a layer is one of them."""
+    """Layers of each stage, including an embedding or loss that counts as a layer."""
     first, last = (_size(options, *names, default=0) for names in (FIRST, LAST))
     standalone = [name for name in STANDALONE if options.get(name)]
     if (first or last) and standalone:
         raise ValueError(
-            f"{_said(options, *FIRST, *LAST)}: goes not with {standalone[0]}=True. Leave one of "
-            "them out."
+            f"{_said(options, *FIRST, *LAST)}: incompatible with {standalone[0]}=True. Leave one "
+            "of them out."
         )
     rest = _size(options, "num_layers") + len(standalone) - first - last
     others = stages - bool(first) - bool(last)
     if rest < 0 or bool(rest) != (others > 0) or (rest and rest % others):
         told = _said(options, "num_layers", *FIRST, *LAST, *STANDALONE)
         raise ValueError(
-            f"pipeline_model_parallel_size={stages}: its stages cannot have equal parts of {told}. "
-            f"{USE_LAYOUT}"
+            f"pipeline_model_parallel_size={stages}: does not divide {told}. {USE_LAYOUT}"
         )
     each = [rest // others] * others if rest else []
     return [first] * bool(first) + each + [last] * bool(last)
@@ -125,7 +126,7 @@ def _of_layout(options: Options) -> list[list[int]]:
 
     others = _said(options, *FIRST, *LAST, *STANDALONE, PER_VIRTUAL)
     if others:
-        raise wrong(f"goes not with {others}", "Leave one of them out.")
+        raise wrong(f"incompatible with {others}", "Leave one of them out.")
     chunks = _expanded(layout) if isinstance(layout, str) else [
         "".join(LETTERS.get(str(getattr(one, "name", one)).strip().lower(), "?") for one in chunk)
         for chunk in layout
@@ -134,14 +135,14 @@ def _of_layout(options: Options) -> list[list[int]]:
     count = Counter(flat)
     virtual, rest = divmod(len(chunks), stages)
     if set(flat) - set(LETTERS.values()):
-        raise wrong("has other letters than E, t, m, L and |", "Write it as 'Et*2|t*2L'.")
+        raise wrong("has letters other than E, t, m, L and |", "Write it as 'Et*2|t*2L'.")
     if rest:
         raise wrong(
             f"has {len(chunks)} parts, no multiple of pipeline_model_parallel_size={stages}",
             "Write one part for each stage, or one for each of its virtual stages.",
         )
     if _size(options, *VIRTUAL, default=virtual) != virtual:
-        raise wrong(f"has {virtual} virtual stages, and not {_said(options, *VIRTUAL)}",
+        raise wrong(f"has {virtual} virtual stages, but {_said(options, *VIRTUAL)} is set",
                     "Leave that out.")  # fmt: skip
     if not flat.startswith("E") or not flat.endswith("L") or count["E"] + count["L"] != 2:
         raise wrong("does not begin with one E and end with one L", "Write it as 'Et*2|t*2L'.")
@@ -149,17 +150,19 @@ def _of_layout(options: Options) -> list[list[int]]:
               "m": _size(options, "mtp_num_layers", default=0)}  # fmt: skip
     for letter, wanted in layers.items():
         if count[letter] != wanted:
-            raise wrong(f"has {count[letter]} times {letter}, and the model {wanted} such layers",
+            raise wrong(
+                f"has {letter} {count[letter]} times, but the model has {wanted} such layers",
                         "Make them equal.")  # fmt: skip
     if "m" in flat and "t" in flat[flat.index("m") :]:
-        raise wrong("has decoder layers behind m", "Write m behind the last t.")
+        raise wrong("has decoder layers after m", "Write m after the last t.")
     return [
         [chunk.count("t") for chunk in chunks[stage::stages]] for stage in range(stages)
     ]  # fmt: skip
 
 
 def _expanded(layout: str) -> list[str]:
-    """Letters of each part: `x*n` is n times x, `(xy|)*n` n times what the parentheses hold."""
+    """Letters of each part: `x*n` is n times x, `(xy|)*n` is n times the content of the
+    parentheses."""
 
     def repeated(found: re.Match[str]) -> str:
         return found[1] * int(found[2])
@@ -169,16 +172,15 @@ def _expanded(layout: str) -> list[str]:
 
 
 def layout_of(layers: int, stages: int, virtual: int) -> str:
-    """A layout of parts as even as they can be, the longer ones in front: "Et*31|t*30L"."""
+    """A layout of parts as even as possible, the longer ones first: "Et*31|t*30L"."""
     each, more = divmod(layers, stages * virtual)
     parts = (f"t*{each + (at < more)}" for at in range(stages * virtual))
     return f"E{'|'.join(parts)}L"
 
 
 def size_problems(options: Options, world_size: int | None) -> list[str]:
-    """Everything that Megatron would find not to divide, one line each: `option=value: what is
-    wrong. What to do.` world_size: ranks of the run; None where it is not known, and what depends
-    on it is not checked."""
+    """All divisibility problems, one line each: `option=value: what is wrong. What to do.`
+    world_size: ranks of the run; if None, rules that depend on it are skipped."""
     found = not_above_zero(options)
     if found:  # nothing divides by these
         return found
@@ -195,10 +197,10 @@ def size_problems(options: Options, world_size: int | None) -> list[str]:
 
 
 def not_above_zero(options: Options) -> list[str]:
-    """One line for each size that is no whole number above 0."""
+    """One line for each size that is no integer above 0."""
     told = {name: options[name] for name in WHOLE if options.get(name) is not None}
     return [
-        f"{name}={size}: it is a whole number above 0. Write one, or leave it out."
+        f"{name}={size}: not an integer above 0. Write one, or leave it out."
         for name, size in told.items() if type(size) is not int or size < 1
     ]  # fmt: skip
 
@@ -253,7 +255,7 @@ def _expert_problems(options: Options) -> Iterator[str]:
 
 
 def _expert_tensor(options: Options) -> int:
-    """As many as tensor-parallel ranks, unless told."""
+    """The expert-tensor-parallel size; by default the tensor-parallel size."""
     return _size(options, "expert_tensor_parallel_size", "tensor_model_parallel_size")
 
 

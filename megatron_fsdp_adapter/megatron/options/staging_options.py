@@ -2,12 +2,12 @@
 
 | option | weights | buckets | memory |
 |---|---|---|---|
-| none | come and go | come and go | caching allocator |
+| none | allocated when used | allocated when used | caching allocator |
 | `fsdp_double_buffer` | slots | slots | caching allocator |
 | `megatron_fsdp_max_pool_double_buffer` | slots | slots | caching allocator |
 | `nccl_ub` | slots | slots | NCCL's allocator, registered |
-| `fsdp_copy_engine_all_gather` | slots | as the other options say | NCCL's, symmetric, zero CTAs |
-| `fsdp_copy_engine_reduce_scatter` | as the others say | slots and one for pieces | the same |
+| `fsdp_copy_engine_all_gather` | slots | by the other options | NCCL's, symmetric, zero CTAs |
+| `fsdp_copy_engine_reduce_scatter` | by the others | slots and one for pieces | the same |
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from .rules import is_on
 from .table import CE_ALL_GATHER, CE_REDUCE_SCATTER, engine_fields
 
 ROLES = {CE_ALL_GATHER: "ag", CE_REDUCE_SCATTER: "rs"}
-"""Option -> end of the role of the groups that the wrapper makes for it."""
+"""Option -> suffix of the role of the groups that the wrapper makes for it."""
 
 
 def copy_engine_roles(ddp_config: Any) -> list[str]:
-    """What the copy engines do: gathers ("ag"), reductions ("rs"). Each is on communicators of its
-    own, with NCCL's zero-CTA policy: on one they would wait for each other."""
+    """Collectives on copy engines: gathers ("ag"), reductions ("rs"). Each has separate
+    communicators with NCCL's zero-CTA policy; on one communicator they would wait for each
+    other."""
     return [suffix for option, suffix in ROLES.items() if is_on(ddp_config, option)]
 
 
@@ -45,8 +46,8 @@ def slots_wanted(ddp_config: Any) -> dict[str, Any]:
 def slot_memory(
     ddp_config: Any, index: FSDPDistributedIndex, device: torch.device
 ) -> RegisteredMemory | None:
-    """What allocates slots; None for ordinary memory. Copy engines need symmetric memory, so
-    `disable_symmetric_registration` is about `nccl_ub` alone."""
+    """The allocator of slots; None for ordinary memory. Copy engines need symmetric memory, so
+    `disable_symmetric_registration` applies to `nccl_ub` only."""
     registers, roles = is_on(ddp_config, "nccl_ub"), copy_engine_roles(ddp_config)
     groups: list[dist.ProcessGroup] = []
     for domain in index.domains.values():

@@ -1,5 +1,5 @@
-"""What of a Megatron model or optimizer configuration is refused, and why. `docs/support.md` lists
-the same. Rules for the DDP config are in `table.py`, of CUDA graphs in `cuda_graphs.py`."""
+"""Rules for Megatron's model and optimizer configs, which `docs/support.md` lists. Rules for the
+DDP config are in `table.py`, those of CUDA graphs in `cuda_graphs.py`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FP4_RECIPES = ("nvfp4",)
 
 
 def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
-    """Reduced precision by a recipe that is none of `recipes`, the first being core's default."""
+    """A rule: the recipe must be one of `recipes`, of which the first is core's default."""
     name = f"{option}_recipe"
     return Rule(
         name,
         lambda config: is_on(config, option)
         and (getattr(config, name, None) or recipes[0]) not in recipes,
-        f"{option.upper()} is supported with the recipes {list(recipes)}; use one of them",
+        f"{option.upper()} is supported with the recipes {list(recipes)}. Use one of them",
     )
 
 
@@ -48,12 +48,14 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
             and not captures_iteration(config)
             and not captures_layers(config)
         ),
-        "layers that Transformer Engine captures do not run the hooks that gather weights; set it "
+        "layers captured by Transformer Engine do not run the hooks that gather weights. Set it "
         "to 'local' (graphs of layers), to 'full_iteration' (before megatron-core 0.18: 'local' "
         "with cuda_graph_scope='full_iteration'), or to 'none'",
     ),
-    off("enable_cuda_graph", "it is the older name of cuda_graph_impl='local'; set that instead"),
-    off("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    off("enable_cuda_graph", "the older name of cuda_graph_impl='local'. Set that instead"),
+    off("external_cuda_graph", (
+        "captured layers do not run the hooks that gather weights. Set it to False"
+    )),
     Rule(
         "cpu_offloading",
         lambda config: is_on(config, "cpu_offloading")
@@ -61,38 +63,38 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
             above_one(config, "pipeline_model_parallel_size")
             or getattr(config, "recompute_granularity", None) is not None
         ),
-        "core offloads activations only with pipeline_model_parallel_size=1 and without "
-        "recompute_granularity; choose one of them",
+        "requires pipeline_model_parallel_size=1 and no recompute_granularity in core. Choose one "
+        "of them",
     ),
     off(
         "defer_embedding_wgrad_compute",
-        "the output layer's weight gradient would come after the last backward, when its bucket "
-        "has been reduced; set it to False",
+        "the output layer's weight gradient would come after its bucket has been reduced. Set it "
+        "to False",
     ),
     off(
         "hybrid_context_parallel",
-        "its ranks run different numbers of forward passes, and weights are gathered by all of "
-        "them in each; Megatron-LM refuses it with use_megatron_fsdp too; set it to False",
+        "its ranks run different numbers of forward passes, but all ranks gather weights in each; "
+        "Megatron-LM rejects it with use_megatron_fsdp too. Set it to False",
     ),
     off(
         "moe_use_legacy_grouped_gemm",
-        "all experts of a rank are one tensor, which a checkpoint cannot tell from another rank's; "
-        "set it to False, and moe_grouped_gemm takes Transformer Engine's layers",
+        "all experts of a rank are one tensor, which a checkpoint cannot distinguish from another "
+        "rank's. Set it to False: moe_grouped_gemm then uses Transformer Engine's layers",
     ),
     off(
         "use_kitchen",
-        "nobody has seen how its layers write weight gradients; set it to False, Transformer "
-        "Engine's FP8 recipes are supported",
+        "unsupported: unknown weight-gradient protocol. Set it to False; Transformer Engine's FP8 "
+        "recipes are supported",
     ),
     unset(
         "quant_recipe",
-        "it quantizes the layers that it names by recipes that are supported only as fp8_recipe, "
-        "for the whole model; leave it unset",
+        "recipes for single layers are not supported, only fp8_recipe for the whole model. Leave "
+        "it unset",
     ),
     off(
         "enable_autocast",
-        "autocast keeps casts of weights beyond the time for which they are gathered; set it to "
-        "False, and params_dtype (bf16, fp16) to the dtype to compute in",
+        "autocast keeps casts of weights after they are resharded. Set it to False, and "
+        "params_dtype (bf16, fp16) to the compute dtype",
     ),
 )
 
@@ -105,25 +107,25 @@ def _interleaves_split_halves(option: str) -> Rule:
             bool(getattr(config, option, None))
             and any(above_one(config, size) for size in sizes)
         ),
-        "gate and linear rows are mixed on each tensor-parallel rank, which a checkpoint cannot "
-        "tell; leave it unset, or use no tensor parallelism",
+        "gate and linear rows are interleaved on each tensor-parallel rank, which a checkpoint "
+        "cannot represent. Leave it unset, or use no tensor parallelism",
     )
 
 
-_SHARDS = "more ranks hold parts of a weight, and data-parallel groups contain them"
-_REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them; set it to 1"
+_SHARDS = "further ranks hold parts of a weight, and data-parallel groups contain these ranks"
+_REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them. Set it to 1"
 _OWN_RECIPE = (
-    "it is a kernel for MXFP8 and NVFP4 alone, which Blackwell GPUs compute, and was never run "
-    "with this wrapper for want of one; set it to False, and the layers compute the same by "
-    "fp8_recipe"
+    "a kernel only for MXFP8 and NVFP4 on Blackwell GPUs, not tested with this wrapper. Set it to "
+    "False: the layers then compute the same by fp8_recipe"
 )
 _ONE_TENSOR = (
-    "all experts of a rank are one tensor, which a checkpoint cannot tell from another rank's, and "
-    "Megatron-LM refuses it with use_megatron_fsdp too; set it to False"
+    "all experts of a rank are one tensor, which a checkpoint cannot distinguish from another "
+    "rank's; Megatron-LM rejects it with use_megatron_fsdp too. Set it to False"
 )
 
 def _above_tensor_parallel(option: str, size: str) -> Rule:
-    """Core sets it to that size by itself: then weights are split by tensor parallelism alone."""
+    """A rule: `option` must not exceed `size`, which core sets by default; then only tensor
+    parallelism splits weights."""
 
     def broken(config: Any) -> bool:
         whole: Any = getattr(config, "tensor_model_parallel_size", 1)
@@ -131,16 +133,16 @@ def _above_tensor_parallel(option: str, size: str) -> Rule:
         shards: Any = getattr(config, option, None) or 1
         return bool(shards > ranks)
 
-    return Rule(option, broken, f"{_SHARDS}; leave it unset")
+    return Rule(option, broken, f"{_SHARDS}. Leave it unset")
 
 
 LATER_MODEL_RULES: tuple[Rule, ...] = (
     off(
         "overlap_dispatch_backward_with_experts_wgrad",
-        "weight gradients of experts come after the experts' own backward, on a stream of core's, "
-        "and that was never run with this wrapper; set it to False, and "
-        "overlap_moe_expert_parallel_comm=True with delay_wgrad_compute=True, which hides the same "
-        "exchange behind the same products, is supported",
+        "weight gradients of experts come after the experts' backward, on another stream, which "
+        "is not tested with this wrapper. Set it to False, and use "
+        "overlap_moe_expert_parallel_comm=True with delay_wgrad_compute=True, which overlaps the "
+        "same exchange with the same GEMMs",
     ),
     *(
         Rule(size, lambda config, size=size: above_one(config, size), _REMAT)  # type: ignore[misc]
@@ -160,11 +162,11 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
         "flextron",
         lambda config: bool(getattr(config, "flextron", False))
         and above_one(config, "pipeline_model_parallel_size"),
-        "core adds up the routers' whole gradients over pipeline stages, and they are sharded; use "
-        "no pipeline parallelism, or set it to False",
+        "core sums the routers' gradients over pipeline stages, but they are sharded. Use no "
+        "pipeline parallelism, or set it to False",
     ),
 )
-"""Options that 0.16.1 does not have."""
+"""Rules of options that 0.16.1 does not have."""
 
 
 def _keeps_two_slots(config: Any) -> bool:
@@ -176,32 +178,30 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         DELAY,
         lambda config: is_on(config, DELAY) and not is_on(config, PARTS_OF_LAYERS),
-        f"without {PARTS_OF_LAYERS} the gradients that it leaves for later are never made; set "
-        "both, or neither",
+        f"without {PARTS_OF_LAYERS} the delayed gradients are never computed. Set both, or neither",
     ),
     Rule(
         PARTS_OF_LAYERS,
         lambda config: is_on(config, PARTS_OF_LAYERS) and _keeps_two_slots(config),
-        "two passes read layers at a time, and each gathers one ahead, which two slots do not "
-        "hold; set fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use "
-        "'optim_grads'",
+        "two concurrent passes each prefetch a layer, which two slots cannot hold. Set "
+        "fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use 'optim_grads'",
         "gathered weights in fixed buffers",
     ),
     Rule(
         PARTS_OF_LAYERS,
         lambda config: is_on(config, PARTS_OF_LAYERS) and is_on(config, UNIT_NUMEL),
-        "a unit of several layers would stay gathered while any of them may run, through the whole "
-        f"pass; leave {UNIT_NUMEL} unset, or set it to 0",
+        f"a unit of several layers would stay unsharded for the whole pass. Leave {UNIT_NUMEL} "
+        "unset, or set it to 0",
         f"{UNIT_NUMEL}={{0.{UNIT_NUMEL}}}",
     ),
     Rule(
         PARTS_OF_LAYERS,
         lambda config: is_on(config, PARTS_OF_LAYERS) and captures_iteration(config),
-        "the streams of core's schedule were never captured with this wrapper; set one of them off",
+        "capture of the streams of core's schedule is not tested. Set one of them off",
         "full-iteration CUDA graphs",
     ),
 )
-"""Of core's schedule of parts of layers: of a model config and a DDP config as one."""
+"""Rules of core's schedule of parts of layers, for the joined model and DDP config."""
 
 MODEL_CONFIG_RULES += LATER_MODEL_RULES
 
@@ -212,17 +212,17 @@ def _moment_dtype(option: str) -> Rule:
         lambda config: (
             getattr(config, option, torch.float32) not in (torch.float32, torch.bfloat16)
         ),
-        "the scales of fp16 and fp8 moments would not be in a checkpoint; use torch.float32 or "
+        "a checkpoint would lack the scales of fp16 and fp8 moments. Use torch.float32 or "
         "torch.bfloat16",
     )
 
 
 CORES_OFFLOAD = "optimizer_cpu_offload"
-"""Megatron's option: it asks for what `chunked_optimizer_state_offload` is here."""
+"""Megatron's option with the meaning of `chunked_optimizer_state_offload` here."""
 
 
 def streams_all(config: Any) -> bool:
-    """Whether core's offload of the optimizer is asked for in a way that is supported."""
+    """True if core's offload of the optimizer is on in a supported form."""
     return (
         is_on(config, CORES_OFFLOAD)
         and config.optimizer == "adam"
@@ -232,21 +232,21 @@ def streams_all(config: Any) -> bool:
 
 LION, MUON, ADAPTIVE = "lion", "muon", "adaptive_muon"
 EMERGING = (LION, MUON, ADAPTIVE)
-"""Optimizers that core calls so, and that are supported: their updates are computed here. Others
-need whole matrices too, some with state of another shape than theirs (SOAP)."""
+"""Supported ones of core's emerging optimizers; their updates are computed here. Others need whole
+matrices too, some with state of another shape (SOAP)."""
 OPTIMIZERS = ("adam", "sgd", *EMERGING)
 
 METHOD = "adamuon"
-"""Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
-means over rows, columns or all of a matrix, which ranks have parts of."""
+"""The value of `adaptive_muon_moment2_method` with an elementwise second moment. The others need
+means over rows, columns or the whole of a sharded matrix."""
 HALF = "medium"
-"""Of `muon_fp32_matmul_prec`: products of 16 bits."""
+"""The value of `muon_fp32_matmul_prec` for 16-bit GEMMs."""
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
-"""The factor on an update, by `muon_scale_mode`, as NVIDIA's emerging_optimizers have them."""
+"""`muon_scale_mode` -> factor on an update, as in NVIDIA's emerging_optimizers."""
 MUON_CHOICES: Mapping[str, tuple[str, ...]] = {
     "adaptive_muon_moment2_method": (METHOD,),
     "muon_coefficient_type": tuple(COEFFICIENTS),
@@ -257,13 +257,13 @@ MUON_CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 def _one_of(name: str, known: tuple[str, ...]) -> Rule:
-    """An option of Muon with other values than these; what a config lacks has its default. Those of
-    the adaptive one are read by that one alone."""
+    """A rule: an option of Muon must have one of these values or be missing. Options of adaptive
+    Muon are checked only for it."""
     return Rule(
         name,
         lambda config: getattr(config, name, known[0]) not in known
         and (config.optimizer == ADAPTIVE or not name.startswith(ADAPTIVE)),
-        f"with sharded weights it is one of {list(known)}; use one of them",
+        f"sharded weights support {list(known)}. Use one of them",
     )
 
 
@@ -273,7 +273,7 @@ MUON_RULES: tuple[Rule, ...] = within(
     Rule(
         "muon_num_ns_steps",
         lambda config: getattr(config, "muon_num_ns_steps", 5) < 1,
-        "there is at least one",
+        "must be at least 1",
     ),
     Rule(
         "muon_momentum",
@@ -286,33 +286,31 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
         lambda config: config.optimizer not in OPTIMIZERS,
-        f"with sharded weights megatron-core's optimizer is one of {list(OPTIMIZERS)}; use one of "
-        "them",
+        f"sharded weights support {list(OPTIMIZERS)}. Use one of them",
     ),
     Rule(
         "optimizer",
         lambda config: config.optimizer in EMERGING and is_on(config, "fp16"),
-        "with fp16=True megatron-core does not have it either; use bf16, or 'adam'",
+        "megatron-core does not support it with fp16=True. Use bf16, or 'adam'",
     ),
     Rule(
         "optimizer",
         lambda config: config.optimizer != "adam" and is_on(config, OFFLOAD),
-        "the state of 'adam' alone is streamed; use that, or set the latter to False",
+        "only the state of 'adam' can be streamed. Use that, or set the latter to False",
         f"{OFFLOAD}=True",
     ),
     Rule(
         "optimizer",
         lambda config: is_on(config, CORES_OFFLOAD) and config.optimizer != "adam",
-        f"with {CORES_OFFLOAD}=True it is 'adam', whose state alone is streamed; use that, or set "
-        "the latter to False",
+        f"{CORES_OFFLOAD}=True supports only 'adam'. Use that, or set the latter to False",
     ),
     Rule(
         "optimizer",
         lambda config: (
             config.optimizer != "adam" and is_on(config, "use_precision_aware_optimizer")
         ),
-        "with use_precision_aware_optimizer=True it is 'adam', as others take float32 weights and "
-        "gradients alone; use that, or set it to False",
+        "use_precision_aware_optimizer=True supports only 'adam'. Use that, or set the latter to "
+        "False",
     ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),
@@ -322,23 +320,22 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
             is_on(config, CORES_OFFLOAD)
             and getattr(config, "optimizer_offload_fraction", 1.0) != 1.0
         ),
-        "the state of all parameters is in host memory, or of none, as updates are streamed unit "
-        f"by unit; use 1.0, or set {CORES_OFFLOAD} to False",
+        "partial offload is not supported, because updates are streamed unit by unit. Use 1.0, "
+        f"or set {CORES_OFFLOAD} to False",
     ),
     off(
         "overlap_param_gather_with_optimizer_step",
-        "it splits model chunks between two optimizers, and one holds all parameters here; set it "
-        "to False",
+        "it splits model chunks between two optimizers, but one optimizer has all parameters "
+        "here. Set it to False",
     ),
     off(
         "optimizer_cuda_graph",
-        "a graph of the optimizer's step took longer than the step without it, and was removed; "
-        "set it to False",
+        "a graph of the optimizer's step is not supported. Set it to False",
     ),
     off(
         "use_layer_wise_distributed_optimizer",
-        "it gives whole matrices to single ranks, and weights are sharded; set it to False",
+        "it needs whole matrices on single ranks, but weights are sharded. Set it to False",
     ),
     *MUON_RULES,
 )
-"""Of an optimizer's config and a DDP config as one."""
+"""Rules for the joined optimizer and DDP config."""

@@ -1,8 +1,8 @@
 """The options of the DDP config that this wrapper reads, one row for each.
 
-Of a row are made: the field of the config class (`ddp_config.py`), the flag of a Megatron-LM that
-lacks it, the fields of `EngineConfig` that it sets, its rules, what `prove` switches off, and the
-row in `docs/options.md` (`tests/adapter/option_pages.py`).
+A row defines the field of the config class (`ddp_config.py`), the flag for a Megatron-LM that lacks
+it, the fields of `EngineConfig` that it sets, its rules, its value in `prove`'s other strategies,
+and the row in `docs/options.md` (`tests/adapter/option_pages.py`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ GATHER_PARTS = "megatron_fsdp_enable_fine_grained_param_gather"
 GATHER_GROUPS = "create_all_gather_group"
 CE_ALL_GATHER = "fsdp_copy_engine_all_gather"
 CE_REDUCE_SCATTER = "fsdp_copy_engine_reduce_scatter"
-"""An all-to-all by the copy engines, after which this package sums."""
+"""An all-to-all on the copy engines, after which this package sums."""
 FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation"
 DECOUPLED = "megatron_fsdp_use_decoupled_grad"
 TRANSPOSES = "keep_fp8_transpose_cache"
 PARTS_OF_LAYERS, DELAY = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
-"""Of the model config, the second of both."""
+"""The first is in the model config, the second in model and DDP config."""
 
 DTYPES: Mapping[str, torch.dtype | None] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None
 }  # fmt: skip
-"""Names of dtypes in Megatron-LM main's flags. "auto" is what the config calls None."""
+"""Names of dtypes in Megatron-LM main's flags. "auto" means None."""
 Dtype = torch.dtype | None
 
 ITERATION, LAYERS = "full-iteration CUDA graphs", "CUDA graphs of layers"
@@ -64,17 +64,17 @@ class Option:
     Attributes:
         name: of the field; the flag is `--name` with dashes.
         type, default: of the field and of the flag's value.
-        help: what `--help` and `docs/options.md` say; empty: no flag is added.
-        use: when to set it, for `docs/options.md`; empty: it changes nothing here.
-        plain: the argument of `fully_shard_model` for the same.
+        help: text for `--help` and `docs/options.md`; empty: no flag is added.
+        use: when to set it, for `docs/options.md`; empty: it has no effect here.
+        plain: the corresponding argument of `fully_shard_model`.
         in_core: megatron-core 0.16.1 has the field, with this default.
-        refused: what is: a test of the value and of the config, the reason with the remedy, and
-            what else was asked for, in words (`Rule.beside`).
-        excludes: reasons by kinds of CUDA graphs that exclude it.
+        refused: rejections: a test of value and config, the reason with the remedy, and optionally
+            `Rule.beside`.
+        excludes: kind of CUDA graphs that excludes it -> reason.
         sets: fields of `EngineConfig` for a value, where they are not as without it. Of several
             options that set one field the last one does.
-        some_strategies: it goes with some strategies only, so that it is off where a checkpoint is
-            loaded under another one.
+        some_strategies: only some strategies support it, so `prove` switches it off when it loads
+            under another one.
     """
 
     name: str
@@ -116,12 +116,12 @@ def dtype_named(name: str) -> torch.dtype | None:
 
 
 def strategy_of(config: Any) -> Strategy | None:
-    """The row of `STRATEGIES` that a config asks for; None for a name that is unknown."""
+    """The config's row of `STRATEGIES`; None for an unknown name."""
     return STRATEGIES.get(read(config, STRATEGY))
 
 
 def _is_set(config: Any, option: str) -> bool:
-    """Whether `option` is not the class's default, or the class has no such field."""
+    """True if `option` differs from the class's default, or the class has no such field."""
     if not hasattr(config, option):
         return False
     config = config.owner_of(option) if isinstance(config, Joined) else config
@@ -130,7 +130,7 @@ def _is_set(config: Any, option: str) -> bool:
 
 
 def _contradicts_main_params(preserve: Any, config: Any) -> bool:
-    """`preserve_fp32_weights` is True and other main weights are asked for, or the reverse."""
+    """True if `preserve_fp32_weights` and the dtype of main weights contradict each other."""
     chosen = read(config, MAIN_PARAMS)
     if preserve is None or not _is_set(config, "preserve_fp32_weights"):
         return False
@@ -140,12 +140,12 @@ def _contradicts_main_params(preserve: Any, config: Any) -> bool:
 
 
 def _is_low(config: Any, *options: str) -> bool:
-    """Whether one of some dtypes is not float32."""
+    """True if one of the dtypes is not float32."""
     return any(read(config, option) not in (None, torch.float32) for option in options)
 
 
 def _sums_in_vain(sums: Any, config: Any) -> bool:
-    """`reduce_scatter_with_fp32_accumulation` where no sum would be rounded, or it is anyway."""
+    """True if `reduce_scatter_with_fp32_accumulation` is on but has no effect on rounding."""
     row, is_bf16 = strategy_of(config), read(config, GRAD_COMM) == torch.bfloat16
     useful = is_bf16 and not _is_low(config, MAIN_GRADS) and row is not None and row.shard_main
     return bool(sums and not useful)
@@ -165,7 +165,7 @@ def _asked(value: Any, config: Any) -> bool:
 
 
 def _unless(sharded: str) -> Callable[[Any, Any], bool]:
-    """It is on, with a strategy that does not shard what it is for."""
+    """A test: the option is on, but the strategy does not shard the buffer that it applies to."""
 
     def broken(value: Any, config: Any) -> bool:
         row = strategy_of(config)
@@ -175,7 +175,7 @@ def _unless(sharded: str) -> Callable[[Any, Any], bool]:
 
 
 def _without_nccl(value: Any, config: Any) -> bool:
-    """It is on, and the device of a wrapper is no GPU."""
+    """True if the option is on and the wrapper's device is no GPU."""
     device = getattr(config, "device", None)
     return bool(value and device is not None and device.type != "cuda")
 
@@ -190,16 +190,16 @@ def _without_registration(value: Any, config: Any) -> bool:
 
 
 _REGISTERED: tuple[Refusal, ...] = (
-    (_without_nccl, "it needs NCCL; set it to False", "the model on {0.device}"),
+    (_without_nccl, "it needs NCCL. Set it to False", "the model on {0.device}"),
     (
         _without_pools,
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True excludes memory pools; leave that "
+        "it is incompatible with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Leave that "
         "setting out, or set this to False",
     ),
 )
 _WITH_STRATEGY = f"{STRATEGY}={{0.{STRATEGY}!r}}"
 _OF_REGISTRATION: Refusal = (
-    _without_registration, "it is about nccl_ub, which is off; set nccl_ub=True"
+    _without_registration, "it requires nccl_ub, which is off. Set nccl_ub=True"
 )  # fmt: skip
 _IN_SLOTS = "gathered weights and buckets in fixed buffers, each as large as the largest unit"
 
@@ -209,16 +209,16 @@ def _slots(value: Any) -> Mapping[str, Any]:
 
 
 NO_FP4_WEIGHTS = (
-    "weights are not kept or gathered in NVFP4; leave it unset (--fp4-param-gather): weights are "
-    "gathered in bf16 and Transformer Engine quantizes them in forward, with fp4 as it is"
+    "weights cannot be kept or gathered in NVFP4. Leave it unset (--fp4-param-gather): weights "
+    "are gathered in bf16, and with fp4 Transformer Engine quantizes them in forward"
 )
 
 OPTIONS: tuple[Option, ...] = (
     Option(
         "use_megatron_fsdp", bool, False, in_core=True,
         refused=((lambda value, config: not value,
-                  "Megatron's optimizer, gradient finalization and checkpoints take their FSDP "
-                  "path only if it is set; set it to True"),),
+                  "Megatron's optimizer, gradient finalization and checkpoints use their FSDP "
+                  "path only if it is set. Set it to True"),),
     ),
     Option(
         STRATEGY, str, "no_shard", in_core=True,
@@ -227,92 +227,95 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         INSTANCES, int, 1, in_core=True,
         refused=((lambda value, config: value < 1,
-                  "it is a number of replicas of the shards; set it to 1 or more"),),
+                  "the number of replicas must be at least 1. Set it to 1 or more"),),
     ),
     Option(
         OUTER, str, "no_shard",
-        "no_shard or optim: how optimizer instances share main weights and optimizer state",
-        use="`optim` with several instances: they split the optimizer state as well", plain=OUTER,
+        "no_shard or optim: sharding of main weights and optimizer state over optimizer instances",
+        use="`optim` with several instances: they shard the optimizer state as well", plain=OUTER,
         in_core=True, some_strategies=True,
         sets=lambda value: {"shard_outer": OUTER_STRATEGIES.get(value, False)},
         refused=(
             (_other(*OUTER_STRATEGIES), f"use one of {list(OUTER_STRATEGIES)}"),
             (lambda value, config: OUTER_STRATEGIES.get(value) and read(config, INSTANCES) == 1,
-             f"there is no outer axis to shard over with {INSTANCES}=1; set that to 2 or more, or "
-             "this to 'no_shard'"),
+             f"{INSTANCES}=1 has no outer axis to shard over. Set that to 2 or more, or this to "
+             "'no_shard'"),
         ),
     ),
     Option(
         UNIT_NUMEL, int | None, None, in_core=True,
         sets=lambda value: {"prefetch_bytes": torch.bfloat16.itemsize * int(value or 0)},
-        excludes={LAYERS: "a graph is of one layer, and has its unit's bucket to itself"},
+        excludes={LAYERS: "a layer graph needs a bucket of its layer alone"},
         refused=((lambda value, config: (value or 0) < 0,
-                  "it is a number of elements up to which layers are joined to one unit; leave it "
-                  "unset, or use 0 (each layer is a unit) or more"),),
+                  "the number of elements up to which layers are grouped must be at least 0. "
+                  "Leave it unset, or use 0 (each layer is a unit) or more"),),
     ),
     Option(
         "preserve_fp32_weights", bool | None, None,
-        use="deprecated, gone in main. True: fp32 main weights, 0.16.1's default. False: the "
-        "parameters' own dtype",
+        use=(
+            "deprecated, removed in main. True: fp32 main weights, 0.16.1's default. False: the "
+            "parameters' dtype"
+        ),
         refused=((_contradicts_main_params,
-                  f"{MAIN_PARAMS} says otherwise; leave this unset, it is the older name"),),
+                  f"it contradicts {MAIN_PARAMS}. Leave this unset; it is the older name"),),
     ),
     Option(
         "grad_reduce_in_fp32", bool, False, in_core=True,
         refused=((lambda value, config: value and _is_low(config, MAIN_GRADS, GRAD_COMM),
-                  f"it asks for float32 main gradients and communication, but {MAIN_GRADS} or "
-                  f"{GRAD_COMM} is another dtype; set it to False (--grad-reduce-in-bf16 in "
+                  f"it means float32 main gradients and communication, but {MAIN_GRADS} or "
+                  f"{GRAD_COMM} is another dtype. Set it to False (--grad-reduce-in-bf16 in "
                   "Megatron-LM's script), or leave those unset"),),
     ),
     Option(
         MAIN_PARAMS, Dtype, torch.float32,
-        "dtype of the weights that the optimizer updates; auto: of each parameter",
+        "dtype of the weights that the optimizer updates; auto: that of each parameter",
         use="bf16, or `auto`, with the precision-aware optimizer", plain="mixed_precision_policy",
         refused=((_other(torch.float32, torch.bfloat16, None),
-                  "main weights are float32, bfloat16, or (None) in each parameter's own dtype"),),
+                  "only float32, bfloat16 and None (each parameter's dtype) are supported. Use "
+                  "one of them"),),
     ),
     Option(
         MAIN_GRADS, Dtype, None,
-        "dtype in which gradients accumulate and are given to the optimizer; auto: fp32",
+        "dtype of gradient accumulation and of the optimizer's gradients; auto: fp32",
         use="bf16 with few microbatches and the precision-aware optimizer",
         plain="mixed_precision_policy",
         refused=((_other(None, torch.float32, torch.bfloat16),
-                  "gradients accumulate in float32 or bfloat16; leave it unset or use one of "
+                  "gradients accumulate in float32 or bfloat16. Leave it unset or use one of "
                   "them"),),
     ),
     Option(
         GRAD_COMM, Dtype, None, "dtype of gradients on the wire; auto: that of main gradients",
         use="bf16 halves the traffic of a slow network", plain="mixed_precision_policy",
         refused=((_other(None, torch.float32, torch.bfloat16),
-                  "gradients are communicated in float32 or bfloat16; leave it unset or use one "
+                  "gradients are communicated in float32 or bfloat16. Leave it unset or use one "
                   "of them"),),
     ),
     Option(
         "reduce_scatter_with_fp32_accumulation", bool, False, in_core=True, some_strategies=True,
         sets=lambda value: {"reduce_scatter": ALL_TO_ALL_SUM} if value else {},
         refused=((_sums_in_vain,
-                  "it is for bfloat16 on the wire and float32 main gradients, with a strategy that "
-                  f"reduce-scatters; set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
+                  "it requires bfloat16 on the wire, float32 main gradients and a strategy that "
+                  f"reduce-scatters. Set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
                   "'optim_grads_params', or set it to False"),),
     ),
     Option(
         FP32_SUMS, tuple[str, ...], (), use="all gradients accumulate in fp32 anyway",
         refused=((lambda value, config: value and _is_low(config, MAIN_GRADS),
-                  f"{MAIN_GRADS} says that all gradients accumulate in another dtype; leave that "
-                  "unset, and all of them accumulate in float32, or leave this empty"),),
+                  f"{MAIN_GRADS} is another dtype for all gradients. Leave that unset, so that "
+                  "all accumulate in float32, or leave this empty"),),
     ),
     Option(
         "fsdp_grad_comm_fp8_blocks", bool, False,
-        "refused: --grad-reduce-in-bf16 makes gradients smaller on the wire",
-        use="refused: bf16 on the wire is the row above",
+        "not supported: --grad-reduce-in-bf16 makes gradients smaller on the wire",
+        use="not supported: use bf16 on the wire",
         refused=((_asked,
-                  "gradients in 8-bit blocks were worth 1.6% inside one NVLink domain, and never "
-                  f"ran on a slower network; set it to False, and {GRAD_COMM}=torch.bfloat16 "
-                  "(--grad-reduce-in-bf16) halves what gradients put on the wire"),),
+                  "gradients in 8-bit blocks are not supported. Set it to False; "
+                  f"{GRAD_COMM}=torch.bfloat16 (--grad-reduce-in-bf16) halves what gradients put "
+                  "on the wire"),),
     ),
     Option(
         GATHER_PARTS, bool, False,
-        "parts of a layer's experts are units of their own, and gathered by themselves",
+        "parts of a layer's experts are separate units, which are gathered separately",
         use="a layer of many experts that is too large to gather whole",
     ),
     Option("fsdp_double_buffer", bool, False, in_core=True, some_strategies=True, sets=_slots),
@@ -322,7 +325,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "fsdp_db_use_persist_buf_on_alloc_fail", bool, False,
-        "nothing to do: every unit fits its slot",
+        "no effect: every unit fits its slot",
     ),
     Option(
         "nccl_ub", bool, False, in_core=True, some_strategies=True, sets=_slots,
@@ -343,14 +346,14 @@ OPTIONS: tuple[Option, ...] = (
         refused=(
             *_REGISTERED,
             (_unless("shard_weights"),
-             "weights are kept, and gathered once a step; use 'optim_grads_params', or set it to "
-             "False", _WITH_STRATEGY),
+             "weights are not sharded between microbatches. Use 'optim_grads_params', or set it "
+             "to False", _WITH_STRATEGY),
         ),
     ),
     Option(
         CE_REDUCE_SCATTER, bool, False,
-        "gradients are carried by the GPUs' copy engines, and added up by their rank in the order "
-        "of the ranks",
+        "gradients are exchanged by the GPUs' copy engines, and each rank sums its shard in rank "
+        "order",
         use="inside one NVLink domain; one more buffer of the largest unit's size",
         some_strategies=True,
         sets=lambda value: (
@@ -359,26 +362,27 @@ OPTIONS: tuple[Option, ...] = (
         refused=(
             *_REGISTERED,
             (_unless("shard_grads"),
-             "gradients are reduced where they are kept; use 'optim_grads' or "
-             "'optim_grads_params', or set it to False", _WITH_STRATEGY),
+             "gradients are not sharded. Use 'optim_grads' or 'optim_grads_params', or set it to "
+             "False", _WITH_STRATEGY),
         ),
     ),
     Option(
         BUDGET, float, 0.0,
-        "GiB of each GPU for weights and gradients that stay whole over the microbatches of a step "
+        "GiB of each GPU for weights and gradients that stay unsharded over a step "
         "(docs/design.md)",
         use="several microbatches and memory to spare "
         "([design.md](design.md#a-budget-of-what-stays-whole))",
         some_strategies=True,
-        excludes={LAYERS: "a graph writes a fresh bucket in every backward, and units that stay "
-                  "whole add to kept gradients"},
+        excludes={LAYERS: (
+            "a graph overwrites the bucket in every backward, but unsharded units accumulate into "
+            "it"
+        )},
         refused=(
             (_is_no_budget,
-             "it is a number of GiB for weights and gradients that stay unsharded over a step; use "
-             "0 or more"),
+             "the number of GiB must be at least 0. Use 0 or more"),
             (lambda value, config: (row := strategy_of(config)) and value and not can_keep(row),
-             "this strategy shards neither gradients nor weights, so that there is nothing to "
-             "keep; use 'optim_grads_params' or 'optim_grads', or set it to 0"),
+             "this strategy shards neither gradients nor weights. Use 'optim_grads_params' or "
+             "'optim_grads', or set it to 0"),
         ),
     ),
     Option(
@@ -387,14 +391,16 @@ OPTIONS: tuple[Option, ...] = (
         "(docs/optimizer_offload.md)",
         use="a model that does not fit otherwise ([optimizer_offload.md](optimizer_offload.md))",
         plain=OFFLOAD, sets=lambda value: {"offload": bool(value)},
-        excludes={ITERATION: "a replay does not see that weights in host memory were loaded"},
+        excludes={ITERATION: "a replay does not detect that weights in host memory were loaded"},
     ),
     Option(
         GATHER_GROUPS, bool, False,
-        "process groups of their own for gathers, where the wrapper is given none",
-        use="gathers do not queue behind reductions: experts, several GPUs "
-        "([performance.md](performance.md)). Megatron-LM 0.19 parses the flag and makes none; "
-        "`dp_cp_ag`, `expt_dp_ag` of a `ProcessGroupCollection` are taken",
+        "creates separate process groups for gathers if the wrapper receives none",
+        use=(
+            "gathers do not queue behind reductions: experts, several GPUs "
+            "([performance.md](performance.md)). Megatron-LM 0.19 parses the flag and makes none; "
+            "`dp_cp_ag`, `expt_dp_ag` of a `ProcessGroupCollection` take precedence"
+        ),
     ),
     Option(
         "check_for_nan_in_grad", bool, False, in_core=True,
@@ -410,13 +416,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         TRANSPOSES, bool, False, in_core=True,
-        excludes={LAYERS: "a replay does not make transposes that were there at its capture"},
+        excludes={LAYERS: "a replay does not recreate transposes that existed at capture"},
     ),
     Option(
-        "fp4_param_gather", bool, False, use="refused: weights are gathered in bf16",
+        "fp4_param_gather", bool, False, use="not supported: weights are gathered in bf16",
         refused=((_asked, NO_FP4_WEIGHTS),),
     ),
-    Option("megatron_fsdp_version", int, 1, "generation of wrappers; there is one engine here"),
+    Option("megatron_fsdp_version", int, 1, (
+        "generation of wrappers; there is only one engine here"
+    )),
     Option("num_buckets", int | None, None),
     Option(DECOUPLED, bool, False),
     Option("megatron_fsdp_cuda_graph_mode", bool, False),
@@ -431,12 +439,12 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = tuple(
 
 
 def read(config: Any, option: str) -> Any:
-    """The value of an option, or its row's default where the config lacks it."""
+    """The value of an option, or its row's default if the config lacks it."""
     return getattr(config, option, _DEFAULTS[option])
 
 
 def engine_fields(ddp_config: Any) -> dict[str, Any]:
-    """The fields of `EngineConfig` that options set by themselves."""
+    """The fields of `EngineConfig` that options set."""
     fields: dict[str, Any] = {}
     for option in OPTIONS:
         fields |= option.sets(read(ddp_config, option.name))
@@ -447,7 +455,7 @@ def excluded(kind: str) -> list[Rule]:
     """Rules of the options that one kind of CUDA graphs excludes."""
     reasons = {one.name: (one.excludes or {}).get(kind) for one in OPTIONS}
     return [
-        off(name, f"{reason}; switch it off", kind)
+        off(name, f"{reason}. Switch it off", kind)
         for name, reason in reasons.items()
         if reason
     ]

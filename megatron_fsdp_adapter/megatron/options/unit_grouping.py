@@ -1,5 +1,5 @@
-"""Which neighboring layers are joined to one unit: as many as the option says, and where it says
-nothing, so many as `default_unit_numel` does, unless something else asks for single layers."""
+"""Grouping of neighboring layers into units: by the option, or by `default_unit_numel` if unset and
+no other option needs single layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .table import OFFLOAD, PARTS_OF_LAYERS, UNIT_NUMEL, read
 
 
 def joins_by_default(config: Any, ddp_config: Any) -> bool:
-    """Whether layers are joined where nobody says. Not where each is needed for itself (its own
-    graphs, core's schedule of parts of layers), and not where the host does not limit: it launches
-    nothing in a graph of the iteration, and waits for the bus that an optimizer in host memory is
-    streamed over, of which larger units take more of the device."""
+    """True if layers are grouped by default.
+
+    They are not if each layer must be a unit (layer graphs, core's schedule of parts of layers), or
+    if training is not launch-bound (full-iteration graphs, streamed optimizer)."""
     return not (
         captures_layers(config) or captures_iteration(config)
         or is_on(config, PARTS_OF_LAYERS) or is_on(ddp_config, OFFLOAD)
@@ -25,8 +25,8 @@ def joins_by_default(config: Any, ddp_config: Any) -> bool:
 
 
 def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int:
-    """Elements up to which layers of these many elements are joined; 0 for not at all. `config` is
-    the model's."""
+    """Elements up to which layers are grouped; 0: not grouped. config: the model's; layer_numels:
+    elements of each layer."""
     asked = read(ddp_config, UNIT_NUMEL)
     if asked is not None:
         return int(asked)
@@ -34,7 +34,8 @@ def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int
 
 
 def described(plans: Sequence[UnitPlan]) -> str:
-    """What was joined, for the line that the wrapper prints; empty where nothing was."""
+    """A description of grouped layers, for the line that the wrapper prints; empty if there are
+    none."""
     joined = [plan for plan in plans if plan.more]
     if not joined:
         return ""

@@ -1,9 +1,9 @@
-"""What is wrong with a configuration, for every way in: one place, all problems at once.
+"""All problems of a configuration at once, for every entry point.
 
-The rules about the wrapper itself are in `table.py` and `support.py`. Here they are applied
-to what a person writes: the arguments of Megatron-LM, a `ConfigContainer` of Megatron-Bridge,
-environment variables. Added are the rules that only a whole training run can break. Nothing here
-imports Megatron, so that a configuration can be checked before anything is loaded.
+The rules of the wrapper are in `table.py` and `support.py`. Here they are applied to the arguments
+of Megatron-LM, a `ConfigContainer` of Megatron-Bridge and environment variables, together with
+rules for whole training runs. Nothing here imports Megatron, so that a configuration can be checked
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLAIN_OPTIONS: Mapping[str, Any] = {
     "optimizer": "adam",
     "num_experts": None,
 }
-"""A configuration with nothing wrong, for what starts from single options."""
+"""A valid configuration, as a base for single options."""
 
 ARGUMENT_OF: Mapping[str, str] = {
     "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
@@ -56,14 +56,14 @@ ARGUMENT_OF: Mapping[str, str] = {
     "num_moe_experts": "num_experts",
     FP32_SUMS: f"ddp_{FP32_SUMS}",
 }
-"""Fields of Megatron's configs that have another name among Megatron-LM's arguments."""
+"""Field of Megatron's configs -> Megatron-LM's argument, if the names differ."""
 
 DTYPE_OPTIONS = (MAIN_PARAMS, MAIN_GRADS, GRAD_COMM, "exp_avg_dtype", "exp_avg_sq_dtype")
 
 MAKES_EMERGING = "muon_nesterov"
-"""An argument of Megatron-LM, and field of the optimizer config. Where it has this name,
-Megatron-LM makes every optimizer as it makes Adam; where it has an older one, it calls another
-function for Muon, and has no config for Lion."""
+"""An argument of Megatron-LM and field of the optimizer config. In releases with this name
+Megatron-LM makes every optimizer as it makes Adam. Older releases call another function for Muon,
+and have no config for Lion."""
 
 WEIGHT_HASH = "check_weight_hash_across_dp_replicas_interval"
 
@@ -77,7 +77,7 @@ def _no_weight_hash(section: str = "") -> Rule:
     return Rule(
         section + WEIGHT_HASH,
         lambda cfg: _hashes_sharded_weights(Joined(cfg.train, cfg.ddp) if section else cfg),
-        "with 'optim_grads_params' no rank has whole weights to hash; leave it out",
+        "with 'optim_grads_params' no rank has whole weights to hash. Leave it out",
     )
 
 
@@ -86,70 +86,69 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         "optimizer",
         lambda args: args.optimizer in EMERGING
         and not hasattr(args, MAKES_EMERGING),
-        "this Megatron-LM makes Muon by a function of its own, which needs whole matrices, and "
-        "adaptive Muon and Lion not at all; use 'adam', or a release from 0.18 on",
+        "this Megatron-LM makes Muon by a function that needs whole matrices, and has no adaptive "
+        "Muon or Lion. Use 'adam', or a release from 0.18 on",
     ),
     off(
         "use_torch_fsdp2",
-        "it is another wrapper, exclusive with use_megatron_fsdp; leave one of them out",
+        "it is another wrapper, exclusive with use_megatron_fsdp. Leave one of them out",
     ),
     Rule(
         "ckpt_format",
         lambda args: args.ckpt_format != CKPT_FORMAT,
-        f"sharded weights are saved as {CKPT_FORMAT!r}, and Megatron-LM refuses any other format "
-        "with use_megatron_fsdp too; leave it out or use that, and `python -m "
-        "megatron_fsdp_adapter convert --to torch_dist` makes the other format of what was saved",
+        f"sharded weights are saved as {CKPT_FORMAT!r}; Megatron-LM rejects other formats with "
+        "use_megatron_fsdp too. Leave it out, and convert a saved checkpoint with `python -m "
+        "megatron_fsdp_adapter convert --to torch_dist`",
     ),
     Rule(
         "async_save",
         lambda args: is_on(args, "async_save")
         and not hasattr(args, "async_strategy"),
-        "this Megatron-LM saves asynchronously only in the torch_dist format; leave it out, or use "
+        "this Megatron-LM saves asynchronously only in the torch_dist format. Leave it out, or use "
         "a release from 0.17 on",
     ),
     Rule(
         "save",
         lambda args: is_on(args, "async_save") and "://" in str(args.save),
-        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename; leave "
+        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename. Leave "
         "out --async-save, or save to a folder",
     ),
     _no_weight_hash(),
     off(
         "enable_full_sharding_in_hsdp",
-        "Megatron parses it and reads it nowhere; leave it out, and use "
+        "Megatron parses it but does not use it. Leave it out, and use "
         "outer_dp_sharding_strategy='optim'",
     ),
     off(
         "use_legacy_models",
-        "the wrapper takes models of megatron-core; leave it out",
+        "the wrapper supports only models of megatron-core. Leave it out",
     ),
     unset(
         "save_wgrads_interval",
-        "it saves whole gradients from main_grad, which sharded parameters do not have; leave it "
+        "it saves whole gradients from main_grad, which sharded parameters do not have. Leave it "
         "out, or run with Megatron's DDP",
     ),
     unset(
         "save_params_interval",
-        "it saves whole weights after the optimizer's step, when they are sharded or not gathered "
-        "yet; leave it out, and save checkpoints",
+        "it saves whole weights after the optimizer's step, when they are sharded or stale. Leave "
+        "it out, and save checkpoints",
     ),
     off(
         "moe_use_upcycling",
-        "it rewrites the state of a wrapped model, tensor by tensor; upcycle without "
-        "use_megatron_fsdp, and convert the checkpoint",
+        "it rewrites the state of a wrapped model. Upcycle without use_megatron_fsdp, and convert "
+        "the checkpoint",
     ),
     Rule(
         "non_persistent_ckpt_type",
         lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
-        f"local checkpoints are not made of {CKPT_FORMAT!r}; use 'global', or leave it out",
+        f"local checkpoints do not support {CKPT_FORMAT!r}. Use 'global', or leave it out",
     ),
     off(
         "perform_rl_step",
-        "weights are handed to the inference model as whole tensors, which no rank has; leave it "
-        "out",
+        "it passes whole weights to the inference model, which no rank has. Leave it out",
     ),
 )
-"""What a training run of Megatron-LM can get wrong beside the configs that it makes."""
+"""Rules for a training run of Megatron-LM, beside those for its configs."""
 
 
 
@@ -158,8 +157,8 @@ def _reorders_rows(option: str) -> Rule:
     return Rule(
         option,
         lambda cfg: bool(getattr(cfg.model, name, None)),
-        "Megatron-Bridge reorders rows of gate and linear in its checkpoints, which here are two "
-        "tensors each; leave it unset",
+        "Megatron-Bridge reorders gate and linear rows in its checkpoints, where they are two "
+        "tensors here. Leave it unset",
     )
 
 
@@ -169,52 +168,52 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.optimizer",
         lambda cfg: cfg.optimizer.optimizer in EMERGING,
-        "recipes of Megatron-Bridge were not run with it; use 'adam'",
+        "not tested with recipes of Megatron-Bridge. Use 'adam'",
     ),
     Rule(
         "dist.use_torch_fsdp2",
         lambda cfg: cfg.dist.use_torch_fsdp2,
-        "it is another wrapper, exclusive with use_megatron_fsdp; set it to False",
+        "it is another wrapper, exclusive with use_megatron_fsdp. Set it to False",
     ),
     Rule(
         "dist.use_megatron_fsdp",
         lambda cfg: bool(cfg.dist.use_megatron_fsdp) != bool(cfg.ddp.use_megatron_fsdp),
-        "it and ddp.use_megatron_fsdp say different things; apply_fsdp_overrides sets both",
+        "it contradicts ddp.use_megatron_fsdp. Call apply_fsdp_overrides, which sets both",
     ),
     Rule(
         "dist.use_tp_pp_dp_mapping",
         lambda cfg: cfg.dist.use_tp_pp_dp_mapping,
-        "Megatron-Bridge refuses this order of ranks with use_megatron_fsdp; set it to False",
+        "Megatron-Bridge rejects this order of ranks with use_megatron_fsdp. Set it to False",
     ),
     Rule(
         "dist.use_decentralized_pg",
         lambda cfg: is_on(cfg.dist, "use_decentralized_pg")
         and not hasattr(cfg.checkpoint, "async_strategy"),
-        "this Megatron-Bridge has no checkpoints of sharded weights with it; set it to False, or "
-        "use a release from 0.6 on",
+        "this Megatron-Bridge cannot save sharded weights with it. Set it to False, or use a "
+        "release from 0.6 on",
     ),
     Rule(
         "checkpoint.ckpt_format",
         lambda cfg: _saves_or_loads(cfg) and cfg.checkpoint.ckpt_format != CKPT_FORMAT,
-        f"sharded weights are saved and loaded as {CKPT_FORMAT!r}; apply_fsdp_overrides sets it. "
-        "To start from a checkpoint in another format, convert it first",
+        f"sharded weights are saved and loaded as {CKPT_FORMAT!r}. Call apply_fsdp_overrides, "
+        "which sets it; to start from a checkpoint in another format, convert it first",
     ),
     Rule(
         "checkpoint.async_save",
         lambda cfg: cfg.checkpoint.async_save and not hasattr(cfg.checkpoint, "async_strategy"),
-        "this Megatron-Bridge saves asynchronously only in the torch_dist format; set it to False, "
+        "this Megatron-Bridge saves asynchronously only in the torch_dist format. Set it to False, "
         "or use a release from 0.6 on",
     ),
     Rule(
         "checkpoint.async_save",
         lambda cfg: cfg.checkpoint.async_save and importlib.util.find_spec(_NVRX) is None,
-        f"Megatron-Bridge saves asynchronously only where {_NVRX} is installed, though another "
-        "writer is used with this wrapper; install it, or set the option to False",
+        f"Megatron-Bridge saves asynchronously only if {_NVRX} is installed, even with this "
+        "wrapper's writer. Install it, or set the option to False",
     ),
     Rule(
         "checkpoint.async_save",
         lambda cfg: cfg.checkpoint.async_save and "://" in str(cfg.checkpoint.save),
-        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename; set it "
+        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename. Set it "
         "to False, or save to a folder",
     ),
     Rule(
@@ -224,19 +223,19 @@ BRIDGE_RULES: tuple[Rule, ...] = (
             and is_on(cfg.model, "init_model_with_meta_device")
         ),
         "with adapters base weights are loaded before the model is wrapped, when it has no memory "
-        "for them; set it to False",
+        "yet. Set it to False",
     ),
     Rule(
         "checkpoint.also_save_hf_checkpoint",
         lambda cfg: is_on(cfg.checkpoint, "also_save_hf_checkpoint"),
-        f"Megatron-Bridge refuses it with {CKPT_FORMAT!r}; set it to False, and convert the "
+        f"Megatron-Bridge rejects it with {CKPT_FORMAT!r}. Set it to False, and convert the "
         "checkpoint",
     ),
     _no_weight_hash("train."),
     _reorders_rows("model.moe_mlp_glu_interleave_size"),
     _reorders_rows("model.moe_shared_expert_glu_interleave_size"),
 )
-"""What a `ConfigContainer` can get wrong beside the configs in it. Options are paths in it."""
+"""Rules for a `ConfigContainer`, beside those for the configs in it. Options are paths in it."""
 
 
 def _saves_or_loads(cfg: Any) -> bool:
@@ -256,46 +255,47 @@ OVERLAP_RULES: tuple[Rule, ...] = tuple(
 
 
 def folder_problems(option: str, folder: str | None) -> list[str]:
-    """A checkpoint to load that is in another format. Megatron would find out on all ranks, after
-    minutes of starting up. No folder, or one without a checkpoint, is no problem."""
+    """A problem if a checkpoint to load is in another format, which Megatron would detect only
+    after minutes of startup. No folder, or one without a checkpoint, is valid."""
     if not folder:
         return []
-    found = sorted(Path(folder).glob("iter_*/metadata.json"))  # only torch_dist and zarr have it
+    found = sorted(Path(folder).glob("iter_*/metadata.json"))  # of torch_dist and zarr only
     if not found:
         return []
     return [
         f"{option}={folder!r}: {found[-1].parent.name} is a checkpoint of Megatron's own formats, "
-        f"with a metadata.json, and not {CKPT_FORMAT!r}; convert it, or start without it"
+        f"with a metadata.json, and not {CKPT_FORMAT!r}. Convert it, or start without it"
     ]
 
 
 def connections_problems(environment: Mapping[str, str]) -> list[str]:
-    """Megatron's usual launch scripts export 1, which stock tensor parallelism wants."""
+    """A problem with `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron's launch scripts export for
+    tensor parallelism."""
     if environment.get(CONNECTIONS) != "1":
         return []
     return [
         f"{CONNECTIONS}='1': with one hardware queue, gathers and reductions wait for compute "
-        "instead of running beside it; unset it, or set it to 8 or more"
+        "instead of running beside it. Unset it, or set it to 8 or more"
     ]
 
 
 def launch_options(args: Any) -> SimpleNamespace:
-    """Megatron-LM's parsed arguments under the names that its configs have."""
+    """Megatron-LM's parsed arguments by the names of its configs."""
     values = dict(vars(args))
     for field, argument in ARGUMENT_OF.items():
-        # An argument that is not given does not unsay what the config's own name says.
+        # An argument that is None does not override the value under the config's name.
         if argument in values and (values[argument] is not None or field not in values):
             values[field] = values[argument]
     if values.get("expert_tensor_parallel_size") is None:
         values["expert_tensor_parallel_size"] = values.get("tensor_model_parallel_size", 1)
     for name in DTYPE_OPTIONS:
-        if isinstance(values.get(name), str):  # Megatron's own parsers leave the names
+        if isinstance(values.get(name), str):  # Megatron's parsers keep the names
             values[name] = DTYPES.get(values[name], values[name])
     return SimpleNamespace(**values)
 
 
 def known_arguments() -> set[str]:
-    """Names of Megatron-LM's arguments that a table here has."""
+    """Names of Megatron-LM's arguments in these tables."""
     rules = (*LAUNCH_RULES, *DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
     return {
         *(rule.option for rule in rules), *PLAIN_OPTIONS, *ARGUMENT_OF, *ARGUMENT_OF.values(),
@@ -304,8 +304,8 @@ def known_arguments() -> set[str]:
 
 
 def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
-    """Everything wrong with Megatron-LM's arguments (parsed, not yet validated by Megatron) and
-    the environment of a run with `--use-megatron-fsdp`. One line each."""
+    """All problems of Megatron-LM's arguments (parsed, not yet validated by Megatron) and the
+    environment of a run with `--use-megatron-fsdp`, one line each."""
     options = launch_options(args)
     return _unique(
         connections_problems(environment),
@@ -317,8 +317,8 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
 
 
 def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
-    """Everything wrong with a `ConfigContainer` that has `use_megatron_fsdp`, and the environment.
-    One line each, with the path of the option in the container."""
+    """All problems of a `ConfigContainer` with `use_megatron_fsdp` and of the environment, one line
+    each, with the path of the option in the container."""
     overlap = getattr(cfg, "comm_overlap", None)
     return _unique(
         connections_problems(environment),
@@ -328,7 +328,7 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
         _below("optimizer", Joined(cfg.ddp, cfg.optimizer), OPTIMIZER_CONFIG_RULES),
         _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
         folder_problems("checkpoint.load", cfg.checkpoint.load),
-        # What adapters are put on may be of either format (`base_weights.py`).
+        # Base weights of adapters may be in either format (`base_weights.py`).
         folder_problems(
             "checkpoint.pretrained_checkpoint",
             getattr(cfg.checkpoint, "pretrained_checkpoint", None),
@@ -339,8 +339,8 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
 
 
 def wrapper_problems(config: Any, ddp_config: Any, device: Any, asks_tokens: bool) -> list[str]:
-    """Everything wrong with the configs that the wrapper itself is given, on `device`. asks_tokens:
-    core asks on the host how many tokens there were (`core_api.asks_tokens_on_the_host`)."""
+    """All problems of the configs passed to the wrapper, on `device`. asks_tokens: True if core
+    reads the number of tokens on the host (`core_api.asks_tokens_on_the_host`)."""
     place = SimpleNamespace(device=device, asks_tokens=asks_tokens)
     ddp, model = Joined(ddp_config, config, place), Joined(config, ddp_config, place)
     return _unique(
@@ -354,5 +354,5 @@ def _below(path: str, config: Any, rules: tuple[Rule, ...]) -> list[str]:
 
 
 def _unique(*groups: list[str]) -> list[str]:
-    """All lines in order, each once: arguments of Megatron-LM serve several configs."""
+    """All lines in order, without duplicates: several configs share Megatron-LM's arguments."""
     return list(dict.fromkeys(line for group in groups for line in group))
