@@ -1,15 +1,15 @@
-"""Measure data-parallel wrappers beside each other: time, memory, and whether they train alike.
+"""Compares data-parallel wrappers: time, memory, and equality of training.
 
     torchrun --nproc-per-node 2 scripts/benchmark.py --num-layers 4 --hidden-size 512 \
         --num-attention-heads 8 --seq-length 256 --micro-batch-size 1
     torchrun --nproc-per-node 8 scripts/benchmark.py --preset configs/llama3-8b.yaml --isolated
     python scripts/benchmark.py --ranks 8 --out runs/8b --preset configs/llama3-8b.yaml
 
-All wrappers train one model on the same batches of random tokens, in one process a rank; the
-floor is forward and backward of each rank alone. With --ranks, not started with torchrun, each
-wrapper has processes of its own, so that one that hangs, crashes or runs out of memory costs its
-own time and no other row; what --out holds already is not measured again. Options beyond those of
---help are those of pretrain_gpt.py (--bf16, --transformer-impl, --micro-batch-size, ...).
+All wrappers train one model on the same batches of random tokens, in one process per rank; the
+floor is forward and backward of each rank alone. With --ranks (without torchrun) each wrapper has
+separate processes, so that one that hangs, crashes or runs out of memory affects no other row; rows
+in --out are not measured again. Options beyond those of --help are those of pretrain_gpt.py
+(--bf16, --transformer-impl, --micro-batch-size, ...).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from lib.check import Machine, this_machine, validated
 from lib.options import Options, parse, read_preset
 from lib.ranks import run_ranks
 
-# What a benchmark does not need to be told. The preset comes after the first, the command line
-# after both: a preset's learning rate is for training with a warm-up, and makes two batches chaos.
+# Defaults of a benchmark. A preset overrides the first, but not the second, because its learning
+# rate is for training with a warm-up and diverges on two batches. The command line overrides both.
 DEFAULTS = ("--train-iters=1", "--micro-batch-size=1")
 LEARNING = ("--lr=1e-5", "--min-lr=0", "--lr-warmup-iters=0")
 
@@ -54,11 +54,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=3, help="steps of each wrapper before the first block")
     add("--repeats", type=int, default=7, help="rounds; each has one block of every wrapper")
     add("--num-microbatches", type=int, default=1, help="microbatches of a step on each rank")
-    add("--isolated", action="store_true", help="one wrapper (and the floor) at a time, for models "
-        "that do not fit beside each other")  # fmt: skip
+    add("--isolated", action="store_true", help=(
+        "one wrapper (and the floor) at a time, for large models"
+    ))  # fmt: skip
     add("--profile", metavar="DIR", help="write a trace of one step of each")
     add("--json", type=Path, metavar="FILE", help="write all samples")
-    add("--ranks", type=int, help="each wrapper in so many processes of its own, one a GPU")
+    add("--ranks", type=int, help="number of processes per wrapper, one per GPU")
     add("--out", type=Path, default=Path("runs/benchmark"), help="with --ranks: folder for numbers "
         "and logs")  # fmt: skip
     add("--row-limit", type=float, default=120.0, help="with --ranks: seconds of one wrapper")
@@ -70,11 +71,10 @@ COUNTS = ("steps", "warmup", "repeats", "num_microbatches")
 
 
 def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) -> argparse.Namespace:
-    """What the script is told, and as `subjects`, `options` and `machine` what that stands for;
-    `rest` are the words that a process of a row gets as well. `machine`: default that which this
-    process finds.
+    """The parsed command line, with the derived `subjects`, `options` and `machine`, and `rest`,
+    the words passed on to the processes of a row. machine: default: that of this process.
 
-    Raises ValueError or FileNotFoundError for what is not understood.
+    Raises ValueError or FileNotFoundError for invalid input.
     """
     given, rest = make_parser().parse_known_args(list(arguments))
     preset = [] if given.preset is None else read_preset(given.preset)
@@ -95,14 +95,14 @@ def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) ->
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """What the rows of a table have in common, as plain values."""
+    """Settings common to the rows of a table, as plain values."""
     return {"plan": {name: getattr(given, name) for name in COUNTS},
             "options": dataclasses.asdict(given.options)}  # fmt: skip
 
 
 def common_options(options: Options, num_microbatches: int, machine: Machine) -> Options:
-    """The options of the model and the step; whatever concerns data, logs and checkpoints, and
-    what would make wrappers train differently (dropout) or wait for the host, is taken out."""
+    """The options of the model and the step. Options of data, logs and checkpoints are removed, and
+    those that would make wrappers train differently (dropout) or wait for the host."""
     ranks = machine.world_size // options.tensor_model_parallel_size
     changed = dataclasses.replace(
         options,
@@ -118,7 +118,7 @@ def common_options(options: Options, num_microbatches: int, machine: Machine) ->
 
 
 def measure(given: argparse.Namespace) -> bool:
-    """Measures in this process group, and reports. True if every wrapper that ran trained alike."""
+    """Measures in this process group and reports. Returns True if all wrappers trained alike."""
     from lib import bench_report, distributed
     from lib.bench_measure import Bench
 
@@ -146,8 +146,8 @@ def measure(given: argparse.Namespace) -> bool:
 
 
 def measure_apart(given: argparse.Namespace) -> bool:
-    """Each wrapper in processes of its own, one after the other. Rows share no rounds: a ratio is
-    one of medians. True if all were measured and trained alike."""
+    """Measures each wrapper in separate processes, one after the other. Rows share no rounds, so
+    ratios are of medians. Returns True if all were measured and trained alike."""
     from lib import bench_report
     from lib.bench_measure import Result, reason
     from lib.bench_wrappers import row_options
@@ -184,7 +184,7 @@ def measure_apart(given: argparse.Namespace) -> bool:
 
 
 def earlier(given: argparse.Namespace, numbers: Path) -> dict[str, Any] | None:
-    """The row that an earlier call has measured there with the same options, if one has."""
+    """The row of an earlier call with the same options, or None."""
     if not numbers.is_file():
         return None
     content = json.loads(numbers.read_text())
@@ -194,7 +194,7 @@ def earlier(given: argparse.Namespace, numbers: Path) -> dict[str, Any] | None:
 
 
 def title(given: argparse.Namespace) -> str:
-    """What was measured, in two lines."""
+    """A title of the measurement in two lines."""
     options = given.options
     mlp = f"ffn {options.ffn_hidden_size}"
     if options.num_experts is not None:
@@ -213,8 +213,8 @@ def title(given: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0; 1 when a wrapper trained differently, or, with --ranks, was not measured; 2
-    for options that cannot work."""
+    """Exit status: 0; 1 if a wrapper trained differently, or, with --ranks, was not measured; 2 for
+    invalid options."""
     try:
         given = parse_arguments(arguments)
     except (ValueError, FileNotFoundError) as error:

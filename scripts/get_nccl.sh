@@ -11,7 +11,7 @@ NCCL=${NCCL:-nvidia-nccl-cu13>=2.31}
 OUT=${OUT:-runs/nccl}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# For Linux on x86-64, whatever asks.
+# For Linux on x86-64, on any host.
 "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --platform manylinux_2_27_x86_64 \
   --platform manylinux_2_18_x86_64 --platform manylinux2014_x86_64 --dest "$scratch" "$NCCL"
 "$PYTHON" -m zipfile --extract "$scratch"/nvidia_nccl*.whl "$scratch/wheel"

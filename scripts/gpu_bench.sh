@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What is measured or trained on 2 GPUs or more: benchmark.py on the presets, the matrix, real training
+# Measurements and training on 2 GPUs or more: benchmark.py on the presets, the matrix, real training
 # scripts. (Tests: gpu_check.sh.) Each part has its own time limit, so that one that hangs does not
 # take the others with it; logs and tables go to $OUT, short tables are printed last.
 #
@@ -8,7 +8,7 @@
 #   on 4 GPUs or more; dropin needs MEGATRON_LM_PATH, see gpu_dropin.sh)
 #
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
-# PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (ranks that share out the experts; 4 and 2), and ARGS_8B,
+# PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (expert-parallel ranks; 4 and 2), and ARGS_8B,
 # ARGS_1B, ARGS_MOE, ARGS_FP8 to change or add options of benchmark.py. Of `matrix` (docs/matrix.md):
 # MATRIX_RESULTS (default $OUT/matrix.jsonl; what it holds already is not run again), MATRIX_SECONDS
 # (560), MATRIX_WIDTH (small, or real), ARGS_MATRIX (other options of `python -m tests.matrix run`).

@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 NCCL=${NCCL:-runs/nccl/libnccl.so.2}
-unset PYTHONDONTWRITEBYTECODE # or each of the many processes compiles torch and Megatron anew
+unset PYTHONDONTWRITEBYTECODE # or each of the many processes recompiles torch and Megatron
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} MEGATRON_FSDP_ADAPTER_POISON=1
 # NVLink multicast stays off, whatever starts this script.

@@ -24,7 +24,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-# What --deterministic-mode asks for: equal training is to mean equal digits.
+# Required by --deterministic-mode: equal training must give equal digits.
 export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 NCCL_ALGO=^NVLS CUBLAS_WORKSPACE_CONFIG=:4096:8
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 
@@ -74,7 +74,7 @@ compare() { "$PYTHON" tests/integration/lm_log.py "$out/$1.log" "$out/$2.log" "$
 
 : > "$out/status.txt"
 timeout 60 "$PYTHON" -m megatron_fsdp_adapter doctor > "$out/doctor.txt" 2>&1 &
-# Small models: the runs of a row are on the GPUs together. Stock tensor parallelism asks for one
+# Small models: the runs of a row are on the GPUs together. Stock tensor parallelism needs one
 # hardware queue.
 stock ddp_fp32 "${exact[@]}" &
 ours zero3_fp32 "${exact[@]}" &

@@ -1,9 +1,10 @@
-"""Prints what a unit costs the host: microseconds of processor time in a step, without a GPU.
+"""Prints the host time of a unit: microseconds of processor time per step, without a GPU.
 
     PYTHONPATH=. python scripts/host_times.py --steps 40
 
-A pretended world of two ranks, tiny layers and streams that do nothing: what is left is Python. The
-same layers without the engine are taken away. `tests/engine/test_engine_scenarios.py` counts calls.
+It uses a fake world of two ranks, tiny layers and no-op streams, so that Python dominates, and
+subtracts the time of the same layers without the engine. `tests/engine/test_engine_scenarios.py`
+counts calls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.engine.pretended import pretended_world
 
 
 def processor_time(step: Callable[[], None], steps: int) -> float:
-    """Seconds of this thread in `step`: the median, after two that are not timed."""
+    """Median seconds of this thread in `step`, after two untimed calls."""
     samples = []
     for _ in range(steps + 2):
         begin = time.thread_time()
@@ -31,7 +32,7 @@ def processor_time(step: Callable[[], None], steps: int) -> float:
 
 
 def unit_cost(strategy: str, layers: int, steps: int) -> float:
-    """Seconds of a step for each unit, over those of the same layers without an engine."""
+    """Seconds of a step per unit, beyond those of the same layers without an engine."""
     setup = Setup(strategy, layers=layers)
     bare = make_net(setup)
     with pretended_world(2):

@@ -6,9 +6,9 @@
         --config configs/muon-cpu.yaml --run-limit 3000                      # without GPUs
 
 Runs are wrappers of benchmark.py in a precision, with a seed, on the source of Python's standard
-library; ours in bf16 with Adam is what the others are held against, and the spread of its seeds is
-what they may differ by. Each run is a call of pretrain_gpt.py, whose options are taken too. What
---out holds already is not trained again. Not started with torchrun.
+library. The reference is ours in bf16 with Adam, and the spread of its seeds is the bound on
+differences. Each run is a call of pretrain_gpt.py, whose options are accepted too. Runs in --out
+are not repeated. Do not start it with torchrun.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lib.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, LAST = "ours:optim_grads_params", 20
-"""What others are held against, in bf16; steps at the end whose losses are averaged."""
+"""The reference, in bf16; number of last steps whose losses are averaged."""
 SETS = {
     "fp8": ",".join([
         f"{OURS}@bf16#1,{OURS}@bf16#2,{OURS}@bf16#3,{OURS}@fp8_tensorwise#1",
@@ -37,14 +37,14 @@ SETS = {
     "muon": f"{OURS}@bf16#1,ours-muon:optim_grads_params@bf16#1",
 }  # fmt: skip
 Log = dict[int, dict[str, Any]]
-"""Iteration -> all that was logged of it."""
+"""Iteration -> its log."""
 
 
 def read_log(path: Path) -> Log:
-    """A log of `pretrain_gpt.py --loss-log-file`. FileNotFoundError names one that is not there."""
+    """Reads a log of `pretrain_gpt.py --loss-log-file`. Raises FileNotFoundError."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"loss log {path} does not exist: train with --loss-log-file {path} first"
+            f"loss log {path} does not exist. Train with --loss-log-file {path} first"
         )
     merged: Log = {}
     for line in path.read_text().splitlines():
@@ -57,7 +57,7 @@ NUMBERS = ("loss", "grad_norm", "validation_loss")
 
 
 def differences(first: Log, second: Log) -> list[str]:
-    """A line for each iteration that only one run has, or where a number differs in any bit."""
+    """A line for each iteration that only one run has, or whose numbers differ in any bit."""
     pairs = [(n, first.get(n, {}), second.get(n, {})) for n in sorted({*first, *second})]
     return [
         f"iteration {n}: {name} {one.get(name)!r} and {other.get(name)!r}"
@@ -66,7 +66,7 @@ def differences(first: Log, second: Log) -> list[str]:
 
 
 def draw(logs: Mapping[str, Log], path: Path) -> None:
-    """Loss over iterations, one curve a run, as a PNG."""
+    """Plots loss over iterations, one curve per run, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,7 +83,8 @@ def draw(logs: Mapping[str, Log], path: Path) -> None:
 
 
 def parse_runs(text: str) -> dict[str, tuple[Subject, int]]:
-    """Reads "ours:optim@bf16#1,ddp@fp8w_delayed#1"; ValueError names what is not understood."""
+    """Parses "ours:optim@bf16#1,ddp@fp8w_delayed#1". Raises a ValueError that names invalid
+    parts."""
     runs = {}
     for name in SETS.get(text, text).split(","):
         wrapper, _, seed = name.partition("#")
@@ -116,8 +117,8 @@ def words_of(subject: Subject, seed: int) -> list[str]:
 
 
 def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
-    """A line for each run, and whether none is further from ours in bf16 with its seed than the
-    seeds of that are from each other."""
+    """A line for each run, and True if no run differs from the reference with its seed by more than
+    the reference's seeds differ."""
     finals = {
         name: fmean([one["loss"] for _, one in sorted(log.items()) if "loss" in one][-LAST:])
         for name, log in logs.items()
@@ -138,12 +139,12 @@ def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
 
 
 def train(given: argparse.Namespace, rest: Sequence[str]) -> tuple[dict[str, Log], int]:
-    """The logs, and 0; 1 when a run failed or is further from bf16 than its seeds are from each
-    other. ValueError if there is no text."""
+    """Trains the runs; returns their logs, and 0, or 1 if a run failed or differs by more than the
+    spread of seeds. Raises ValueError if there is no text."""
     runs, prefix = parse_runs(given.runs), given.out / "data" / "text"
     text = ["--output-prefix", str(prefix), "--max-bytes", "20000000"]
     if not Path(f"{prefix}_valid.idx").is_file() and prepare_data.main(text):
-        raise ValueError(f"--out {given.out}: no text could be made there")
+        raise ValueError(f"--out {given.out}: cannot write the text there")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # ours and DDP: the same kernels
     logs, failed = {}, []
     for name, (subject, seed) in runs.items():
@@ -170,7 +171,8 @@ def train(given: argparse.Namespace, rest: Sequence[str]) -> tuple[dict[str, Log
 
 
 def compare(first: Log, second: Log) -> int:
-    """0 if the logs agree, 1 with the first differences if not."""
+    """Compares two logs; returns 0 if they agree, else prints the first differences and returns
+    1."""
     found = differences(first, second)
     if found:
         print("\n".join(found[:10]), file=sys.stderr)
@@ -180,17 +182,17 @@ def compare(first: Log, second: Log) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0; 1 for what differs or failed; 2 for options that cannot work."""
+    """Exit status: 0; 1 if a run differs or failed; 2 for invalid options."""
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--compare", type=Path, nargs=2, metavar="LOG", help="two logs, in place of training")
-    add("--png", type=Path, help="where to draw the curves")
+    add("--compare", type=Path, nargs=2, metavar="LOG", help="compare two logs instead of training")
+    add("--png", type=Path, help="file for the plot")
     add("--out", type=Path, default=Path("runs/curves"), help="folder for text, logs and table")
     add("--runs", default="fp8", help=f"{', '.join(SETS)}, or WRAPPER@PRECISION#SEED, ...")
-    add("--ranks", type=int, default=2, help="processes of a run; one a GPU")
+    add("--ranks", type=int, default=2, help="processes of a run; one per GPU")
     add("--config", default=ROOT / "configs" / "fp8-small.yaml", help="preset of the model")
     add("--run-limit", type=float, default=300.0, help="seconds of one run")
     given, rest = parser.parse_known_args(list(arguments))

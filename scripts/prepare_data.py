@@ -1,4 +1,4 @@
-"""Turn a folder of text files into Megatron's IndexedDataset, one token per byte.
+"""Converts a folder of text files to Megatron's IndexedDataset, one token per byte.
 
     python scripts/prepare_data.py --output-prefix data/stdlib
     python scripts/prepare_data.py --input my_texts --output-prefix data/mine --max-bytes 50000000
@@ -30,8 +30,8 @@ SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", ".git")
 
 
 def documents_of(corpus: argparse.Namespace) -> Iterator[bytes]:
-    """The bytes of each matching text file, in the order of their path, other packages and caches
-    left out: not empty, and without a zero byte (which no text has).
+    """The bytes of each matching text file, in the order of paths, without other packages and
+    caches. Empty files and files with a zero byte are skipped.
 
     Stops before the document that would exceed `max_bytes`.
     """
@@ -48,7 +48,7 @@ def documents_of(corpus: argparse.Namespace) -> Iterator[bytes]:
 
 
 def split_of(number: int, valid_share: float) -> str:
-    """The split of document `number`: every (1/share)-th is for validation, spread evenly."""
+    """The split of document `number`: every (1/share)-th document is for validation."""
     before, after = int(number * valid_share), int((number + 1) * valid_share)
     return "valid" if after > before else "train"
 
@@ -65,13 +65,13 @@ def _require_writable(prefix: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ValueError(
-            f"--output-prefix {prefix}: cannot write there ({error}); choose another folder"
+            f"--output-prefix {prefix}: cannot write there ({error}). Choose another folder"
         ) from error
 
 
 def write_splits(corpus: argparse.Namespace) -> dict[Path, tuple[int, int]]:
-    """Writes both splits and gives them their names when all of them are whole: documents and
-    tokens (ends of documents included) by prefix.
+    """Writes both splits under temporary names, then renames them. Returns prefix -> documents and
+    tokens (including ends of documents).
 
     A crash leaves only files that end in ``.unfinished``; earlier data stays as it was. Raises
     ValueError if a split would be empty, or if the folder cannot be written to.
@@ -107,8 +107,8 @@ def write_splits(corpus: argparse.Namespace) -> dict[Path, tuple[int, int]]:
         for file in temporary.values():
             file.unlink(missing_ok=True)
     for path in prefixes.values():
-        # GPTDataset keeps its sample index here under a name that does not depend on the content of
-        # the data, so an index of earlier data with this prefix would be taken for ours.
+        # GPTDataset caches its sample index here under a name that does not depend on the data, so
+        # an index of earlier data with this prefix would be used.
         shutil.rmtree(path / "cache", ignore_errors=True)
     return written
 
@@ -119,12 +119,12 @@ def _require_documents(corpus: argparse.Namespace, counts: Mapping[Path, int]) -
     if total == 0:
         raise ValueError(
             f"--input {corpus.input}: no text file matches --pattern {corpus.pattern!r} within "
-            f"--max-bytes {corpus.max_bytes}; change one of them"
+            f"--max-bytes {corpus.max_bytes}. Change one of them"
         )
     if empty:
         raise ValueError(
             f"--valid-share {corpus.valid_share}: of {total} documents none is left for "
-            f"{', '.join(empty)}; give more text or another share"
+            f"{', '.join(empty)}. Give more text or another share"
         )
 
 
@@ -136,14 +136,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--input", type=Path, help="folder of text files (default: Python's standard library)"
     )
     parser.add_argument(
-        "--pattern", help="file names that are read (default: *.py of the library, else all)"
+        "--pattern", help="file names to read (default: *.py of the library, else all)"
     )
     parser.add_argument(
-        "--output-prefix", type=Path, required=True, help="where to write, without endings"
+        "--output-prefix", type=Path, required=True, help="output path, without suffix"
     )
-    parser.add_argument(
-        "--max-bytes", type=int, help="read no more than this (default: everything)"
-    )
+    parser.add_argument("--max-bytes", type=int, help="maximum bytes to read (default: all)")
     parser.add_argument(
         "--valid-share", type=float, default=0.05, help="share of documents for validation (0.05)"
     )
@@ -151,13 +149,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0, or 2 for input that cannot be used."""
+    """Exit status: 0, or 2 for invalid input."""
     given = parse(arguments)
     given.pattern = given.pattern or ("*" if given.input else "*.py")
     given.input = given.input or Path(sysconfig.get_path("stdlib"))
     try:
         if not given.input.is_dir():
-            raise FileNotFoundError(f"--input {given.input}: no such folder; correct the path")
+            raise FileNotFoundError(f"--input {given.input}: no such folder. Correct the path")
         if given.max_bytes is not None and given.max_bytes < 1:
             raise ValueError(f"--max-bytes {given.max_bytes} must be at least 1")
         if not 0 < given.valid_share < 1:

@@ -3,9 +3,9 @@
     torchrun --nproc_per_node 8 scripts/pretrain_bridge.py --recipe llama32_1b_pretrain_config \
         --config-file configs/bridge-fsdp.yaml train.train_iters=100 checkpoint.save=checkpoints
 
-What is particular about it is one call at the end: `apply_fsdp_overrides`. The rest is what any
-script for Megatron-Bridge does: a recipe, overrides from a YAML file, overrides from the command
-line (`section.field=value`), `pretrain`.
+Only the last call, `apply_fsdp_overrides`, is specific to this package. The rest is as in any
+script for Megatron-Bridge: a recipe, overrides from a YAML file, overrides from the command line
+(`section.field=value`), `pretrain`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_fsdp_adapter import apply_fsdp_overrides
 
 
 def parser() -> argparse.ArgumentParser:
-    """Two options and the wrapper's; all other words are overrides of the recipe."""
+    """Parses the script's options; all other words are overrides of the recipe."""
     result = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     result.add_argument("--recipe", required=True, help="a function of megatron.bridge.recipes")
     result.add_argument("--config-file", help="YAML file of overrides")

@@ -1,4 +1,4 @@
-"""Train a GPT on megatron-core, with this package's FullyShardedDataParallel or with stock DDP.
+"""Trains a GPT on megatron-core, with this package's FullyShardedDataParallel or with stock DDP.
 
     python scripts/pretrain_gpt.py --config configs/cpu-tiny.yaml --data-path data/stdlib_train
     torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --config FILE --use-megatron-fsdp
@@ -23,8 +23,8 @@ from lib.options import Options, parse
 
 
 def run(options: Options, lines: Sequence[str]) -> None:
-    """Trains as the options say. `lines` are printed first, by the first rank."""
-    # Imported here so that bad options are told at once: megatron-core takes seconds to import.
+    """Trains by the options. `lines` are printed first, by the first rank."""
+    # Imported here so that bad options fail at once: megatron-core takes seconds to import.
     from lib import checkpoints, distributed, loop, model
 
     if options.deterministic:
@@ -44,7 +44,7 @@ def run(options: Options, lines: Sequence[str]) -> None:
 
 
 def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[str]) -> None:
-    mode = ["CPU mode is on: megatron-core's calls of CUDA are answered by the CPU"]
+    mode = ["CPU mode is on: megatron-core's calls of CUDA run on the CPU"]
     strategy = options.data_parallel_sharding_strategy
     wrapper = f"Megatron FSDP, {strategy}" if options.use_megatron_fsdp else "stock DDP"
     if not options.use_megatron_fsdp and options.use_distributed_optimizer:
@@ -60,7 +60,7 @@ def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[s
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0, or 2 for options that cannot work (told by the first rank)."""
+    """Exit status: 0, or 2 for invalid options (printed by the first rank)."""
     try:
         options, lines = validated(parse(arguments), this_machine())
     except (ValueError, FileNotFoundError) as error:

@@ -1,12 +1,12 @@
-"""A CUDA library with the machine code of one GPU architecture: that of all others is taken out,
-and zeros are in its place, so that the file compresses to a fraction.
+"""Removes the machine code of all GPU architectures except one from a CUDA library. Zeros replace
+it, so that the file compresses to a fraction.
 
     python scripts/prune_fatbins.py libnccl.so.2 pruned/libnccl.so.2 --arch 90
 
-A fat binary is a container of entries, each for one architecture, machine code or PTX. A device
-runs machine code of its own major version that is not newer than itself, and translates PTX that is
-not. What is used moves to the front of its container, and the container ends behind it. Containers
-stay where they are, and those of which the device can use nothing stay as they are.
+A fat binary is a container of entries, each for one architecture, with machine code or PTX. A
+device runs machine code of its major version that is not newer than itself, and compiles PTX that
+is not newer. The used entry moves to the front of its container, and the container ends after it.
+Containers keep their place, and those without a usable entry are not changed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MAGIC = 0xBA55ED50
 CONTAINER = struct.Struct("<IHHQ")
 """Magic, version (1), bytes of this header, bytes of all entries."""
 SIZE, SIZE_AT = struct.Struct("<Q"), 8
-"""The last of these."""
+"""Offset of the last of these fields."""
 ENTRY = struct.Struct("<HHIQ")
 """Kind, version, bytes of this header, bytes of the payload behind it."""
 ARCH = struct.Struct("<I")
 ARCH_AT = 28
-"""From the start of an entry: 90 for sm_90."""
+"""Offset of the architecture in an entry: 90 for sm_90."""
 PTX, ELF = 1, 2
 
 
 class Entry(NamedTuple):
-    """Of a container: `start`, from that of the file, and `size` in bytes, with its header."""
+    """An entry or container: `start` in the file, and `size` in bytes, with its header."""
 
     kind: int
     arch: int
@@ -42,11 +42,11 @@ class Entry(NamedTuple):
 
 
 Container = tuple[int, int, list[Entry]]
-"""Where it starts, where its entries start, and they."""
+"""A fat binary: its start, the start of its entries, and the entries."""
 
 
 def containers(data: bytes) -> Iterator[Container]:
-    """Every fat binary. Bytes that look like the start of one and are none are passed over."""
+    """Every fat binary of a file. Bytes that only look like the start of one are skipped."""
     at = data.find(MAGIC.to_bytes(4, "little"))
     while at >= 0:
         found = _container(data, at)
@@ -57,7 +57,7 @@ def containers(data: bytes) -> Iterator[Container]:
 
 
 def _container(data: bytes, start: int) -> Container | None:
-    """The one at `start`; None if there is none."""
+    """The fat binary at `start`; None if there is none."""
     if start + CONTAINER.size > len(data):
         return None
     _, version, header, size = CONTAINER.unpack_from(data, start)
@@ -76,7 +76,7 @@ def _container(data: bytes, start: int) -> Container | None:
 
 
 def used(entries: Sequence[Entry], arch: int) -> list[Entry]:
-    """Those that a device of the architecture takes: its machine code, or else PTX; the newest."""
+    """The newest entries that a device of the architecture uses: its machine code, or else PTX."""
     code = [e for e in entries if e.kind == ELF and e.arch // 10 == arch // 10 and e.arch <= arch]
     chosen = code or [e for e in entries if e.kind == PTX and e.arch <= arch]
     newest = max((entry.arch for entry in chosen), default=0)
@@ -84,10 +84,11 @@ def used(entries: Sequence[Entry], arch: int) -> list[Entry]:
 
 
 def prune(data: bytearray, arch: int) -> tuple[int, int]:
-    """Takes out what a device of the architecture does not use; bytes kept, and taken out.
+    """Removes the code that a device of the architecture does not use; returns bytes kept and
+    removed.
 
     Raises:
-        ValueError: there is no fat binary, or nothing in any is for this architecture.
+        ValueError: there is no fat binary, or none has code for this architecture.
     """
     kept = gone = 0
     for start, first, entries in list(containers(bytes(data))):
@@ -101,7 +102,8 @@ def prune(data: bytearray, arch: int) -> tuple[int, int]:
         kept, gone = kept + len(parts), gone + size - len(parts)
     if not kept:
         raise ValueError(
-            f"--arch {arch}: the file has no code for it. Name one that it has, or another file."
+            f"--arch {arch}: the file has no code for it. Name another architecture, or another "
+            "file."
         )
     return kept, gone
 
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.target.parent.mkdir(parents=True, exist_ok=True)
     options.target.write_bytes(data)
     shutil.copymode(options.source, options.target)
-    print(f"{kept / 2**20:.1f} MiB of code kept, {gone / 2**20:.1f} MiB taken out")
+    print(f"{kept / 2**20:.1f} MiB of code kept, {gone / 2**20:.1f} MiB removed")
     return 0
 
 

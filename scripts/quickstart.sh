@@ -5,7 +5,7 @@
 # Usage: bash scripts/quickstart.sh          writes to runs/quickstart (or $OUT)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset PYTHONDONTWRITEBYTECODE # or each of the many processes compiles torch and Megatron anew
+unset PYTHONDONTWRITEBYTECODE # or each of the many processes recompiles torch and Megatron
 out=${OUT:-runs/quickstart}
 processes=2
 say() { printf '\n== %s\n' "$*"; }

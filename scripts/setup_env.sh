@@ -22,7 +22,7 @@ stamp="$venv/.installed-$extras"
 wanted=$(cat pyproject.toml scripts/setup_env.sh | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  # torch is pinned to the releases that the tests run on: pip would take the newest, tried or not.
+  # torch is pinned to the releases that the tests run on: pip would take the newest, tested or not.
   # megatron-core is not: pip takes the newest that this Python can have, of the range in pyproject.toml.
   torch=$("$venv/bin/python" -c 'import sys; print("2.15.0" if sys.version_info >= (3, 12) else "2.13.0")')
   # Compiling all of it to bytecode takes longer than the rest; what is imported is compiled then.

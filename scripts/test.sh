@@ -11,7 +11,7 @@
 # --full) they run once, in one process; else in two at a time. TWICE=0 runs them once, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset PYTHONDONTWRITEBYTECODE # or each of the many processes compiles torch and Megatron anew
+unset PYTHONDONTWRITEBYTECODE # or each of the many processes recompiles torch and Megatron
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 # Buffers hold NaN until somebody writes them: it changes no result (tests/engine/test_engine_scenarios.py),
 # and shows who reads what nobody wrote. 0 leaves it out.

@@ -1,5 +1,5 @@
-"""What the training script, the quick start and the benchmark are made of.
+"""Common code of the training script, the quick start and the benchmark.
 
-Not `megatron.training`, which the wheel of megatron-core has from 0.17 on: it refuses to start
-without CUDA, and 0.16.1, the newest release for Python 3.10 and 3.11, does not have it.
+`megatron.training` is not used: it requires CUDA, and only wheels of megatron-core 0.17 and later
+have it, while 0.16.1 is the newest for Python 3.10 and 3.11.
 """

@@ -1,4 +1,4 @@
-"""Megatron-core's own FSDP, for comparison. The one place of the project that imports it."""
+"""megatron-core's FSDP, for comparison. Only this module imports it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MODULES = (
 
 
 def _let_run_on_cpu() -> None:
-    """What `enable_cpu_mode` does for the rest of core: CUDA's streams and devices are answered by
-    the CPU in these modules, and the device mesh is one of CPUs. Idempotent."""
+    """CPU mode for core's FSDP, as `enable_cpu_mode` for the rest of core: no-op streams, CPU
+    devices, and a CPU device mesh. Idempotent."""
     from megatron_fsdp_adapter.launch.cpu_mode import CUDA_ANSWERS, make_view
     from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 
     view = make_view()
-    # It writes the current device into names such as "cuda:0", and only compares those.
+    # It uses the current device in names such as "cuda:0", which it only compares.
     cuda = ModuleView(torch.cuda, {**CUDA_ANSWERS, "current_device": lambda: 0})
     view.__dict__["cuda"] = cuda
     for name in _MODULES:

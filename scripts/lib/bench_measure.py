@@ -1,4 +1,5 @@
-"""Times and memory of wrappers: interleaved blocks of steps, one wrapper's memory at a time.
+"""Measures times and memory of wrappers: interleaved blocks of steps, one wrapper's memory at a
+time.
 
 A *block* is a number of steps between two synchronizations; its time per step is one sample. All
 ranks start a block together, and the slowest rank's time counts. Within a round every wrapper
@@ -32,22 +33,22 @@ from lib.distributed import Place
 from lib.options import Options
 
 BATCH_POOL = 2
-"""Different batches a rank cycles through. Few, so that the model learns them and the loss falls:
-on ever new random tokens it would stay at the start, whatever a wrapper did to the weights."""
+"""Number of batches that a rank cycles through. With few batches the loss falls; with new random
+tokens it would not, whatever a wrapper did to the weights."""
 HOST_STEPS = 3
-"""Steps after the timed ones in which the host's launching is timed, on a GPU."""
+"""Steps after the timed ones that time the host's launches, on a GPU."""
 
 
 @dataclass
 class Result:
-    """All that is known of one wrapper. `seconds` and `floor_seconds` are samples of the same
-    rounds; `error` says why there are none. `steps` holds (loss of this rank, norm) of each step.
-    `memory`, on a GPU, is bytes of this wrapper alone, the largest of any rank: `held` in tensors
-    between two steps, gradients forgotten, `peak` and `reserved`, the most that the caching
-    allocator had in tensors, and from the device. `cpu_seconds` is processor time of one step, all
-    threads of the busiest rank: on a machine that others use it is steadier than time on the clock.
-    `host` is seconds of the host in forward and backward, and in the optimizer, of one step.
-    `trace` is known on the first rank of a GPU run that was asked for a profile."""
+    """The measurements of one wrapper. `seconds` and `floor_seconds` are samples of the same
+    rounds; `error` is the reason if there are none. `steps` holds (loss of this rank, norm) of each
+    step. `memory`, on a GPU, is bytes of this wrapper alone, the largest of any rank: `held` in
+    tensors between two steps without gradients, `peak` and `reserved`, the maxima of the caching
+    allocator in tensors and from the device. `cpu_seconds` is processor time of one step, all
+    threads of the busiest rank: on a shared machine it varies less than wall-clock time. `host` is
+    seconds of the host in forward and backward, and in the optimizer, of one step. `trace` exists
+    on the first rank of a GPU run with --profile."""
 
     subject: Subject
     seconds: list[float] = field(default_factory=list)
@@ -64,10 +65,10 @@ class Bench:
     """Measures wrappers in this process group.
 
     Args:
-        given: how often, as `benchmark.make_parser` has it.
-        options: what all wrappers have in common.
+        given: repetitions, from `benchmark.make_parser`.
+        options: those common to all wrappers.
         say: prints a line of progress (first rank only).
-        note: is given the results there are, each time one is complete.
+        note: called with all results so far whenever one is complete.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Bench:
         self.pool = make_batches(options, given.num_microbatches, place)
 
     def run(self, subjects: Sequence[Subject]) -> list[Result]:
-        """Measures all of them. A wrapper that cannot run has a result that says why.
+        """Measures all wrappers. A wrapper that cannot run has a result with the error.
 
         Raises:
             ValueError: a wrapper in a CUDA graph beside others: core has one graph a process.
         """
         names = ",".join(subject.name for subject in subjects if subject.captures == STEP)
         if names and not self.given.isolated:
-            raise ValueError(f"--wrappers {names}: core has one CUDA graph; add --isolated")
+            raise ValueError(f"--wrappers {names}: core has one CUDA graph. Add --isolated")
         results = [Result(subject) for subject in subjects]
         self._warm_libraries(subjects)
         if self.given.isolated:
@@ -102,7 +103,7 @@ class Bench:
         return results
 
     def _attempt(self, result: Result, task: Callable[[], Any]) -> None:
-        """`task()`, with the reason in `result` when it failed on any rank."""
+        """Runs `task()`; sets the error of `result` if it failed on any rank."""
         self.say(f"{result.subject.name}: building, warming up")
         error = None
         try:
@@ -116,7 +117,7 @@ class Bench:
         result.error = next((one for one in errors if one is not None), None)
 
     def _alone(self, result: Result, beside: Sequence[Subject]) -> None:
-        """One wrapper, and beside it a floor of its own."""
+        """Measures one wrapper with a separate floor."""
         runner = self._probed(result)
         try:
             runners = [runner, *map(self._warm, beside)]
@@ -130,7 +131,8 @@ class Bench:
             runner.close()
 
     def _together(self, results: Sequence[Result]) -> None:
-        """First each wrapper alone, for its memory and to learn whether it runs; then all."""
+        """Measures each wrapper alone, for its memory and to check that it runs; then all
+        together."""
         for result in results:
             self._attempt(result, lambda r=result: self._probed(r).close())
             free_memory(self.place.device)
@@ -145,10 +147,10 @@ class Bench:
             result.floor_seconds = seconds.get(result.subject.floor, [])
 
     def _warm_libraries(self, subjects: Sequence[Subject]) -> None:
-        """Steps of the bare model, in each precision: compiled kernels and the libraries'
-        workspaces, which stay, would otherwise be counted as the first wrapper's. One layer does
-        it, unless recomputation counts them, or core does: what it notes of each layer of experts
-        has the length that the first model of the process had."""
+        """Runs steps of the bare model in each precision, so that compiled kernels and workspaces
+        of libraries do not count as the first wrapper's. One layer suffices, except with
+        recomputation, and with experts, for which core keeps per-layer data with the length of the
+        first model."""
         if self.place.device.type != "cuda":
             return
         counted = self.options.recompute_granularity or self.options.num_experts
@@ -168,7 +170,7 @@ class Bench:
         return runner
 
     def _probed(self, result: Result) -> Runner:
-        """Builds a wrapper, warms it up, and reads its memory: nothing else may be alive."""
+        """Builds a wrapper, warms it up, and reads its memory. No other wrapper may exist."""
         device, cuda = self.place.device, torch.cuda
         forget_fp8()
         before = free_memory(device)
@@ -188,7 +190,7 @@ class Bench:
         return runner
 
     def _rounds(self, runners: Sequence[Runner]) -> list[list[tuple[float, float]]]:
-        """Samples of each runner, one a round: seconds on the clock, and of processor time."""
+        """Samples of each runner, one per round: seconds of wall-clock and of processor time."""
         columns: list[list[tuple[float, float]]] = [[] for _ in runners]
         for number in range(self.given.repeats):
             self.say(f"round {number + 1} of {self.given.repeats}")
@@ -208,7 +210,7 @@ class Bench:
         return clock, cpu
 
     def _step(self, runner: Runner) -> None:
-        """The next step of `runner`, on the batch that is next in its own order."""
+        """Runs the next step of `runner`, on its next batch."""
         runner.step(self.pool[len(runner.losses) % len(self.pool)])
 
     def _synchronize(self, barrier: bool = True) -> None:
@@ -219,7 +221,7 @@ class Bench:
             self._synchronize(barrier=False)
 
     def _finish(self, result: Result, runner: Runner) -> None:
-        """What is read after the timed steps."""
+        """Reads the results after the timed steps."""
         on_gpu = self.place.device.type == "cuda"
         if on_gpu:
             samples = [self._launches(runner) for _ in range(HOST_STEPS)]
@@ -230,8 +232,8 @@ class Bench:
         result.steps = runner.history()
 
     def _launches(self, runner: Runner) -> tuple[float, float]:
-        """Seconds until the host has launched forward and backward, and the optimizer's step, each
-        on an idle device. Where the device's queue fills up, its waiting is included."""
+        """Seconds for the host to launch forward and backward, and the optimizer's step, each on an
+        idle device. They include waiting for a full device queue."""
         self._synchronize()
         started = time.perf_counter()
         runner.forward_backward(self.pool[len(runner.losses) % len(self.pool)])
@@ -242,8 +244,8 @@ class Bench:
         return launched, time.perf_counter() - started
 
     def _profile(self, runner: Runner, folder: Path, on_gpu: bool) -> dict[str, float] | None:
-        """A trace of one step on the first rank, and what it tells of a GPU; the others take the
-        same step."""
+        """Traces one step on the first rank and summarizes it on a GPU; other ranks run the same
+        step."""
         if not self.place.first:
             self._step(runner)
             return None
@@ -263,7 +265,7 @@ def _take(result: Result, samples: Sequence[tuple[float, float]]) -> None:
 
 
 def make_batches(options: Options, microbatches: int, place: Place) -> list[list[Batch]]:
-    """`BATCH_POOL` batches of random tokens, other ones on each rank, the same in each run."""
+    """`BATCH_POOL` batches of random tokens: different on each rank, equal in each run."""
     generator = torch.Generator().manual_seed(options.seed + 7919 * place.data_parallel_rank)
     shape = (options.micro_batch_size, options.seq_length + 1)
     tokens = vocabulary(options).vocab_size
@@ -282,7 +284,7 @@ def make_batches(options: Options, microbatches: int, place: Place) -> list[list
 
 
 def live_bytes(device: torch.device) -> int:
-    """Bytes in live tensors, as CUDA's allocator counts them; 0 on the CPU, where nothing does."""
+    """Bytes in live tensors, by CUDA's allocator; 0 on the CPU, which does not count them."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -290,7 +292,7 @@ def live_bytes(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Collects what is no longer reachable, returns cached blocks, and counts what is left."""
+    """Collects garbage, frees cached blocks, and returns the remaining bytes."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -299,6 +301,6 @@ def free_memory(device: torch.device) -> int:
 
 
 def reason(error: Exception) -> str:
-    """One line that says what is wrong."""
+    """An error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]

@@ -1,4 +1,4 @@
-"""What `benchmark.py` says of its samples: a table, and JSON."""
+"""The reports of `benchmark.py`: a table, and JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from lib.data import padded_vocab_size
 from lib.options import Options
 
 TOLERANCE = {True: 2e-2, False: 1e-4}
-"""Largest deviation of a loss, in parts of the first loss, that is not marked: in bf16, and in
-fp32. The norm of the first step's gradients, which all wrappers take from equal weights, has
-the same."""
+"""Maximum deviations of a loss relative to the first loss: in bf16, and in fp32. They also apply to
+the gradient norm of the first step, which all wrappers compute from equal weights."""
 
 
 Spread = tuple[float, float, float, float, float]
@@ -37,20 +36,20 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def ratio(samples: Sequence[float], base: Sequence[float]) -> float | None:
-    """Median of sample over base of the same round; None when there is no base."""
+    """Median of sample over base of the same round; None without a base."""
     pairs = zip(samples, base, strict=True) if base else ()
     return statistics.median([mine / other for mine, other in pairs]) if base else None
 
 
 Deviation = tuple[float, float | None]
 """Largest distances from the reference wrapper: of the loss over all common steps, in parts of the
-first loss (once a model has learned its few batches, losses are near zero and say nothing relative
-to themselves), and relative of the gradient norm at the first step (None where there is none)."""
+first loss (later losses are near zero), and of the gradient norm at the first step (None if there
+is none)."""
 
 
 def deviation(result: Result, reference: Result) -> Deviation:
-    """How far `result` trained from `reference`. The floor's weights stay, so its losses are
-    compared at the first step alone."""
+    """The deviation of `result` from `reference`. The floor's weights do not change, so only its
+    first loss is compared."""
     common = 1 if result.subject.is_floor else None
     pairs = list(zip(result.steps[:common], reference.steps, strict=False))
     (_, norm), (start, other) = pairs[0]
@@ -62,9 +61,9 @@ def deviation(result: Result, reference: Result) -> Deviation:
 
 
 def flops_per_token(options: Options) -> int:
-    """Floating-point operations of forward and backward for one token: 6 for each weight of a
-    matrix product, and causal attention, half of the score matrix. Of experts, those that a token
-    is sent to, and the router. Recomputation is not counted."""
+    """FLOPs of forward and backward for one token: 6 for each GEMM weight, and causal attention,
+    half of the score matrix. Of experts, those that a token uses, and the router. Recomputation is
+    not counted."""
     width, heads, ffn = options.hidden_size, options.num_attention_heads, options.ffn_hidden_size
     groups = options.num_query_groups if options.group_query_attention else heads
     matrices = 3 if options.swiglu else 2
@@ -79,14 +78,14 @@ def flops_per_token(options: Options) -> int:
 
 
 Row = dict[str, Any]
-"""A result as JSON has it. Of one that ran also `time` (a `Spread`, seconds), ratios to the floor
-and to DDP, medians over rounds (`over_floor`, `over_ddp`), `tokens_per_second`, `flops_per_second`,
-`deviation`, and `flag`: the wrapper trained differently."""
+"""A result as JSON values. If it ran, also `time` (a `Spread`, seconds), ratios to the floor and to
+DDP, medians over rounds (`over_floor`, `over_ddp`), `tokens_per_second`, `flops_per_second`,
+`deviation`, and `flag`, True if the wrapper trained differently."""
 
 
 def rows(results: Sequence[Result], given: Namespace, options: Options) -> list[Row]:
-    """Losses are compared with those of DDP in the same precision if it ran, else of the first
-    that trained."""
+    """Rows of the report. Losses are compared with those of DDP in the same precision if it ran,
+    else with the first that trained."""
     tokens = options.micro_batch_size * options.seq_length * given.num_microbatches
     table: list[Row] = []
     for result in results:
@@ -115,7 +114,8 @@ def rows(results: Sequence[Result], given: Namespace, options: Options) -> list[
 
 
 def _over(result: Result, ddp: Result | None, isolated: bool) -> float | None:
-    """Round by round where both ran in the same rounds, else a ratio of ratios to the floor."""
+    """The ratio of two results, by round if they ran in the same rounds, else by ratios to the
+    floor."""
     if ddp is None:
         return None
     if not isolated or result is ddp:
@@ -128,7 +128,7 @@ def _over(result: Result, ddp: Result | None, isolated: bool) -> float | None:
 
 HEAD = ("wrapper", "ms/step", "min p25 p75 max", "x floor", "x ddp", "tok/s/rank", "TFLOP/s",
         "held GiB", "peak GiB", "reserved GiB", "host ms", "loss/norm off")  # fmt: skip
-"""`host ms`: on a GPU, launching forward and backward + the optimizer; else processor time."""
+"""`host ms`: on a GPU, launch time of forward and backward + the optimizer; else processor time."""
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -150,7 +150,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def table_text(table: Sequence[Row]) -> str:
-    """The table, columns aligned, with a line for each trace and each wrapper that did not run."""
+    """The aligned table, with a line for each trace and each wrapper that did not run."""
     lines = [HEAD, *(_cells(row) for row in table if row["error"] is None)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     out = []
@@ -166,7 +166,7 @@ def table_text(table: Sequence[Row]) -> str:
 def write_json(
     path: Path, table: Sequence[Row], settings: Mapping[str, Any], device: torch.device
 ) -> None:
-    """settings: what rows of one table have in common, as plain values."""
+    """The report as JSON text. settings: plain values common to the rows of a table."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else platform.processor()
     machine = {"device": name, "torch": torch.__version__}

@@ -1,4 +1,4 @@
-"""What `benchmark.py` can measure, by name: a table of options, and of what is captured."""
+"""Subjects of `benchmark.py`, by name: tables of options and of captured parts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GATHERS = {"fsdp_copy_engine_all_gather": True}
 BOTH = {**GATHERS, "fsdp_copy_engine_reduce_scatter": True}
 APART = {"suggested_communication_unit_size": 0}
 STEP, LAYERS = "step", "layers"
-"""What CUDA graphs hold: forward and backward of a step, or of each layer."""
+"""The parts captured in CUDA graphs: forward and backward of a step, or of each layer."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of `KINDS`: the strategies it comes in, those that its bare name stands for, the
-    options that select it, and what is in CUDA graphs (`STEP`, `LAYERS` or nothing)."""
+    """A row of `KINDS`: its strategies, those that its bare name stands for, the options that
+    select it, and the captured part (`STEP`, `LAYERS` or none)."""
 
     meaning: str
     strategies: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ KINDS: dict[str, Kind] = {
     "floor": Kind("forward and backward of one process alone: no sharding, communication, step"),
     "ddp": Kind("megatron-core's DDP with its distributed optimizer and overlap"),
     "ours": Kind("this package", ALL, ALL),
-    "ours-ag": Kind("gathers on process groups of their own", ALL, ALL,
+    "ours-ag": Kind("gathers on separate process groups", ALL, ALL,
                     {"separate_all_gather_groups": True}),
     "ours-db": Kind("communication buffers in fixed slots", ALL, ZERO_3, SLOTS),
     "ours-ub": Kind("slots registered with NCCL", ALL, ZERO_3, {**SLOTS, "nccl_ub": True}),
@@ -59,7 +59,7 @@ KINDS: dict[str, Kind] = {
 
 RECIPES = ("tensorwise", "delayed", "blockwise")
 PRECISIONS = ("bf16", *(f"{kind}_{recipe}" for kind in ("fp8", "fp8w") for recipe in RECIPES))
-"""What a name may end in, after `@`: bf16 products; FP8 products of bf16, or of FP8, weights."""
+"""Suffixes of a name, after `@`: bf16 GEMMs; FP8 GEMMs of bf16, or of FP8, weights."""
 
 DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 
@@ -67,8 +67,8 @@ DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 @dataclass(frozen=True)
 class Subject:
     """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None,
-    `precision` one of `PRECISIONS`, or None for what the options of the run say; `budget` is GiB
-    for units that stay unsharded over a step."""
+    `precision` one of `PRECISIONS`, or None for the run's options; `budget` is GiB for units that
+    stay unsharded over a step."""
 
     kind: str
     strategy: str | None = None
@@ -83,22 +83,22 @@ class Subject:
 
     @property
     def file_name(self) -> str:
-        """Of what is written about it, without an ending."""
+        """The name of its files, without a suffix."""
         return self.name.replace(":", "-").replace("@", "-")
 
     @property
     def floor(self) -> Subject:
-        """The floor that it is measured against."""
+        """The floor of the same precision."""
         return Subject("floor", precision=self.precision)
 
     @property
     def captures(self) -> str:
-        """What CUDA graphs hold."""
+        """The part captured in CUDA graphs."""
         return KINDS[self.kind].captures
 
     @property
     def is_floor(self) -> bool:
-        """Whether it trains nothing."""
+        """True for a floor, which does not train."""
         return self.kind.startswith("floor")
 
     @property
@@ -106,7 +106,7 @@ class Subject:
         return self.kind.startswith("ours")
 
     def options(self) -> dict[str, Any]:
-        """Options of `pretrain_gpt.py` that select it, over those of the run."""
+        """Options of `pretrain_gpt.py` that select it and override those of the run."""
         found: dict[str, Any] = {**KINDS[self.kind].options}
         if self.precision is not None:
             kind, _, recipe = self.precision.partition("_")
@@ -117,8 +117,8 @@ class Subject:
 
 
 def parse_subjects(text: str) -> list[Subject]:
-    """Reads "floor,ddp,ours:optim+4@fp8w_delayed": names, or kinds that stand for several; each
-    once, in order. ValueError lists the known ones."""
+    """Parses "floor,ddp,ours:optim+4@fp8w_delayed": names, or kinds that stand for several; each
+    once, in order. Raises a ValueError that lists the known ones."""
     subjects: list[Subject] = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         wrapper, _, precision = part.partition("@")
@@ -130,11 +130,11 @@ def parse_subjects(text: str) -> list[Subject]:
         if budget:
             strange = strange or kind[:4] != "ours" or not budget.replace(".", "", 1).isdigit()
         if known is None or strange:
-            raise ValueError(f"--wrappers {text}: {part!r} is unknown; use {_known()}")
+            raise ValueError(f"--wrappers {text}: {part!r} is unknown. Use {_known()}")
         chosen = (strategy,) if strategy else known.default or (None,)
         subjects += [Subject(kind, one, precision or None, float(budget or 0)) for one in chosen]
     if not subjects:
-        raise ValueError(f"--wrappers {text!r} names nothing; use {_known()}")
+        raise ValueError(f"--wrappers {text!r} names nothing. Use {_known()}")
     return list(dict.fromkeys(subjects))
 
 

@@ -1,4 +1,4 @@
-"""What a GPU did in a trace: compute, collectives beside it, collectives alone, nothing."""
+"""Summarizes a GPU trace: compute, overlapped collectives, exposed collectives, idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLLECTIVES = ("AllGather", "ReduceScatter", "AllReduce", "Broadcast", "SendRecv
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The union, as disjoint spans in order."""
+    """The union of spans, as disjoint spans in order."""
     out: list[Span] = []
     for start, end in sorted(spans):
         if out and start <= out[-1][1]:
@@ -26,18 +26,18 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Of disjoint spans."""
+    """The total length of disjoint spans."""
     return sum(end - start for start, end in spans)
 
 
 def beyond(spans: Sequence[Span], covered: Sequence[Span]) -> float:
-    """Length of what `covered` leaves of `spans`, each disjoint."""
+    """The length of `spans` outside `covered`, both disjoint."""
     return length(merged([*spans, *covered])) - length(covered)
 
 
 def kind_of(name: str) -> str | None:
-    """The collective that a kernel belongs to, "other" if its name does not tell, None if none.
-    Copies between GPUs are all-gathers that NCCL leaves to the copy engines."""
+    """The collective of a kernel: "other" if its name does not show it, None if it is none. Copies
+    between GPUs are all-gathers on copy engines."""
     if "ptop" in name.lower():
         return COLLECTIVES[0]
     if "nccl" not in name.lower():
@@ -46,10 +46,10 @@ def kind_of(name: str) -> str | None:
 
 
 def budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds from the first device event to the last, of a trace that torch.profiler wrote.
+    """Milliseconds from the first device event to the last, in a trace of torch.profiler.
 
     `span` is `compute` (a kernel or copy that is no collective ran) + `exposed` (a collective ran
-    and no compute did; then by kind, where two kinds at once count for both) + `idle`. `beside`:
+    and no compute did; also by kind, where two kinds at once count for both) + `idle`. `beside`:
     collectives beside compute. `together`: gathers and reductions at once. ValueError without
     events of a GPU.
     """
@@ -82,5 +82,5 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def budget_text(name: str, found: Mapping[str, float]) -> str:
-    """One line."""
+    """A summary in one line."""
     return f"{name}: " + ", ".join(f"{what} {value:.2f} ms" for what, value in found.items())

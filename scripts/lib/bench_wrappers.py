@@ -1,4 +1,4 @@
-"""The wrappers that `benchmark.py` compares: how each is built, and one training step of it.
+"""Builds the wrappers that `benchmark.py` compares, and runs their training steps.
 
 All of them train the model that the options describe, from the same weights, on core's
 forward-backward schedule, with AdamW and the same clipping, and with float32 gradients on the wire.
@@ -31,11 +31,11 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Runner:
-    """One wrapper that can train.
+    """A wrapper that can train.
 
     Attributes:
-        model: what core's schedule calls.
-        zero: forgets all gradients.
+        model: the module that core's schedule calls.
+        zero: clears all gradients.
         optimize: clips, steps, and returns the gradient norm before clipping (a number, a tensor,
             or None).
         schedule: core's forward-backward function.
@@ -66,16 +66,17 @@ class Runner:
         return torch.stack(sums).sum(dim=0)
 
     def step(self, batches: Sequence[Batch]) -> None:
-        """One training step. Nothing is read back from the device here."""
+        """Runs one training step, without reading from the device."""
         total = self.forward_backward(batches)
         self.losses.append(total[0] / total[1])
         self.norms.append(self.optimize())
 
     def close(self) -> None:
-        """Lets the wrapper be collected. Core keeps the configs of mixtures of experts, and so the
-        functions in them; its DDP hooks autograd nodes with functions that hold it: cycles that run
-        outside of Python's collector and would keep its buffers for good. With gradients written in
-        place something still does, so DDP's buffers are emptied."""
+        """Breaks reference cycles, so that the wrapper can be collected.
+
+        Core keeps configs of mixtures of experts, and the functions in them. Its DDP hooks autograd
+        nodes with functions that reference it, in cycles that Python's collector does not see. With
+        gradients written in place a reference remains, so DDP's buffers are emptied."""
         if self.subject.captures == STEP:
             forget_graphs()
         config = getattr(self.model, "config", None)
@@ -102,10 +103,10 @@ class Runner:
 
 
 def row_options(subject: Subject, options: Options, machine: Machine | None = None) -> Options:
-    """The options of one wrapper: what all have in common, and what selects it. `machine`: default
-    that which this process finds.
+    """The options of one wrapper: the common ones, and those that select it. machine: default: that
+    of this process.
 
-    Raises ValueError for a wrapper that cannot take the options.
+    Raises ValueError for a wrapper that does not support the options.
     """
     ours, is_ddp = subject.is_ours, subject.kind == "ddp"
     on_shards = ours or subject.kind == "bundled"
@@ -118,7 +119,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         "gradient_accumulation_fusion": options.gradient_accumulation_fusion and (ours or is_ddp),
         "optimizer": "adam", "ddp_bucket_size": options.ddp_bucket_size if is_ddp else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
-        # and wrappers that know nothing of tokens reach the same gradients with the latter.
+        # and wrappers without token counts compute the same gradients with the latter.
         "calculate_per_token_loss": options.calculate_per_token_loss and trains,
         "fsdp_unsharded_budget_gib": subject.budget, "ckpt_format": None,
         "megatron_fsdp_enable_fine_grained_param_gather": ours
@@ -132,7 +133,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
 
 
 def build(subject: Subject, options: Options, place: Place) -> Runner:
-    """A wrapper around a new model, whose weights depend on the seed alone."""
+    """A wrapper around a new model, whose weights depend only on the seed."""
     options = row_options(subject, options)
     torch.manual_seed(options.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(
@@ -147,8 +148,8 @@ def build(subject: Subject, options: Options, place: Place) -> Runner:
 
 
 def forget_graphs() -> None:
-    """Core keeps them, and what they read and return, on a class: one graph a process. They go
-    before the communicators that they use, which would wait for them for good."""
+    """Deletes core's full-iteration graphs, which core keeps on a class with their inputs and
+    outputs. They must be deleted before their communicators, which would wait for them forever."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for stage in ("training", "validation"):
@@ -159,19 +160,19 @@ def forget_graphs() -> None:
 
 
 def forget_fp8() -> None:
-    """Transformer Engine keeps the largest values of all FP8 modules there have been in one state
-    of the process, and updates them after every step. Call it while no wrapper is alive."""
+    """Resets Transformer Engine's per-process FP8 state, which keeps amaxes of all earlier modules.
+    Call it while no wrapper exists."""
     module = sys.modules.get("transformer_engine.pytorch.quantization")
     if module is not None:
         module.FP8GlobalStateManager.reset()
 
 
 def model_config(subject: Subject, options: Options) -> Any:
-    """Core's, with the CUDA graphs of the subject."""
+    """Core's model config, with the CUDA graphs of the subject."""
     config = training.transformer_config(options)
     if subject.captures == STEP:
         ask_for_one_graph(config)
-    if subject.captures == LAYERS:  # whole layers, of those with experts their attention
+    if subject.captures == LAYERS:  # whole layers; of layers with experts the attention
         config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 1
         newer = hasattr(config, "cuda_graph_modules")
         setattr(config, "cuda_graph_modules" if newer else "cuda_graph_scope", [])
@@ -179,8 +180,8 @@ def model_config(subject: Subject, options: Options) -> Any:
 
 
 def ask_for_one_graph(config: Any) -> None:
-    """A whole iteration in a graph: an implementation of its own, or, before megatron-core 0.18,
-    the scope of another one."""
+    """Sets the fields for a full-iteration graph: an implementation, or, before megatron-core 0.18,
+    a scope of "local"."""
     if hasattr(config, "cuda_graph_modules"):
         config.cuda_graph_impl = "full_iteration"
     else:
@@ -235,16 +236,15 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
 
     if options.expert_model_parallel_size > 1:
         raise ValueError(
-            f"--expert-model-parallel-size {options.expert_model_parallel_size}: here fully_shard "
-            "has one mesh for all parameters, over which it would mix ranks that hold different "
-            "experts"
+            f"--expert-model-parallel-size {options.expert_model_parallel_size}: not supported by "
+            "the fully_shard row, which has one mesh for all parameters. Leave it out"
         )
     model = training.build_model(options, model_config(subject, options), place).float()
     compute = training.params_dtype(options)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == torch.float32 else compute,
         reduce_dtype=torch.float32,
-        # Activations have the compute dtype already; rotary angles are float32 and must stay so.
+        # Activations already have the compute dtype; rotary angles must stay float32.
         cast_forward_inputs=False,
     )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

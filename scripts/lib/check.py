@@ -1,4 +1,4 @@
-"""Rules about options: what is filled in, and what is refused before any process group exists.
+"""Rules about options: defaults, and problems found before any process group exists.
 
 Every problem of a command line is collected; the user sees them in one error.
 """
@@ -21,7 +21,8 @@ BYTE_VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run finds: number of processes, CUDA, Transformer Engine, CUDA's queue setting."""
+    """The environment of the run: number of processes, CUDA, Transformer Engine, CUDA's queue
+    setting."""
 
     world_size: int
     cuda: bool
@@ -30,12 +31,12 @@ class Machine:
 
 
 def data_parallel_size(options: Options, machine: Machine) -> int:
-    """Ranks that hold the same tensor-parallel part; 0 if the sizes do not divide."""
+    """Number of data-parallel ranks; 0 if the sizes do not divide."""
     tensor = max(options.tensor_model_parallel_size, 1)
     return machine.world_size // tensor if machine.world_size % tensor == 0 else 0
 
 
-# Options that are None until they are known, in the order in which they depend on each other.
+# Defaults of options that are None, in the order of their dependencies.
 DERIVED: tuple[tuple[str, Callable[[Options, Machine], Any]], ...] = (
     ("ffn_hidden_size", lambda o, m: default_ffn_hidden_size(o.hidden_size, o.swiglu)),
     ("moe_ffn_hidden_size", lambda o, m: o.ffn_hidden_size),
@@ -58,7 +59,7 @@ FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
         "use_distributed_optimizer",
         True,
         lambda o, m: o.use_megatron_fsdp,
-        "--use-megatron-fsdp needs it",
+        "required by --use-megatron-fsdp",
     ),
     ("bias_gelu_fusion", False, lambda o, m: not m.cuda, "it is compiled for the GPU"),
     ("bias_swiglu_fusion", False, lambda o, m: not m.cuda, "it is compiled for the GPU"),
@@ -67,7 +68,7 @@ FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
         "rope_fusion",
         False,
         lambda o, m: not (m.cuda and m.transformer_engine),
-        "it is a kernel of Transformer Engine",
+        "a kernel of Transformer Engine",
     ),
 )
 
@@ -125,17 +126,16 @@ AT_LEAST: dict[str, float] = {
 }
 
 RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
-    # when it is broken, what is said then (o: options, m: machine, d: data-parallel ranks)
-    # Model
+    # predicate of a problem, its text (o: options, m: machine, d: data-parallel ranks) Model
     (
         lambda o, m: o.hidden_size % o.num_attention_heads != 0,
         "--hidden-size {o.hidden_size} is not a multiple of --num-attention-heads "
-        "{o.num_attention_heads}: change one of them",
+        "{o.num_attention_heads}. Change one of them",
     ),
     (
         lambda o, m: o.group_query_attention and o.num_attention_heads % o.num_query_groups != 0,
         "--num-query-groups {o.num_query_groups} does not divide --num-attention-heads "
-        "{o.num_attention_heads}: change one of them",
+        "{o.num_attention_heads}. Change one of them",
     ),
     (
         lambda o, m: (
@@ -144,12 +144,12 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
             != 0
         ),
         "--tensor-model-parallel-size {o.tensor_model_parallel_size} does not divide the number "
-        "of key/value heads: change one of them",
+        "of key/value heads. Change one of them",
     ),
     (
         lambda o, m: (o.max_position_embeddings or 0) < o.seq_length,
         "--max-position-embeddings {o.max_position_embeddings} is less than --seq-length "
-        "{o.seq_length}: raise it",
+        "{o.seq_length}. Raise it",
     ),
     (
         lambda o, m: max(o.hidden_dropout, o.attention_dropout) >= 1,
@@ -164,52 +164,53 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
     ),
     (
         lambda o, m: o.cross_entropy_loss_fusion and not m.cuda,
-        "--cross-entropy-loss-fusion is compiled for the GPU: leave it out on the CPU",
+        "--cross-entropy-loss-fusion is compiled for the GPU. Leave it out on the CPU",
     ),
     (
         lambda o, m: o.gradient_accumulation_fusion and not m.cuda,
-        "--gradient-accumulation-fusion needs CUDA kernels: leave it out on the CPU",
+        "--gradient-accumulation-fusion needs CUDA kernels. Leave it out on the CPU",
     ),
     # Batches and schedule
     (
         lambda o, m: data_parallel_size(o, m) == 0,
         "--tensor-model-parallel-size {o.tensor_model_parallel_size} does not divide the number "
-        "of processes {m.world_size}: change one of them",
+        "of processes {m.world_size}. Change one of them",
     ),
     (
         lambda o, m: data_parallel_size(o, m) > 0
         and (o.global_batch_size or 0) % (o.micro_batch_size * data_parallel_size(o, m)) != 0,
         "--global-batch-size {o.global_batch_size} is not a multiple of --micro-batch-size "
-        "{o.micro_batch_size} x {d} data-parallel ranks: use a multiple of {u}",
+        "{o.micro_batch_size} x {d} data-parallel ranks. Use a multiple of {u}",
     ),
     (
         lambda o, m: o.min_lr > o.lr,
-        "--min-lr {o.min_lr} is more than --lr {o.lr}: lower it",
+        "--min-lr {o.min_lr} is more than --lr {o.lr}. Lower it",
     ),
     (
         lambda o, m: o.lr_warmup_iters >= (o.lr_decay_iters or 0),
         "--lr-warmup-iters {o.lr_warmup_iters} is not less than --lr-decay-iters "
-        "{o.lr_decay_iters} (default --train-iters): lower it",
+        "{o.lr_decay_iters} (default --train-iters). Lower it",
     ),
     # Precision and memory
     (
         lambda o, m: o.grad_reduce_in_bf16 and not o.bf16,
-        "--grad-reduce-in-bf16 without --bf16: gradients of an fp32 model are reduced in fp32; "
-        "leave it out",
+        "--grad-reduce-in-bf16 without --bf16: gradients of an fp32 model are reduced in fp32. "
+        "Leave it out",
     ),
     (
         lambda o, m: o.fp8_format is not None and o.transformer_impl != "transformer_engine",
-        "--fp8-format {o.fp8_format} with --transformer-impl {o.transformer_impl}: FP8 products "
-        "are TE's; use --transformer-impl transformer_engine, on a GPU, or leave it out",
+        "--fp8-format {o.fp8_format} with --transformer-impl {o.transformer_impl}: FP8 GEMMs need "
+        "TE. Use --transformer-impl transformer_engine, on a GPU, or leave it out",
     ),
     (
         lambda o, m: o.fp8_format is not None and not o.bf16,
-        "--fp8-format {o.fp8_format} without --bf16: what is not FP8 is bf16; give --bf16",
+        "--fp8-format {o.fp8_format} without --bf16: weights that are not FP8 must be bf16. Give "
+        "--bf16",
     ),
     (
         lambda o, m: o.fp8_format is None and o.fp8_param_gather,
-        "--fp8-param-gather without --fp8-format: nothing would multiply FP8 weights; give "
-        "--fp8-format hybrid, or leave it out",
+        "--fp8-param-gather without --fp8-format: FP8 weights need FP8 GEMMs. Give --fp8-format "
+        "hybrid, or leave it out",
     ),
     (
         lambda o, m: o.recompute_granularity == "full"
@@ -225,16 +226,16 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
     # Parallelism
     (
         lambda o, m: o.distributed_backend == "nccl" and not m.cuda,
-        "--distributed-backend nccl, but there is no CUDA: use gloo",
+        "--distributed-backend nccl, but there is no CUDA. Use gloo",
     ),
     (
         lambda o, m: o.distributed_backend == "gloo" and m.cuda,
-        "--distributed-backend gloo, but there is a GPU: use nccl, or hide the GPUs "
+        "--distributed-backend gloo, but there is a GPU. Use nccl, or hide the GPUs "
         "(CUDA_VISIBLE_DEVICES='') to train on the CPU",
     ),
     (
         lambda o, m: o.sequence_parallel and o.tensor_model_parallel_size == 1,
-        "--sequence-parallel with --tensor-model-parallel-size 1: leave it out",
+        "--sequence-parallel with --tensor-model-parallel-size 1. Leave it out",
     ),
     (
         lambda o, m: o.overlap_param_gather
@@ -249,24 +250,24 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
     ),
     (
         lambda o, m: o.num_experts is None and o.expert_model_parallel_size > 1,
-        "--expert-model-parallel-size {o.expert_model_parallel_size} without --num-experts: give "
+        "--expert-model-parallel-size {o.expert_model_parallel_size} without --num-experts. Give "
         "the number of experts, or leave it out",
     ),
     (
         lambda o, m: (o.num_experts or 0) % o.expert_model_parallel_size != 0,
         "--expert-model-parallel-size {o.expert_model_parallel_size} does not divide "
-        "--num-experts {o.num_experts}: change one of them",
+        "--num-experts {o.num_experts}. Change one of them",
     ),
     (
         lambda o, m: o.num_experts is not None
         and m.world_size % (o.expert_model_parallel_size * o.expert_tensor_parallel_size) != 0,
         "--expert-model-parallel-size {o.expert_model_parallel_size} x "
         "--expert-tensor-parallel-size {o.expert_tensor_parallel_size} does not divide the number "
-        "of processes {m.world_size}: change one of them",
+        "of processes {m.world_size}. Change one of them",
     ),
     (
         lambda o, m: o.num_experts is not None and o.moe_router_topk > o.num_experts,
-        "--moe-router-topk {o.moe_router_topk} is more than --num-experts {o.num_experts}: lower "
+        "--moe-router-topk {o.moe_router_topk} is more than --num-experts {o.num_experts}. Lower "
         "it",
     ),
     (
@@ -280,11 +281,11 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
     ),
     (
         lambda o, m: o.moe_grouped_gemm and o.transformer_impl != "transformer_engine",
-        "--moe-grouped-gemm needs --transformer-impl transformer_engine: leave it out",
+        "--moe-grouped-gemm needs --transformer-impl transformer_engine. Leave it out",
     ),
     (
         lambda o, m: o.moe_permute_fusion and not (m.cuda and m.transformer_engine),
-        "--moe-permute-fusion needs a GPU and an installed Transformer Engine: leave it out",
+        "--moe-permute-fusion needs a GPU and an installed Transformer Engine. Leave it out",
     ),
     (
         lambda o, m: (
@@ -292,7 +293,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
             and (o.expert_model_parallel_size == 1 or o.moe_token_dispatcher_type != "alltoall")
         ),
         "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1 and "
-        "--moe-token-dispatcher-type alltoall: give both, or leave it out",
+        "--moe-token-dispatcher-type alltoall. Give both, or leave it out",
     ),
     (
         lambda o, m: o.overlap_moe_expert_parallel_comm and not o.bf16,
@@ -300,38 +301,38 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
     ),
     (
         lambda o, m: o.delay_wgrad_compute and not o.overlap_moe_expert_parallel_comm,
-        "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm: give both, or leave it "
+        "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm. Give both, or leave it "
         "out",
     ),
     (
         lambda o, m: o.separate_all_gather_groups and not o.use_megatron_fsdp,
-        "--separate-all-gather-groups without --use-megatron-fsdp: stock DDP has one group; leave "
+        "--separate-all-gather-groups without --use-megatron-fsdp: stock DDP has one group. Leave "
         "it out",
     ),
     (
         lambda o, m: o.use_megatron_fsdp and o.ddp_bucket_size is not None,
-        "--ddp-bucket-size with --use-megatron-fsdp has no effect: units take the place of "
-        "buckets; leave it out",
+        "--ddp-bucket-size with --use-megatron-fsdp has no effect: units replace buckets. Leave "
+        "it out",
     ),
     (
         lambda o, m: o.use_megatron_fsdp and m.max_connections == "1" and m.cuda,
         "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, which keeps the communication of "
-        "--use-megatron-fsdp from overlapping: unset it",
+        "--use-megatron-fsdp from overlapping. Unset it",
     ),
     (
         lambda o, m: o.init_model_with_meta_device and not o.use_megatron_fsdp,
-        "--init-model-with-meta-device without --use-megatron-fsdp: nobody would make the weights; "
-        "leave it out",
+        "--init-model-with-meta-device without --use-megatron-fsdp: the weights would not be "
+        "initialized. Leave it out",
     ),
     # Checkpoints
     (
         lambda o, m: not o.use_megatron_fsdp and bool(o.save or o.load),
-        "--save or --load without --use-megatron-fsdp: stock DDP is here to compare with; save its "
-        "runs with Megatron-LM's own script, or give --use-megatron-fsdp",
+        "--save or --load without --use-megatron-fsdp: this script does not save stock DDP. Save "
+        "its runs with Megatron-LM's script, or give --use-megatron-fsdp",
     ),
     (
         lambda o, m: o.save is None and o.save_interval is not None,
-        "--save-interval {o.save_interval} without --save: say where to save",
+        "--save-interval {o.save_interval} without --save. Give the folder with --save",
     ),
     # Data
     (
@@ -343,7 +344,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         and o.eval_interval is not None
         and bool(o.train_data_path)
         and not o.valid_data_path,
-        "--eval-iters {o.eval_iters}, but there is no validation data: give --valid-data-path "
+        "--eval-iters {o.eval_iters}, but there is no validation data. Give --valid-data-path "
         "or --eval-iters 0",
     ),
     (
@@ -358,19 +359,19 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
     (
         lambda o, m: o.padded_vocab_size is not None
         and o.padded_vocab_size <= (o.vocab_size or BYTE_VOCABULARY),
-        "--padded-vocab-size {o.padded_vocab_size} has no row for the end of a document: raise it "
+        "--padded-vocab-size {o.padded_vocab_size} has no row for the end of a document. Raise it "
         "above the vocabulary (256 for ByteLevelTokenizer, else --vocab-size)",
     ),
     (
         lambda o, m: (o.padded_vocab_size or 0) % o.tensor_model_parallel_size != 0,
         "--padded-vocab-size {o.padded_vocab_size} is not a multiple of "
-        "--tensor-model-parallel-size {o.tensor_model_parallel_size}: raise it to one",
+        "--tensor-model-parallel-size {o.tensor_model_parallel_size}. Raise it to one",
     ),
 )
 
 
 def resolve(options: Options, machine: Machine) -> tuple[Options, list[str]]:
-    """The options with nothing left to derive, and a line for each one that was forced."""
+    """The resolved options, and a line for each one that was forced."""
     for name, derive in DERIVED:
         if getattr(options, name) is None:
             options = dataclasses.replace(options, **{name: derive(options, machine)})
@@ -390,33 +391,33 @@ def _range_problems(options: Options) -> Iterator[str]:
 
 
 def _prefixes(blend: Sequence[str] | None) -> Sequence[str]:
-    """The prefixes of a --train-data-path, which may have a weight before each of them."""
+    """The prefixes of a --train-data-path, which may have weights between them."""
     parts = blend or []
     pairs = len(parts) % 2 == 0 and all(part.replace(".", "", 1).isdigit() for part in parts[::2])
     return parts[1::2] if pairs else parts
 
 
 def missing_files(options: Options) -> list[str]:
-    """A line for each data file or checkpoint folder that is named and not there."""
+    """A line for each data file or checkpoint folder that does not exist."""
     lines = []
     for name in ("train_data_path", "valid_data_path"):
         for prefix in _prefixes(getattr(options, name)):
             gone = [ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
             if gone:
                 lines.append(
-                    f"{flag(name)} {prefix}: no file {' and '.join(prefix + end for end in gone)}; "
-                    "make them with scripts/prepare_data.py, or correct the prefix"
+                    f"{flag(name)} {prefix}: no file {' and '.join(prefix + end for end in gone)}. "
+                    "Make them with scripts/prepare_data.py, or correct the prefix"
                 )
     if options.load is not None and not Path(options.load).is_dir():
         lines.append(
-            f"--load {options.load}: no such folder; correct it, or leave --load out to start "
+            f"--load {options.load}: no such folder. Correct it, or leave --load out to start "
             "from the beginning"
         )
     return lines
 
 
 def problems(options: Options, machine: Machine) -> list[str]:
-    """Every rule that resolved options break, as text with option, value and remedy."""
+    """All problems of resolved options, as text with option, value and remedy."""
     found = list(_range_problems(options))
     if found:  # the rules below divide by these numbers
         return found
@@ -426,10 +427,9 @@ def problems(options: Options, machine: Machine) -> list[str]:
 
 
 def validated(options: Options, machine: Machine) -> tuple[Options, list[str]]:
-    """Resolved options that break no rule, and the lines about forced ones.
+    """Resolved options without problems, and the lines about forced ones.
 
-    Raises one FileNotFoundError if files are all that is wrong, else one ValueError with
-    everything.
+    Raises one FileNotFoundError if only files are missing, else one ValueError with all problems.
     """
     options, lines = resolve(options, machine)
     wrong, gone = problems(options, machine), missing_files(options)
@@ -441,7 +441,7 @@ def validated(options: Options, machine: Machine) -> tuple[Options, list[str]]:
 
 
 def this_machine() -> Machine:
-    """The machine that this process finds, before any process group."""
+    """The machine of this process, before any process group exists."""
     import torch
 
     return Machine(

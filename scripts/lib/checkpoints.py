@@ -1,5 +1,5 @@
-"""Saving and resuming a run of the FSDP wrapper: a resumed run takes the same steps as one that was
-never interrupted."""
+"""Saves and resumes runs of the FSDP wrapper: a resumed run takes the same steps as an
+uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.checkpoint.record import topology_of
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: steps done, training and validation samples consumed."""
+    """Progress of a run: steps done, training and validation samples consumed."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -46,7 +46,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Puts back what `random_states` returned."""
+    """Restores the result of `random_states`."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -55,8 +55,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
-# What the states of random generators are of: as many as there are ranks, and dropout under tensor
-# parallelism draws other numbers on each.
+# Options that RNG states depend on: there is one state per rank, and dropout under tensor
+# parallelism differs between ranks.
 _PLACES = (
     "tensor_model_parallel_size",
     "expert_model_parallel_size",
@@ -86,8 +86,8 @@ def save(trainee: Trainee, progress: Progress, options: Options) -> None:
 
 def load(trainee: Trainee, options: Options) -> Progress:
     """Restores model, optimizer, schedule and generators from --load, of any number of ranks and
-    any split of the model. Generators are restored where both are those of this run, and stay as
-    they were seeded otherwise. Collective.
+    any split of the model. Generators are restored if number of ranks and split are equal, else
+    keep their seeds. Collective.
 
     Raises FileNotFoundError if there is no complete checkpoint.
     """
@@ -102,8 +102,9 @@ def load(trainee: Trainee, options: Options) -> Progress:
     if not same:
         del state["rng_state"]
         if dist.get_rank() == 0:
-            print(f"{root} was saved by {saved['world_size']} processes with {saved['args']}: the "
-                  "random generators stay as this run seeded them", flush=True)  # fmt: skip
+            print(
+                f"{root} was saved by {saved['world_size']} processes with {saved['args']}. The "
+                "random generators keep this run's seeds", flush=True)  # fmt: skip
     _, state = load_checkpoint(
         root,
         state,

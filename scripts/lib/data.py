@@ -1,4 +1,4 @@
-"""Token data: core's GPTDataset and an order of samples that depends on nothing but the count.
+"""Token data: core's GPTDataset, and an order of samples that depends only on the sample count.
 
 Sample k of a run is the same whatever the number of ranks, and whether or not the run was
 interrupted: batch n of data-parallel rank r is a slice of the dataset computed from the number of
@@ -26,9 +26,9 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def vocabulary(options: Options) -> SimpleNamespace:
-    """What GPTDataset asks a tokenizer for: 256 bytes, or --vocab-size ids, and an end of document.
+    """The tokenizer of GPTDataset: 256 bytes, or --vocab-size ids, and an end of document.
 
-    Data is tokenized before training, so nothing here reads text. `pad` is no id of any text.
+    Data is tokenized before training, so it does not read text. `pad` is not an id of any text.
     """
     tokens = BYTE_VOCABULARY if options.vocab_size is None else options.vocab_size
     names = {"class": options.tokenizer_type, "tokens": tokens}
@@ -39,7 +39,7 @@ def vocabulary(options: Options) -> SimpleNamespace:
 
 
 def padded_vocab_size(options: Options) -> int:
-    """Rows of the embedding: as given, or the vocabulary rounded up, a multiple on every rank."""
+    """Rows of the embedding: as given, or the vocabulary rounded up to a multiple on every rank."""
     if options.padded_vocab_size is not None:
         return options.padded_vocab_size
     multiple = options.make_vocab_size_divisible_by * options.tensor_model_parallel_size
@@ -52,7 +52,7 @@ def build_datasets(options: Options) -> tuple[Any, Any]:
     Collective: rank 0 builds the sample index first, the others read it.
     """
     batch = options.global_batch_size
-    evaluations = 0  # the end of the run is one
+    evaluations = 0  # the end of the run counts too
     if options.eval_interval is not None:
         evaluations = options.train_iters // options.eval_interval + 1
     valid = evaluations * options.eval_iters * batch
@@ -69,7 +69,7 @@ def build_datasets(options: Options) -> tuple[Any, Any]:
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        create_attention_mask=False,  # every attention here masks by itself
+        create_attention_mask=False,  # every attention here creates its mask
         **(blend or {"split": "1,1,0"}),
     )
     kind = MockGPTDataset if options.mock_data else GPTDataset
@@ -118,8 +118,8 @@ def batches(
         dataset,
         batch_sampler=order,  # type: ignore[arg-type]
         pin_memory=place.device.type == "cuda",
-        # A generator of its own: a loader draws a seed from the default one, which would make the
-        # random numbers of a resumed run differ.
+        # A separate generator: a loader would draw a seed from the default one, and change the
+        # random numbers of a resumed run.
         generator=torch.Generator().manual_seed(options.seed),
     )
     for batch in loader:

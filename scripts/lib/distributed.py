@@ -19,7 +19,7 @@ from lib.options import Options
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is: its rank, the data-parallel rank and size, its device."""
+    """This process: rank, data-parallel rank and size, device."""
 
     rank: int
     world_size: int
@@ -29,14 +29,14 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that prints and writes logs."""
+        """True if this process prints and writes logs."""
         return self.rank == 0
 
 
 def start(options: Options) -> Place:
-    """Joins the processes of torchrun, or makes a world of one, and seeds the generators.
+    """Joins the processes of torchrun, or creates a world of one, and seeds the generators.
 
-    On the CPU this switches on CPU mode, which must happen before core is asked for a device.
+    On the CPU it enables CPU mode, which must precede core's first use of a device.
     """
     if options.distributed_backend == "gloo":
         from megatron_fsdp_adapter.launch.cpu_mode import enable_cpu_mode
@@ -76,7 +76,7 @@ def _device() -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, numpy's, torch's and the tensor-parallel generators."""
+    """Seeds Python's, numpy's, torch's and the tensor-parallel generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -84,7 +84,7 @@ def seed_everything(seed: int) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Only kernels that give the same result twice; call before CUDA is used."""
+    """Enables deterministic kernels only; call before CUDA is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True)
@@ -92,8 +92,8 @@ def use_deterministic_kernels() -> None:
 
 @contextlib.contextmanager
 def side_stream(place: Place) -> Iterator[None]:
-    """On a GPU a stream of its own, joined with the current one before and after: as Megatron's
-    training script constructs data-parallel wrappers."""
+    """On a GPU, a side stream that is joined with the current one before and after, as in
+    Megatron's training script."""
     if place.device.type != "cuda":
         yield
         return

@@ -41,8 +41,8 @@ def token_loss(
 def forward_step(
     data: Batches, model: Any, return_schedule_plan: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """One forward, in the form that core's schedules call; or the model's plan of it, whose parts
-    core runs by itself."""
+    """Runs one forward for core's schedules, or returns the model's plan of it, whose parts core
+    runs."""
     batch = next(data)
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -52,7 +52,8 @@ def forward_step(
 def run_schedule(
     trainee: Trainee, data: Batches, options: Options, forward_only: bool = False
 ) -> torch.Tensor:
-    """Forward (and backward) of one global batch; (2,) fp32: loss and tokens over all ranks."""
+    """Runs forward (and backward) of one global batch; returns (2,) fp32: loss and tokens over all
+    ranks."""
     sums = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data,
@@ -68,7 +69,7 @@ def run_schedule(
 
 
 def train_step(trainee: Trainee, data: Batches, options: Options) -> dict[str, Any]:
-    """One optimizer step, as it is logged; loss is the mean over the global batch's tokens."""
+    """The log of one optimizer step; loss is the mean over the global batch's tokens."""
     started = time.perf_counter()
     trainee.model.zero_grad_buffer()
     trainee.optimizer.zero_grad()
@@ -85,8 +86,8 @@ def train_step(trainee: Trainee, data: Batches, options: Options) -> dict[str, A
     finite = math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"] or 0.0)
     if options.check_for_nan_in_loss_and_grad and not finite:
         raise RuntimeError(
-            f"loss {found['loss']}, gradient norm {found['grad_norm']}: lower --lr, or give "
-            "--no-check-for-nan-in-loss-and-grad to go on"
+            f"loss {found['loss']}, gradient norm {found['grad_norm']}. Lower --lr, or give "
+            "--no-check-for-nan-in-loss-and-grad to continue"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Model, wrapper, optimizer and learning-rate schedule, each made from the options."""
+"""Builds model, wrapper, optimizer and learning-rate schedule from the options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_grou
 
 @dataclass(frozen=True)
 class Trainee:
-    """What is trained: the wrapped model and what changes it, and its number of parameters."""
+    """The training objects: the wrapped model, its optimizer and schedule, and its number of
+    parameters."""
 
     model: Any
     config: TransformerConfig
@@ -59,7 +60,9 @@ def transformer_config(options: Options) -> TransformerConfig:
     """Core's model configuration."""
     dtype = params_dtype(options)
     fields = chosen(options, MODEL)
-    if options.num_experts is not None:  # core warns about, or refuses, some of them without it
+    if (
+        options.num_experts is not None
+    ):  # core warns about, or rejects, some of them without experts
         fields |= {"num_moe_experts": options.num_experts, **chosen(options, EXPERTS)}
     if options.fp8_format is not None:
         fields |= {"fp8": options.fp8_format, "fp8_param": options.fp8_param_gather}
@@ -83,7 +86,7 @@ def transformer_config(options: Options) -> TransformerConfig:
 
 
 def layer_spec(config: TransformerConfig, options: Options) -> Any:
-    """What GPTModel takes for its layers: Transformer Engine's, or such as run anywhere."""
+    """The layer spec of GPTModel: Transformer Engine's layers, or local ones."""
     if options.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
@@ -92,7 +95,7 @@ def layer_spec(config: TransformerConfig, options: Options) -> Any:
 
 
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
-    """A GPTModel on the device, or as far as core allows on the meta device; in bf16 inside
+    """A GPTModel on the device, or, as far as core allows, on the meta device; with bf16 inside
     core's Float16Module."""
     on_meta = options.init_model_with_meta_device
     named = {**vars(options), "padded_vocab_size": padded_vocab_size(options)}
@@ -149,8 +152,8 @@ def wrap(
 
 
 def _muon_fields(options: Options) -> dict[str, Any]:
-    """With the factor updates are of the size of Adam's, so that one learning rate serves both. On
-    core's DDP it is core's own, which gives whole matrices to single ranks."""
+    """Muon's config: the factor makes updates as large as Adam's, so that both use one learning
+    rate. With core's DDP it is core's Muon, which assigns whole matrices to ranks."""
     if options.optimizer != "muon":
         return {}
     own = {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}
@@ -170,7 +173,7 @@ def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimiz
 
 
 def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate by samples consumed. What the command line says wins over a checkpoint."""
+    """Learning rate by samples consumed. The command line overrides a checkpoint."""
     batch = options.global_batch_size
     assert batch is not None and options.lr_decay_iters is not None  # by check.resolve
     return OptimizerParamScheduler(
@@ -191,9 +194,9 @@ def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> Optimizer
 
 
 def connect(config: TransformerConfig, model: Any, optimizer: MegatronOptimizer) -> None:
-    """Tells core's schedules how to scale the loss, delay and finish the gradient reduction.
+    """Sets the config's callbacks for loss scaling, delayed reduction and gradient finalization.
 
-    Reads the wrapper's own ddp_config: FSDP switches overlaps on that its strategy needs.
+    Reads the wrapper's ddp_config, because FSDP switches on overlaps that its strategy needs.
     """
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
@@ -203,7 +206,7 @@ def connect(config: TransformerConfig, model: Any, optimizer: MegatronOptimizer)
 
 
 def build(options: Options, place: Place) -> Trainee:
-    """Everything that is trained, wired to core's schedules."""
+    """The training objects, wired to core's schedules."""
     unset_num_microbatches_calculator()
     init_num_microbatches_calculator(
         place.rank,

@@ -1,7 +1,7 @@
 """The options of `pretrain_gpt.py`: fields of Megatron's configs, flags of Megatron-LM's script.
 
 Every field of `Options` is a flag (``num_layers`` is ``--num-layers``) and a key of a preset
-(``num-layers: 2``). Type, choices, default and help of a config's field are what its class says.
+(``num-layers: 2``). Type, choices, default and help of a config's field come from its class.
 Booleans also have a negative (``--bf16`` / ``--no-bf16``), so that the command line can override a
 preset both ways. `check.py` has the rules.
 """
@@ -42,7 +42,7 @@ EXPERTS = (
     "moe_aux_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion",
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
 )  # fmt: skip
-"""Core warns about, or refuses, some of them without experts."""
+"""Core warns about, or rejects, some of them without experts."""
 FP8 = ("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo")
 OPTIMIZER = (
     "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
@@ -59,7 +59,7 @@ FSDP = (
     "suggested_communication_unit_size", "chunked_optimizer_state_offload",
     "fsdp_unsharded_budget_gib", "megatron_fsdp_enable_fine_grained_param_gather",
 )  # fmt: skip
-"""Of the wrapper's DDP config, beside those of `DDP`."""
+"""Fields of the wrapper's DDP config that core's does not have."""
 FIELDS = (
     (TransformerConfig, (*MODEL, *EXPERTS, *FP8)), (OptimizerConfig, OPTIMIZER),
     (DistributedDataParallelConfig, (*DDP, *FSDP)),
@@ -73,7 +73,7 @@ DEFAULTS = {
     **dict.fromkeys(REQUIRED), "bias_dropout_fusion": True, "min_lr": 0.0,
     "data_parallel_sharding_strategy": "optim_grads_params",
 }  # fmt: skip
-"""In place of the configs' own."""
+"""Defaults that differ from the configs'."""
 
 SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
     # Model
@@ -82,13 +82,13 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
     ("seq_length", int, None, "tokens in a sample"),
     ("max_position_embeddings", int, None, "longest sequence; default seq-length"),
     ("position_embedding_type", Literal["learned_absolute", "rope", "none"], "learned_absolute",
-     "how positions are told"),
+     "kind of position embedding"),
     ("rotary_base", int, 10000, "base of the rotary frequencies"),
-    ("swiglu", bool, False, "gated SiLU in place of GELU"),
+    ("swiglu", bool, False, "gated SiLU instead of GELU"),
     ("disable_bias_linear", bool, False, "linear layers without a bias"),
-    ("untie_embeddings_and_output_weights", bool, False, "an output layer of its own"),
+    ("untie_embeddings_and_output_weights", bool, False, "an output layer with separate weights"),
     ("transformer_impl", Literal["local", "transformer_engine"], None,
-     "whose layers; default Transformer Engine's where it is installed and CUDA is"),
+     "implementation of layers; default: Transformer Engine's, if it and CUDA are available"),
     ("num_experts", int, None, "experts of each layer; default: none, dense layers"),
     ("bias_gelu_fusion", bool, True, "fused bias and GELU (compiled; off on the CPU)"),
     ("bias_swiglu_fusion", bool, True, "fused bias and SwiGLU (compiled; off on the CPU)"),
@@ -102,29 +102,29 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
     ("eval_iters", int, 100, "global batches of one evaluation; 0: none"),
     ("exit_interval", int, None, "save (if --save) and exit after the first step that it divides"),
     ("lr_decay_style", Literal["constant", "linear", "cosine", "inverse-square-root"], "linear",
-     "of the learning rate"),
+     "shape of the learning-rate decay"),
     ("lr_decay_iters", int, None, "steps of the decay; default train-iters"),
     ("lr_warmup_iters", int, 0, "steps of the linear warm-up"),
     # Precision and parallelism
     ("grad_reduce_in_bf16", bool, False, "with --bf16: reduce gradients in bf16, not fp32"),
     ("check_for_nan_in_loss_and_grad", bool, True, "stop when the loss is not finite"),
-    ("fp8_format", Literal["hybrid", "e4m3"], None, "FP8 matrix products (TE's layers)"),
+    ("fp8_format", Literal["hybrid", "e4m3"], None, "FP8 GEMMs (TE's layers)"),
     ("ddp_bucket_size", int, None, "elements of a gradient bucket"),
     ("separate_all_gather_groups", bool, False,
-     "with --use-megatron-fsdp: gather on process groups of its own"),
-    ("distributed_backend", Literal["nccl", "gloo"], None, "default nccl where CUDA is"),
+     "with --use-megatron-fsdp: gather on separate process groups"),
+    ("distributed_backend", Literal["nccl", "gloo"], None, "default: nccl with CUDA, else gloo"),
     ("distributed_timeout_minutes", int, 10, "time after which a collective fails"),
     # Data
     ("train_data_path", tuple[str, ...], None,
-     "prefix of a .bin/.idx pair, or weights and prefixes in turn"),
+     "prefix of a .bin/.idx pair, or alternating weights and prefixes"),
     ("valid_data_path", tuple[str, ...], None, "the same for evaluations"),
     ("data_cache_path", str, None, "folder of the sample index; default beside data"),
-    ("mock_data", bool, False, "random tokens in place of data"),
+    ("mock_data", bool, False, "random tokens instead of data"),
     ("tokenizer_type", Literal["ByteLevelTokenizer", "NullTokenizer"], "ByteLevelTokenizer",
-     "of the data; prepare_data.py makes bytes"),
+     "tokenizer of the data; prepare_data.py makes bytes"),
     ("vocab_size", int, None, "with NullTokenizer: tokens without the end of document"),
     ("make_vocab_size_divisible_by", int, 128, "the embedding is padded to a multiple of it"),
-    ("padded_vocab_size", int, None, "rows of the embedding, in place of the above"),
+    ("padded_vocab_size", int, None, "rows of the embedding, instead of the above"),
     # Checkpoints, log, run
     ("save", str, None, "folder to save checkpoints in"),
     ("load", str, None, "folder to resume from"),
@@ -136,11 +136,11 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
     ("seed", int, 1234, "random seed of weights, dropout and data order"),
     ("deterministic", bool, False, "deterministic kernels only"),
 )  # fmt: skip
-"""Name, type, default and help of what no config has, or has in another form."""
+"""Name, type, default and help of options that no config has, or has in another form."""
 
 
 def texts_of(config: type) -> dict[str, str]:
-    """What stands below the fields of a config of core in its source, or with ours in the table."""
+    """The docstrings of a core config's fields, or our table's help."""
     fields = dataclasses.fields(config)
     found = {one.name: one.metadata["help"] for one in fields if "help" in one.metadata}
     for one in reversed(config.__mro__[:-1]):
@@ -195,7 +195,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def form_of(hint: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
-    """(scalar type, choices, whether there may be many) of a field's type hint."""
+    """(scalar type, choices, True if there may be several) of a field's type hint."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) is Literal:
@@ -230,9 +230,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_preset(path: str) -> list[str]:
-    """A preset as the command-line arguments it stands for.
+    """A preset as command-line arguments.
 
-    Raises as that of `sources`, and ValueError for keys that are no flags (all in one error).
+    Raises as `sources.read_preset`, and ValueError for keys that are no flags (all in one error).
     """
     lines = sources.read_preset(path)
     content = {str(key).replace("_", "-"): value for key, value in lines.items()}
@@ -273,6 +273,6 @@ def parse(arguments: Sequence[str]) -> Options:
     values.pop("config")
     missing = [flag(name) for name in REQUIRED if values[name] is None]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: not given; set on the command line or in --config")
+        raise ValueError(f"{', '.join(missing)}: not given. Set on the command line or in --config")
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return Options(**{**values, **lists})

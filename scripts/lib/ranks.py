@@ -1,4 +1,4 @@
-"""Processes of a command: none is left when the caller ends, however it does."""
+"""Runs the processes of a command, which end with the caller."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from megatron_fsdp_adapter.prove.ranks import rendezvous
 
 GRACE_S = 10.0
-"""Given to the other ranks when one has ended badly: they may yet say why they wait."""
+"""Seconds that other ranks may run after one has failed, so that they can report errors."""
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> str | None:
-    """None, or what went wrong, when all processes have ended: by themselves, `GRACE_S` after one
-    of them ended badly, or after `limit` seconds. Nothing of them is left, also when this process
-    is killed. They are not torchrun's, whose workers outlive a killed launcher."""
+    """Runs processes until they end, `GRACE_S` after one fails, or for `limit` seconds; returns
+    None or the error. All of them end with this process, even if it is killed. torchrun is not
+    used, because its workers outlive a killed launcher."""
     processes: list[subprocess.Popen[bytes]] = []
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, rendezvous(ranks) as where:
@@ -45,11 +45,12 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> st
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return failure and f"{failure}; {last_line(log)}; see {log}"
+    return failure and f"{failure}; {last_line(log)}. See {log}"
 
 
 def _end_with_parent() -> None:
-    """In a new process: a session of its own is out of reach of what kills the parent's."""
+    """Runs in a new process: the kernel kills it when its parent ends. Signals to the parent's
+    session do not reach its own session."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -70,7 +71,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> str | N
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something, at most 200 characters."""
+    """The last nonempty line of a log, at most 200 characters."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     said = [line for line in lines if line and not line.startswith(("warn", "["))]
     return said[-1][:200] if said else "it printed nothing"

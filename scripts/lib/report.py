@@ -1,4 +1,4 @@
-"""What a run writes: log lines and JSON lines, on the first rank."""
+"""The output of a run: log lines and JSON lines, on the first rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lib.options import Options
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that torch had allocated on the GPU, or the process's resident peak."""
+    """Peak bytes allocated by torch on the GPU, or the peak resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -25,7 +25,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Log:
-    """Writes what the options ask for; on ranks other than the first every method does nothing."""
+    """Writes logs by the options; on ranks other than the first every method is a no-op."""
 
     def __init__(self, options: Options, place: Place, start_iteration: int) -> None:
         self._last, self._on, self._file = options.train_iters, place.first, None
@@ -33,22 +33,22 @@ class Log:
             self._file = _open_log(Path(options.loss_log_file), start_iteration)
 
     def line(self, text: str) -> None:
-        """A line of the log."""
+        """Writes a line of the log."""
         if self._on:
             print(text, flush=True)
 
     def write(self, **record: Any) -> None:
-        """A line of the file."""
+        """Writes a line of the file."""
         if self._file is not None:
-            # json writes a float with as many digits as it takes to read the same float back.
+            # json writes floats with enough digits to read back the same value.
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
 
     def interval(
         self, iteration: int, rate: float, step: Mapping[str, Any], peak_bytes: float
     ) -> None:
-        """After every --log-interval steps: tokens a second since the last one, what the last step
-        logged, and the largest peak of any rank."""
+        """Logs every --log-interval steps: tokens per second since the last line, the last step,
+        and the largest peak of any rank."""
         norm = "skipped" if step["grad_norm"] is None else f"{step['grad_norm']:.4f}"
         self.line(
             f"iteration {iteration}/{self._last} | loss {step['loss']:.6f} | grad norm {norm} | "
@@ -58,7 +58,7 @@ class Log:
         self.write(iteration=iteration, tokens_per_second=rate, peak_memory_bytes=int(peak_bytes))
 
     def close(self) -> None:
-        """Finishes the file."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
@@ -66,7 +66,7 @@ class Log:
 def _open_log(path: Path, start_iteration: int) -> Any:
     """The log, with the lines up to `start_iteration` if there are any, opened at its end.
 
-    Lines after it are of steps that a resumed run takes again.
+    Later lines are of steps that a resumed run repeats.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = []

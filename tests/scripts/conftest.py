@@ -16,7 +16,7 @@ def cpu_mode_off() -> Iterator[None]:
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("CPU mode refuses where CUDA is")
+        pytest.skip("CPU mode is not available with CUDA")
     from megatron_fsdp_adapter.launch import cpu_mode
 
     was_on = cpu_mode.cpu_mode_enabled()

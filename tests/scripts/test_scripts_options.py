@@ -45,7 +45,7 @@ def test_good_options_pass() -> None:
 # flags, what the one error must say: option and value, and a part of the remedy
 BAD = (
     (["--global-batch-size=6"], "6 is not a multiple of --micro-batch-size 2 x 2", "multiple of 4"),
-    (["--save=x"], "--save or --load without --use-megatron-fsdp", "Megatron-LM's own script"),
+    (["--save=x"], "--save or --load without --use-megatron-fsdp", "Megatron-LM's script"),
     (["--hidden-size=66"], "66 is not a multiple of --num-attention-heads 4"),
     (["--group-query-attention", "--num-query-groups=3"], "--num-query-groups 3 does not divide"),
     (["--max-position-embeddings=16"], "--max-position-embeddings 16 is less than --seq-length 32"),
@@ -60,9 +60,9 @@ BAD = (
     (["--use-megatron-fsdp", "--ddp-bucket-size=9"], "--ddp-bucket-size with --use-megatron-fsdp"),
     (["--recompute-granularity=full"], "needs --recompute-method"),
     (["--recompute-method=block"], "only go with --recompute-granularity full"),
-    (["--distributed-backend=nccl"], "--distributed-backend nccl", "use gloo"),
+    (["--distributed-backend=nccl"], "--distributed-backend nccl", "Use gloo"),
     (["--bf16", "--fp8-format=hybrid"], "hybrid with --transformer-impl local", "on a GPU"),
-    (["--fp8-format=hybrid"], "--fp8-format hybrid without --bf16", "give --bf16"),
+    (["--fp8-format=hybrid"], "--fp8-format hybrid without --bf16", "Give --bf16"),
     (["--fp8-param-gather"], "--fp8-param-gather without --fp8-format", "or leave it out"),
     (["--sequence-parallel"], "--sequence-parallel with --tensor-model-parallel-size 1"),
     (["--expert-model-parallel-size=2"], "size 2 without --num-experts", "leave it out"),
@@ -105,7 +105,7 @@ def test_bad_input_on_a_gpu() -> None:
     options, _ = _resolved("--use-megatron-fsdp", machine=one_queue)
     assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in line for line in problems(options, one_queue))
     options, _ = _resolved("--distributed-backend=gloo", machine=GPU)
-    assert any("use nccl, or hide the GPUs" in line for line in problems(options, GPU))
+    assert any("Use nccl, or hide the GPUs" in line for line in problems(options, GPU))
 
 
 def test_every_rule_has_a_bad_input() -> None:
