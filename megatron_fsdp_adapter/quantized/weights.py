@@ -12,6 +12,7 @@ and would cost a reduction a unit.
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +94,10 @@ class Quantizer(Protocol):
         planes may be others than those that this quantizer was made of."""
 
 
+Reduction = tuple[Sequence[ParamGroup], torch.Tensor, Communicator]
+"""The first group of a domain, its maxima, and an axis that they are reduced over."""
+
+
 class QuantizedParams(QuantizedWeights):
     """The engine's `QuantizedWeights`, of one library's parameters, which a subclass knows. They
     are quantized again, lazily, after their main weights have changed."""
@@ -154,32 +159,32 @@ class QuantizedParams(QuantizedWeights):
     def made(
         self, groups: Sequence[ParamGroup], gather: GatherPipeline
     ) -> QuantizedWeights | None:
-        self._gather = gather
+        # Not the gather itself: its units have this object, and a cycle would keep their memory.
+        self._engine_runtime, self._launches = gather.runtime, gather.launches
         quantized = [group for group in groups if group.key.quantized]
         frozen = [group for group in quantized if not group.key.requires_grad]
         trained = [group for group in quantized if group.key.requires_grad]
-        self._trained, self._frozen = self._plan(trained), self._plan(frozen)
+        self._trained, self._frozen = self._plan(trained, gather), self._plan(frozen, gather)
         # Bytes that are not kept are given back where a unit has been built, with what had made
         # them: scales are computed again.
         self._changed = any(group.write_planes for group in trained)
         return self if quantized else None
 
     def _plan(
-        self, groups: Sequence[ParamGroup]
-    ) -> tuple[list[Quantizer], list[Callable[[], list[object]]]]:
-        """Quantizers of `groups`, and what reduces their maxima: on the communicators of gathers,
+        self, groups: Sequence[ParamGroup], gather: GatherPipeline
+    ) -> tuple[list[Quantizer], list[Reduction]]:
+        """Quantizers of `groups`, and which maxima are reduced: on the communicators of gathers,
         all of whose work the compute stream is behind by then. Those of reductions may be in use.
         """
-        gather = self._gather
         quantizers: list[Quantizer] = []
-        reductions: list[Callable[[], list[object]]] = []
+        reductions: list[Reduction] = []
         for domain, members in by_domain(groups).items():
             made, amaxes = self._quantizers(members)
             axes = [gather.communicators[domain]] if gather.config.strategy.shard_main else []
             axes += [gather.outer[domain]] if members[0].splits_outer else []
             quantizers += made
             if amaxes.numel():
-                reductions += [partial(self._reduce, members, amaxes, axis) for axis in axes]
+                reductions += [(members[:1], amaxes, axis) for axis in axes]
         return quantizers, reductions
 
     def _quantizers(
@@ -191,7 +196,7 @@ class QuantizedParams(QuantizedWeights):
             weights.setdefault(group.key.format.name, []).extend(rows_of(group))
         made = {name: self.quantizer(each[0].format, each) for name, each in weights.items()}
         counts = [quantizer.amax_numel for quantizer in made.values()]
-        amaxes = torch.zeros(sum(counts), device=self._gather.runtime.device)
+        amaxes = torch.zeros(sum(counts), device=self._engine_runtime.device)
         for quantizer, part in zip(made.values(), amaxes.split(counts), strict=True):
             if part.numel():
                 quantizer.bind(part)
@@ -219,19 +224,19 @@ class QuantizedParams(QuantizedWeights):
         quantizers = [quantizer for plan, _ in plans for quantizer in plan]
         if not quantizers:
             return
-        runtime = self._gather.runtime
+        runtime = self._engine_runtime
         runtime.wait(COMPUTE, runtime.record(GATHER))
         runtime.submit(
             COMPUTE,
             *(quantizer.begin for quantizer in quantizers),
-            *(reduction for _, reductions in plans for reduction in reductions),
+            *(partial(self._reduce, *one) for _, reductions in plans for one in reductions),
             *(quantizer.finish for quantizer in quantizers),
         )
 
     def _reduce(
         self, groups: Sequence[ParamGroup], amaxes: torch.Tensor, axis: Communicator
     ) -> list[object]:
-        self._gather.launches.note(AGREED, groups[:1], axis)
+        self._launches.note(AGREED, groups, axis)
         return axis.all_reduce_max(amaxes)
 
 
@@ -253,9 +258,11 @@ def rows_of(
 
 
 def _cast_at_gathers(group: ParamGroup, quantizer: Quantizer) -> None:
-    own = quantizer.writer(rows_of(group))
+    own, ref = quantizer.writer(rows_of(group)), weakref.ref(group)
 
     def write(into: PlaneItems = MappingProxyType({})) -> None:
-        (quantizer.writer(rows_of(group, into)) if into else own)()
+        of = ref()
+        if of is not None:
+            (quantizer.writer(rows_of(of, into)) if into else own)()
 
     group.write_planes = write

@@ -354,15 +354,16 @@ def test_a_domain_of_several_ranks_cannot_be_whole(world):
 def test_the_largest_domain_of_a_unit_is_reduced_first():
     """Equal sizes in the order of the parameters; the same on every rank."""
 
-    def group(domain: str, numel: int) -> Any:
-        return SimpleNamespace(
+    def part(domain: str, numel: int) -> Any:
+        return SimpleNamespace(group=SimpleNamespace(
             key=SimpleNamespace(domain=domain), layout=SimpleNamespace(total_numel=numel)
-        )
+        ))  # fmt: skip
 
-    small, large, rest = group("one", 8), group("two", 9), group("one", 2)
-    assert largest_domain_first([small, large, rest]) == [("one", [small, rest]), ("two", [large])]
-    assert [name for name, _ in largest_domain_first([small, large])] == ["two", "one"]
-    assert [name for name, _ in largest_domain_first([small, group("two", 8)])] == ["one", "two"]
+    small, large, rest = part("one", 8), part("two", 9), part("one", 2)
+    assert largest_domain_first([small, large, rest]) == [[small, rest], [large]]
+    assert largest_domain_first([small, large]) == [[large], [small]]
+    same = part("two", 8)
+    assert largest_domain_first([small, same]) == [[small], [same]]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
