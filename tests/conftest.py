@@ -16,8 +16,9 @@ LEFT = pytest.StashKey[list[str]]()
 GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 GRACE_S = 5.0
 """For processes that are about to end when the last test has."""
-TOGETHER = ("tests/distributed/", "tests/matrix/", "tests/scripts/")
-"""Folders of files that share ranks, or the runs that they read."""
+TOGETHER = (("tests/distributed/", "tests/matrix/"), ("tests/scripts/",))
+"""Folders of files that share ranks (`@on_ranks`: a process runs all that it knows of), or the runs
+that they read."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,13 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2` a process is given a file at a time, or all of a folder that is `TOGETHER`."""
+    """With `-n 2` a process is given a file at a time, or all of folders that are `TOGETHER`."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             own = super()._split_scope(nodeid)
-            return next((folder for folder in TOGETHER if own.startswith(folder)), own)
+            return next((folders[0] for folders in TOGETHER if own.startswith(folders)), own)
 
     return Files(config, log)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import TOGETHER
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_fsdp_adapter"
 BUNDLED = "megatron.core.distributed.fsdp.src"
@@ -392,3 +394,10 @@ def test_no_two_test_files_have_one_name() -> None:
     """pytest imports them as top-level modules: the second of a name stops the whole collection."""
     files = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
     assert sorted(files) == sorted(set(files))
+
+
+def test_files_that_share_ranks_go_to_one_process_of_a_run() -> None:
+    """Each process runs all tests on ranks that it knows of, once it is asked for one."""
+    files = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    sharing = [str(path) for path in files if "\n@on_ranks(" in (REPOSITORY / path).read_text()]
+    assert len(sharing) > 20 and all(path.startswith(TOGETHER[0]) for path in sharing), sharing

@@ -24,10 +24,13 @@ from ..kernels import kernel_or_warning
 from .multi_tensor import (
     CHUNK,
     DTYPES,
+    MOST_TABLES,
+    WEIGHTS,
+    Addresses,
     Kernel,
     Lists,
+    Table,
     Update,
-    cached_tables,
     chunks_on,
     places_of,
     table_of,
@@ -46,15 +49,16 @@ class FusedAdamStep:
         original: that function.
         kernel: what updates on a device; None where nothing can.
 
-    table: where the tensors of a call are. clip: one float32 on the device that gradients are
-    multiplied by in the calls that follow; None for nothing.
+    known: the tables, and the addresses that they have. clip: one float32 on the device that
+    gradients are multiplied by in the calls that follow; None for nothing.
     """
 
     def __init__(
         self, original: Callable[..., Any], kernel: Callable[[torch.device], Kernel | None]
     ) -> None:
         self._original, self._kernel = original, kernel
-        self.table = cached_tables()
+        self.known: dict[Any, tuple[Addresses, Table]] = {}
+        self._chunks = functools.lru_cache(MOST_TABLES)(chunks_on)
         self.clip: torch.Tensor | None = None
 
     def __call__(
@@ -76,9 +80,20 @@ class FusedAdamStep:
         update = Update(
             lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip
         )
-        kernel(self.table(*places_of(lists)), lists, update)
+        kernel(self._table_of(lists), lists, update)
         if self.clip is not None and self.clip.is_cuda:
             self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
+
+    def _table_of(self, lists: Lists) -> Table:
+        """Made again when an address has changed: one table for the same weights."""
+        addresses, sizes, device, stream = places_of(lists)
+        place = stream, addresses[WEIGHTS], sizes
+        if place not in self.known or self.known[place][0] != addresses:
+            table = table_of(self._chunks, addresses, sizes, device, stream)
+            if len(self.known) >= MOST_TABLES:
+                self.known.clear()
+            self.known[place] = addresses, table
+        return self.known[place][1]
 
 
 def install(optimizer: Any) -> FusedAdamStep | None:

@@ -3,7 +3,6 @@ numbers."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ ALIGNED_BYTES = 16
 DTYPES = (torch.float32, torch.bfloat16)
 CHUNK = 8192
 """Elements of a tensor that one program of the kernel updates."""
-MOST_TABLES = 1024
+WEIGHTS = 1
+"""Their place among the lists. They stay where they are: others have tables of their own."""
+MOST_TABLES = 4096
 """That are kept: of more calls than a step has, for memory that moves again and again."""
 
 Lists = Sequence[Sequence[torch.Tensor]]
@@ -58,12 +59,6 @@ class Update:
 
 Kernel = Callable[[Table, Lists, Update], None]
 """Updates weights and moments in place. Lists: gradients, weights, first and second moments."""
-
-
-def cached_tables() -> Callable[..., Table]:
-    """`table_of` that keeps what it has made, for further calls with the same tensors."""
-    keep = functools.lru_cache(MOST_TABLES)
-    return keep(functools.partial(table_of, keep(chunks_on)))
 
 
 def places_of(lists: Lists) -> Places:
