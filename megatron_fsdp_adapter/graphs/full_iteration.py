@@ -64,7 +64,7 @@ class FullIterationGraphs:
         engine.memory.pinned_by = "a CUDA graph"
         for role in (GATHER, REDUCE) if training else (GATHER,):
             engine.runtime.wait(role, engine.runtime.record(COMPUTE))
-        engine.gather.invalidate()
+        engine.gather.mark_stale()
         if training:
             engine.zero_grads()
             self._open = True

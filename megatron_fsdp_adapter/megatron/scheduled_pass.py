@@ -51,13 +51,13 @@ class ScheduledPass:
         self._entered.add(stage)
         read = [*self._throughout, *self._stages[stage]]
         for unit in read:
-            gather.require(unit)
+            gather.wait_unshard(unit)
         following = stage + 1
         ahead = following < len(self._stages) and following not in self._left
         if ahead and gather.config.overlap_param_gather:
             self._keep(following)
             for unit in self._stages[following]:
-                gather.start(unit)
+                gather.launch_unshard(unit)
         if self._is_backward:
             for unit in read:
                 engine.reduce.backward_begins(unit, accumulates=True)
@@ -84,7 +84,7 @@ class ScheduledPass:
         is_last = stage + 1 == len(self._stages)
         units = self._stages[stage]
         for unit in units:
-            self._engine.gather.let_go(unit)
+            self._engine.gather.unhold(unit)
         if self._is_backward:
             self._before_grads([*units, *self._throughout] if is_last else units)
             for unit in units:
@@ -105,4 +105,4 @@ class ScheduledPass:
         if stage not in self._kept:
             self._kept.add(stage)
             for unit in self._stages[stage]:
-                self._engine.gather.keep(unit)
+                self._engine.gather.hold(unit)

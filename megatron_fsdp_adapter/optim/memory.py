@@ -101,7 +101,7 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
     if kinds and not memory.away:
         engine.to_sharded()
         engine.zero_grads()
-        engine.gather.invalidate()
+        engine.gather.mark_stale()
         engine.runtime.synchronize()
     own = storages(engine)
     found: dict[str, int] = memory.stash.park(
@@ -115,7 +115,7 @@ def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
     if engine.memory.stash is not None:
         engine.memory.stash.take(kinds)
     engine.mark_main_weights_stale()
-    engine.gather.invalidate()
+    engine.gather.mark_stale()
 
 
 def storages(engine: FsdpEngine) -> Storages:

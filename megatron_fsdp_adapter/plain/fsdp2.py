@@ -69,7 +69,7 @@ class ShardedModule(FSDPModule):
         weights are held by `unshard`."""
         if mark_on(self).state is not BUILDING:
             engine = engine_of(self)
-            if not engine.gather.keeps_any:
+            if not engine.gather.holds_any:
                 engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
@@ -103,8 +103,8 @@ class ShardedModule(FSDPModule):
         unit = engine.units[mark.ordinal]
         engine.to_unsharded()
         mark.hold(True)
-        engine.gather.start(unit)
-        handle = _Handle(lambda: engine.gather.require(unit))
+        engine.gather.launch_unshard(unit)
+        handle = _Handle(lambda: engine.gather.wait_unshard(unit))
         if async_op:
             return handle
         handle.wait()
@@ -114,8 +114,8 @@ class ShardedModule(FSDPModule):
         """Gives gathered weights back; parameters are DTensors again between passes."""
         mark, engine = mark_on(self), engine_of(self)
         mark.hold(False)
-        engine.gather.release(engine.units[mark.ordinal])
-        if not engine.gather.keeps_any:
+        engine.gather.reshard(engine.units[mark.ordinal])
+        if not engine.gather.holds_any:
             engine.show_between_passes()
 
     def reset_iter_state(self) -> None:

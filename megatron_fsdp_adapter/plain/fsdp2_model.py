@@ -75,7 +75,7 @@ class Mark:
         assert self.engine is not None
         if holds is not self.holds:
             self.holds, unit = holds, self.engine.units[self.ordinal]
-            (self.engine.gather.keep if holds else self.engine.gather.let_go)(unit)
+            (self.engine.gather.hold if holds else self.engine.gather.unhold)(unit)
 
 
 def mark_of(module: nn.Module) -> Mark | None:

@@ -111,7 +111,7 @@ class UserLoopEngine(FsdpEngine):
             if self.config.strategy.shard_weights or (given and not self.grads_attached):
                 return
             self.to_unsharded()
-            self.gather.gather_all(as_forward=True)
+            self.gather.unshard_all(as_forward=True)
         self.finish_grads()
 
     def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:

@@ -170,7 +170,7 @@ def test_no_node_that_accumulates_a_gradient_outlives_its_graph(
 
     def nodes() -> list[Any]:
         engine.to_unsharded()
-        engine.gather.gather_all()
+        engine.gather.unshard_all()
         return [get_gradient_edge(pair.unsharded).node for pair in engine.pairs]
 
     def mark(found: list[Any]) -> list[Any]:

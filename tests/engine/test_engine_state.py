@@ -132,7 +132,7 @@ def test_gathered_parameters_count_writes_and_call_no_python(world):
     assert type(resharded(rig)) is ReshardedParameter
     unit = next(u for u in rig.engine.units if u.name == "layers.1")
     rig.engine.to_unsharded()
-    rig.engine.gather.need(unit)
+    rig.engine.gather.unshard(unit)
     param = resharded(rig)
     assert type(param) is GatheredParameter and torch.isfinite(layer.up.weight).all()
     with torch.no_grad():

@@ -90,7 +90,7 @@ def measured(
     runner = trained(options.num_layers)
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else None
     runner.zero()
-    runner.model.engine.gather.release_all()
+    runner.model.engine.gather.reshard_all()
     gc.collect()
     held = live_bytes(device) - before
     runner.close()

@@ -100,7 +100,7 @@ def keeps_no_fp8_model(rank: int, world: int) -> str:
         for step in range(2):
             train_step(trainer, batches(WIDE, step, rank, device))
         trainer.wrapper.zero_grad_buffer()
-        trainer.wrapper.engine.gather.release_all()
+        trainer.wrapper.engine.gather.reshard_all()
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_stats()["requested_bytes.all.current"] - before)
         for layer in trainer.wrapper.modules():

@@ -69,11 +69,11 @@ def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
     engine = trainer.wrapper.engine
     engine.to_unsharded()
     for unit in engine.units:
-        engine.gather.need(unit)
+        engine.gather.unshard(unit)
         for group in unit.groups:
             for entry in group.managed if group.key.quantized else ():
                 note(entry.fqns[0], entry.param)
-        engine.gather.release(unit)
+        engine.gather.reshard(unit)
     return found
 
 
@@ -175,7 +175,7 @@ def holds_bytes(rank: int, world: int, recipe: str) -> str:
         train_step(trainer, batches(case, step, rank, device))
     trainer.wrapper.zero_grad_buffer()
     engine = trainer.wrapper.engine
-    engine.gather.release_all()
+    engine.gather.reshard_all()
     torch.cuda.synchronize()
     held = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
     groups = engine.groups

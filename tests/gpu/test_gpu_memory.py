@@ -83,7 +83,7 @@ def held_bytes(rank: int, world: int, strategy: str) -> str:
     trainer = build_trainer(WIDE, strategy, device)
     _steps(trainer, rank, 2, device)
     _forget_grads(trainer)
-    trainer.wrapper.engine.gather.release_all()  # what the next forward has gathered ahead
+    trainer.wrapper.engine.gather.reshard_all()  # what the next forward has gathered ahead
     torch.cuda.synchronize()
     RotaryEmbedding.forward.cache_clear()
     expected = bytes_between_steps(formula(trainer, rank, Precision()))

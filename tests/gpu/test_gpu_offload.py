@@ -94,7 +94,7 @@ def memory(rank: int, world: int, strategy: str) -> str:
     held = formula(trainer, rank, Precision(offload=True))
     _forget_grads(trainer)
     trainer.wrapper.stop_communication()  # the last step's updates are over
-    trainer.wrapper.engine.gather.release_all()
+    trainer.wrapper.engine.gather.reshard_all()
     torch.cuda.synchronize()
     found, expected = _requested() - before, bytes_between_steps(held)
     # What the last step of an earlier check has left goes with a step of this one.

@@ -45,7 +45,7 @@ def lose_last_microbatch_of_a_unit() -> None:
 
 def keep_old_weights() -> None:
     """After a step, what was gathered before it is taken for current."""
-    GatherPipeline.invalidate = lambda self: None  # type: ignore[method-assign]
+    GatherPipeline.mark_stale = lambda self: None  # type: ignore[method-assign]
 
 
 def load_rows_of_others() -> None:

@@ -118,11 +118,11 @@ def gathered(engine: Any) -> Iterator[tuple[str, Any]]:
     """Name and parameter of every quantized weight, while its unit is gathered."""
     engine.to_unsharded()
     for unit in engine.units:
-        engine.gather.need(unit)
+        engine.gather.unshard(unit)
         for group in unit.groups:
             for entry in group.managed if group.key.quantized else ():
                 yield plain_name(entry.fqns[0]), entry.param
-        engine.gather.release(unit)
+        engine.gather.reshard(unit)
 
 
 def derived(weight: Any) -> Any:

@@ -181,7 +181,7 @@ def test_weights_are_quantized_once_after_each_change_and_at_no_other_time(world
     rig.step(microbatches=3)
     assert finished() == 1
     rig.evaluate()
-    rig.engine.gather.invalidate()
+    rig.engine.gather.mark_stale()
     rig.evaluate()
     rig.weights()
     rig.evaluate()
@@ -222,7 +222,7 @@ def test_what_was_wrapped_stays_as_it_was_until_the_first_step(world, strategy, 
     rig.evaluate()
     rig.zero()
     rig.loss().backward()
-    rig.engine.gather.gather_all()
+    rig.engine.gather.unshard_all()
     for pair in rig.engine.pairs:
         if isinstance(pair.unsharded, EmulatedTensor):
             name = pair.managed.fqns[0]
@@ -267,7 +267,7 @@ def quantized_shards(rig: Rig) -> list:
 def test_shards_of_formats_with_columns_are_kept_and_no_others(world, recipe):
     rig = build(Setup(ZERO_3, recipe=recipe))
     rig.step()
-    rig.engine.gather.release_all()
+    rig.engine.gather.reshard_all()
     held = sum(storage_bytes(shard.tensor) for shard in quantized_shards(rig))
     assert bool(held) == (recipe == "mxfp8")
 
@@ -283,7 +283,7 @@ def test_weights_that_stay_whole_are_made_once(world, strategy):
 def test_frozen_weights_are_kept(world):
     """What they stand for is their main weight, which rounds to other scales than they have."""
     rig = build(Setup(ZERO_3, recipe="current", frozen=True))
-    rig.engine.gather.release_all()
+    rig.engine.gather.reshard_all()
     frozen = [s for g in rig.engine.groups if g.key.quantized and not g.key.requires_grad
               for s in g.weight_shards]  # fmt: skip
     assert frozen and all(storage_bytes(shard.tensor) for shard in frozen)
@@ -297,7 +297,7 @@ def test_scales_are_made_once_after_each_change(world):
     rig.evaluate()
     rig.evaluate()
     assert rig.quantized.finished == 2
-    rig.engine.gather.invalidate()
+    rig.engine.gather.mark_stale()
     rig.evaluate()
     assert rig.quantized.finished == 2 and rig.quantized.written > written
 

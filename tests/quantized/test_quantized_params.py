@@ -131,7 +131,7 @@ def test_live_storages_are_those_of_the_formula(strategy, recipe):
         by_group = [group_bytes(g.layout, row, precision, 2) for g in rig.engine.groups]
         rig.step(sync=False)
         rig.zero()
-        rig.engine.gather.release_all()
+        rig.engine.gather.reshard_all()
         expected = sum(
             count for held in by_group for kind, count in held.items()
             if LIFE[kind] == PERSISTENT and kind != OPTIMIZER_STATE
@@ -140,12 +140,12 @@ def test_live_storages_are_those_of_the_formula(strategy, recipe):
         if row.shard_weights:
             unit = rig.engine.units[1]
             rig.engine.to_unsharded()
-            rig.engine.gather.need(unit)
+            rig.engine.gather.unshard(unit)
             gathered = sum(held.get("gathered weights", 0) for held in by_unit(rig, unit, by_group))
             present = {u.name for u in rig.engine.units if u.phase is not Phase.SHARDED}
             for other in rig.engine.units:
                 if other is not unit:
-                    rig.engine.gather.release(other)
+                    rig.engine.gather.reshard(other)
             assert live_bytes(rig) == expected + gathered, present
 
 

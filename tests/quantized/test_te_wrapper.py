@@ -64,14 +64,14 @@ def _step_after_capture(trainer: Trainer, rank: int) -> None:
 def _bytes(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Of every quantized weight, as a replay gathers them, which shows no parameters."""
     engine, found = trainer.wrapper.engine, {}
-    engine.gather.release_all()
+    engine.gather.reshard_all()
     for unit in engine.units:
-        engine.gather.need(unit)
+        engine.gather.unshard(unit)
         for group in unit.groups:
             for index, entry in enumerate(group.managed if group.key.quantized else ()):
                 planes = [full.params[index].flatten() for full in group.weights]
                 found[entry.fqns[0]] = torch.cat(planes).clone()
-        engine.gather.release(unit)
+        engine.gather.reshard(unit)
     return found
 
 

@@ -181,7 +181,7 @@ class FsdpEngine:
                 self.in_flight = 1
                 for unit in self.units:
                     unit.forward_calls = 1
-        self.gather.need(self.root)
+        self.gather.unshard(self.root)
 
     def begin_forward(self, name: str) -> None:
         """A forward begins that is inside of no other."""
@@ -207,14 +207,14 @@ class FsdpEngine:
             backward = self.begin_backward()
             before, backward.recomputed = backward.recomputed, None
             if before is not None and before is not unit and before.inside and not before.busy:
-                self.gather.release(before)
+                self.gather.reshard(before)
         else:
             self.to_unsharded()
             if self.running_root is None or self.counts_calls:
                 unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):
                 self.reduce.retire_all()
-        self.gather.need(unit)
+        self.gather.unshard(unit)
         unit.busy = True
         if torch.is_grad_enabled():
             done = hooks.grad_callback(self.post_backward, unit)
@@ -234,7 +234,7 @@ class FsdpEngine:
             if again or self.order.is_last(unit.ordinal):
                 return
         if ends and (with_gradients or not again):
-            self.gather.release(unit)
+            self.gather.reshard(unit)
 
     def root_post_forward(self, name: str, output: Any) -> None:
         """A module that holds all parameters returns."""
@@ -248,7 +248,7 @@ class FsdpEngine:
 
     def end_evaluation(self) -> None:
         """A forward has ended that no backward follows."""
-        self.gather.release_all()
+        self.gather.reshard_all()
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first call begins it."""
@@ -260,7 +260,7 @@ class FsdpEngine:
             self.order.begin(BACKWARD)
         hooks.at_end_of_backward(self.end_backward)
         self.start_backward(accumulates)
-        self.gather.need(self.root)
+        self.gather.unshard(self.root)
         self.reduce.backward_begins(self.root, accumulates)
         return self.backward
 
@@ -282,7 +282,7 @@ class FsdpEngine:
         """The first gradient of a unit's output arrives."""
         backward = self.begin_backward()
         if unit.backward_reads_weights:
-            self.gather.need(unit)
+            self.gather.unshard(unit)
             unit.busy = True
         self.reduce.backward_begins(unit, backward.accumulates)
 
@@ -302,7 +302,7 @@ class FsdpEngine:
         backward.done[unit.ordinal] = None
         if unit.ordinal not in backward.around:
             unit.busy = False
-            self.gather.release_used(unit)
+            self.gather.reshard_unless_next(unit)
         if not backward.accumulates:
             return
         # A unit that reduces some gradients in each backward gives its bucket to the next.
@@ -328,7 +328,7 @@ class FsdpEngine:
             elif is_late:
                 with torch.no_grad():
                     self.late_seen |= self.reduce.reduce_late_grads(unit)
-        self.gather.release_all(but=backward.around)
+        self.gather.reshard_all(but=backward.around)
         backward.running = False
         if backward.accumulates:
             self.in_flight -= 1
@@ -388,11 +388,11 @@ class FsdpEngine:
             self.mark_main_weights_stale()
         if self.quantization is not None:
             self.quantization.changed(loaded, needed=self.switch.shows_unsharded)
-        self.gather.invalidate()
+        self.gather.mark_stale()
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Gradient shards take no memory until the next backward."""
-        if self.backward.running or self.running_root is not None or self.gather.keeps_any:
+        if self.backward.running or self.running_root is not None or self.gather.holds_any:
             self.recover()
         self.in_flight = 0
         self.gather.updates.drop_loads()
@@ -410,7 +410,7 @@ class FsdpEngine:
         self.backward.running = self.gather.forward_follows = False
         self.running_root, self.in_flight = None, 0
         self.reduce.abandon(self.units)
-        self.gather.give_up()
+        self.gather.reshard_held()
 
     # What modules show. Main weights may be read and written while it is sharded parameters.
 
@@ -425,7 +425,7 @@ class FsdpEngine:
         """Sharded parameters, which may have been written, are shown no longer."""
         if self.quantization is not None:
             self.quantization.catch_up()
-        self.gather.invalidate()
+        self.gather.mark_stale()
 
     def to_sharded(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])
@@ -488,6 +488,6 @@ class FsdpEngine:
         first unit's gather is launched."""
         self.to_unsharded()
         if wait or not self.config.overlap_param_gather:
-            self.gather.gather_all()
+            self.gather.unshard_all()
         else:
-            self.gather.gather_first()
+            self.gather.unshard_first()

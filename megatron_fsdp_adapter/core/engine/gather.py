@@ -67,46 +67,46 @@ class GatherPipeline:
         self.forward_follows, self.updates = False, DeferredUpdates(units, runtime)
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
-        self._kept: Counter[int] = Counter()
+        self._held: Counter[int] = Counter()
         self._unordered = False  # gathers, before which the compute stream may write what they read
         self._planned = [
             self.plan(unit.groups, attrgetter("outer_pairs"), attrgetter("gather_pairs"))
             for unit in units
         ]
 
-    def need(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
         if not unit.groups:
             return
         upcoming = self.order.request(unit.ordinal)
-        self.require(unit)
+        self.wait_unshard(unit)
         if self.forward_follows and self.order.ends:
             upcoming = [i for i in self.order.first() if self.units[i].phase is not Phase.READY]
         if self.config.overlap_param_gather:
             self._prefetch(self._within_budget(upcoming))
 
-    def require(self, unit: Unit) -> None:
+    def wait_unshard(self, unit: Unit) -> None:
         """The same without what comes next, which the caller knows."""
-        self.start(unit)
+        self.launch_unshard(unit)
         if unit.gathered is not None:
             self._finish(unit)
         if unit.quantized:
             unit.prepare()
 
-    def start(self, unit: Unit) -> None:
+    def launch_unshard(self, unit: Unit) -> None:
         """Gathers `unit`'s weights, unless they are there or on their way."""
         if unit.groups and unit.phase is Phase.SHARDED:
             self._make_way(unit)
             self.launch(unit)
 
-    def keep(self, unit: Unit) -> None:
+    def hold(self, unit: Unit) -> None:
         """Counts one more user of `unit`, which is resharded when all have let it go."""
-        self._kept[unit.ordinal] += 1
+        self._held[unit.ordinal] += 1
 
-    def let_go(self, unit: Unit) -> None:
+    def unhold(self, unit: Unit) -> None:
         """Counts one user less, and reshards `unit` after the last."""
-        self._kept[unit.ordinal] -= 1
-        self.release(unit)
+        self._held[unit.ordinal] -= 1
+        self.reshard(unit)
 
     def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
         """The next unit, and further ones while the byte budget lasts."""
@@ -123,7 +123,7 @@ class GatherPipeline:
         skips layers does not end up with all of them gathered."""
         for unit in self._ahead:
             if unit.phase is Phase.GATHERING and unit not in chosen:
-                self.release(unit)
+                self.reshard(unit)
         for unit in chosen:
             if unit.phase is Phase.SHARDED and self._holder(unit) is None:
                 self.launch(unit)
@@ -145,7 +145,7 @@ class GatherPipeline:
                 "fixed buffer (fsdp_double_buffer, nccl_ub): pass fsdp_unit_modules of which none "
                 "is inside another, or switch the option off"
             )
-        self.release(holder)
+        self.reshard(holder)
 
     def launch(self, unit: Unit) -> None:
         """Starts gathering `unit`, which must be SHARDED, and its slot free."""
@@ -155,22 +155,22 @@ class GatherPipeline:
             self.runtime.wait(GATHER, unit.updated)
         if unit.weight_slot is not None:
             self._holders[unit.weight_slot] = unit
-        outdated = unit.outdated
+        stale = unit.stale
         outer, inner = self._planned[unit.ordinal]
         self.runtime.submit(
             GATHER,
-            lambda: self._fill_own(unit, outdated),
-            *self.tasks(outer if outdated else ()),
+            lambda: self._fill_own(unit, stale),
+            *self.tasks(outer if stale else ()),
             *self.tasks(inner),
         )
-        unit.outdated, unit.gathered = False, self.runtime.record(GATHER)
+        unit.stale, unit.gathered = False, self.runtime.record(GATHER)
         self._unordered = True
 
-    def _fill_own(self, unit: Unit, outdated: bool) -> None:
+    def _fill_own(self, unit: Unit, stale: bool) -> None:
         for group in unit.groups:
             for full in group.weights:
                 full.allocate()
-            if outdated or not (group.keeps_shard or group.keeps_weights):
+            if stale or not (group.keeps_shard or group.keeps_weights):
                 group.write_own_weights()
 
     def plan(
@@ -208,10 +208,10 @@ class GatherPipeline:
         if unit.phase is Phase.GATHERING:
             unit.advance(Phase.READY)
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """Reshards `unit` once the compute stream has passed this point; keeps kept weights, and
         what was derived from them if that is asked for."""
-        if unit.phase is Phase.SHARDED or self._kept[unit.ordinal]:
+        if unit.phase is Phase.SHARDED or self._held[unit.ordinal]:
             return
         found = unit.take_written()
         if not unit.keeps_weights:
@@ -227,8 +227,8 @@ class GatherPipeline:
         """RuntimeError if gathered weights were written where that is lost."""
         refuse_writes(self._written())
 
-    def _mark_stale(self, unit: Unit) -> None:
-        unit.outdated = True
+    def _mark_unit_stale(self, unit: Unit) -> None:
+        unit.stale = True
         if unit.phase is not Phase.SHARDED:
             self._drop(unit)
 
@@ -239,35 +239,35 @@ class GatherPipeline:
         if not unit.keeps_weights:
             self.runtime.free(GATHER, unit.release_weights)
 
-    def release_all(self, but: Collection[int] = ()) -> None:
+    def reshard_all(self, but: Collection[int] = ()) -> None:
         """Reshards every unit, unused gathers included, except for those with an ordinal
-        in `but`; see `release_used`."""
+        in `but`; see `reshard_unless_next`."""
         for unit in self.units:
             if unit.ordinal not in but:
                 unit.busy = False
-                self.release_used(unit)
+                self.reshard_unless_next(unit)
 
     @property
-    def keeps_any(self) -> bool:
+    def holds_any(self) -> bool:
         """Whether any unit is kept."""
-        return any(self._kept.values())
+        return any(self._held.values())
 
-    def give_up(self) -> None:
+    def reshard_held(self) -> None:
         """Reshards every unit, also those that are kept: a pass raised."""
-        self._kept.clear()
-        self.release_all()
+        self._held.clear()
+        self.reshard_all()
 
-    def release_used(self, unit: Unit) -> None:
+    def reshard_unless_next(self, unit: Unit) -> None:
         """Reshards `unit`, unless the forward that follows begins with it."""
         if not (self.forward_follows and unit.ordinal in self.order.first()):
-            self.release(unit)
+            self.reshard(unit)
 
-    def invalidate(self) -> None:
-        """The main weights have changed: whatever is gathered is outdated, and later gathers
+    def mark_stale(self) -> None:
+        """The main weights have changed: whatever is gathered is stale, and later gathers
         read the new ones. RuntimeError, behind that, as of `check_writes`."""
         found = self._written()
         for unit in self.units:
-            self._mark_stale(unit)
+            self._mark_unit_stale(unit)
         self.follow_compute()
         refuse_writes(found)
 
@@ -289,15 +289,15 @@ class GatherPipeline:
         if self._unordered:
             self.quiesce()
 
-    def gather_first(self) -> None:
+    def unshard_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
         self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
 
-    def gather_all(self, as_forward: bool = False) -> None:
+    def unshard_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it; with slots, which do not
         hold them all, what the next forward pass asks for first."""
         if any(unit.weight_slot is not None for unit in self.units):
-            self.gather_first()
+            self.unshard_first()
             return
         for ordinal in self.order.forward() if as_forward else range(len(self.units)):
             if self.units[ordinal].phase is Phase.SHARDED:

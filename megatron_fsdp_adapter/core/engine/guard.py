@@ -2,7 +2,7 @@
 away again counts what is written to them.
 
 Without this a read of released storage is a segmentation fault on the CPU, an illegal memory
-access on CUDA, or, where the weights are kept but outdated, silently the last step's values.
+access on CUDA, or, where the weights are kept but stale, silently the last step's values.
 
 The class of the parameter object is swapped instead of checking a flag at every use. A swap takes
 about 0.1 us. While the weights are present no function of Python's stands between the parameter and
@@ -48,7 +48,7 @@ METADATA_FUNCTIONS = _metadata_functions()
 
 
 class ReshardedParameter(nn.Parameter):
-    """What an unsharded parameter is while its unit's weights are resharded or outdated.
+    """What an unsharded parameter is while its unit's weights are resharded or stale.
 
     Metadata (shape, dtype, `.grad`, ...) can be read; anything that would read data raises
     RuntimeError naming parameter, unit and phase.

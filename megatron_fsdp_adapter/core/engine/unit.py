@@ -46,7 +46,7 @@ class Unit:
     forward_calls: calls of the unit's module in the last forward pass with gradients.
     gathered: event after which the weights are there, while GATHERING.
     busy: whether its module is between the hooks of a forward or of a backward.
-    outdated: whether main weights have changed since they were last gathered.
+    stale: whether main weights have changed since they were last gathered.
     updated: event after which they have, where a step's update of them may still run;
         behind_update: whether the gather that was launched last waits for it.
     quantized: the parameters whose weights are.
@@ -75,7 +75,7 @@ class Unit:
         self.weight_bytes = sum(full.nbytes for group in gathered for full in group.weights)
         self.forward_calls = 0
         self.gathered: Any = None
-        self.outdated = self.busy = self.behind_update = False
+        self.stale = self.busy = self.behind_update = False
         self.updated: Any = None
         slots = [one.staging.weight_slot for one in gathered]
         self.weight_slot = slots[0] if slots else None
