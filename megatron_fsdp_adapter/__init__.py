@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core.config import MixedPrecisionPolicy
-    from .core.topology import FSDPDistributedIndex
     from .launch.bridge import apply_fsdp_overrides
     from .launch.cpu_mode import enable_cpu_mode
     from .launch.installation import install, uninstall
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from .plain.fsdp2 import fully_shard
     from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
     from .plain.torch_fsdp import leave_fsdp2, use_as_fsdp2
+    from .sharding.distributed_index import FSDPDistributedIndex
     from .sharding.export import export_shards, export_weights
 
 __version__ = "0.1.0"
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DistributedDataParallelConfig": "megatron.options.ddp_config",
     "FullyShardedDataParallel": "megatron.adapter",
-    "FSDPDistributedIndex": "core.topology",
+    "FSDPDistributedIndex": "sharding.distributed_index",
     "MixedPrecisionPolicy": "core.config",
     "apply_fsdp_overrides": "launch.bridge",
     "create_all_gather_groups": "megatron.process_groups",

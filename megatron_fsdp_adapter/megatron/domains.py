@@ -12,8 +12,9 @@ from torch import nn
 
 from ..comm.registered import zero_cta_options
 from ..core.runtime.comm import Communicator
-from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
+from ..core.topology import DENSE, EXPERT, ShardDomain
 from ..quantized import stored_in
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.duplicate_groups import duplicate_group
 from ..sharding.placement import LEAVE, Placements
 from .options import staging_options

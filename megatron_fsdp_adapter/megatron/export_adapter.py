@@ -12,7 +12,8 @@ from torch import nn
 from ..checkpoint.names import global_names, split_depth
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
-from ..core.topology import EXPERT, FSDPDistributedIndex
+from ..core.topology import EXPERT
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.export_source import Described, Source, beside_engine
 from .domains import kind_of
 

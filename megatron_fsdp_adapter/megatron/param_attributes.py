@@ -12,7 +12,8 @@ import weakref
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
-from ..core.topology import TP_DIM, FSDPDistributedIndex
+from ..core.topology import TP_DIM
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.sharded_module import mark_shard
 
 

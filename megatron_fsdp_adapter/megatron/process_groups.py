@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..core.topology import FSDPDistributedIndex
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.duplicate_groups import duplicate_group
 from .compat import core_api
 

@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_map_only
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.engine.partition import managed_params, only_looks_up, partition, unit_modules
-from ..core.topology import DENSE, FSDPDistributedIndex
+from ..core.topology import DENSE
 from ..dtensor import Chunks, OwnRows, UnevenDTensor
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.materialize import target_device, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems

@@ -29,7 +29,7 @@ from ..comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.runtime.comm import REDUCE_SCATTER
-from ..core.topology import DENSE, FSDPDistributedIndex
+from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
 from ..optim.local_shards import INNER, LocalShards, UpdateRule
@@ -38,6 +38,7 @@ from ..optim.residency import OPTION, Residency
 from ..optim.step import adopt, end_step
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.export_source import Described, Source, beside_engine
 from ..sharding.materialize import meta_problems, own_initializer, target_device
 from ..sharding.module_problems import module_problems

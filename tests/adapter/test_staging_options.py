@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.core.topology import FSDPDistributedIndex
 from megatron_fsdp_adapter.megatron.domains import read_index
 from megatron_fsdp_adapter.megatron.options import staging_options, table
 from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config
+from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.distributed.gpt import Case, build_trainer, ddp_config, model_config, train_step
 from tests.distributed.gpt import batches as batches_of
 from tests.engine.pretended import pretended_world

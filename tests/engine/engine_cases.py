@@ -29,13 +29,14 @@ from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.comm import REDUCE_SCATTER, Reduce
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
+from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
 from megatron_fsdp_adapter.optim.residency import Residency
 from megatron_fsdp_adapter.optim.step import adopt
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.sharding import unit_copies
 from megatron_fsdp_adapter.sharding.building import with_single_rank_domains
+from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
 from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 from tests.engine import schedule

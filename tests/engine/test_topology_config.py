@@ -20,13 +20,7 @@ from megatron_fsdp_adapter.core.config import (
     forced_overlaps,
     strategy_named,
 )
-from megatron_fsdp_adapter.core.topology import (
-    DENSE,
-    EXPERT,
-    Axis,
-    FSDPDistributedIndex,
-    ShardDomain,
-)
+from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, Axis, ShardDomain
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as OurConfig,
 )
@@ -34,6 +28,7 @@ from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config, pr
 from megatron_fsdp_adapter.megatron.options.rules import problems
 from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
 from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_of
+from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.engine.pretended import pretended_world
 
 CPU = torch.device("cpu")

@@ -25,11 +25,12 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
-from megatron_fsdp_adapter.core.topology import DENSE, FSDPDistributedIndex
+from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observer, Precision
+from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.distributed.checks import check_loss, check_norm, check_run_bits
 from tests.distributed.gpt import Case, full
 from tests.gpu.gpu_ranks import Check, Outcomes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...comm.registered import RegisteredMemory
 from ...core.runtime.comm import REDUCE_SCATTER
-from ...core.topology import FSDPDistributedIndex
+from ...sharding.distributed_index import FSDPDistributedIndex
 from .rules import is_on
 from .table import CE_ALL_GATHER, CE_REDUCE_SCATTER, engine_fields
 

@@ -1,0 +1,183 @@
+"""Every process group, read once: the domain of each kind of parameter, and meshes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.topology import (
+    DENSE,
+    EXPERT,
+    OUTER_DIM,
+    SHARD_DIM,
+    TP_DIM,
+    Axis,
+    ShardDomain,
+    mesh_over,
+)
+
+
+@dataclass(frozen=True)
+class KindGroups:
+    """The process groups of one kind of parameter.
+
+    shard: holds the shards; gather, reduce: the same ranks, for all-gathers and for reductions
+    (default: shard); everyone: all ranks with the same parameters (default: shard); outer: across
+    the shard groups of everyone; tensor: over which tensors are split before they are sharded.
+    """
+
+    shard: dist.ProcessGroup
+    gather: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    reduce: dist.ProcessGroup | None = None
+
+
+class FSDPDistributedIndex:
+    """The groups and meshes of one wrapper, and the getters that Megatron's helpers call.
+
+    Args:
+        fsdp_group: shards dense parameters (data x context parallel ranks, of one optimizer
+            instance when there are several).
+        fsdp_group_ag: optional second communicator with the same ranks, for all-gathers.
+        fsdp_group_rs: optional communicator with the same ranks, for reductions.
+        expt_fsdp_group, expt_fsdp_group_ag, expt_fsdp_group_rs: the same for expert parameters;
+            None without them.
+        outer_fsdp_group: the same shard in every optimizer instance; None with one instance.
+        dp_group, expt_dp_group: all ranks with the same parameters; default the shard groups.
+        tp_group, expt_tp_group: tensor-parallel groups, or None without tensor parallelism.
+        device_type: "cuda" or "cpu".
+        grad_scale: factor on the sum of gradients, for every kind (an expert gradient already
+            sums the tokens of its expert-parallel ranks, so its factor is the dense one).
+        hsdp_outer_dp_shard: whether the outer axis splits the shards again.
+
+    Raises:
+        ValueError: a gather group whose ranks or order differ from its shard group's; an outer
+            group that shares more than this rank with it; groups that make no mesh.
+    """
+
+    dp_shard_dim = SHARD_DIM
+    tp_dim = TP_DIM
+
+    def __init__(
+        self,
+        fsdp_group: dist.ProcessGroup,
+        *,
+        device_type: str,
+        grad_scale: float,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        fsdp_group_rs: dist.ProcessGroup | None = None,
+        expt_fsdp_group: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_rs: dist.ProcessGroup | None = None,
+        outer_fsdp_group: dist.ProcessGroup | None = None,
+        dp_group: dist.ProcessGroup | None = None,
+        expt_dp_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        expt_tp_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+    ) -> None:
+        self.fsdp_group, self.fsdp_group_ag = fsdp_group, fsdp_group_ag
+        self.expt_fsdp_group, self.expt_fsdp_group_ag = expt_fsdp_group, expt_fsdp_group_ag
+        self.tp_group, self.hybrid_fsdp_group = tp_group, outer_fsdp_group
+        self.use_hybrid_fsdp = outer_fsdp_group is not None
+        self.dp_outer_dim = OUTER_DIM if self.use_hybrid_fsdp else None
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        kinds = {
+            DENSE: KindGroups(
+                fsdp_group, fsdp_group_ag, dp_group, outer_fsdp_group, tp_group, fsdp_group_rs
+            )
+        }
+        if expt_fsdp_group is not None:
+            kinds[EXPERT] = KindGroups(
+                expt_fsdp_group, expt_fsdp_group_ag, expt_dp_group, outer_fsdp_group, expt_tp_group,
+                expt_fsdp_group_rs,
+            )  # fmt: skip
+        self.kinds: Mapping[str, KindGroups] = kinds
+        self._meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
+        self.domains: Mapping[str, ShardDomain] = {
+            kind: self._domain(kind, groups, device_type, grad_scale)
+            for kind, groups in kinds.items()
+        }
+
+    def _domain(
+        self, kind: str, groups: KindGroups, device_type: str, grad_scale: float
+    ) -> ShardDomain:
+        shard = Axis.of(SHARD_DIM, groups.shard)
+        outer = None if groups.outer is None else Axis.of(OUTER_DIM, groups.outer)
+        tensor = None if groups.tensor is None else Axis.of(TP_DIM, groups.tensor)
+        present = [axis for axis in (outer, shard, tensor) if axis is not None]
+        for axes in [[axis] for axis in present] + [present[:-1], present[1:], present]:
+            names = tuple(axis.name for axis in axes)
+            if axes and (kind, names) not in self._meshes:
+                self._meshes[kind, names] = mesh_over(axes, device_type)
+        split = [] if tensor is None or tensor.size == 1 else [tensor.name]
+        dims = [axis.name for axis in present if axis is not tensor] + split
+        return ShardDomain(
+            name=kind,
+            axis=shard,
+            gather_group=groups.shard if groups.gather is None else groups.gather,
+            reduce_group=groups.shard if groups.reduce is None else groups.reduce,
+            mesh=self._meshes[kind, tuple(dims)],
+            grad_scale=grad_scale,
+            outer=outer,
+        )
+
+    @staticmethod
+    def _kind(is_expert_parallel: bool) -> str:
+        return EXPERT if is_expert_parallel else DENSE
+
+    def domain(self, kind: str) -> ShardDomain:
+        """The domain of parameters of `kind`; ValueError when the groups for it are missing."""
+        if kind not in self.domains:
+            raise ValueError(
+                f"a parameter is of kind {kind!r}, but the process groups give only "
+                f"{sorted(self.domains)}: pass expt_dp in pg_collection"
+            )
+        return self.domains[kind]
+
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> dist.ProcessGroup:
+        """The group of the shards, or with `independent_all_gather` the one gathers run on."""
+        domain = self.domain(self._kind(is_expert_parallel))
+        return domain.gather_group if independent_all_gather else domain.axis.group
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
+        """All ranks that hold the same parameters: without an outer axis, the shard group."""
+        everyone = self.kinds[self.domain(self._kind(is_expert_parallel)).name].everyone
+        return self.get_fsdp_group(is_expert_parallel) if everyone is None else everyone
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """The outer data-parallel group, the same for all parameters; None without one."""
+        return self.hybrid_fsdp_group
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of dense parameters."""
+        return self.get_root_mesh()
+
+    @property
+    def expt_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of expert parameters; None without any."""
+        return self.get_root_mesh(True) if EXPERT in self.domains else None
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The mesh that sharded parameters of this kind live on."""
+        return self.domain(self._kind(is_expert_parallel)).mesh
+
+    def get_submesh(
+        self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False
+    ) -> DeviceMesh:
+        """The mesh over the named dims ("outer_fsdp_dp", "dp_cp", "tp", or neighbors among
+        them); ValueError for any other."""
+        kind = self.domain(self._kind(is_expert_parallel)).name
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        if (kind, names) not in self._meshes:
+            known = sorted(dims for owner, dims in self._meshes if owner == kind)
+            raise ValueError(f"mesh dims {names} are not registered; there are {known}")
+        return self._meshes[kind, names]
