@@ -59,7 +59,7 @@ BUDGETS = {
     "checkpoint": (2_832, 44),
     "cli": (679, 2),
     "comm": (135, 3),
-    "core": (2_864, 66),
+    "core": (2_800, 63),
     "diagnostics": (420, 14),
     "graphs": (425, 8),
     "launch": (266, 2),
@@ -70,7 +70,7 @@ BUDGETS = {
     "planning": (1_821, 33),
     "prove": (1_016, 13),
     "quantized": (950, 19),
-    "sharding": (1_189, 19),
+    "sharding": (1_252, 21),
 }
 """What each package may have: what it had when this was last set, and 2% more, so that growth is
 decided and not drifted into. Statements are those of the syntax tree but docstrings and imports."""
