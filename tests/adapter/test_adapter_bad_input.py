@@ -116,7 +116,7 @@ BAD: dict[str, Bad] = {
         ddp={"num_distributed_optimizer_instances": 2},
     ),
     "several optimizer instances without a group across them": Bad(
-        ("num_distributed_optimizer_instances=2", "inter_dist_opt", "has ranks []", "initialize"),
+        ("num_distributed_optimizer_instances=2", "inter_dist_opt", "has ranks []", "Initialize"),
         ddp={"num_distributed_optimizer_instances": 2},
         groups=lambda: groups(intra_dp_cp=[0, 1], intra_expt_dp=[0, 1]),
     ),
@@ -136,7 +136,7 @@ BAD: dict[str, Bad] = {
         ddp={"outer_dp_sharding_strategy": "optim_grads"},
     ),
     "groups made for several optimizer instances": Bad(
-        ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "initialize"),
+        ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "Initialize"),
         groups=lambda: groups(intra_dp_cp=[0, 1]),
     ),
     "no data-parallel group": Bad(
@@ -159,7 +159,7 @@ BAD: dict[str, Bad] = {
         groups=lambda: groups(expt_dp_ag=[0, 3]),
     ),
     "tensor-parallel group and size disagree": Bad(
-        ("tensor_model_parallel_size=1", "tp process group has 2 ranks", "initialize"),
+        ("tensor_model_parallel_size=1", "tp process group has 2 ranks", "Initialize"),
         groups=lambda: groups(tp=[0, 1], dp_cp=[0, 2], intra_dp_cp=[0, 2]),
     ),
     "pipeline group and size disagree": Bad(
@@ -183,11 +183,11 @@ BAD: dict[str, Bad] = {
         ddp={"megatron_fsdp_main_params_dtype": torch.bfloat16},
     ),
     "no trainable parameter": Bad(
-        ("module=Frozen has no trainable parameter", "set requires_grad"), module=Frozen
+        ("module=Frozen has no trainable parameter", "Set requires_grad"), module=Frozen
     ),
     "no parameter": Bad(("module=GELU has no trainable parameter",), module=nn.GELU),
     "a parameter on the meta device": Bad(
-        ("there.weight is on the meta device", "set init_model_with_meta_device=True"),
+        ("there.weight is on the meta device", "Set init_model_with_meta_device=True"),
         module=OnTwoDevices,
     ),
     "another device than the parameters'": Bad(

@@ -39,7 +39,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     ),
     "float64": (
         lambda: nn.Linear(3, 3, dtype=torch.float64),
-        ("parameter weight ((3, 3), torch.float64)", "float32 at most", "torch.bfloat16"),
+        ("parameter weight ((3, 3), torch.float64)", "less precise", "torch.bfloat16"),
     ),
     "expanded": (
         lambda: Odd(torch.ones(1, 3).expand(4, 3)),

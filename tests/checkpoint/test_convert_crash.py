@@ -159,7 +159,7 @@ def test_a_target_that_another_conversion_fills_meanwhile_is_left_to_it(
         (target / "config.json").write_text("of another")
         return lambda name, nbytes: None
 
-    with pytest.raises(ValueError, match="made meanwhile|not empty any more"):
+    with pytest.raises(ValueError, match="created meanwhile|not empty any more"):
         convert(source, target, "huggingface", begin=begin)
     assert [path.name for path in target.iterdir()] == ["config.json"]
     assert (target / "config.json").read_text() == "of another"

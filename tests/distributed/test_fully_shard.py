@@ -88,7 +88,7 @@ OFFLOAD = "chunked_optimizer_state_offload=True with optimizer="
 REFUSED: tuple[tuple[str, type[Exception], Callable[[Any], Any]], ...] = (
     (WRAPPED, ValueError, fully_shard_model),
     (WRAPPED, ValueError, lambda model: fully_shard_model(model.module)),
-    ("5 of its 5 parameters are not of a sharded model", ValueError,
+    ("5 of its 5 parameters are not from a sharded model", ValueError,
      lambda _: sgd(list(Block().parameters())[:5])),
     ("sharded already", ValueError,
      lambda model: fully_shard_optimizer(sgd(model.parameters()))),
@@ -103,7 +103,7 @@ REFUSED: tuple[tuple[str, type[Exception], Callable[[Any], Any]], ...] = (
         net(), mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=BF16))),
     ("requires_grad of head.weight was set to True.*frozen", RuntimeError, _frozen_when_wrapped),
     ("register_hook on parameter head.weight", RuntimeError, _hook_on_a_parameter),
-    ("1 of its .* parameters are not of a sharded model", ValueError, _foreign_group),
+    ("1 of its .* parameters are not from a sharded model", ValueError, _foreign_group),
     ("norm_type=0", ValueError, lambda model: model.clip_grad_norm_(1.0, 0)),
     (f"{OFFLOAD}SGD", ValueError, lambda model: _offloaded(model, torch.optim.SGD)),
     (f"{OFFLOAD}NAdam", ValueError, lambda model: _offloaded(model, torch.optim.NAdam)),

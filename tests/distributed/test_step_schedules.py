@@ -499,7 +499,7 @@ CORES = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 """Megatron's own option, which asks for the same."""
 REFUSED = (
     ("Set chunked_optimizer_state_offload=True in the DDP", {}, CORES),
-    ("optimizer_offload_fraction=0.5: .* use 1.0", OFFLOAD,
+    ("optimizer_offload_fraction=0.5: .* Use 1.0", OFFLOAD,
      {**CORES, "optimizer_offload_fraction": 0.5}),
     ("optimizer='sgd' with chunked_optimizer_state_offload", OFFLOAD, {"optimizer": "sgd"}),
 )  # fmt: skip

@@ -484,7 +484,7 @@ def test_budgets_take_what_estimate_says(capsys):
         assert points["second: at rest"] == report["between_steps"]
         assert 0 < report["kept"]["gradients"] < report["kept"]["weights"] == 7
     said = measured[0][1]
-    assert "whole over" not in said[0]
+    assert "unsharded over a step" not in said[0]
     for text, gib in zip(said[1:], (WEIGHTS_GIB, SOME_GIB, ALL_GIB), strict=True):
         kept = estimated(0, gib, capsys)["strategies"][ZERO_3]["kept"]
         expected = f"weights of {kept['weights']} and gradients of {kept['gradients']} of 7 units"

@@ -76,7 +76,7 @@ def test_cores_offload_of_the_optimizer_becomes_ours(capsys: Any) -> None:
     assert "optimizer.optimizer_cpu_offload" in capsys.readouterr().out
     part = recipe()
     part.optimizer.optimizer_cpu_offload, part.optimizer.optimizer_offload_fraction = True, 0.0
-    with pytest.raises(ValueError, match="optimizer_offload_fraction=0.0: .* use 1.0"):
+    with pytest.raises(ValueError, match="optimizer_offload_fraction=0.0: .* Use 1.0"):
         apply_fsdp_overrides(part, environment={})
 
 
@@ -162,7 +162,7 @@ def test_adapters_may_start_from_a_folder_of_any_format(tmp_path: Path, file: st
     changed = {"checkpoint__pretrained_checkpoint": str(tmp_path)}
     apply_fsdp_overrides(recipe(peft="lora", **changed), environment={})
     if path.name == "metadata.json":
-        with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint=.*convert it"):
+        with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint=.*Convert it"):
             apply_fsdp_overrides(recipe(**changed), environment={})
 
 
