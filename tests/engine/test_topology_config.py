@@ -323,7 +323,7 @@ def test_our_config_has_main_s_fields_with_main_s_defaults():
     assert ours >= {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
     plain = good(data_parallel_sharding_strategy="no_shard")
     assert engine_config(config) == engine_config(plain)
-    with pytest.raises(ValueError, match="bucket_size=5 and num_buckets=2 exclude"):
+    with pytest.raises(ValueError, match="bucket_size=5 and num_buckets=2 are mutually exclusive"):
         OurConfig(bucket_size=5, num_buckets=2)
 
 
