@@ -65,7 +65,7 @@ def _kernel(device: torch.device) -> SumRows | None:
 @dataclass(frozen=True)
 class SumsOfReceived:
     """A handle that adds up what the ranks sent, one row each, when it is waited for. `works` are
-    those of the exchange: none where the current stream orders it, or there was none."""
+    those of the exchange: none where the current stream orders it."""
 
     works: Sequence[Any]
     received: torch.Tensor
@@ -86,17 +86,16 @@ def reduce_scatter(
     sum_rows: SumRows = sum_rows,
 ) -> list[Any]:
     """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is (output of
-    n elements, input of n * size elements) that do not overlap. accumulate: the outputs have
-    values, to which is added. receive: memory for what comes in place of an input.
+    n elements, input of n * size elements); the output may be this rank's slice of the input.
+    accumulate: the outputs have values, to which is added. receive: memory for what comes in place
+    of an input.
 
     One launch each: all-to-alls do not coalesce.
     """
     works = []
     for output, source in pairs:
-        received, exchange = source, list[Any]()
-        if communicator.size > 1:
-            received = receive(source)
-            exchange = communicator.all_to_all(received, source)
+        received = receive(source)
+        exchange = communicator.all_to_all(received, source)
         rows = received.view(communicator.size, -1)
         sums = SumsOfReceived(exchange, rows, output, scale, accumulate, sum_rows)
         if exchange:
