@@ -194,7 +194,7 @@ def _wrap(device: torch.device, **options: Any) -> FullyShardedDataParallel:
 def test_offload_inside_of_layers_needs_transformer_engine(one_rank: torch.device) -> None:
     with (
         mock.patch.object(extension, "cpu_offload", None),
-        pytest.raises(ValueError, match="fine_grained_activation_offloading=True: core offloads"),
+        pytest.raises(ValueError, match="fine_grained_activation_offloading=True: core needs"),
     ):
         _wrap(one_rank, fine_grained_activation_offloading=True, offload_modules=["attn_norm"])
     with mock.patch.object(extension, "cpu_offload", SimpleNamespace()):
