@@ -79,7 +79,7 @@ def test_nothing_is_gathered_outside_of_a_graph_that_gathers_itself(
     trainer.wrapper.start_param_sync()
     units = [unit for unit in trainer.wrapper.engine.units if unit.groups]
     assert {unit.phase for unit in units} == {Phase.SHARDED}
-    assert all(unit.outdated for unit in units)
+    assert all(unit.stale for unit in units)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -156,5 +156,5 @@ def test_its_gradients_and_weights_are_in_float32(one_rank: torch.device) -> Non
     wrapper = build_trainer(CASE, "optim", one_rank).wrapper
     options = optimizer_config(CASE, optimizer="sgd")
     options.use_precision_aware_optimizer = True
-    with pytest.raises(ValueError, match=r"optimizer='sgd': with use_precision_aware.*float32"):
+    with pytest.raises(ValueError, match="use_precision_aware_optimizer=True supports only"):
         get_megatron_optimizer(options, [wrapper], use_gloo_process_groups=False)

@@ -130,7 +130,7 @@ MODEL = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_len
          "tensor_model_parallel_size=4 x pipeline_model_parallel_size=8: 32 does not divide 16"),
         ({"global_batch_size": 36}, "global_batch_size=36: no multiple of micro_batch_size=2 x 16"),
         ({"global_batch_size": 64}, None),
-        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0: it is a whole number"),
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0: not an integer above 0"),
         ({"num_distributed_optimizer_instances": 3}, "num_distributed_optimizer_instances=3: does"),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size=2: the model has no"),
         ({"num_experts": 6, "expert_model_parallel_size": 4}, "expert_model_parallel_size=4: does"),

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_fsdp_adapter.cli import prove
 from megatron_fsdp_adapter.cli.estimate import NO_SLOTS, bytes_held, main, most_layers, plan_model
+from megatron_fsdp_adapter.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import (
     GroupLayout,
@@ -50,6 +51,7 @@ from megatron_fsdp_adapter.models.spec import ModelSpec, default_ffn_hidden_size
 from megatron_fsdp_adapter.planning.planned import PlannedModel, PlannedUnit
 
 GIB = 2**30
+ALL_SLOTS = {"weight_slots": True, "bucket_slots": True, "reduce_scatter": FIXED_ALL_TO_ALL_SUM}
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
 GPT2 = {**SMALL, "max_position_embeddings": 64}
 LLAMA = {
@@ -249,9 +251,9 @@ def test_the_fullest_rank_is_that_of_all_units() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("gib", [0.001, 1.0, 40.0])
-@pytest.mark.parametrize("slots", (NO_SLOTS, dict.fromkeys(NO_SLOTS, True)))
+@pytest.mark.parametrize("slots", (NO_SLOTS, ALL_SLOTS), ids=("none", "all"))
 def test_most_layers_is_the_last_number_that_fits(
-    strategy: str, gib: float, slots: dict[str, bool]
+    strategy: str, gib: float, slots: dict[str, Any]
 ) -> None:
     spec = ModelSpec(**{**LLAMA, "hidden_size": 1024, "num_attention_heads": 8})
     row, limit = STRATEGIES[strategy], int(gib * GIB)

@@ -87,7 +87,7 @@ def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
 @pytest.mark.parametrize(
     ("placements", "said"),
     (
-        ({"vision": "somewhere"}, "use one of ['shard', 'leave']"),
+        ({"vision": "somewhere"}, "Use one of ['shard', 'leave']"),
         ({"projector": "replicate"}, "Leave the pattern out: a small module is sharded"),
         ({"visoin": "leave"}, "no module with parameters has such a name"),
         ({"text": "leave"}, "is ignored but trainable"),

@@ -71,7 +71,7 @@ ELSEWHERE = [
 """Places that no scenario comes to, or whose order concerns no memory."""
 NEEDLESS = [
     ("deferred_updates", "order_compute", "finish_updates"),  # the host has waited already
-    ("gather", "_drop", "_mark_stale"),  # `invalidate` orders all gathers behind it
+    ("gather", "_drop", "_mark_unit_stale"),  # `mark_stale` orders all gathers behind it
     ("reduce", "finish", "abandon"), ("reduce", "finish", "zero_grads"),  # as does the next filling
     ("deferred_updates", "begin_backward"),  # its event is hardly newer than the one before it
 ]  # fmt: skip
