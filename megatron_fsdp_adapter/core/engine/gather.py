@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -69,10 +70,8 @@ class GatherPipeline:
         self._holders: dict[int, Unit] = {}
         self._held: Counter[int] = Counter()
         self._unordered = False  # gathers, before which the compute stream may write what they read
-        self._planned = [
-            self.plan(unit.groups, attrgetter("outer_pairs"), attrgetter("gather_pairs"))
-            for unit in units
-        ]
+        pairs = attrgetter("outer_pairs"), attrgetter("gather_pairs")
+        self._planned = [self.plan(unit.groups, *pairs) for unit in units]
 
     def unshard(self, unit: Unit) -> None:
         """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
@@ -160,8 +159,8 @@ class GatherPipeline:
         self.runtime.submit(
             GATHER,
             lambda: self._fill_own(unit, stale),
-            *self.tasks(outer if stale else ()),
-            *self.tasks(inner),
+            *([partial(self._launch_each, outer)] if stale and outer else ()),
+            *([partial(self._launch_each, inner)] if inner else ()),
         )
         unit.stale, unit.gathered = False, self.runtime.record(GATHER)
         self._unordered = True
@@ -191,7 +190,7 @@ class GatherPipeline:
 
     def tasks(self, planned: Sequence[DomainGather]) -> list[Callable[[], list[Any]]]:
         """What launches them, for a stream; nothing where there are none."""
-        return [lambda: self._launch_each(planned)] if planned else []
+        return [partial(self._launch_each, planned)] if planned else []
 
     def _launch_each(self, planned: Sequence[DomainGather]) -> list[Any]:
         works = []

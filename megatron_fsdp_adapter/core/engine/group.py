@@ -82,6 +82,13 @@ class ParamGroup:
         params: unsharded parameters, in layout order; `managed[i]` tells their names and places.
         idle: whether the user has frozen all of them, for all forwards in flight: their backward
             collects and reduces nothing.
+        keeps_weights, keeps_grads: whether compute weights stay while the unit does not compute;
+            whether backward adds to the main gradients, which are reduced once a step.
+        shards_main, splits_outer: whether this rank has a shard of the main weights, over the shard
+            axis, and of that a shard over the outer axis.
+        main_dtype, main_is_weight, main_on_host: of the main weights; whether they are a slice of
+            the kept compute weights; whether they are in host memory: not where they are the
+            compute weights, nor where quantized weights are made of them on the device.
         full, inner, held: the shards of the layout that everything is, that this rank has after a
             reduction over the shard axis, and that its optimizer updates. All views of the group's
             buffers are looked up by them (`ShardedBuffer.segments`, `items`).
@@ -96,7 +103,8 @@ class ParamGroup:
             device_main: of the two the buffer that the optimizer updates.
         own_current: whether `held_weights` equal the main weights in host memory.
         is_read: whether an update may still read the gradients of a step that has returned.
-        grad: the main gradients; `inner` of them is valid between reduction and zeroing.
+        grad: the main gradients, valid between reduction and zeroing: grad_segments, what a
+            reduction over the shard axis writes, and held_grads, what the optimizer reads.
         bucket: what is communicated; `inner` of it is where a reduction that does not end in the
             main gradients leaves what comes out. collected: what backward's gradients are written
             to, `bucket` or `grad`; bucket_gaps: what lies between them; direct: those gradients
@@ -126,6 +134,7 @@ class ParamGroup:
                 f"whole={config.whole}: {key.domain!r} is sharded over {domain.axis.size} ranks; "
                 "name domains of one rank only"
             )
+        self._decide()
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
         self.is_read = self._release_waits = False
@@ -148,39 +157,18 @@ class ParamGroup:
         if self.splits_outer:
             self.held = ShardSpec(layout.with_shards(size * self.domain.outer_size), rank)
 
-    @property
-    def keeps_grads(self) -> bool:
-        """Whether backward adds to the main gradients, which are reduced once a step."""
-        return not self.config.strategy.shard_grads
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether compute weights stay while the unit does not compute."""
-        return not self.config.strategy.shard_weights
-
-    @property
-    def shards_main(self) -> bool:
-        """Whether this rank has a shard of the main weights, over the shard axis."""
-        return self.config.strategy.shard_main
-
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """Frozen parameters have no optimizer, so their main weights stay in their own dtype."""
-        chosen = self.config.policy.main_params_dtype
-        return self.key.own_dtype if chosen is None or not self.key.requires_grad else chosen
-
-    @property
-    def main_is_weight(self) -> bool:
-        """Whether the main weights are a slice of the kept compute weights."""
-        same = self.main_dtype == self.key.dtype and self.key.quantized is None
-        return same and self.keeps_weights
-
-    @property
-    def main_on_host(self) -> bool:
-        """Not where they are the compute weights, or those in another dtype of the same size; nor
-        where quantized weights are made of them, all at once, on the device."""
-        trained = self.config.offload and self.key.requires_grad
-        return trained and self.key.quantized is None and self.main_dtype != self.key.dtype
+    def _decide(self) -> None:
+        """What follows from the strategy, dtypes and domain."""
+        strategy, key, policy = self.config.strategy, self.key, self.config.policy
+        self.keeps_grads, self.keeps_weights = not strategy.shard_grads, not strategy.shard_weights
+        self.shards_main = strategy.shard_main
+        # Frozen parameters have no optimizer: their main weights stay in their own dtype.
+        chosen = policy.main_params_dtype if key.requires_grad else None
+        self.main_dtype = chosen or key.own_dtype
+        casts = self.main_dtype != key.dtype
+        self.main_is_weight = not casts and key.quantized is None and self.keeps_weights
+        trained = self.config.offload and key.requires_grad
+        self.main_on_host = trained and key.quantized is None and casts
 
     def offloaded(self, dtype: torch.dtype) -> OffloadedBuffer:
         """Host memory for an element of each that main weights have, with its device buffer."""
@@ -243,6 +231,7 @@ class ParamGroup:
         else:
             self.main = self._buffer(self.held, self.main_dtype)
         self.device_main = self.main if self.staged is None else self.staged.device_buffer
+        self._main_segments = self.main.segments(self.held)
         if not self.main_is_weight and self.held_weights:
             copy_each(self.main.segments(self.held), self.held_weights)
         for index, param in enumerate(self.params):
@@ -261,23 +250,12 @@ class ParamGroup:
         self.collected = self.bucket if sharded else self.grad
         writers = [entry.writer for entry in self.managed]
         self.direct = FusedWgrad(self.params, writers, self.collected.params, self.name)
+        self.has_transient_bucket = self.bucket is not self.grad
+        self.grad_segments = self.grad.segments(self.inner)
+        self.held_grads = self.grad.segments(self.held)
         self.bucket_gaps = self.collected.views(self.layout.gaps())
         self._collect = Copies(self.collected.params)
         self._release_grads()
-
-    @property
-    def grad_segments(self) -> list[torch.Tensor]:
-        """What a reduction over the shard axis writes of the main gradients."""
-        return self.grad.segments(self.inner)
-
-    @property
-    def held_grads(self) -> list[torch.Tensor]:
-        """What the optimizer reads of the main gradients."""
-        return self.grad.segments(self.held)
-
-    @property
-    def has_transient_bucket(self) -> bool:
-        return self.bucket is not self.grad
 
     def fill_bucket(self) -> None:
         """Makes ready what is communicated: a copy, where gradients are kept in another dtype."""
@@ -314,7 +292,7 @@ class ParamGroup:
         if self.main_is_weight or not self.held_weights:
             return
         if self.staged is None or not self.own_current:
-            self._write_held(self.main.segments(self.held))
+            self._write_held(self._main_segments)
         self.own_current = True
 
     def write_own_from_device(self) -> None:

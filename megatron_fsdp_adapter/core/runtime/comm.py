@@ -79,12 +79,12 @@ class Communicator:
         """Launches the collective of that name with each pair; returns the handles of those that
         are still running. The methods below all come here, so that what names, times or pretends
         collectives has one method to take the place of."""
-        run = functools.partial(COLLECTIVES[name], group=self.group, **options)
         if self.size == 1:
             for output, source in pairs:
                 if output.data_ptr() != source.data_ptr():
                     output.copy_(source)
             return []
+        run = functools.partial(COLLECTIVES[name], group=self.group, **options)
         if not self.stream_ordered:
             return [run(pair, async_op=True) for pair in pairs]
         if len(pairs) > 1:
