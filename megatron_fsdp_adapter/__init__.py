@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .optim.memory import release_memory, return_memory
     from .plain.fsdp2 import fully_shard
     from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
+    from .plain.megatron_fsdp_package import use_as_megatron_fsdp
     from .plain.torch_fsdp import leave_fsdp2, use_as_fsdp2
     from .sharding.distributed_index import FSDPDistributedIndex
     from .sharding.export import export_shards, export_weights
@@ -43,8 +44,9 @@ _HOMES = {
     "leave_fsdp2": "plain.torch_fsdp",
     "release_memory": "optim.memory",
     "return_memory": "optim.memory",
-    "use_as_fsdp2": "plain.torch_fsdp",
     "uninstall": "launch.installation",
+    "use_as_fsdp2": "plain.torch_fsdp",
+    "use_as_megatron_fsdp": "plain.megatron_fsdp_package",
 }
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "return_memory",
     "uninstall",
     "use_as_fsdp2",
+    "use_as_megatron_fsdp",
 ]
 
 

@@ -3,6 +3,7 @@ that is made without a step."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,14 @@ COUNT = "step"
 
 def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
     """torch's own initialization of a group's state, which it runs at the start of a step. It
-    skips parameters without a gradient, so each one stands in as its own for the moment."""
+    skips parameters without a gradient, so each one stands in as its own for the moment. What it
+    found goes into lists, of which each class wants its own number."""
+    found = [[] for _ in inspect.signature(optimizer._init_group).parameters][1:]  # type: ignore[var-annotated]
     before = [local.grad for local in group["params"]]
     for local in group["params"]:
         local.grad = local.detach()
     try:
-        optimizer._init_group(group, [], [], [], [], [], [])
+        optimizer._init_group(group, *found)
     finally:
         for local, grad in zip(group["params"], before, strict=True):
             local.grad = grad

@@ -16,7 +16,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.runtime.comm import REDUCE_SCATTER
-from ..core.topology import DENSE
+from ..core.topology import DENSE, ShardDomain
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
 from ..optim.local_shards import INNER, LocalShards, UpdateRule
@@ -196,13 +196,15 @@ def _index_over(
     )
 
 
-def _engine(
+def engine_for(
     module: nn.Module,
     named: Sequence[type[nn.Module] | str] | None,
-    index: FSDPDistributedIndex,
+    domains: Mapping[str, ShardDomain],
     config: EngineConfig,
     check: GradCheck | None,
 ) -> UserLoopEngine:
+    """The engine that shards `module`, whose problems `raise_model_problems` has raised before.
+    Collective."""
     units = _chosen_units(module, named)
     plans = partition(
         module,
@@ -213,8 +215,8 @@ def _engine(
         compute_dtype=config.policy.compute_dtype,
     )
     engine = build_engine(
-        UserLoopEngine, "fully_shard_model", module, plans, dict(index.domains),
-        with_single_rank_domains(config, index.domains),
+        UserLoopEngine, "fully_shard_model", module, plans, dict(domains),
+        with_single_rank_domains(config, domains),
         target_device(module, None), own_initializer, grad_check=check,
         quantized=TransformerEngineParams(),
     )
@@ -268,10 +270,12 @@ def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEng
     print(f"fully_shard_model: {said}", flush=True)
 
 
-def _raise_problems(
+def raise_model_problems(
     module: nn.Module, classes: Sequence[type[nn.Module] | str] | None, main: torch.dtype | None,
     on_meta: bool,
 ) -> None:
+    """ValueError with all that is wrong with `module`, its unit classes, the dtype of main weights,
+    and what is on the meta device."""
     found = module_problems(module, classes, None, main)
     found += meta_problems(module, on_meta, own_initializer)
     raise_problems("fully_shard_model", found)
@@ -301,7 +305,8 @@ def fully_shard_model(
         module: on its device, in the dtypes that it computes in, weights of Transformer Engine's
             layers also quantized (`fp8_model_init`). All ranks get the first one's weights. With
             `init_model_with_meta_device` it may be on the meta device: modules are then
-            initialized by their `reset_parameters`, in module order, one unit at a time.
+            initialized by their `reset_parameters` (or `_reset_parameters`), in module order, one
+            unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
             or, with `outer_dp_sharding_strategy="optim"`, split again.
@@ -321,7 +326,7 @@ def fully_shard_model(
     option with a wrong value.
     """
     main = mixed_precision_policy.main_params_dtype
-    _raise_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
+    raise_model_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
         policy=mixed_precision_policy,
@@ -334,7 +339,7 @@ def fully_shard_model(
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
     checks = check_for_nan_in_grad or report_nan_in_param_grad
     check = GradCheck(report_nan_in_param_grad) if checks else None
-    engine = _engine(module, fsdp_unit_modules, index, config, check)
+    engine = engine_for(module, fsdp_unit_modules, index.domains, config, check)
     engine.auto_sync = sync_model_each_microbatch
     return FullyShardedModel(module, engine)
 

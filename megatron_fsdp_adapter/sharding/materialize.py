@@ -30,10 +30,11 @@ OPTION = "init_model_with_meta_device"
 
 
 def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer | None:
-    """`reset_parameters`, torch's name for it, where the module has one."""
-    if not callable(getattr(module, "reset_parameters", None)):
-        return None
-    return lambda child, _: child.reset_parameters()  # type: ignore[operator]
+    """`reset_parameters`, torch's name for it, or the `_reset_parameters` of its attention, where
+    the module has one."""
+    names = ("reset_parameters", "_reset_parameters")
+    name = next((name for name in names if callable(getattr(module, name, None))), None)
+    return None if name is None else lambda child, _: getattr(child, name)()
 
 
 def values_come_later(module: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:

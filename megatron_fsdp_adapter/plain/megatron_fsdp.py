@@ -1,0 +1,473 @@
+"""The functions and classes of the package `megatron_fsdp` (0.6.1), on the engine of
+`fully_shard_model`.
+
+    mesh = init_device_mesh("cuda", (world, 1), mesh_dim_names=("dp", "tp"))
+    model, optimizer = fully_shard(
+        model, optimizer, mesh, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[Block]
+    )
+
+`use_as_megatron_fsdp` makes `import megatron_fsdp` give them. Arguments that have no effect are
+`HINTS`; those that cannot be followed are refused where they are given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..core.config import OUTER_STRATEGIES, STRATEGIES, EngineConfig, strategy_named
+from ..core.config import MixedPrecisionPolicy as Policy
+from ..core.runtime.rank_warnings import warn
+from ..core.topology import DENSE
+from ..diagnostics.grad_check import GradCheck
+from ..optim.state_init import is_torch_optimizer
+from ..optim.step import initialize_state
+from ..sharding.distributed_index import FSDPDistributedIndex as Index
+from ..sharding.materialize import target_device
+from ..sharding.problems import raise_problems
+from ..sharding.unit_classes import OPTION as UNITS
+from ..sharding.unit_classes import classes_of, unit_problems
+from . import fully_shard as plain
+
+SUBJECT = "megatron_fsdp"
+Units = Sequence[type[nn.Module] | str] | None
+
+HINTS = (
+    "hybrid_fsdp_expt_group", "expt_fsdp_group_ag", "preproc_state_dict_for_dcp_ckpt",
+    "average_in_collective", "disable_bucketing", "nccl_ub", "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail", "disable_symmetric_registration",
+    "enable_fine_grained_param_gather", "use_decoupled_grad", "maxpool_double_buffer",
+)  # fmt: skip
+"""Arguments of `fully_shard_model` that change nothing: state dicts are ready for torch DCP anyway,
+gradients are under both names, and gathers and reductions are the engine's."""
+
+
+ShardingStrategy = IntEnum("ShardingStrategy", [*map(str.upper, STRATEGIES)], start=0)  # type: ignore[misc]
+"""The numbers of strategies."""
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a sharded model.
+
+    main_params_dtype: of the weights that the optimizer updates; None for each parameter's own.
+    main_grads_dtype: in which gradients accumulate; None for the parameters' own, or float32 where
+        these are not all of one dtype.
+    grad_comm_dtype: on the wire; None for the main gradients'.
+    compute_dtype: in which modules compute; None for the parameters' own. `megatron_fsdp` has none.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+
+
+def _policy(given: Any, module: nn.Module) -> Policy:
+    dtypes = {param.dtype for param in module.parameters() if param.requires_grad}
+    own = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+    return Policy(**{**vars(given), "main_grads_dtype": given.main_grads_dtype or own})
+
+
+def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup:
+    """Of the dim `name` of `mesh`, which may be a flattened one."""
+    try:
+        return mesh[name].get_group()  # type: ignore[index]
+    except (KeyError, TypeError, RuntimeError):
+        raise ValueError(
+            f"{option}={name!r}: the mesh has no such dim, it has {mesh.mesh_dim_names}; name one "
+            "of them, or a dim that they were flattened to"
+        ) from None
+
+
+class FSDPDistributedIndex(Index):
+    """The groups behind named dims of a mesh. hybrid_fsdp_group: both data-parallel dims together,
+    which `get_dp_group` gives; nothing else needs it.
+
+    Raises:
+        ValueError: a dim that the mesh has not, or a mesh of experts.
+    """
+
+    def __init__(
+        self, device_mesh: DeviceMesh, dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None, tp_dim: str | None = None,
+        hybrid_fsdp_group: dist.ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False, expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        _refuse("expt_device_mesh", expt_device_mesh, OF_EXPERTS)
+        if dp_outer_dim is None and hybrid_fsdp_group is not None:
+            raise ValueError(
+                "hybrid_fsdp_group: dp_outer_dim is None, so that there is one data-parallel dim; "
+                "name the other one too, or leave the group out"
+            )
+        if tp_dim is not None:
+            _group(device_mesh, "tp_dim", tp_dim)
+        shard = _group(device_mesh, "dp_shard_dim", dp_shard_dim)
+        outer = None if dp_outer_dim is None else _group(device_mesh, "dp_outer_dim", dp_outer_dim)
+        super().__init__(
+            shard, device_type=device_mesh.device_type, grad_scale=1.0,
+            fsdp_group_ag=fsdp_group_ag, outer_fsdp_group=outer, dp_group=hybrid_fsdp_group,
+            hsdp_outer_dp_shard=hsdp_outer_dp_shard and outer is not None,
+        )  # fmt: skip
+        self._mesh = device_mesh
+        self.dp_shard_dim, self.dp_outer_dim = dp_shard_dim, dp_outer_dim  # type: ignore[assignment]
+        self.tp_dim = tp_dim  # type: ignore[assignment]
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The mesh that was given."""
+        return self._mesh
+
+    def get_submesh(self, mesh_dim_names: Any, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The part of it over the named dims."""
+        return self._mesh[mesh_dim_names]
+
+
+OF_EXPERTS = (
+    "experts are not sharded over ranks of their own; leave it out, or use Megatron's wrapper, "
+    "FullyShardedDataParallel"
+)
+
+
+def _refuse(option: str, value: Any, why: str) -> None:
+    if value is not None and value is not False:
+        raise ValueError(f"{option}={value}: {why}")
+
+
+def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
+    """Of `named` those that are classes of modules below `module`; warns of the others. ValueError
+    for what is no class."""
+    if isinstance(named, str | type):
+        raise_problems(SUBJECT, unit_problems(module, named))
+    unknown = [one for one in named or () if not classes_of(module, [one])]
+    raise_problems(SUBJECT, unit_problems(module, unknown))
+    below = list(module.modules())[1:]
+    kinds = [(one, classes_of(module, [one])) for one in named or ()]
+    found = [one for one, kind in kinds if any(isinstance(child, kind) for child in below)]
+    left = [one for one in named or () if one not in found]
+    if left:
+        warn(
+            f"{UNITS}={left}: no module below {type(module).__name__} is one of these; they are "
+            "left out"
+        )
+    return found
+
+
+def _config(given: Any, policy: Policy, index: Index) -> EngineConfig:
+    return EngineConfig(
+        strategy=strategy_named(given.data_parallel_sharding_strategy),
+        policy=policy,
+        overlap_grad_reduce=given.overlap_grad_reduce,
+        overlap_param_gather=given.overlap_param_gather,
+        shard_outer=index.hsdp_outer_dp_shard,
+        keep_derived=given.keep_fp8_transpose_cache,
+    )
+
+
+def _ddp_config(**given: Any) -> SimpleNamespace:
+    """What is read of a `DistributedDataParallelConfig`."""
+    return SimpleNamespace(**{
+        "data_parallel_sharding_strategy": "optim_grads_params", "overlap_grad_reduce": True,
+        "outer_dp_sharding_strategy": "no_shard", "overlap_param_gather": True,
+        "keep_fp8_transpose_cache": False, "megatron_fsdp_cuda_graph_mode": False, **given,
+    })  # fmt: skip
+
+
+class MegatronFSDP(plain.FullyShardedModel):
+    """A sharded module. Arguments are those of `fully_shard_model`, but for what `dist_index` and
+    `ddp_config` hold; those after `report_nan_in_param_grad` have no effect.
+
+    Methods that Megatron's loop calls around a pass do nothing where the engine does it by itself.
+    microbatch_count: without effect.
+    """
+
+    def __init__(
+        self, module: nn.Module, dist_index: FSDPDistributedIndex, ddp_config: Any = None,
+        mixed_precision_policy: Any = MixedPrecisionPolicy(),
+        fsdp_unit_modules: Units = None, disable_bucketing: bool = False,
+        device: torch.device | None = None, calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False, sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False, report_nan_in_param_grad: bool = False,
+        nccl_ub: bool = False, fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: Any = None,
+    ) -> None:  # fmt: skip
+        given = ddp_config or _ddp_config(keep_fp8_transpose_cache=keep_fp8_transpose_cache)
+        _refuse("cuda_graph_mode", getattr(given, "megatron_fsdp_cuda_graph_mode", False), (
+            "a step of this model cannot be captured in one graph; leave it False"
+        ))  # fmt: skip
+        if any(getattr(param, "allreduce", True) is False for param in module.parameters()):
+            raise ValueError(f"module={type(module).__name__}: it has experts; " + OF_EXPERTS)
+        policy = _policy(mixed_precision_policy, module)
+        named = _units(module, fsdp_unit_modules)
+        plain.raise_model_problems(
+            module, named, policy.main_params_dtype, init_model_with_meta_device
+        )
+        if device is not None and not init_model_with_meta_device:
+            module.to(device)
+        domain = dist_index.domain(DENSE)
+        ranks = domain.axis.size * domain.outer_size
+        scale = 1.0 if calculate_per_token_loss else 1.0 / ranks
+        engine = plain.engine_for(
+            module, named, {DENSE: replace(domain, grad_scale=scale)},
+            _config(given, policy, dist_index),
+            GradCheck(True) if report_nan_in_param_grad else None,
+        )  # fmt: skip
+        super().__init__(module, engine)
+        self.dist_index, self.ddp_config, self.mp_policy = dist_index, given, mixed_precision_policy
+        self.data_parallel_sharding_strategy = given.data_parallel_sharding_strategy
+        self.microbatch_count = 0
+        self.set_model_auto_sync(sync_model_each_microbatch)
+        for param in self.parameters():
+            param._megatron_fsdp_model = self  # type: ignore[attr-defined]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on gathered weights; without torch.compile, which warns."""
+        if torch.compiler.is_compiling():
+            return self._not_compiled(*args, **kwargs)
+        return self.module(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _not_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        warn(
+            "torch.compile of a MegatronFSDP: it runs as it is, since a graph does not see weights "
+            "come and go; compile layers of the model"
+        )
+        return self.module(*args, **kwargs)
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether each backward ends a step."""
+        return self.engine.auto_sync
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Whether each of the next backwards ends a step. If not, the optimizer's step does, or
+        `finish_grad_sync`: until then gradients are summed, and `.grad` is None."""
+        self.engine.auto_sync = self.engine.is_last_microbatch = sync_model
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the next backward is the last before a step."""
+        return self.engine.is_last_microbatch is not False
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self.engine.is_last_microbatch = value
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Completes this step's reductions and attaches `.grad`."""
+        self.engine.finish_grads()
+
+    attach_grad_to_optimizer_state = finish_grad_sync
+
+    def zero_grad_buffer(self) -> None:
+        """Forgets all gradients."""
+        self.engine.zero_grads()
+
+    def install_optimized_model_weights(self) -> None:
+        """The next forward reads the weights as they are now."""
+        self.engine.main_weights_changed()
+
+    @torch.no_grad()
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiplies all gradients by `scaling_factor`, after `finish_grad_sync`."""
+        self.engine.finish_grads()
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad._local_tensor.mul_(scaling_factor)  # type: ignore[attr-defined]
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """The groups."""
+        return self.dist_index
+
+    @contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: Any) -> Iterator[None]:
+        """Does nothing: dtypes are those that the model was sharded with."""
+        yield
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        self.engine.show_between_passes()
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        self.engine.to_unsharded()
+
+    def _does_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """What the engine does by itself when it is due."""
+
+    start_param_sync = start_grad_sync = synchronize_param_gather = _does_nothing
+    synchronize_gradient_reduce = broadcast_params = reset_mixed_precision_policy = _does_nothing
+
+
+def _strategy(option: str, value: str | int, names: Sequence[str]) -> str:
+    """The name of a strategy that is given by name or number."""
+    if value in names:
+        return str(value)
+    if isinstance(value, int) and 0 <= value < len(names):
+        return names[value]
+    raise ValueError(f"{option}={value!r}: it is none of {[*enumerate(names)]}; use one of these")
+
+
+def fully_shard_model(
+    module: nn.Module, device_mesh: DeviceMesh | None = None, dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None, tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None, fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None, fsdp_unit_modules: Units = None,
+    zero_dp_strategy: str | int = 3, outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | None = None, init_model_with_meta_device: bool = False,
+    mixed_precision_policy: Any = MixedPrecisionPolicy(),
+    overlap_grad_reduce: bool = True, overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True, preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False, average_in_collective: bool = False,
+    disable_bucketing: bool = False, calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False, fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False, enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+) -> MegatronFSDP:  # fmt: skip
+    """Shards `module` over the ranks of `dp_shard_dim`, and returns what runs it. `HINTS` are the
+    arguments without effect.
+
+    Args:
+        device_mesh: of named dims; all ranks if there is none, whatever dims are named then.
+        dp_shard_dim, dp_outer_dim: its dims, flattened ones too, of the shards, and of replicas or,
+            with `outer_dp_sharding_strategy` 1, of shards of shards.
+        tp_dim: is looked up and not used: tensors are whole, or already cut on each of its ranks.
+        fsdp_unit_modules: classes or import paths of modules that are gathered one by one; those
+            that match no module below `module` are left out, with a warning.
+        calculate_per_token_loss: gradients are the sum over ranks, not the mean.
+
+    Raises:
+        ValueError: an argument that is wrong, or cannot be followed (`expt_device_mesh`,
+            `cuda_graph_mode`), or a module that cannot be sharded.
+    """
+    strategy = _strategy("zero_dp_strategy", zero_dp_strategy, list(STRATEGIES))
+    outer = _strategy(
+        "outer_dp_sharding_strategy", outer_dp_sharding_strategy, list(OUTER_STRATEGIES)
+    )
+    if device_mesh is None:
+        dp_outer_dim, tp_dim, hybrid_fsdp_group = None, None, None
+        dp_shard_dim, kind = dp_shard_dim or "fsdp", target_device(module, device).type
+        ranks = dist.get_world_size()
+        device_mesh = init_device_mesh(kind, (ranks,), mesh_dim_names=(dp_shard_dim,))
+    index = FSDPDistributedIndex(
+        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group,
+        hsdp_outer_dp_shard=OUTER_STRATEGIES[outer], expt_device_mesh=expt_device_mesh,
+        fsdp_group_ag=fsdp_group_ag,
+    )  # fmt: skip
+    config = _ddp_config(
+        data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer,
+        overlap_grad_reduce=overlap_grad_reduce, overlap_param_gather=overlap_param_gather,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+        megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
+    )  # fmt: skip
+    return MegatronFSDP(
+        module, index, config, mixed_precision_policy, fsdp_unit_modules, device=device,
+        calculate_per_token_loss=calculate_per_token_loss,
+        init_model_with_meta_device=init_model_with_meta_device,
+        sync_model_each_microbatch=sync_model_each_microbatch,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+    )  # fmt: skip
+
+
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
+) -> torch.optim.Optimizer:
+    """Makes `optimizer`, over the parameters of a `MegatronFSDP`, step on this rank's shards;
+    returns it. Its state is there from the start, so that `state_dict()` is what torch DCP loads
+    into; no weight and no step count changes by that. ValueError as from `fully_shard_optimizer`
+    of this package."""
+    plain.fully_shard_optimizer(optimizer)
+    optimizer.__class__ = _with_keywords(type(optimizer))  # type: ignore[arg-type]
+    fused = any(base.__name__ in ("FusedAdam", "FusedSGD") for base in type(optimizer).__mro__)
+    if fused or is_torch_optimizer(optimizer):
+        initialize_state(optimizer)
+    else:
+        warn(
+            f"optimizer={type(optimizer).__name__}: what it keeps is not known before its first "
+            "step, so that state_dict() is empty until then; take a step before torch DCP loads"
+        )
+    return optimizer
+
+
+@functools.cache
+def _with_keywords(base: Any) -> type:
+    """A subclass whose methods take the keywords of `megatron_fsdp`'s."""
+
+    @functools.wraps(base.step)
+    def step(
+        self: Any, *args: Any, sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Gradients are complete before, and weights new after it, with either value."""
+        return base.step(self, *args, **kwargs)
+
+    def zero_grad(self: Any, set_to_none: bool = True, zero_grad_buffer: bool = True) -> None:
+        """Forgets the gradients of this optimizer's parameters."""
+        if not zero_grad_buffer:
+            raise ValueError(
+                "zero_grad_buffer=False: gradients are in the buffer alone, and go with it; leave "
+                "it True, or do not call zero_grad between microbatches"
+            )
+        base.zero_grad(self, set_to_none)
+
+    return type(base.__name__, (base,), {"step": step, "zero_grad": zero_grad})
+
+
+def fully_shard(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **options: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """What `fully_shard_model`, whose arguments follow, makes of `module`, and `optimizer`, which
+    was made with the parameters of `module` and has taken no step, over the sharded ones. Its
+    groups stay what they are.
+
+    Raises:
+        ValueError: parameters that are not of `module`, or state of some; and as both do.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    given = [group["params"] for group in optimizer.param_groups]
+    groups = [[names.get(id(param)) for param in params] for params in given]
+    foreign = sum(group.count(None) for group in groups)
+    if foreign or optimizer.state:
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: {foreign} of its parameters are not of the "
+            f"module, and it has state of {len(optimizer.state)}; make it with parameters of the "
+            "module and shard it before it has any, or make it with those of what "
+            "fully_shard_model returns and use fully_shard_optimizer"
+        )
+    model = fully_shard_model(module, *args, **options)
+    params = dict(model.named_parameters())
+    for group, kept in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [params[f"module.{name}"] for name in kept]
+    return model, fully_shard_optimizer(optimizer)
+
+
+_own, _rest = (inspect.signature(one).parameters for one in (fully_shard, fully_shard_model))
+fully_shard.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*list(_own.values())[:2], *list(_rest.values())[1:]]
+)
+
+
+def find_megatron_fsdp(model: Any) -> MegatronFSDP | None:
+    """The `MegatronFSDP` that `model` is, or holds in its `module` at any depth; None without."""
+    while model is not None and not isinstance(model, MegatronFSDP):
+        model = getattr(model, "module", None)
+    return model
