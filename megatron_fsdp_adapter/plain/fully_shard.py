@@ -321,15 +321,14 @@ def fully_shard_model(
             are in host memory; a step brings both to the device, one unit after the other.
         sync_model_each_microbatch: `set_model_auto_sync`: backward ends with finished gradients.
 
-    The other options are those of Megatron's DDP config. ValueError: no trainable parameters, a
-    module that is sharded already or on several devices, a unit class that matches nothing, an
-    option with a wrong value.
+    The other options are Megatron's. ValueError: no trainable parameters, a module that is sharded
+    already or on several devices, a unit class that matches nothing, a wrong value.
     """
-    main = mixed_precision_policy.main_params_dtype
-    raise_model_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
+    policy, on_meta = mixed_precision_policy, init_model_with_meta_device
+    raise_model_problems(module, fsdp_unit_modules, policy.main_params_dtype, on_meta)
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
-        policy=mixed_precision_policy,
+        policy=policy,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),

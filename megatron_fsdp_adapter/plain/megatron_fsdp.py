@@ -343,8 +343,7 @@ def fully_shard_model(
     use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
     maxpool_double_buffer: bool = False,
 ) -> MegatronFSDP:  # fmt: skip
-    """Shards `module` over the ranks of `dp_shard_dim`, and returns what runs it. `HINTS` are the
-    arguments without effect.
+    """Shards `module` over the ranks of `dp_shard_dim`. `HINTS` are arguments without effect.
 
     Args:
         device_mesh: of named dims; all ranks if there is none, whatever dims are named then.
@@ -355,19 +354,17 @@ def fully_shard_model(
             that match no module below `module` are left out, with a warning.
         calculate_per_token_loss: gradients are the sum over ranks, not the mean.
 
-    Raises:
-        ValueError: an argument that is wrong, or cannot be followed (`expt_device_mesh`,
-            `cuda_graph_mode`), or a module that cannot be sharded.
+    ValueError: an argument that is wrong, or cannot be followed (`expt_device_mesh`,
+    `cuda_graph_mode`), or a module that cannot be sharded.
     """
     strategy = _strategy("zero_dp_strategy", zero_dp_strategy, list(STRATEGIES))
-    outer = _strategy(
-        "outer_dp_sharding_strategy", outer_dp_sharding_strategy, list(OUTER_STRATEGIES)
-    )
+    named = outer_dp_sharding_strategy
+    outer = _strategy("outer_dp_sharding_strategy", named, list(OUTER_STRATEGIES))
     if device_mesh is None:
         dp_outer_dim, tp_dim, hybrid_fsdp_group = None, None, None
         dp_shard_dim, kind = dp_shard_dim or "fsdp", target_device(module, device).type
-        ranks = dist.get_world_size()
-        device_mesh = init_device_mesh(kind, (ranks,), mesh_dim_names=(dp_shard_dim,))
+        world = (dist.get_world_size(),)
+        device_mesh = init_device_mesh(kind, world, mesh_dim_names=(dp_shard_dim,))
     index = FSDPDistributedIndex(
         device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group,
         hsdp_outer_dp_shard=OUTER_STRATEGIES[outer], expt_device_mesh=expt_device_mesh,

@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hybrid group": ("hybrid_fsdp_group", _on(hybrid_fsdp_group=object())),
     "experts": ("experts", _experts),
     "unit": ("Blok", _on(fsdp_unit_modules=["Blok"])),
-    "one unit": ("put it into a list", _on(fsdp_unit_modules=Block)),
+    "one unit": ("Put it into a list", _on(fsdp_unit_modules=Block)),
     "dtype": (
         "main_params_dtype",
         _on(mixed_precision_policy=door.MixedPrecisionPolicy(torch.float64)),
