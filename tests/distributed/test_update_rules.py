@@ -142,7 +142,7 @@ def _refuses_for_lion(wrapper: Any) -> None:
     ):  # fmt: skip
         options = optimizer_config(CASE, **LION)
         setattr(options, name, value)
-        with pytest.raises(ValueError, match=rf"optimizer='lion':? with {name}={value}"):
+        with pytest.raises(ValueError, match=rf"optimizer='lion'.*{name}={value}"):
             get_megatron_optimizer(options, [wrapper], use_gloo_process_groups=False)
 
 
