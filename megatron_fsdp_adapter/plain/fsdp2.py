@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -44,6 +43,7 @@ from .fsdp2_model import (
     refuse_optimizers_of_before,
     root_of,
 )
+from .mesh import data_parallel_groups
 
 
 class ShardedModule(FSDPModule):
@@ -264,7 +264,7 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     options = Options(
-        _groups(mesh, dp_mesh_dims), reshard_after_forward is not False, mp_policy,
+        data_parallel_groups(mesh, dp_mesh_dims), reshard_after_forward is not False, mp_policy,
         isinstance(offload_policy, CPUOffloadPolicy), frozenset(ignored_params or ()),
     )  # fmt: skip
     for one in modules:
@@ -301,34 +301,3 @@ def _check_call(module: nn.Module, placement_of: Callable[[nn.Parameter], Any] |
             "None"
         )
     raise_problems(SUBJECT, found)
-
-
-def _groups(
-    mesh: DeviceMesh | None, dims: Any
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The group of the shard axis, and that of the replicas."""
-    if mesh is None:
-        return dist.distributed_c10d._get_default_group(), None
-    if dims is not None:
-        axes = [_joined(mesh, names) for names in (dims.shard_names, dims.replicate_names)]
-        shard, outer = axes
-        if shard is None:
-            raise ValueError(
-                f"dp_mesh_dims={dims}: it names no dim for shards; name one, or use DDP"
-            )
-        return shard, outer
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    if mesh.ndim == 2 and mesh.size(1) == 1 and "shard" not in names[1]:
-        return mesh.get_group(0), None
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"mesh={mesh}: it has {mesh.ndim} dims; pass one (shards), two (replicas, shards), or "
-            "dp_mesh_dims"
-        )
-    return mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim == 2 else None
-
-
-def _joined(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
-    if not names:
-        return None
-    return (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten()).get_group()

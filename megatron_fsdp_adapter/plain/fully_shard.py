@@ -54,6 +54,7 @@ from ..sharding.sharded_module import (
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, repeated_layers
 from ..sharding.unsharded_budget import GIB
+from .mesh import data_parallel_groups
 from .user_loop import UserLoopEngine
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
@@ -154,28 +155,10 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         return describe(self.engine)
 
 
-def _groups_of(
-    mesh: DeviceMesh | dist.ProcessGroup | None,
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The shard group and the outer one."""
-    if mesh is None:
-        return dist.distributed_c10d._get_default_group(), None
-    if not isinstance(mesh, DeviceMesh):
-        return mesh, None
-    if mesh.ndim == 1:
-        return mesh.get_group(), None
-    if mesh.ndim == 2:
-        return mesh.get_group(1), mesh.get_group(0)
-    raise ValueError(
-        f"mesh={mesh}: unsupported number of dims, {mesh.ndim}. Pass one (the shard axis), two "
-        "(outer axis, shard axis), or a process group"
-    )
-
-
 def _index_over(
     mesh: DeviceMesh | dist.ProcessGroup | None, module: nn.Module, mean: bool, outer_name: str
 ) -> FSDPDistributedIndex:
-    shard, outer = _groups_of(mesh)
+    shard, outer = data_parallel_groups(mesh)
     ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
     if outer_name not in OUTER_STRATEGIES:
         raise ValueError(
@@ -309,7 +292,8 @@ def fully_shard_model(
             unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
-            or, with `outer_dp_sharding_strategy="optim"`, split again.
+            or, with `outer_dp_sharding_strategy="optim"`, split again. A model-parallel dim
+            ("tp", "pp", ...) of one rank is left out.
         fsdp_unit_modules: classes, their names or import paths, whose instances are gathered and
             reduced one by one, and which all ranks call alike; [] for the whole module at once. By
             default those in `_no_split_modules`, else the entries of the largest lists of layers.

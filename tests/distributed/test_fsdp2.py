@@ -31,8 +31,14 @@ from torch.distributed.fsdp import fully_shard as theirs
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter import fully_shard as ours
-from megatron_fsdp_adapter import fully_shard_optimizer, leave_fsdp2, use_as_fsdp2
+from megatron_fsdp_adapter import (
+    fully_shard_model,
+    fully_shard_optimizer,
+    leave_fsdp2,
+    use_as_fsdp2,
+)
 from megatron_fsdp_adapter.plain.fsdp2 import HINTS
+from megatron_fsdp_adapter.plain.mesh import data_parallel_groups
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net, net, tokens
 
@@ -178,6 +184,9 @@ MESHES: dict[str, Callable[[], dict[str, Any]]] = {
     "one tensor-parallel rank": lambda: {
         "mesh": init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     },
+    "no replicas, by name": lambda: {
+        "mesh": init_device_mesh("cpu", (4, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
+    },
     "dims of a larger mesh": lambda: {
         "mesh": init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("r", "s", "tp")),
         "dp_mesh_dims": DataParallelMeshDims(shard=("r", "s")),
@@ -194,6 +203,14 @@ def _meshes(rank: int, world: int) -> None:
         near(train(other, adam(other), rank), expected, name)
         held = sum(param._local_tensor.numel() for param in other.parameters())
         assert held < 0.7 * sum(param.numel() for param in other.parameters()), name
+    one_rank_of_two = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    for mesh, sizes in ((one_rank_of_two, (4, None)), (MESHES["replicas"]()["mesh"], (2, 2))):
+        groups = data_parallel_groups(mesh)
+        assert tuple(group and group.size() for group in groups) == sizes
+    for name, wrapped in (("fully_shard", ours), ("fully_shard_model", fully_shard_model)):
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(ValueError, match="its dim 'tp' has 2 ranks.*Pass the data-parallel"):
+            wrapped(model(), mesh=two), name
 
 
 def test_meshes_of_fsdp2() -> None:

@@ -1,0 +1,66 @@
+"""The groups that a user's device mesh names for sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+MODEL_PARALLEL = ("tp", "pp", "ep", "etp", "tensor", "pipeline", "expert")
+"""Names of dims whose ranks have different weights."""
+
+
+def data_parallel_groups(
+    mesh: DeviceMesh | dist.ProcessGroup | None, dims: Any = None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The groups of the shard axis and of the outer one, None without replicas.
+
+    mesh: the ranks to shard over: a process group; a mesh of one dim (shards); of two (replicas,
+        shards), or of one and a model-parallel dim of a single rank; None for all ranks.
+    dims: names of the mesh's dims for shards and replicas (torch's `DataParallelMeshDims`), for a
+        mesh that has others too.
+
+    Raises:
+        ValueError: `mesh` has more dims, or a dim of several model-parallel ranks.
+    """
+    if mesh is None:
+        return dist.distributed_c10d._get_default_group(), None
+    if not isinstance(mesh, DeviceMesh):
+        return mesh, None
+    if dims is not None:
+        shard, outer = (_joined(mesh, names) for names in (dims.shard_names, dims.replicate_names))
+        if shard is None:
+            raise ValueError(
+                f"dp_mesh_dims={dims}: it names no dim for shards; name one, or use DDP"
+            )
+        return shard, outer
+    axes = [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]
+    if not 1 <= len(axes) <= 2:
+        raise ValueError(
+            f"mesh={mesh}: unsupported number of dims for data parallelism, {len(axes)}. Pass one "
+            "(shards), two (replicas, shards), or a process group; fully_shard also takes "
+            "dp_mesh_dims"
+        )
+    return mesh.get_group(axes[-1]), mesh.get_group(axes[0]) if len(axes) == 2 else None
+
+
+def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
+    """Whether a dim is no axis of data parallelism: by its name, or as the last of two with a
+    single rank that is not named for shards, since replicas alone would shard nothing."""
+    name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[axis]
+    if name not in MODEL_PARALLEL:
+        return axis == 1 == mesh.ndim - 1 and mesh.size(axis) == 1 and "shard" not in name
+    if mesh.size(axis) > 1:
+        raise ValueError(
+            f"mesh={mesh}: its dim {name!r} has {mesh.size(axis)} ranks, whose weights differ, so "
+            "they cannot share shards. Pass the data-parallel dims, as mesh['dp']"
+        )
+    return True
+
+
+def _joined(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
+    if not names:
+        return None
+    return (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten()).get_group()
