@@ -17,7 +17,7 @@ def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
     """torch's own initialization of a group's state, which it runs at the start of a step. It
     skips parameters without a gradient, so each one stands in as its own for the moment. What it
     found goes into lists, of which each class wants its own number."""
-    found = [[] for _ in inspect.signature(optimizer._init_group).parameters][1:]  # type: ignore[var-annotated]
+    found: list[list[Any]] = [[] for _ in range(_lists_of(type(optimizer)))]
     before = [local.grad for local in group["params"]]
     for local in group["params"]:
         local.grad = local.detach()
@@ -26,6 +26,16 @@ def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
     finally:
         for local, grad in zip(group["params"], before, strict=True):
             local.grad = grad
+
+
+def _lists_of(kind: type) -> int:
+    """How many lists `_init_group` fills: a subclass may take them as `*args` and pass them on."""
+    for one in kind.__mro__:
+        if "_init_group" in vars(one):
+            wanted = inspect.signature(vars(one)["_init_group"]).parameters.values()
+            if not any(each.kind is each.VAR_POSITIONAL for each in wanted):
+                return len(wanted) - len(("self", "group"))
+    raise AssertionError(f"{kind} has no _init_group that names its arguments")
 
 
 def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:

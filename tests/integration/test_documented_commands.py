@@ -251,6 +251,10 @@ def test_a_documented_command_works(
         raise error
 
 
+IN_PLACE_OF = {"megatron_fsdp": "megatron_fsdp_adapter.plain.megatron_fsdp"}
+"""A package that need not be installed, and the module with its names."""
+
+
 def resolve_imports(tree: ast.AST, absent: tuple[str, ...] = ()) -> None:
     """Imports what a piece of code imports, but of packages that are `absent`."""
     for node in ast.walk(tree):
@@ -258,7 +262,7 @@ def resolve_imports(tree: ast.AST, absent: tuple[str, ...] = ()) -> None:
             for alias in node.names:
                 importlib.import_module(alias.name)
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(absent):
-            module = importlib.import_module(node.module or "")
+            module = importlib.import_module(IN_PLACE_OF.get(node.module or "", node.module or ""))
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
