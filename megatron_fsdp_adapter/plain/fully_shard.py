@@ -292,8 +292,7 @@ def fully_shard_model(
             unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
-            or, with `outer_dp_sharding_strategy="optim"`, split again. A model-parallel dim
-            ("tp", "pp", ...) of one rank is left out.
+            or, with `outer_dp_sharding_strategy="optim"`, split again. A "tp" of 1 is left out.
         fsdp_unit_modules: classes, their names or import paths, whose instances are gathered and
             reduced one by one, and which all ranks call alike; [] for the whole module at once. By
             default those in `_no_split_modules`, else the entries of the largest lists of layers.
