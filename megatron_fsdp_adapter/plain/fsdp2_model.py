@@ -15,7 +15,6 @@ from torch.distributed import _state_dict_utils
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
@@ -28,8 +27,8 @@ from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.materialize import target_device, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
-from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
-from .user_loop import UserLoopEngine
+from .casts import cast_inputs_of, cast_outputs_of
+from .user_loop import UserLoopEngine, mark_shards
 
 SUBJECT, MARK = "fully_shard", "_fsdp_adapter_mark"
 PENDING, BUILDING, BUILT = "pending", "being built", "built"
@@ -178,11 +177,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
     )
     engine.auto_sync = True
     _distribute_rows()
-    for pair in engine.pairs:
-        mark_shard(pair)
-        pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
-    register_state_dict_hooks(root, engine)
-    refuse_conversions(root, engine)
+    mark_shards(engine, root, root)
     return engine
 
 
@@ -243,26 +238,9 @@ def _distribute_rows() -> None:
 
 def _register_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     if policy.param_dtype is not None and policy.cast_forward_inputs:
-        cast = functools.partial(cast_inputs, policy.param_dtype)
-        module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+        cast_inputs_of(module, policy.param_dtype)
     if policy.output_dtype is not None:
-        module.register_forward_hook(functools.partial(_cast_output, policy.output_dtype))
-
-
-def cast_floats(dtype: torch.dtype, values: Any) -> Any:
-    """`values`, of which floating-point tensors are in `dtype`, inside of any containers."""
-    return tree_map_only(
-        torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
-    )
-
-
-def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """`cast_floats` of a module's inputs, as a hook in front of its forward."""
-    return cast_floats(dtype, (args, kwargs))
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return cast_floats(dtype, output)
+        cast_outputs_of(module, policy.output_dtype)
 
 
 def refuse_optimizers_of_before(engine: UserLoopEngine) -> None:

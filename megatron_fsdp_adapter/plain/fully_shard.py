@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from ..comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
@@ -43,19 +41,13 @@ from ..sharding.export_source import Described, Source, beside_engine
 from ..sharding.materialize import meta_problems, own_initializer, target_device
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
-from ..sharding.sharded_module import (
-    GradSync,
-    ShardedStateDict,
-    mark_shard,
-    refuse_compilation,
-    refuse_conversions,
-    register_state_dict_hooks,
-)
+from ..sharding.sharded_module import GradSync, ShardedStateDict, refuse_compilation
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, repeated_layers
 from ..sharding.unsharded_budget import GIB
+from .casts import cast_inputs_of
 from .mesh import data_parallel_groups
-from .user_loop import UserLoopEngine
+from .user_loop import UserLoopEngine, mark_shards
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
 """Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
@@ -73,11 +65,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
     def __init__(self, module: nn.Module, engine: UserLoopEngine) -> None:
         super().__init__()
         self.module, self.engine = module, engine
-        for pair in engine.pairs:
-            mark_shard(pair)
-            pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
-        register_state_dict_hooks(module, engine)
-        refuse_conversions(self, engine)
+        mark_shards(engine, module, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
@@ -205,21 +193,10 @@ def engine_for(
     )
     if config.policy.compute_dtype is not None:
         for each in (*units.values(), module):
-            cast = functools.partial(_cast_inputs, config.policy.compute_dtype)
-            each.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+            cast_inputs_of(each, config.policy.compute_dtype)
     if named is None:
         _announce(module, list(units.values()), engine)
     return engine
-
-
-def _cast_inputs(
-    dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """The inputs of a module, floating-point tensors in `dtype`."""
-    return tree_map_only(  # type: ignore[no-any-return]
-        torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value,
-        (args, kwargs),
-    )
 
 
 def _chosen_units(

@@ -9,17 +9,20 @@ was rejected: torch has no hook for `p.grad = None`.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Collection, Iterable
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..core.runtime.comm import Communicator
 from ..core.runtime.device import REDUCE
+from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
 
 
 class UserLoopEngine(FsdpEngine):
@@ -216,6 +219,17 @@ class UserLoopEngine(FsdpEngine):
     def _sum(self, axis: Communicator) -> list[Any]:
         axis.carries = "how many ranks have gradients"
         return axis.all_reduce([self._ranks])
+
+
+def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) -> None:
+    """Has the parameters of `engine` tell what they are to optimizers and checkpoints, and state
+    dicts of `module` and below show them. `shown_by`, the module that users have, and those below
+    refuse conversions."""
+    for pair in engine.pairs:
+        mark_shard(pair)
+        pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
+    register_state_dict_hooks(module, engine)
+    refuse_conversions(shown_by, engine)
 
 
 def _is_cleared(pair: ParamPair) -> bool:
