@@ -244,7 +244,8 @@ def fully_shard(
         module: a module, or a list of modules, each of which becomes a unit. To be called for the
             modules inside of others first, for the model last.
         mesh: the ranks to shard over, by default all: of one dim, or (replicas, shards). A last
-            dim of one rank that is not named for shards ("tp", say) is no shard axis.
+            dim of one rank that is not named for shards is left out, as is a model-parallel one
+            ("tp", say) of one rank. ValueError for several of those.
         reshard_after_forward: whether weights go after forward. None: True, but for the root,
             whose weights stay through a pass. A number of ranks, to which torch's would reshard
             them, is True.

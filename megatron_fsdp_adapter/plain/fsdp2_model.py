@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -28,6 +27,7 @@ from ..sharding.materialize import target_device, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
 from .casts import cast_inputs_of, cast_outputs_of
+from .mesh import Groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
 SUBJECT, MARK = "fully_shard", "_fsdp_adapter_mark"
@@ -38,7 +38,7 @@ PENDING, BUILDING, BUILT = "pending", "being built", "built"
 class Options:
     """What one call of `fully_shard` was given. groups: of the shard axis, and of the replicas."""
 
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+    groups: Groups
     reshards: bool
     policy: MixedPrecisionPolicy
     offload: bool
@@ -144,9 +144,9 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
     ])  # fmt: skip
     config = _config(root, mark.options)
     (shard, outer), device = mark.options.groups, target_device(root, None)
-    ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
+    divide_by = mark.divide_factor or rank_count(mark.options.groups)
     index = FSDPDistributedIndex(
-        shard, device_type=device.type, grad_scale=1.0 / (mark.divide_factor or ranks),
+        shard, device_type=device.type, grad_scale=1.0 / divide_by,
         outer_fsdp_group=outer,
     )  # fmt: skip
     units = unit_modules(root, lambda child: mark_of(child) is not None)

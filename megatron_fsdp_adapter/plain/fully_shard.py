@@ -46,7 +46,7 @@ from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, repeated_layers
 from ..sharding.unsharded_budget import GIB
 from .casts import cast_inputs_of
-from .mesh import data_parallel_groups
+from .mesh import data_parallel_groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
@@ -146,8 +146,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
 def _index_over(
     mesh: DeviceMesh | dist.ProcessGroup | None, module: nn.Module, mean: bool, outer_name: str
 ) -> FSDPDistributedIndex:
-    shard, outer = data_parallel_groups(mesh)
-    ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
+    shard, outer = groups = data_parallel_groups(mesh)
     if outer_name not in OUTER_STRATEGIES:
         raise ValueError(
             f"outer_dp_sharding_strategy={outer_name!r}: unknown. Use one of "
@@ -161,7 +160,7 @@ def _index_over(
     return FSDPDistributedIndex(
         shard,
         device_type=target_device(module, None).type,
-        grad_scale=1.0 / ranks if mean else 1.0,
+        grad_scale=1.0 / rank_count(groups) if mean else 1.0,
         outer_fsdp_group=outer,
         hsdp_outer_dp_shard=OUTER_STRATEGIES[outer_name],
     )

@@ -12,9 +12,19 @@ MODEL_PARALLEL = ("tp", "pp", "ep", "etp", "tensor", "pipeline", "expert")
 """Names of dims whose ranks have different weights."""
 
 
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+"""Of the shard axis, and of the outer one, None without replicas."""
+
+
+def rank_count(groups: Groups) -> int:
+    """How many ranks `groups` have together."""
+    shard, outer = groups
+    return dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
+
+
 def data_parallel_groups(
     mesh: DeviceMesh | dist.ProcessGroup | None, dims: Any = None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+) -> Groups:
     """The groups of the shard axis and of the outer one, None without replicas.
 
     mesh: the ranks to shard over: a process group; a mesh of one dim (shards); of two (replicas,

@@ -14,7 +14,7 @@ their bytes where they are kept; optim_grads_params casts trained ones at every 
 Backward writes gradients into `collected`: the bucket where gradients are sharded, else the kept
 gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of
 that. `bucket` is in the communication dtype, or in that of the gradients where an exchange makes
-the same sums of those (`staging.bucket_dtype`), `grad` in the main-gradient dtype.
+the same sums of those (`buffer_pool.bucket_dtype`), `grad` in the main-gradient dtype.
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
@@ -233,7 +233,7 @@ class ParamGroup:
         self.device_main = self.main if self.staged is None else self.staged.device_buffer
         self._main_segments = self.main.segments(self.held)
         if not self.main_is_weight and self.held_weights:
-            copy_each(self.main.segments(self.held), self.held_weights)
+            copy_each(self._main_segments, self.held_weights)
         for index, param in enumerate(self.params):
             if param in values:
                 part, rows = self.held.range(index), self.main.items(self.held)[index]
