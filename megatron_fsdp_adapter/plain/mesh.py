@@ -28,7 +28,7 @@ def data_parallel_groups(
     """The groups of the shard axis and of the outer one, None without replicas.
 
     mesh: the ranks to shard over: a process group; a mesh of one dim (shards); of two (replicas,
-        shards), or of one and a model-parallel dim of a single rank; None for all ranks.
+        shards); either with model-parallel dims, by name, of a single rank; None for all ranks.
     dims: names of the mesh's dims for shards and replicas (torch's `DataParallelMeshDims`), for a
         mesh that has others too.
 
@@ -57,11 +57,10 @@ def data_parallel_groups(
 
 
 def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
-    """Whether a dim is no axis of data parallelism: by its name, or as the last of two with a
-    single rank that is not named for shards, since replicas alone would shard nothing."""
+    """Whether a dim, by its name, is no axis of data parallelism."""
     name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[axis]
     if name not in MODEL_PARALLEL:
-        return axis == 1 == mesh.ndim - 1 and mesh.size(axis) == 1 and "shard" not in name
+        return False
     if mesh.size(axis) > 1:
         raise ValueError(
             f"mesh={mesh}: its dim {name!r} has {mesh.size(axis)} ranks, whose weights differ, so "
