@@ -49,6 +49,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen[True]
 
 
+@pytest.fixture(scope="session")
+def shared_ranks(request: pytest.FixtureRequest) -> Any:
+    """Outcomes of the session's tests on ranks. Here and in no other conftest: each would have a
+    fixture of its own, and run all of them once more."""
+    from tests.distributed.shared_ranks import SharedRanks
+
+    return SharedRanks(request.session.items)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n 2` a process is given a file at a time, or all of folders that are `TOGETHER`."""

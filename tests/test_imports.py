@@ -397,7 +397,10 @@ def test_no_two_test_files_have_one_name() -> None:
 
 
 def test_files_that_share_ranks_go_to_one_process_of_a_run() -> None:
-    """Each process runs all tests on ranks that it knows of, once it is asked for one."""
+    """Each process runs all tests on ranks that it knows of, once for each fixture."""
     files = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("test_*.py")]
     sharing = [str(path) for path in files if "\n@on_ranks(" in (REPOSITORY / path).read_text()]
     assert len(sharing) > 20 and all(path.startswith(TOGETHER[0]) for path in sharing), sharing
+    fixtures = [path for path in (REPOSITORY / "tests").rglob("conftest.py")
+                if "shared_ranks" in path.read_text()]  # fmt: skip
+    assert fixtures == [REPOSITORY / "tests" / "conftest.py"]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.shared_ranks import shared_ranks as shared_ranks
 from tests.one_rank import as_one_of_many
 
 

@@ -221,8 +221,3 @@ def _error_of(job: Runs, rank: int, root: Path) -> str:
     except BaseException:  # pytest's failures are no Exceptions
         return traceback.format_exc()
     return ""
-
-
-@pytest.fixture(scope="session")
-def shared_ranks(request: pytest.FixtureRequest) -> SharedRanks:
-    return SharedRanks(request.session.items)

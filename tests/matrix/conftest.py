@@ -1,1 +1,0 @@
-from tests.distributed.shared_ranks import shared_ranks as shared_ranks
