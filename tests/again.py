@@ -29,7 +29,6 @@ AGAIN = (
     "checkpoint/test_across_releases.py",
     "checkpoint/test_checkpoint_drivers.py",
     "checkpoint/test_checkpoint_swiglu.py",
-    "checkpoint/test_convert_arguments.py",
     "checkpoint/test_convert_resume.py",
     "checkpoint/test_metadata.py",
     "checkpoint/test_resume.py::test_a_run_is_resumed_bit_for_bit_and_read_elsewhere[2 ranks]",

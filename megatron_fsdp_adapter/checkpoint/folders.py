@@ -50,9 +50,9 @@ _FOREIGN = (
         "convert it with `python -m megatron_fsdp_adapter convert`",
     ),
     ("mp_rank_*", "a checkpoint of Megatron's legacy format (torch)",
-     "convert it to torch_dist with Megatron first"),
+     "load it with Megatron and save it with --ckpt-format torch_dist"),
     ("*.safetensors", "a folder of safetensors",
-     "convert it with `python -m megatron_fsdp_adapter convert`"),
+     "import it with Megatron-Bridge (AutoBridge.import_ckpt)"),
 )  # fmt: skip
 """Files that only other formats have: (pattern, format, remedy)."""
 _NONCE = r"\.[0-9a-f]{8}"
@@ -74,13 +74,6 @@ def fresh_name(path: Path) -> Path:
 def owned_name(path: Path) -> Path:
     """A `fresh_name` that contains this process."""
     return fresh_name(path.with_name(f"{path.name}.{_place()}-{os.getpid()}"))
-
-
-def abandoned(path: Path) -> list[Path]:
-    """Files beside `path` under an owned name of a process that has ended."""
-    owned = re.compile(rf"{re.escape(TEMPORARY + path.name)}{_OWNER}{_NONCE}")
-    return [found for found in path.parent.iterdir()
-            if owned.fullmatch(found.name) and _is_ownerless(found)]  # fmt: skip
 
 
 def replaced_name(folder: Path) -> Path:
@@ -375,12 +368,12 @@ def readable_metadata(folder: Path) -> Metadata:
         return Metadata({})
 
 
-def require_ours(root: Path, folder: Path) -> None:
+def require_ours(root: Path, folder: Path, also: str | None = None) -> None:
     """Raises ValueError for a checkpoint of `root` in a format that this release does not read. It
-    is not damaged."""
+    is not damaged. also: a pattern of `_FOREIGN` that is read here."""
     read_record(folder)
     for pattern, what, remedy in _FOREIGN:
-        if next(folder.glob(pattern), None) is not None:
+        if pattern != also and next(folder.glob(pattern), None) is not None:
             raise ValueError(
                 f"{folder} is {what}, not a checkpoint in the format fsdp_dtensor: {remedy}; "
                 f"{_remedy(root)}"

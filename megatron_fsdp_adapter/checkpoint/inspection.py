@@ -20,7 +20,6 @@ from megatron_fsdp_adapter.checkpoint.convert.common_state import (
     load_common,
 )
 from megatron_fsdp_adapter.checkpoint.convert.conversion import (
-    HUGGING_FACE,
     MIB,
     TORCH_DIST,
     Options,
@@ -28,13 +27,11 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import (
     open_state,
 )
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder, Progress, locate
-from megatron_fsdp_adapter.checkpoint.convert.hugging_face import CONFIG
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
-from megatron_fsdp_adapter.checkpoint.convert.safetensors_files import read_json, read_tensors
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
-from megatron_fsdp_adapter.checkpoint.record import RECORD
+from megatron_fsdp_adapter.checkpoint.record import read_record
 
 TOPOLOGY = (
     "world_size",
@@ -139,13 +136,6 @@ def describe(path: Path, iteration: int | None = None) -> Description:
     Raises FileNotFoundError or ValueError as the converters do.
     """
     found = detect_format(path, iteration)
-    if found == HUGGING_FACE:
-        config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
-        entries = [
-            Entry(name, WEIGHTS, t.shape, _short(t.dtype), t.nbytes, 1)
-            for name, t in read_tensors(path).items()
-        ]
-        return Description(found, str(path), None, {}, config, tuple(entries))
     folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted=False)
     rest = _arguments(folder)
     writers = {m[1] for p in folder.folder.iterdir() if (m := _WRITER.fullmatch(p.name))}
@@ -213,12 +203,10 @@ def _arguments(folder: DcpFolder) -> dict[str, Any]:
 
 def _record(folder: Path) -> dict[str, Any]:
     """The values of the save's record, flat; empty without a record."""
-    path = folder / RECORD
-    found = read_json(path) if path.is_file() else {}
-    values = {name: value for name, value in found.items() if not isinstance(value, dict)}
-    for nested in (value for value in found.values() if isinstance(value, dict)):
-        values.update(nested)
-    return values
+    found = read_record(folder)
+    values = {} if found is None else vars(found)
+    plain = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
+    return {**plain, **values.get("topology", {}), **values.get("versions", {})}
 
 
 def _known(rest: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -245,8 +233,6 @@ _Contents = tuple[dict[str, LazyTensor], dict[str, Callable[[], Any]]]
 
 
 def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
-    if found == HUGGING_FACE:
-        return read_tensors(path), {}
     folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted=False)
 
     def wanted(key: str) -> bool:
@@ -264,8 +250,7 @@ def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -
 
 
 def _by_name(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
-    # Padding belongs to a format, not to a model, so none is added.
-    options = Options(weights_only=weights_only, make_vocab_size_divisible_by=1)
+    options = Options(weights_only=weights_only)
     state = open_state(path, found, iteration, options, trusted=False).state
     tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
     for name, moments in state.moments.items():

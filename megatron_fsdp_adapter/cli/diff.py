@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("a", type=Path, help="root of checkpoints, one iter_* folder, or safetensors folder")
+    add("a", type=Path, help="root of checkpoints, or one iter_* folder")
     add("b", type=Path, help="the other one")
     add("--iterations", type=int, nargs=2, default=(None, None), metavar=("A", "B"),
         help="iterations of two roots; default: the newest")  # fmt: skip

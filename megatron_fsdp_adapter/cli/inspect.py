@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("path", type=Path, help="root of checkpoints, one iter_* folder, or safetensors folder")
+    add("path", type=Path, help="root of checkpoints, or one iter_* folder")
     add("--iteration", type=int, help="iteration of a root; default: the newest")
     add("--keys", action="store_true", help="list weights and other keys; --json lists every key")
     add("--match", default="", metavar="TEXT", help="with --keys: only lines of which a key "

@@ -5,7 +5,6 @@ Nothing here is shared with the converters: names, splits and folders are spelle
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -186,56 +185,3 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Keys that only one has, or whose values differ in type, dtype, shape or any bit."""
     both = set(a) & set(b)
     return sorted(set(a) ^ set(b)) + sorted(key for key in both if not same(a[key], b[key]))
-
-
-def llama_config(model: Model, **changes: Any) -> dict[str, Any]:
-    """A Hugging Face config of the model."""
-    config = {
-        "model_type": "mixtral" if model.experts else "llama", "hidden_size": HIDDEN,
-        "intermediate_size": FFN, "num_hidden_layers": model.layers, "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS, "head_dim": HEAD, "vocab_size": VOCAB,
-        "tie_word_embeddings": model.tied, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "max_position_embeddings": 32,
-    }  # fmt: skip
-    if model.experts:
-        config.update(num_local_experts=model.experts, num_experts_per_tok=2)
-    return {**config, **changes}
-
-
-def hugging_face_folder(folder: Path, model: Model, **changes: Any) -> Path:
-    """A folder of random weights, written by the safetensors package."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(llama_config(model, **changes)))
-    generator = torch.Generator().manual_seed(1)
-    tensors = {n: torch.randn(s, generator=generator) for n, s in hf_shapes(model).items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def hf_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Parameters of transformers' Llama and Mixtral."""
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-    }  # fmt: skip
-    if not model.tied:
-        found["lm_head.weight"] = (VOCAB, HIDDEN)
-    for layer in range(model.layers):
-        at = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"{at}{norm}.weight"] = (HIDDEN,)
-        for part, heads in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
-            found[f"{at}self_attn.{part}_proj.weight"] = (heads * HEAD, HIDDEN)
-        found[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD)
-        if not model.experts:
-            for part in ("gate", "up"):
-                found[f"{at}mlp.{part}_proj.weight"] = (FFN, HIDDEN)
-            found[f"{at}mlp.down_proj.weight"] = (HIDDEN, FFN)
-        else:
-            found[f"{at}block_sparse_moe.gate.weight"] = (model.experts, HIDDEN)
-        for e in range(model.experts):
-            expert = f"{at}block_sparse_moe.experts.{e}."
-            found.update({f"{expert}{w}.weight": (FFN, HIDDEN) for w in ("w1", "w3")})
-            found[f"{expert}w2.weight"] = (HIDDEN, FFN)
-    return found

@@ -228,11 +228,11 @@ TABLE = (
     ),
     Damage(
         "legacy torch", _foreign("mp_rank_00/model_optim_rng.pt"),
-        **_all("legacy format", "convert it to torch_dist"), status=2, told=("legacy format",),
+        **_all("legacy format", "--ckpt-format torch_dist"), status=2, told=("legacy format",),
     ),
     Damage(
         "safetensors", _foreign("config.json", "model-00001-of-00001.safetensors"),
-        **_all("folder of safetensors", "convert"), status=2, told=("safetensors", "convert"),
+        **_all("folder of safetensors", "import_ckpt"), status=2, told=("safetensors",),
     ),
     Damage(
         "folder gone", lambda folder: folder.rename(folder.with_name("elsewhere")),

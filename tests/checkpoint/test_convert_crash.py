@@ -60,18 +60,14 @@ def gone() -> int:
     return process.pid
 
 
-def is_finished(target: Path, to: str) -> bool:
+def is_finished(target: Path) -> bool:
     """Whether what is there is taken for a result."""
-    if to == "huggingface":
-        return target.exists()
     return (target / folders.TRACKER).exists()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
-def test_killed_anywhere_nothing_unfinished_has_a_final_name(
-    source: Path, tmp_path: Path, to: str
-) -> None:
+def test_killed_anywhere_nothing_unfinished_has_a_final_name(source: Path, tmp_path: Path) -> None:
+    to = "torch_dist"
     convert(source, tmp_path / "whole", to, options=Options(block_bytes=2000))
     alone = run(source, tmp_path / "alone", to, 0)
     assert alone.returncode == 0, alone.stderr
@@ -85,10 +81,11 @@ def test_killed_anywhere_nothing_unfinished_has_a_final_name(
         # Between the last rename and the tracker, a folder is whole though not the newest yet.
         for final in finals:
             assert differences(load_all(final), load_all(tmp_path / "whole" / final.name)) == []
-        if finals or is_finished(target, to):
+        if finals:
             continue
+        assert not is_finished(target)
         convert(source, target, to, options=Options(block_bytes=2000))
-        assert is_finished(target, to)
+        assert is_finished(target)
 
 
 @pytest.mark.parametrize("writer", ["gone", "alive"])
@@ -110,64 +107,7 @@ def test_what_a_killed_conversion_left_is_no_result_of_another(
     assert sorted(path.name for path in target.iterdir()) == ["iter_0000003", folders.TRACKER]
 
 
-def owned(path: Path, process: int) -> Path:
-    """What a conversion of that process is writing `path` to."""
-    return path.with_name(f"tmp.{path.name}.{folders._place()}-{process}.7e61d24f")
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_only_what_killed_conversions_left_is_deleted(
-    source: Path, tmp_path: Path, there: bool
-) -> None:
-    target, users = tmp_path / "llama", tmp_path / "tmp.llama"
-    place = target / "huggingface" if there else target
-    left, alive = owned(place, gone()), owned(target, os.getpid())
-    for folder in (users, left, alive, *([target] * there)):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "precious.txt").write_text("x") if folder != target else None
-    convert(source, target, "huggingface")
-    assert is_finished(target, "huggingface") and not left.exists()
-    assert (users / "precious.txt").is_file() and (alive / "precious.txt").is_file()
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_a_folder_that_is_there_stays_the_same_one(source: Path, tmp_path: Path, kind: str) -> None:
-    """It may be a mount point, which cannot be replaced."""
-    target = tmp_path / "b"
-    (tmp_path / "b").mkdir()
-    if kind == "link":
-        target = tmp_path / "link"
-        target.symlink_to(tmp_path / "b")
-    before = (tmp_path / "b").stat().st_ino
-    convert(source, target, "huggingface")
-    assert (tmp_path / "b").stat().st_ino == before and target.is_symlink() == (kind == "link")
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
-    assert {path.name for path in tmp_path.iterdir()} <= {"a", "b", "link"}
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_target_that_another_conversion_fills_meanwhile_is_left_to_it(
-    source: Path, tmp_path: Path, there: bool
-) -> None:
-    target = tmp_path / "b"
-    if there:
-        target.mkdir()
-
-    def begin(total: int):
-        target.mkdir(exist_ok=True)
-        (target / "config.json").write_text("of another")
-        return lambda name, nbytes: None
-
-    with pytest.raises(ValueError, match="created meanwhile|not empty any more"):
-        convert(source, target, "huggingface", begin=begin)
-    assert [path.name for path in target.iterdir()] == ["config.json"]
-    assert (target / "config.json").read_text() == "of another"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-@pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
-def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path, to: str) -> None:
+def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> None:
     blocks = 0
 
     def begin(total: int):
@@ -180,11 +120,12 @@ def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path, to: st
         return advance
 
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "b", to, options=Options(block_bytes=2000), begin=begin)
+        options = Options(block_bytes=2000)
+        convert(source, tmp_path / "b", "torch_dist", options=options, begin=begin)
     assert blocks == 9
     assert not list(tmp_path.glob("b/*")) and not list(tmp_path.glob("*tmp*"))
-    convert(source, tmp_path / "b", to)
-    assert is_finished(tmp_path / "b", to)
+    convert(source, tmp_path / "b", "torch_dist")
+    assert is_finished(tmp_path / "b")
 
 
 def test_what_is_converted_is_told_block_by_block(source: Path, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import (
-    Model,
-    fsdp_state,
-    hugging_face_folder,
-    llama_config,
-    save_fsdp,
-)
-from test_convert_run_config import bridge_checkpoint, config
+from convert_cases import Model, fsdp_state, save_fsdp
+from test_convert_run_config import bridge_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert
 
 ITERATION, TRACKER = "iter_0000003", "latest_checkpointed_iteration.txt"
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
 
 
 def fsdp(root: Path, change: Callable[[dict[str, Any]], Any] = lambda state: None) -> Path:
@@ -118,51 +108,16 @@ def no_arguments(held: dict[str, Any]) -> None:
     del held["args"], held["fsdp_dtensor_names"]
 
 
-def changed_file(folder: Path, change: Callable[[bytes], bytes]) -> Path:
-    path = folder / "model.safetensors"
-    path.write_bytes(change(path.read_bytes()))
-    return folder
-
-
-def hugging_face(root: Path, **changes: Any) -> Path:
-    return hugging_face_folder(root, Model(), **changes)
-
-
-def indexed(root: Path, file: Any, name: str = "lm_head.weight") -> Path:
-    """Whose index says that the tensor is in `file`, which is there where a path leads out."""
-    hugging_face(root)
-    (root.parent / "elsewhere.safetensors").write_bytes((root / "model.safetensors").read_bytes())
-    text = json.dumps({"weight_map": {name: file}})
-    (root / "model.safetensors.index.json").write_text(text)
+def of_bridge(root: Path, text: str) -> Path:
+    """A checkpoint of Megatron-Bridge whose run_config.yaml is this."""
+    bridge_checkpoint(root, Model(), {})
+    (root / ITERATION / "run_config.yaml").write_text(text)
     return root
 
 
-def saying(root: Path, experts: int = 0, **changes: Any) -> Path:
-    """A checkpoint whose arguments say so."""
-    state = fsdp_state(Model(experts=experts))
-    state["model"] = {k: v for k, v in state["model"].items() if "expert_bias" not in k}
-    vars(state["args"]).update(changes)
-    return save_fsdp(root, state)
-
-
-def tied_beside_a_head(root: Path, value: float) -> Path:
-    """As `transformers` 4 ignores it, and 5 does not where values differ."""
-    from safetensors.torch import load_file, save_file
-
-    hugging_face(root, tie_word_embeddings=True)
-    tensors = load_file(root / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + value
-    save_file(tensors, root / "model.safetensors")
-    return root
-
-
-def of_bridge(root: Path, text: str = "", **changes: Any) -> Path:
-    """A checkpoint of Megatron-Bridge whose run_config.yaml says so."""
-    described = config(Model())
-    described["model"].update(changes)
-    bridge_checkpoint(root, Model(), described)
-    if text:
-        (root / ITERATION / "run_config.yaml").write_text(text)
+def safetensors(root: Path) -> Path:
+    root.mkdir()
+    (root / "model.safetensors").write_bytes(b"")
     return root
 
 
@@ -231,91 +186,13 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      "no parameter groups"),
     ("no arguments", lambda r: common(r, no_arguments), "fsdp_dtensor",
      "--transformer-impl.*--swiglu"),
-    ("a weight is missing",
-     lambda r: fsdp(r, lambda s: pop_one(s, "layers.0.mlp.linear_fc2.weight")), "huggingface",
-     "missing.*fc2|which has no weight"),
-    # Hugging Face
-    ("truncated safetensors", lambda r: changed_file(hugging_face(r), lambda b: b[:-50]),
-     "fsdp_dtensor", "truncated or damaged"),
-    ("damaged header", lambda r: changed_file(hugging_face(r), lambda b: b"\xff" * 8 + b[8:]),
-     "fsdp_dtensor", "truncated or damaged"),
-    ("no config", lambda r: without(hugging_face(r), "config.json", ""), "fsdp_dtensor",
-     "config.json"),
-    ("no weights", lambda r: without(hugging_face(r), "model.safetensors", ""), "fsdp_dtensor",
-     "no \\*.safetensors"),
-    ("shard is missing", lambda r: indexed(r, "model-00002-of-00002.safetensors"), "fsdp_dtensor",
-     "lacks model-00002-of-00002"),
-    ("tensor is missing", lambda r: indexed(r, "model.safetensors", "lm_head.bias"), "fsdp_dtensor",
-     "lacks lm_head.bias"),
-    ("another family", lambda r: hugging_face(r, model_type="gpt2"), "fsdp_dtensor",
-     "model_type='gpt2'.*llama, mixtral"),
-    ("no such layer", lambda r: hugging_face(r, num_hidden_layers=3), "fsdp_dtensor",
-     "missing.*layers.2"),
-    ("a layer too many", lambda r: hugging_face(r, num_hidden_layers=1), "fsdp_dtensor",
-     "without a counterpart.*layers.1"),
-    ("another width", lambda r: hugging_face(r, intermediate_size=13), "fsdp_dtensor",
-     "not \\(13, 16\\)"),
-    ("another number of groups", lambda r: hugging_face(r, num_key_value_heads=4), "fsdp_dtensor",
-     "k_proj"),
-    ("tied and another head", lambda r: tied_beside_a_head(r, 0.5), "fsdp_dtensor",
-     "tie_word_embeddings=True.*lm_head.weight of other values"),
-    ("index leads out", lambda r: indexed(r, "../elsewhere.safetensors"), "fsdp_dtensor",
-     "'../elsewhere.safetensors', which is no file of this folder"),
-    ("index has a path", lambda r: indexed(r, str(r.parent / "elsewhere.safetensors")),
-     "fsdp_dtensor", "elsewhere.safetensors', which is no file of this folder"),
-    ("index has a number", lambda r: indexed(r, 7), "fsdp_dtensor", "to 7, which is no file"),
-    # computes what core's model would not
-    *((f"config: {name}={value}", lambda r, n=name, v=value: hugging_face(r, **{n: v}),
-       "fsdp_dtensor", message) for name, value, message in (
-        ("hidden_act", "gelu_pytorch_tanh", "hidden_act='gelu_pytorch_tanh' \\(not 'silu'\\)"),
-        ("attention_bias", True, "attention_bias=True"),
-        ("mlp_bias", True, "mlp_bias=True"),
-        ("sliding_window", 16, "sliding_window=16"),
-        ("partial_rotary_factor", 0.5, "partial_rotary_factor=0.5"),
-        ("quantization_config", {"bits": 4}, "quantization_config="),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type='linear'"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type='yarn'"),
-        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, "rope_type='dynamic'"),
-        ("rope_scaling", {**LLAMA3, "low_freq_factor": 2.0}, "low_freq_factor=2.0 \\(not 1.0\\)"),
-        ("rope_scaling", {**LLAMA3, "original_max_position_embeddings": 4096},
-         "original_max_position_embeddings=4096 \\(not 8192\\)"),
-    )),
-    # is neither a Llama nor a Mixtral
-    *((f"argument: {name}={value}",
-       lambda r, n=name, v=value, e=experts: saying(r, e, **{n: v}), "huggingface",
-       f"{name}={re.escape(repr(value))}.*{message}") for name, value, experts, message in (
-        ("layernorm_zero_centered_gamma", True, 0, "neither a Llama nor a Mixtral"),
-        ("apply_layernorm_1p", True, 0, "neither"),
-        ("rotary_seq_len_interpolation_factor", 4, 0, "neither"),
-        ("window_size", (128, 0), 0, "neither"),
-        ("use_mup", True, 0, "neither"),
-        ("softmax_scale", 0.5, 0, "neither"),
-        ("apply_residual_connection_post_layernorm", True, 0, "neither"),
-        ("spec", ["my.module", "my_spec"], 0, "neither"),
-        ("activation_func", "torch.nn.functional.gelu", 0, "neither"),
-        ("moe_router_pre_softmax", True, 2, "neither"),
-        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], 2, "neither"),
-        ("embedding_multiplier", 4.0, 0, "unknown arguments.*--hf-config"),
-    )),
-    *((f"run_config.yaml: {name}={value}", lambda r, n=name, v=value: of_bridge(r, **{n: v}),
-       "huggingface", message) for name, value, message in (
-        ("activation_func", {"_call_": False, "_target_": "torch.nn.functional.gelu"},
-         "activation_func='torch.nn.functional.gelu'"),
-        ("layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma=True"),
-        ("seq_len_interpolation_factor", 4.0, "seq_len_interpolation_factor=4.0"),
-        ("_target_", "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider",
-         "_target_='megatron.bridge.models.gemma"),
-        ("scale_factor", 8.0, "scale_factor=8.0: .*--hf-config"),
-    )),
-    *((f"run_config.yaml: {text}", lambda r, t=text: of_bridge(r, t), "huggingface",
-       rf"run_config\.yaml:? .*{message}|run_config\.yaml {message}") for text, message in (
+    # Megatron-Bridge's
+    ("from Hugging Face", safetensors, "fsdp_dtensor", "safetensors.*AutoBridge.import_ckpt"),
+    *((f"run_config.yaml: {text}", lambda r, t=text: of_bridge(r, t), "torch_dist",
+       rf"run_config\.yaml:? {message}") for text, message in (
         ("model: [", "not valid YAML"), ("train: {}", "has no section `model`"),
         ("!!python/object/apply:os.getcwd []", "not valid YAML"),
     )),
-    ("a factor that Megatron-LM ignores",
-     lambda r: saying(r, use_rope_scaling=True, rope_scaling_factor=32.0,
-                      rotary_seq_len_interpolation_factor=None),
-     "huggingface", "rope_scaling_factor=32.0.*computes with 8.0.*--hf-config"),
 )  # fmt: skip
 
 
@@ -332,61 +209,10 @@ def test_unusable_input_is_one_clear_error(
     assert not (target / "latest_checkpointed_iteration.txt").exists()
 
 
-@pytest.mark.parametrize(
-    ("experts", "changes"),
-    [
-        (0, {"window_size": [-1, 0], "rotary_seq_len_interpolation_factor": 1.0}),
-        (0, {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5}),
-        (2, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}),
-        (0, {"activation_func": torch.nn.functional.silu, "exit_signal": signal.SIGTERM}),
-        (0, {"my_tool_is_on": False, "micro_batch_size": 4, "attention_dropout": 0.1}),
-    ],
-)
-def test_arguments_without_effect_are_no_obstacle(
-    tmp_path: Path, experts: int, changes: dict[str, Any]
-) -> None:
-    report = convert(saying(tmp_path / "a", experts, **changes), tmp_path / "b", "huggingface")
-    assert report.dropped == ("everything but weights",)
-
-
-def test_what_training_does_to_tokens_of_experts_is_reported(tmp_path: Path) -> None:
-    source = saying(tmp_path / "a", 2, moe_expert_capacity_factor=1.25, moe_input_jitter_eps=0.01)
-    assert convert(source, tmp_path / "b", "huggingface").dropped == (
-        "everything but weights", "moe_expert_capacity_factor=1.25", "moe_input_jitter_eps=0.01"
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_attention_heads": 2, "head_dim": 8, "num_key_value_heads": 1},
-         "num_attention_heads=4 .the config: 2.*num_query_groups=2 .the config: 1.*kv_channels=4"),
-        ({"rms_norm_eps": 1e-2}, "norm_epsilon=1e-05 .the config: 0.01"),
-        ({"rope_theta": 5e5}, "rotary_base=10000.0 .the config: 500000.0"),
-        ({"rope_scaling": LLAMA3}, "rope_scaling_factor=None .the config: 8.0"),
-        ({"hidden_act": "relu"}, "hidden_act='relu'"),
-        ({}, None),
-    ],
-)  # fmt: skip
-def test_a_config_that_contradicts_the_arguments_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str | None
-) -> None:
-    source = saying(tmp_path / "a", rotary_base=10000, use_rope_scaling=False, unheard_of=1)
-    (tmp_path / "config.json").write_text(json.dumps(llama_config(Model(), **changes)))
-    options = Options(hf_config=tmp_path / "config.json")
-    if message is None:
-        convert(source, tmp_path / "b", "huggingface", options=options)
-        return
-    with pytest.raises(ValueError, match=message):
-        convert(source, tmp_path / "b", "huggingface", options=options)
-    assert not (tmp_path / "b").exists()
-
-
 def test_a_target_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     fsdp(tmp_path / "a")
-    for format in ("torch_dist", "huggingface"):
-        with pytest.raises(ValueError, match="is not empty"):
-            convert(tmp_path / "a", tmp_path / "a", format)
+    with pytest.raises(ValueError, match="is not empty"):
+        convert(tmp_path / "a", tmp_path / "a", "torch_dist")
     a_file(tmp_path / "b")
     with pytest.raises(ValueError, match="is a file"):
         convert(tmp_path / "a", tmp_path / "b", "torch_dist")
@@ -396,7 +222,6 @@ BAD_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"transformer_impl": "inference"}, "transformer_impl='inference' must be one of local"),
     ({"experts": "legacy"}, "experts='legacy'"),
     ({"block_bytes": 0}, "block_bytes=0"),
-    ({"vocab_size": -1}, "vocab_size=-1"),
 )
 
 
@@ -406,18 +231,16 @@ def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
         Options(**options)
 
 
-def test_more_rows_than_there_are_cannot_be_kept(tmp_path: Path) -> None:
-    fsdp(tmp_path / "a")
-    with pytest.raises(ValueError, match="vocab_size=25, but the embedding has 24 rows"):
-        convert(tmp_path / "a", tmp_path / "b", "huggingface", options=Options(vocab_size=25))
-    hugging_face(tmp_path / "hf")
-    with pytest.raises(ValueError, match="padded_vocab_size=8 is less than vocab_size=24"):
-        convert(tmp_path / "hf", tmp_path / "c", "fsdp_dtensor",
-                options=Options(padded_vocab_size=8))  # fmt: skip
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [("huggingface", "AutoBridge.export_ckpt"), ("nemo", "one of fsdp_dtensor, torch_dist")],
+)
+def test_another_format_is_refused_by_name(tmp_path: Path, to: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"format='{to}'.*{message}"):
+        convert(tmp_path / "a", tmp_path / "b", to)
 
 
 def test_buckets_do_not_hinder_a_conversion_of_weights(tmp_path: Path) -> None:
     options = Options(weights_only=True)
     report = convert(buckets(tmp_path / "a"), tmp_path / "b", "fsdp_dtensor", options=options)
     assert report.tensors == 17
-    assert convert(tmp_path / "a", tmp_path / "c", "huggingface").tensors == 21

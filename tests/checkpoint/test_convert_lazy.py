@@ -23,10 +23,6 @@ CASES = {
     "select": (lazy.select(lazy.from_tensor(numbered(4, 5, 3)), 2), numbered(4, 5, 3)[2]),
     "stack": (lazy.stack([lazy.from_tensor(X), lazy.from_tensor(-X)]), torch.stack([X, -X])),
     "cast": (lazy.cast(lazy.from_tensor(X / 3), torch.bfloat16), (X / 3).bfloat16()),
-    "zero_rows": (
-        lazy.concat([lazy.from_tensor(X), lazy.zero_rows(2, lazy.from_tensor(X))]),
-        torch.cat([X, torch.zeros(2, 3)]),
-    ),
     "nested": (
         lazy.stack(
             [lazy.concat([lazy.narrow(lazy.from_tensor(X), 3, 2), lazy.from_tensor(Y)])] * 2

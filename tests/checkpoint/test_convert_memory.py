@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_cases import Model, arguments, fsdp_state, hugging_face_folder, save_fsdp, shapes
+from convert_cases import Model, arguments, fsdp_state, save_fsdp, shapes
 
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, write_folder
@@ -27,7 +27,7 @@ import resource, sys
 from pathlib import Path
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert
 warm, source, target, to, block, allowed = sys.argv[1:]
-options = Options(block_bytes=int(block), make_vocab_size_divisible_by=1)
+options = Options(block_bytes=int(block))
 convert(Path(warm), Path(target + "_warm"), to, options=options)  # imports, pools, caches
 used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(allowed),) * 2)
@@ -56,14 +56,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     objects = {("args",): arguments(model), ("iteration",): 3}
     write_folder(folder, Contents(tensors, objects), BLOCK, lambda name, nbytes: None)
     (large / "latest_checkpointed_iteration.txt").write_text("3")
-    options = Options(vocab_size=ROWS, block_bytes=BLOCK)
-    convert(large, root / "large_hf", "huggingface", options=options)
-    convert(large, root / "large_td", "torch_dist", options=options)
+    convert(large, root / "large_td", "torch_dist", options=Options(block_bytes=BLOCK))
     convert(small, root / "small_td", "torch_dist")
     return {
         "fsdp_dtensor": (small, large),
         "torch_dist": (root / "small_td", root / "large_td"),
-        "huggingface": (hugging_face_folder(root / "small_hf", model), root / "large_hf"),
     }
 
 
@@ -89,9 +86,7 @@ def run(
     ("source", "to"),
     [
         ("fsdp_dtensor", "torch_dist"),
-        pytest.param("fsdp_dtensor", "huggingface", marks=pytest.mark.full),
         pytest.param("torch_dist", "fsdp_dtensor", marks=pytest.mark.full),
-        pytest.param("huggingface", "fsdp_dtensor", marks=pytest.mark.full),
     ],
 )
 def test_the_bound_holds_under_a_limit_of_the_kernel(

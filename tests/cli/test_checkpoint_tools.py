@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.checkpoint.record import SaveRecord, write_record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
-from convert_cases import Model, fsdp_state, hugging_face_folder, save_fsdp
+from convert_cases import Model, fsdp_state, save_fsdp
 
 Captured = pytest.CaptureFixture[str]
 
@@ -59,17 +59,15 @@ def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Pat
 def test_convert_takes_options_and_prints_json(
     saved: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    hugging_face_folder(tmp_path / "hf", Model())
-    command = ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "fsdp_dtensor",
-               "--transformer-impl", "local", "--make-vocab-size-divisible-by", "50", "--json",
-               "--quiet"]  # fmt: skip
+    command = ["convert", str(saved), str(tmp_path / "out"), "--to", "fsdp_dtensor",
+               "--transformer-impl", "transformer_engine", "--json", "--quiet"]  # fmt: skip
     assert main(command) == 0
     found = capsys.readouterr()
     report = json.loads(found.out)
-    assert report["source_format"] == "huggingface" and report["iteration"] == 1
+    assert report["source_format"] == "fsdp_dtensor" and report["iteration"] == 3
     assert found.err == ""
-    assert main(["inspect", str(tmp_path / "out"), "--keys", "--match", "embedding"]) == 0
-    assert "50x16" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "out"), "--keys", "--match", "layer_norm_w"]) == 0
+    assert "linear_qkv.layer_norm_weight" in capsys.readouterr().out
 
 
 def test_convert_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -77,14 +75,11 @@ def test_convert_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: Capture
     assert capsys.readouterr().err == f"convert: {tmp_path / 'no'} does not exist. Check the path\n"
 
 
-@pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
-def test_a_target_that_cannot_be_made_is_told_in_a_line(
-    to: str, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_target_that_cannot_be_made_is_told_in_a_line(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").write_text("x")
     source = save_fsdp(tmp_path / "a", fsdp_state(Model()))
     target = tmp_path / "file" / "out"
-    assert main(["convert", str(source), str(target), "--to", to, "--quiet"]) == 2
+    assert main(["convert", str(source), str(target), "--to", "torch_dist", "--quiet"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("convert: ") and str(tmp_path / "file") in told
     assert told.count("\n") == 1

@@ -1,5 +1,4 @@
-"""inspect, diff, verify and a conversion to safetensors run nothing of a checkpoint, whichever of
-its files names what."""
+"""inspect, diff and verify run nothing of a checkpoint, whichever of its files names what."""
 
 from __future__ import annotations
 
@@ -124,7 +123,6 @@ def _run_all(root: Path, clean: dict[bool, Path]) -> list[int]:
         main(["diff", str(root), str(root), "--quiet"]),
         *(main(["diff", str(other), str(root), "--quiet"]) for other in clean.values()),
         main(["diff", str(root), str(clean[False]), "--quiet", "--weights-only"]),
-        main(["convert", str(root), str(root / "hf"), "--to", "huggingface", "--quiet"]),
     ]
     _with_digests(root / FOLDER)
     for damaged in (DATA, ".metadata"):

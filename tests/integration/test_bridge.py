@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp_adapter.checkpoint import folders
-from megatron_fsdp_adapter.cli import convert, verify
+from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.integration import lm_log
 from tests.integration.bridge_on_cpu import TINY_LLAMA
@@ -177,22 +177,6 @@ def test_trains_and_resumes_on_process_groups_that_only_bridge_has(
     assert resumed.status == 0, resumed.end
     assert (2, "grad norm") not in resumed.values
     assert lm_log.differences(whole.values, resumed.values, start=3) == []
-
-
-def test_a_checkpoint_is_converted_by_what_it_says_of_the_model(tmp_path: Path) -> None:
-    """To Hugging Face, without --hf-config: there is a run_config.yaml in place of arguments."""
-    pytest.importorskip("safetensors", reason="Hugging Face's files are read with it")
-    from transformers import LlamaForCausalLM
-
-    saved = tmp_path / "saved"
-    run = train_recipe(EXAMPLE, [f"checkpoint.save={saved}", "train.train_iters=2"])
-    assert run.status == 0, run.end
-    assert convert.main([str(saved), str(tmp_path / "hf"), "--to", "huggingface", "--quiet"]) == 0
-    model, told = LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(told.values()), told
-    wanted = {name: TINY_LLAMA[name] for name in TINY_LLAMA if name not in (
-        "architectures", "max_position_embeddings")}  # fmt: skip
-    assert {name: getattr(model.config, name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))

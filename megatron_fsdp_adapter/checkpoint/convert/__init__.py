@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between `fsdp_dtensor`, `torch_dist` and Hugging Face.
+"""Conversion of checkpoints between `fsdp_dtensor` and `torch_dist`.
 
 Runs in one process, on files that may be larger than memory. Code for the names and files of a
 format belongs here.

@@ -1,6 +1,6 @@
 """Lazy tensors: a shape, a dtype, and a function that fills any block.
 
-A conversion is an expression over such tensors (join halves, stack layers, regroup heads). Writing
+A conversion is an expression over such tensors (join halves, stack layers). Writing
 its result block by block holds only the block and the source chunks that it needs. All operations
 except `cast` only move elements.
 """
@@ -122,16 +122,6 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
             parts[offsets[0] + i].fill(offsets[1:], slot)
 
     return LazyTensor((len(parts), *parts[0].shape), parts[0].dtype, fill)
-
-
-def zero_rows(rows: int, like: LazyTensor) -> LazyTensor:
-    """Rows of zeros with the other dimensions and the dtype of `like`."""
-
-    def fill(offsets: Shape, out: torch.Tensor) -> None:
-        del offsets
-        out.zero_()
-
-    return replace(like, shape=(rows, *like.shape[1:]), fill=fill)
 
 
 def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
