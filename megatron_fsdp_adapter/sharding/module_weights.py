@@ -55,8 +55,8 @@ class ModuleWeight:
                 f"parameter {self.pair.managed.fqns[0]} has shape {tuple(self.shape)}, not "
                 f"{tuple(value.shape)}"
             )
-        rows = self._rows(self.pair.group.held, self.pair.group.held.rank)
-        self._own.copy_(value.reshape(-1)[rows.start : rows.stop].view(self._own.shape))
+        local, rows = self.local, self.rows
+        local.copy_(value.reshape(-1)[rows.start : rows.stop].view(local.shape))
         return self
 
     @torch.no_grad()
@@ -66,8 +66,7 @@ class ModuleWeight:
         once, from where they are to lie, and no rank holds more than the result."""
         group, shape = self.pair.group, self.shape
         whole = torch.empty(shape.numel(), dtype=dtype or self.dtype, device=self.device)
-        own = self._rows(group.held, group.held.rank)
-        whole[own.start : own.stop].copy_(self._own.view(-1))
+        whole[self.rows.start : self.rows.stop].copy_(self.local.view(-1))
         domain, inner = group.domain, group.inner
         if group.splits_outer and domain.outer is not None:
             size = domain.outer.size
@@ -79,7 +78,12 @@ class ModuleWeight:
         return whole.view(shape)
 
     @property
-    def _own(self) -> torch.Tensor:
+    def rows(self) -> FlatRange:
+        """The elements of the parameter that this rank has."""
+        return self._rows(self.pair.group.held, self.pair.group.held.rank)
+
+    @property
+    def local(self) -> torch.Tensor:
         """This rank's rows of the main weights, behind what still writes them."""
         self.engine.gather.updates.settle()
         return self.pair.group.main.items(self.pair.group.held)[self.pair.index]

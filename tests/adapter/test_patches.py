@@ -24,6 +24,12 @@ def _owner(modules: Modules, row: Patch) -> Any:
     return getattr(modules[row.module], classes[0]) if classes else modules[row.module]
 
 
+def _function(row: Patch) -> Any:
+    """With the parameters that the row expects."""
+    names = [form.removesuffix(", ...") for form in row.parameters[:1]] or ["*args"]
+    return eval(f"lambda {names[0]}: None")
+
+
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
     """Megatron-LM and Megatron-Bridge, which save asynchronously, with all that is required."""
@@ -35,7 +41,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
                 setattr(made[row.module], name, type(name, (), {}))
         if row in ROWS:
             last = row.name.split(".")[-1].split(" or ")[-1]
-            setattr(_owner(made, row), last, torch if last == "torch" else lambda *args: args)
+            setattr(_owner(made, row), last, torch if last == "torch" else _function(row))
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
     asked = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(async_save=True))
@@ -120,3 +126,25 @@ def test_what_another_package_puts_over_ours_stays(monkeypatch: pytest.MonkeyPat
     module.name = "theirs"
     patches.uninstall(rows)
     assert module.name == "theirs" and not patches.is_installed(rows[0])
+
+
+def test_what_other_modules_hold_of_a_class_is_replaced_in_defaults_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wrapper:
+        pass
+
+    def unwrap(model: Any, classes: Any = (int, Wrapper), also: Any = None) -> Any:
+        return classes
+
+    core, framework = ModuleType("core"), ModuleType("framework")
+    core.Wrapper = framework.Named = Wrapper  # type: ignore[attr-defined]
+    framework.unwrap, framework.ALL = unwrap, (int, Wrapper)  # type: ignore[attr-defined]
+    for module in (core, framework):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    rows = [Patch("core", "Wrapper", dict, stands, everywhere=True)]
+    for _ in range(2):
+        patches.install(rows)
+        assert framework.Named is dict and framework.ALL == unwrap(None) == (int, dict)
+    patches.uninstall(rows)
+    assert framework.Named is Wrapper and framework.ALL == unwrap(None) == (int, Wrapper)

@@ -1,15 +1,20 @@
 """Models whose memory was given back and taken again, by `release_memory` and by the calls of
-core's own reinforcement learning, train on bit for bit, and are an error to use meanwhile. Buffers
-are poisoned where the suite runs. With the optimizer in host memory: test_step_schedules.py."""
+core's own reinforcement learning and of verl, train on bit for bit, and are an error to use
+meanwhile. Buffers are poisoned where the suite runs. With the optimizer in host memory:
+test_step_schedules.py."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp_adapter import (
     export_shards,
@@ -21,6 +26,9 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.memory import KINDS
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FRAMEWORKS, VERL
+from megatron_fsdp_adapter.megatron.rl_frameworks import export_index
 from megatron_fsdp_adapter.optim.memory import storages
 from tests.distributed.gpt import (
     Case,
@@ -293,6 +301,57 @@ def by_core(trainer: Trainer, data: Any) -> None:
     model.param_and_grad_buffer.reload_from_cpu()
 
 
+def _verl() -> ModuleType:
+    """Names and parameters of `verl.utils.megatron_utils` (checked against 0.9.1, and the real one
+    by tests/integration/test_verl.py). None is to be called for what is sharded here."""
+
+    def offload_megatron_model_to_cpu(models: Any) -> None:
+        raise AssertionError("verl's own: parameters would lose their buffers")
+
+    def load_megatron_model_to_gpu(
+        models: Any, load_grad: bool = True, load_frozen_params: bool = True
+    ) -> None:
+        raise AssertionError("verl's own")
+
+    def offload_megatron_optimizer(optimizers: Any) -> None:
+        raise AssertionError("verl's own")
+
+    def load_megatron_optimizer(optimizers: Any) -> None:
+        raise AssertionError("verl's own")
+
+    def get_megatron_module_device(models: Any) -> str:
+        return "the device"
+
+    module = ModuleType(VERL)
+    vars(module).update({n: f for n, f in locals().items() if n != "module"})
+    return module
+
+
+def by_verl(trainer: Trainer, data: Any) -> None:
+    model, optimizer = trainer.wrapper, trainer.optimizer
+    sys.modules[VERL] = utils = _verl()
+    patches.install(FRAMEWORKS)
+    try:
+        assert utils.get_megatron_module_device([model]) == "the device"
+        utils.offload_megatron_model_to_cpu([model])
+        utils.offload_megatron_optimizer(optimizer)
+        assert utils.get_megatron_module_device([model]) == "cpu"
+        moments = states(distributed_optimizer(trainer).optimizer)
+        assert not any(map(storage_bytes, [*buffers(model), *moments, *slots_of(model)]))
+        utils.load_megatron_model_to_gpu([model], load_grad=False, load_frozen_params=False)
+        dict(export_weights(model))
+        with pytest.raises(RuntimeError, match="gradients of this model were released"):
+            forward_backward(trainer, data)
+        utils.load_megatron_model_to_gpu([model])
+        utils.load_megatron_optimizer(optimizer)
+    finally:
+        patches.uninstall(FRAMEWORKS)
+        del sys.modules[VERL]
+
+
+WAYS = (by_ours, by_core, by_verl)
+
+
 def _gpt_trains_on(
     rank: int, world: int, strategies: Iterable[str], variants: Iterable[str]
 ) -> None:
@@ -309,7 +368,7 @@ def _gpt_trains_on(
             for wrapper in (plain.wrapper, trainer.wrapper):
                 wrapper.start_param_sync()
             if step < 3:
-                (by_core if step == 1 else by_ours)(trainer, data)
+                WAYS[step](trainer, data)
         found, wanted = (
             {**one.params(), **dict(enumerate(states(distributed_optimizer(one).optimizer)))}
             for one in (trainer, plain)
@@ -372,3 +431,37 @@ class MXFP8Tensor(emulated.MXFP8Tensor):
 
 def test_weights_that_are_left_alone_go_and_return() -> None:
     run_ranks(_left_alone, 1)
+
+
+@dataclass
+class _Spec:
+    """As verl's, of what is set."""
+
+    place: Any = None
+    gather_group: Any = None
+    contributes: bool = True
+
+
+def _rows(rank: int, world: int, copies: int) -> None:
+    instances = {"num_distributed_optimizer_instances": copies}
+    device = init_megatron(**instances)
+    probe = SimpleNamespace(is_expert=False)
+    for strategy in STRATEGIES:
+        trainer = build_trainer(CASE, strategy, device, ddp=instances)
+        pairs = trainer.wrapper.engine.pairs
+        made = [SimpleNamespace(param=p.unsharded, spec=_Spec(), probe=probe) for p in pairs]
+        worker = SimpleNamespace(module=[trainer.wrapper])
+        records = export_index(lambda _, made=made: made, worker)  # type: ignore[misc]
+        assert all(r.param.data.dtype == torch.bfloat16 for r in records)
+        mine = [(r.param.data.numel(), r.spec.contributes) for r in records]
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, mine)
+        for pair, *rows in zip(pairs, *everyone, strict=True):
+            sent = sum(count for count, contributes in rows if contributes)
+            assert sent == pair.unsharded.numel(), (strategy, pair.managed.fqns)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_each_element_of_a_weight_is_in_the_rows_that_one_rank_sends(copies: int) -> None:
+    """By verl's export. With its own code: tests/integration/test_verl.py."""
+    run_ranks(_rows, 2, copies)

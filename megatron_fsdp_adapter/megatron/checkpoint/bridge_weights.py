@@ -87,14 +87,6 @@ class _Call:
         self.call.arguments.update(changed)
         return self.original(*self.call.args, **self.call.kwargs)
 
-    def show_raw(self) -> None:
-        _show_raw(self.engines)
-
-    def show_between_passes(self) -> None:
-        """What they hold between steps, again."""
-        for engine in self.engines:
-            engine.show_between_passes()
-
 
 def _show_raw(engines: Iterable[FsdpEngine]) -> None:
     """Modules hold their ordinary parameters: mappings look at shapes, dtypes and devices.
@@ -102,6 +94,18 @@ def _show_raw(engines: Iterable[FsdpEngine]) -> None:
     for engine in engines:
         engine.memory.check("converting weights", [MAIN])
         engine.to_unsharded()
+
+
+@contextmanager
+def ordinary_parameters(engines: Iterable[FsdpEngine]) -> Iterator[None]:
+    """Inside, modules hold their ordinary parameters, which have no memory between steps."""
+    sharded = [engine for engine in engines if not engine.switch.shows_unsharded]
+    _show_raw(engines)
+    try:
+        yield
+    finally:
+        for engine in sharded:
+            engine.show_between_passes()
 
 
 def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -156,10 +160,8 @@ def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 def _tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     call = _Call.of(original, args, kwargs)
-    call.show_raw()
-    tasks = call.run()
-    call.show_between_passes()
-    return tasks
+    with ordinary_parameters(call.engines):
+        return call.run()
 
 
 def _stream(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -172,10 +174,8 @@ def _stream(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Itera
         wanted = {name: given.pop(name) for name in ("weight_dtype",) if name in given}
         build, source = getattr(args[0], TASKS), given["hf_pretrained"]
         given["conversion_tasks"] = build(source, given["megatron_model"], **wanted)
-    try:
+    with ordinary_parameters(call.engines):
         yield from call.run(conversion_tasks=_Gathered(given["conversion_tasks"], call))
-    finally:
-        call.show_between_passes()
 
 
 class _Gathered(Sequence[Any]):
@@ -197,7 +197,7 @@ class _Gathered(Sequence[Any]):
 
     def _whole(self, task: Any) -> Any:
         # The reader of the weights may have trained, or saved, in between.
-        self.call.show_raw()
+        _show_raw(self.call.engines)
         weight = None if task is None else self.weights.get(id(task.param_weight))
         return task if weight is None else dataclasses.replace(
             task, param_weight=weight.gather(_wanted(task, weight))

@@ -7,10 +7,10 @@ alone. Modules of megatron-core and torch are imported; others are used if they 
 `install` is called again when more of them may be.
 
 A class or function that other modules import by name is also rebound wherever a loaded module holds
-the same object, tuples included: frameworks on top of Megatron bind it under names of their own. A
-fixed list of modules would miss some. `uninstall` gives each of these places what it had. Modules
-of megatron that were loaded in between get the original too; those of others stay as they are, for
-they may have imported ours by its own name.
+the same object, also in a tuple or in the default of a function: frameworks on top of Megatron bind
+it under names of their own. A fixed list of modules would miss some. `uninstall` gives each of
+these places what it had. Modules of megatron that were loaded in between get the original too;
+those of others stay as they are, for they may have imported ours by its own name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from . import releases
@@ -145,6 +145,7 @@ def install(patches: Sequence[Patch]) -> None:
             swept[id(original)] = ours, patch.but_in
     for module, name, value in _holders(swept):
         _put(module, name, value)
+    _rebind_defaults(swept)
 
 
 def uninstall(patches: Sequence[Patch]) -> None:
@@ -163,6 +164,7 @@ def uninstall(patches: Sequence[Patch]) -> None:
             _give_back(module, name)
         elif _is_megatron(module.__name__):
             setattr(module, name, value)
+    _rebind_defaults(swept)
 
 
 def is_installed(patch: Patch) -> bool:
@@ -228,7 +230,7 @@ def _problem(patch: Patch) -> str | None:
         if not (required() if callable(required) else required):
             return None
         by = f", by which it {patch.why}" if patch.why else ""
-        return f"{by} (there is none)" if patch.parameters else by
+        return by or " (there is none)" * bool(patch.parameters)
     if not patch.parameters or found[1] in _kept(found[0]):
         return None
     given = ", ".join(inspect.signature(getattr(*found)).parameters)
@@ -304,15 +306,27 @@ def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType, str, Any
     """The loaded modules, but those of this package, that hold one of the objects: with the name
     and what takes its place there. replaced: by an object's id what does, and the modules where it
     stays."""
-    for name, module in list(sys.modules.items()):
-        if not replaced or name.partition(".")[0] == _PACKAGE or not isinstance(module, ModuleType):
+    for at, module, attribute, value in _globals_elsewhere() if replaced else ():
+        if id(value) not in replaced and type(value) is not tuple:
             continue
-        for attribute, value in list(vars(module).items()):
-            if id(value) not in replaced and type(value) is not tuple:
-                continue
-            new = _replaced(value, replaced, name)
-            if new is not value:
-                yield module, attribute, new
+        new = _replaced(value, replaced, at)
+        if new is not value:
+            yield module, attribute, new
+
+
+def _globals_elsewhere() -> Iterator[tuple[str, ModuleType, str, Any]]:
+    """The globals of all loaded modules but those of this package, with the module's name."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != _PACKAGE and isinstance(module, ModuleType):
+            yield from ((name, module, *item) for item in list(vars(module).items()))
+
+
+def _rebind_defaults(replaced: Mapping[int, Any]) -> None:
+    """Replaces the objects in defaults of functions too: verl's `unwrap_model` has the wrapper's
+    class in one."""
+    for at, _, _, value in _globals_elsewhere() if replaced else ():
+        if isinstance(value, FunctionType) and value.__defaults__:
+            value.__defaults__ = _replaced(value.__defaults__, replaced, at)
 
 
 def _replaced(value: Any, replaced: Mapping[int, Any], module: str) -> Any:

@@ -232,7 +232,46 @@ SAVES = (
 )  # fmt: skip
 """Globals by which Megatron-LM and Megatron-Bridge save: a release has one of the names."""
 
-LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *SAVES)
+_RL = "megatron.rl_frameworks"
+VERL = "verl.utils.megatron_utils"
+_VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+FRAMEWORKS = (
+    *(
+        Patch(VERL, name, f"{_RL}:{ours}", parameters=(f"{first}, ...",), everywhere=True,
+              why="moves memory to the host and back")
+        for name, ours, first in (
+            ("offload_megatron_model_to_cpu", "offload_model", "models"),
+            ("load_megatron_model_to_gpu", "load_model", "models"),
+            ("offload_megatron_optimizer", "offload_optimizer", "optimizers"),
+            ("load_megatron_optimizer", "load_optimizer", "optimizers"),
+        )
+    ),
+    Patch(
+        VERL, "get_megatron_module_device", f"{_RL}:device_of_model", parameters=("models",),
+        required=False, everywhere=True,
+    ),
+    Patch(  # verl's export of what has changed; releases before 0.9 have none
+        _VERL_ENGINE, "MegatronEngine._mcore_export_index", f"{_RL}:export_index",
+        parameters=("self",), required=False,
+    ),
+    Patch(
+        _VERL_ENGINE, "MegatronEngine.get_per_tensor_param_delta_shard", f"{_RL}:export_changes",
+        parameters=("self, kwargs",), required=False,
+    ),
+    Patch(
+        _VERL_ENGINE, "MegatronEngine._hf_delta_entry", f"{_RL}:export_entry",
+        parameters=("self, name, spec, place, lidx, lval",), required=False,
+    ),
+    Patch(
+        "nemo_rl.models.policy.workers.megatron_policy_worker",
+        "MegatronPolicyWorkerImpl.move_optimizer", f"{_RL}:move_optimizer",
+        parameters=("self, device",), required=False,
+    ),
+)  # fmt: skip
+"""Reinforcement learning on top of Megatron: memory while another engine generates, and what is
+sent to it."""
+
+LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *SAVES, *FRAMEWORKS)
 """Of modules that are used if they are loaded, perhaps after `install()`."""
 ALL = (*OPTIMIZER, *FUSED_WGRAD, *CONSTRUCTORS, *NAMES, *LATE)
 """What `install()` puts in place."""

@@ -1,0 +1,38 @@
+"""verl, unmodified: its plugin entry builds sharded models, which give their memory to the engine
+that generates, and send it what a step has changed.
+
+Opt-in: see docs/tested.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.integration.lm_runs import HARNESSES, finish, start
+from tests.integration.test_bridge import missing_bridge
+
+pytestmark = pytest.mark.full
+
+CASES = (
+    "llama 1 1 1 optim_grads_params", "llama 1 1 1 optim_grads_params 2", "llama 1 1 1 optim",
+    "qwen2 1 1 1 no_shard", "llama 2 1 1 optim_grads_params", "qwen2 2 1 1 no_shard",
+    "qwen2 1 1 2 optim_grads_params", "moe 1 2 1 optim_grads_params", "moe 1 2 1 optim",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verl_builds_moves_and_exports_sharded_models(tmp_path: Path, case: str) -> None:
+    """A process of its own for each case: verl keeps mappings over a change of groups."""
+    if importlib.util.find_spec("verl") is None:
+        pytest.skip("verl is not installed")
+    reason = missing_bridge()
+    if reason is not None:
+        pytest.skip(reason)
+    log = tmp_path / "log"
+    worker = HARNESSES / "verl_worker.py"
+    done = finish(start("bridge_on_cpu.py", worker, [str(tmp_path), case], 2, log), log, 600.0)
+    assert done.status == 0, done.end
+    assert done.log.count("checked ") == 2
