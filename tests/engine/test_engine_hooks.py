@@ -100,6 +100,14 @@ def test_lists_and_dicts_are_given_on_and_their_tensors_watched() -> None:
     assert sorted(done[1:]) == [0, 1]
 
 
+def test_dataclasses_are_watched_and_other_objects_left() -> None:
+    """A cache has what units before this one computed: their backward comes later."""
+    leaf = torch.ones(3, requires_grad=True)
+    y, z = leaf * 3, leaf * 4
+    on_inputs_done((leaf * 2, Answer(y), [Plain(z)]), {}, print)
+    assert y._backward_hooks and not z._backward_hooks
+
+
 def test_a_leaf_in_a_list_leaves_the_end_to_the_end_of_backward() -> None:
     leaf, done = torch.ones(3, requires_grad=True), []
     for _ in range(2):

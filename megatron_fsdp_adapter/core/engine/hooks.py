@@ -112,7 +112,9 @@ def on_inputs_done(
     tensors are watched themselves, whose gradients are known when all uses of them are. Without an
     input that needs a gradient nothing is caught, and with one in a container that cannot be
     watched: backward's end then is the unit's. A parameter is left: its gradient is accumulated
-    only after a hook on it has run.
+    only after a hook on it has run. So is an object that is no dataclass: it may be a cache, in
+    which units before this one, or a recomputed call of this one, have what they computed, and
+    whose gradients are known too late or too early.
 
     again: called when a backward through that backward needs the gradients of inputs.
     """
@@ -155,7 +157,7 @@ def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
         return tuple(items) if type(value) is tuple else type(value)(*items)
     watched.extend(
         found
-        for found in _tensors_in(value)
+        for found in _tensors_in(value, _has_fields)
         if needs_grad(found) and not isinstance(found, nn.Parameter)
     )
     return value
@@ -187,9 +189,11 @@ def has_grad_output(output: Any) -> bool:
     return any(needs_grad(value) for value in _tensors_in(output))
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def _tensors_in(
+    value: Any, opens: Callable[[Any], bool] = lambda leaf: True
+) -> list[torch.Tensor]:
     """The tensors that a module was given or returned: mostly one, or a tuple of tensors and plain
-    values; else whatever pytree and the attributes of objects (dataclasses among them) lead to."""
+    values; else whatever pytree and the attributes of objects that are opened lead to."""
     if isinstance(value, torch.Tensor):
         return [value]
     if type(value) is tuple:
@@ -201,7 +205,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
         for leaf in tree_leaves(pending.pop()):
             if isinstance(leaf, torch.Tensor):
                 found.append(leaf)
-            elif not isinstance(leaf, _OPAQUE) and id(leaf) not in seen:
+            elif not isinstance(leaf, _OPAQUE) and id(leaf) not in seen and opens(leaf):
                 seen.add(id(leaf))
                 pending.append(_attributes(leaf))
     return found
