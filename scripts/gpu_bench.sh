@@ -10,8 +10,8 @@
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
 # PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (expert-parallel ranks; 4 and 2), and ARGS_8B,
 # ARGS_1B, ARGS_MOE, ARGS_FP8 to change or add options of benchmark.py. Of `matrix` (docs/matrix.md):
-# MATRIX_RESULTS (default $OUT/matrix.jsonl; what it holds already is not run again), MATRIX_SECONDS
-# (560), MATRIX_WIDTH (small, or real), ARGS_MATRIX (other options of `python -m tests.matrix run`).
+# MATRIX_RESULTS (default $OUT/matrix.jsonl; what has ended there is not run again), MATRIX_SECONDS
+# (560), and MATRIX, MATRIX_ARRAY and MATRIX_WIDTH of tests/gpu/test_gpu_matrix.py (all cells of gpu).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/gpu}
@@ -55,13 +55,12 @@ bench() { # bench NAME SECONDS ARGUMENTS...
     --json "$OUT/$name.json" --distributed-timeout-minutes 2 "$@"
 }
 
-# On two GPUs. No cell is begun after MATRIX_SECONDS; the table of outcomes ends the log.
+# On two GPUs. All ends after MATRIX_SECONDS; the table of outcomes ends the log.
 do_matrix() {
-  local seconds=${MATRIX_SECONDS:-560} width=${MATRIX_WIDTH:-small}
-  # shellcheck disable=SC2086
-  MEGATRON_FSDP_ADAPTER_POISON=1 part "matrix_$width" $((seconds + 150)) "$PYTHON" -m tests.matrix run --array gpu \
-    --results "${MATRIX_RESULTS:-$OUT/matrix.jsonl}" --seconds "$seconds" --width "$width" \
-    ${ARGS_MATRIX:-}
+  local seconds=${MATRIX_SECONDS:-560}
+  export MATRIX=${MATRIX-} MATRIX_ARRAY=${MATRIX_ARRAY:-gpu} MATRIX_WIDTH=${MATRIX_WIDTH:-small}
+  MEGATRON_FSDP_ADAPTER_POISON=1 part "matrix_$MATRIX_WIDTH" $((seconds + 30)) "$PYTHON" -m tests.gpu \
+    --only matrix --results "${MATRIX_RESULTS:-$OUT/matrix.jsonl}" --log "$OUT" --time-limit "$seconds"
 }
 
 do_bench8b() {
@@ -124,7 +123,7 @@ done
 
 echo; echo "== summary"
 for log in "$OUT"/matrix_*.log; do
-  [ -f "$log" ] && echo "-- $log" && sed -n '/^outcomes/,$p' "$log" | cut -c1-260
+  [ -f "$log" ] && echo "-- $log" && sed -n '/ passed .* hung /,$p' "$log" | cut -c1-260
 done
 [ -f "$OUT/dropin.log" ] && cut -c1-260 "$OUT/dropin.log"
 for log in "$OUT"/{bench8b,bench1b,trace,moe_ep*,moe_overlap}.log; do

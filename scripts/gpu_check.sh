@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# All tests for GPUs (tests/gpu, and the matrix's cells with a step in one graph), on one GPU that
-# ranks share, or on as many as there are. Several files run at once; a later call with the same
+# All tests for GPUs (tests/gpu), on one GPU that ranks share, or on as many as there are. Several files run at once; a later call with the same
 # results goes on with what was not reached. The status is 0 if all was reached and nothing failed.
 #
 #   bash scripts/gpu_check.sh [--results FILE] [--log DIR] [--time-limit S] [--only WORD] [--jobs N]

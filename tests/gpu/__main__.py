@@ -24,13 +24,12 @@ from pathlib import Path
 from tests import strays
 from tests.gpu import journal, shards
 from tests.gpu.gpu_ranks import STACKS
-from tests.gpu.shards import MATRIX, Shard
+from tests.gpu.shards import Shard
 
 ENDING_S = 12.0
 """Before the time is up, all that runs is ended, and the table is written."""
 LEAST_S = 60.0
 """With less time left no file is begun: its processes would not get as far as a test."""
-MATRIX_CELLS = ("--array", "gpu_dp", "--match", "graph=on")
 
 
 @dataclass
@@ -50,13 +49,7 @@ class Running:
     gib: int = 0
 
 
-def command_of(shard: Shard, options: argparse.Namespace, left_s: float) -> list[str]:
-    if shard.name == MATRIX:
-        return [
-            sys.executable, "-m", "tests.matrix", "run", *MATRIX_CELLS,
-            "--results", str(options.matrix), "--seconds", f"{max(1.0, left_s - LEAST_S):.0f}",
-            "--slowest", f"{options.test_limit:.0f}",
-        ]  # fmt: skip
+def command_of(shard: Shard, options: argparse.Namespace) -> list[str]:
     return [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.gpu.journal",
         "--journal", str(options.results), "--failures", str(options.log / "failures.txt"),
@@ -64,12 +57,12 @@ def command_of(shard: Shard, options: argparse.Namespace, left_s: float) -> list
     ]  # fmt: skip
 
 
-def start(shard: Shard, options: argparse.Namespace, left_s: float) -> Running:
+def start(shard: Shard, options: argparse.Namespace) -> Running:
     mark, value = strays.new_mark()
     log = options.log / f"{shard.name}.log"
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command_of(shard, options, left_s), cwd=shards.ROOT,
+            command_of(shard, options), cwd=shards.ROOT,
             env={
                 **os.environ, strays.VARIABLE: value,
                 STACKS: str(options.log / f"{shard.name}.stacks"),
@@ -91,39 +84,23 @@ def stop(one: Running) -> None:
 
 def lines_of(shard: Shard, options: argparse.Namespace) -> int:
     """How many lines of tests the journal has."""
-    path = options.matrix if shard.name == MATRIX else options.results
-    names = [line.get("test", line.get("cell", "")) for line in journal.read(path)]
-    return sum(shard.name in (MATRIX, shards.shard_of(name)) for name in names)
+    lines = journal.read(options.results)
+    return sum(shards.shard_of(line.get("test", "")) == shard.name for line in lines)
 
 
 def state(options: argparse.Namespace) -> dict[str, Shard]:
     """What is known of all shards that were asked for."""
     found = shards.all_shards()
-    shards.learn(found, [*journal.read(options.results), *matrix_lines(options)])
+    shards.learn(found, journal.read(options.results))
     return {n: s for n, s in found.items() if not options.only or options.only in n}
 
 
-def matrix_lines(options: argparse.Namespace) -> list[dict[str, object]]:
-    """The file of results of the matrix, as lines of a journal."""
-    from tests.matrix import cells, results, table
-
-    wanted = [c for c in cells.cached("gpu_dp") if "graph=on" in table.name_of(c)]
-    lines: list[dict[str, object]] = [{"test": f"{MATRIX}::{table.name_of(c)}"} for c in wanted]
-    for one in results.read(options.matrix):
-        outcome = journal.PASSED if one.status == results.PASSED else journal.FAILED
-        lines.append({
-            "test": f"{MATRIX}::{one.cell}", "outcome": outcome, "seconds": one.seconds,
-            "why": " ".join(one.problems)[: journal.LONGEST],
-        })  # fmt: skip
-    return lines
-
-
 def is_stuck(one: Running, options: argparse.Namespace) -> bool:
-    """Whether a test takes longer than one may. The matrix ends its cells itself."""
+    """Whether a test takes longer than one may."""
     if (lines := lines_of(one.shard, options)) != one.lines:
         one.lines, one.at = lines, time.monotonic()
     limit = shards.LIMITS.get(one.shard.name, options.test_limit)
-    return one.shard.name != MATRIX and time.monotonic() - one.at > limit
+    return time.monotonic() - one.at > limit
 
 
 def look(running: list[Running]) -> None:
@@ -169,10 +146,6 @@ def forget(options: argparse.Namespace) -> None:
     """What failed or hung is to run once more."""
     for shard in state(options).values():
         journal.note(options.results, shard=shard.name, again=True)
-    cells = [one for one in journal.read(options.matrix) if one["status"] == journal.PASSED]
-    options.matrix.unlink(missing_ok=True)
-    for one in cells:
-        journal.note(options.matrix, **one)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -187,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
             left = shards.in_order(s for s in state(options).values() if s.name not in names)
             chosen = shards.next_of(left, busy, options.jobs, options.memory_gib)
             if chosen is not None and left_s > LEAST_S:
-                running.append(start(chosen, options, left_s))
+                running.append(start(chosen, options))
                 continue
             if left_s <= 0 or not running:
                 return
@@ -228,7 +201,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.results = options.results.resolve()
     options.log = (options.log or options.results.parent).resolve()
-    options.matrix = options.results.with_suffix(".matrix.jsonl")
     options.memory_gib = options.memory_gib or memory_of_the_device()
     return options
 

@@ -22,7 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +41,9 @@ BEHIND_S = 20
 STACKS = "GPU_TEST_STACKS"
 """Names a file to which each rank adds where it is when a check takes longer than `SLOW_S`."""
 SLOW_S = 75
+CROWDED_BYTES = 40 * 2**30
+"""Of device memory that ranks still hold after a check: stock DDP is not given back as a whole (its
+hooks are cycles), so that wide models fill a GPU. New processes go on then."""
 
 
 NEEDS: Mapping[str, tuple[Callable[[], bool], str]] = {
@@ -67,6 +72,10 @@ def _write(path: str, **line: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def is_crowded() -> bool:
+    return torch.cuda.is_available() and torch.cuda.memory_allocated() > CROWDED_BYTES
+
+
 def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> None:
     """Every check on this rank; the first rank writes a line for each one that it begins, and for
     each one that all have left."""
@@ -88,19 +97,22 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
             error = f"rank {rank}: {traceback.format_exc()}"
             _write(path, raised=name, error=error)
         faulthandler.cancel_dump_traceback_later()
-        errors: list[Any] = [None] * world
-        dist.all_gather_object(errors, error, group=side)
-        if rank == 0:
-            raised = [one for one in errors if one is not None]
-            seconds = round(time.monotonic() - started, 1)
-            _write(path, name=name, errors=raised, value=repr(value), seconds=seconds)
         gc.collect()
         torch.cuda.empty_cache()
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, (error, is_crowded()), group=side)
+        if rank == 0:
+            raised = [error for error, _ in told if error is not None]
+            seconds = round(time.monotonic() - started, 1)
+            _write(path, name=name, errors=raised, value=repr(value), seconds=seconds)
+        if any(crowded for _, crowded in told):
+            return
 
 
 class Outcomes:
     """Runs the checks on `world` ranks, from when the first outcome is asked for, beside the tests
-    that ask. `timeout_s`: of all of them; `needs`: names of `NEEDS`, of every check."""
+    that ask. `timeout_s`: of all of them; `needs`: names of `NEEDS`, of every check;
+    `environment`: variables of the ranks."""
 
     def __init__(
         self,
@@ -109,8 +121,9 @@ class Outcomes:
         world: int = WORLD,
         backend: str = "nccl",
         needs: tuple[str, ...] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.needs = needs
+        self.needs, self.environment = needs, environment
         self.checks, self.timeout_s = checks, timeout_s * PATIENCE
         self.world, self.backend = world, backend
         self._lines: dict[str, Any] = {}
@@ -146,10 +159,11 @@ class Outcomes:
             follower = threading.Thread(target=self._follow, args=(path, over, begun), daemon=True)
             follower.start()
             try:
-                run_ranks(
-                    _run_all, self.world, checks, str(path),
-                    timeout=limit_s, backend=self.backend,
-                )  # fmt: skip
+                with mock.patch.dict(os.environ, self.environment):
+                    run_ranks(
+                        _run_all, self.world, checks, str(path),
+                        timeout=limit_s, backend=self.backend,
+                    )  # fmt: skip
                 fault = "its processes ended"
             except AssertionError as error:
                 fault = str(error)

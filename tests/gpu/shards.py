@@ -12,8 +12,6 @@ from typing import Any
 from tests.gpu.journal import FAILED, PASSED, SKIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
-MATRIX = "matrix"
-"""The part that trains cells of the matrix with a captured step of the optimizer."""
 GIB = 24
 """Of device memory, for all ranks of a file and their contexts, where no more is said."""
 ALONE = 1000
@@ -21,9 +19,9 @@ ALONE = 1000
 MEMORY: Mapping[str, int] = {
     "test_gpu_estimate": ALONE, "test_gpu_fp8": 40, "test_gpu_fp8_params": 40,
     "test_gpu_graphs": 32, "test_gpu_habits": 50, "test_gpu_layer_graphs": 40,
-    "test_gpu_memory": 40, "test_gpu_offload": 60, "test_gpu_optimizer": 70,
+    "test_gpu_matrix": 42, "test_gpu_memory": 40, "test_gpu_offload": 60, "test_gpu_optimizer": 70,
     "test_gpu_precision": 93, "test_gpu_pretrain_gpt": 10, "test_gpu_slots": 40,
-    "test_gpu_units": 65, "test_gpu_wgrad": 16, "test_gpu_wide": 56, MATRIX: 42,
+    "test_gpu_units": 65, "test_gpu_wgrad": 16, "test_gpu_wide": 56,
 }  # fmt: skip
 SECONDS: Mapping[str, float] = {
     "test_gpu_experts": 110, "test_gpu_fp8_weights": 85, "test_gpu_graphs": 120,
@@ -31,7 +29,7 @@ SECONDS: Mapping[str, float] = {
     "test_gpu_precision": 105, "test_gpu_pretrain_gpt": 117, "test_gpu_slots": 118,
     "test_gpu_units": 135, "test_gpu_wide": 123, "test_gpu_habits": 140, "test_gpu_fp8": 125,
     "test_gpu_fp8_params": 140, "test_gpu_layer_graphs": 150, "test_gpu_offload": 150,
-    "test_gpu_wgrad": 140, "test_gpu_estimate": 120, MATRIX: 250,
+    "test_gpu_wgrad": 140, "test_gpu_estimate": 120, "test_gpu_matrix": 250,
 }  # fmt: skip
 """Guesses, for files of which no journal knows better. Only the order follows from them."""
 USUAL_S = 75.0
@@ -63,10 +61,10 @@ class Known:
 
 @dataclass
 class Shard:
-    """A file of tests, or the cells of the matrix; what is known of its tests, by name, and
-    `listed`: whether these are all of it. `broken`: how often its process ended before.
-    `measured_gib`: the most memory that its processes had, 0 if not known. `alone`: whether it ran
-    out of memory beside others, and has to run once more by itself."""
+    """A file of tests; what is known of its tests, by name, and `listed`: whether these are all of
+    it. `broken`: how often its process ended before. `measured_gib`: the most memory that its
+    processes had, 0 if not known. `alone`: whether it ran out of memory beside others, and has to
+    run once more by itself."""
 
     name: str
     tests: dict[str, Known] = field(default_factory=dict)
@@ -111,12 +109,11 @@ class Shard:
 
 def all_shards() -> dict[str, Shard]:
     names = [path.stem for path in sorted((ROOT / "tests/gpu").glob("test_*.py"))]
-    return {name: Shard(name) for name in (*names, MATRIX)}
+    return {name: Shard(name) for name in names}
 
 
 def shard_of(test: str) -> str:
-    path = test.partition("::")[0]
-    return path if path == MATRIX else Path(path).stem
+    return Path(test.partition("::")[0]).stem
 
 
 def learn(shards: Mapping[str, Shard], lines: Iterable[Mapping[str, Any]]) -> None:

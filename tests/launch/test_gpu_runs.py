@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tests.gpu import __main__ as gpu
 from tests.gpu import gpu_ranks, journal, shards
-from tests.gpu.shards import FAILED, HUNG, MATRIX, PASSED, SKIPPED, UNREACHED, Known, Shard
+from tests.gpu.shards import FAILED, HUNG, PASSED, SKIPPED, UNREACHED, Known, Shard
 
 BEGUN: dict[str, Any] = {"begun": True}
 A, MEASURED = "test_gpu_a", "test_gpu_fp8_weights"
@@ -113,7 +112,6 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (folder / "test_gpu_a.py").write_text(TESTS.replace("HANGS", "600"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     monkeypatch.setattr(shards, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu, "matrix_lines", lambda options: [])
     monkeypatch.setattr(gpu, "LEAST_S", 0.5)
     command = gpu.command_of
 
@@ -172,6 +170,9 @@ def says(rank: int, world: int, what: str) -> str:
         time.sleep(600)
     if what == "ends":
         os._exit(3)
+    if what == "fills the device":
+        gpu_ranks.is_crowded = lambda: True
+    assert what != "behind" or not gpu_ranks.is_crowded(), "in new processes"
     if what == "hangs":
         time.sleep(600)
     return what
@@ -186,8 +187,10 @@ def says(rank: int, world: int, what: str) -> str:
         # A rank that raises ends the check that the other is in.
         (("first", "leaves the other", "behind"),
          {"leaves the other": r"(?s)rank 1: .*it left\s+the other rank stayed"}),
+        # Ranks that hold too much memory make way for new ones.
+        (("fills the device", "behind"), {}),
     ],
-    ids=["ends", "leaves"],
+    ids=["ends", "leaves", "fills"],
 )  # fmt: skip
 def test_a_check_that_fails_loses_only_itself(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], errors: dict[str, str]
@@ -211,11 +214,3 @@ def test_an_outcome_is_there_when_its_check_has_ended_and_the_rest_can_be_closed
     for word in ("hangs", "behind"):
         with pytest.raises(AssertionError, match=f"{word} was not finished"):
             outcomes.expect(word)
-
-
-def test_the_cells_of_the_matrix_are_a_part(tmp_path: Path) -> None:
-    found = gpu.state(gpu.parse(["--results", str(tmp_path / "r.jsonl"), "--only", MATRIX]))
-    cells = found[MATRIX].tests
-    assert len(cells) > 8 and all("graph=on" in name for name in cells)
-    command = gpu.command_of(found[MATRIX], gpu.parse([]), 100.0)
-    assert command[:4] == [sys.executable, "-m", "tests.matrix", "run"]

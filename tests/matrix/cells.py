@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from .cover import Space, covering_array
@@ -33,3 +34,9 @@ def write(arrays: dict[str, Cells]) -> None:
 
 def cached(array: str) -> Cells:
     return [cell_named(name) for name in json.loads(FILE.read_text())[array]]
+
+
+def cells_with(words: Iterable[str], array: str) -> list[str]:
+    """Names of the cells of an array that have all these words."""
+    names = json.loads(FILE.read_text())[array]
+    return [name for name in names if all(word in name for word in words)]

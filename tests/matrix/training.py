@@ -12,6 +12,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -285,6 +286,12 @@ class Finding:
 
 
 Findings = dict[str, Finding]
+MEASURES = {
+    f"{measure}{more}"
+    for measure, more in product(
+        ("gradient", "movement", "weights at the start"), ("", ", element")
+    )
+} | {f"{measure}{more}" for measure, more in product(("norm", "loss"), ("", ", later"))}
 
 
 def _is_worse(one: Finding, other: Finding | None) -> bool:
@@ -450,3 +457,19 @@ def _train(
     for chunk in trainer.chunks:
         chunk.stop_communication()
     check_export(trainer)
+
+
+def wrong(found: Findings) -> list[str]:
+    """The measures that do not hold on this rank."""
+    return [
+        f"{name}: off by {one.error:.2e}, {one.bound:.2e} allowed ({one.where})"
+        for name, one in found.items() if not one.holds
+    ]  # fmt: skip
+
+
+def checked_cell(cell: Cell, width: str) -> str:
+    """How much of its bound each measure used, of a cell within all of them; collective."""
+    found = check_cell(cell, width)
+    assert wrong(found) == []
+    assert set(found) == MEASURES
+    return ", ".join(f"{name} {one.used:.2f}" for name, one in found.items())

@@ -1,0 +1,47 @@
+"""Cells of the matrix beside stock DDP (docs/matrix.md): by default those with a step in one CUDA
+graph.
+
+MATRIX: words that the names of the chosen cells have; MATRIX_ARRAY: gpu_dp, or gpu for the
+model-parallel axes too; MATRIX_WIDTH: small, or real.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.matrix.cells import cells_with
+from tests.matrix.table import cell_named
+from tests.matrix.training import checked_cell
+
+WIDTH = os.environ.get("MATRIX_WIDTH", "small")
+SLOWEST_S = 120.0
+"""Of one cell and its reference."""
+ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # A kernel that is loaded when it is first used waits for the device, and so for a receive that
+    # another stream has begun: interleaved pipelines hang, stock DDP's too.
+    "CUDA_MODULE_LOADING": "EAGER",
+    # Products in TF32 round what they read: a weight's last bit becomes 1e-4 of a gradient.
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+
+
+def cell(rank: int, world: int, name: str, width: str) -> str:
+    return checked_cell(cell_named(name), width)
+
+
+CHECKS = {
+    name: Check(cell, (name, WIDTH))
+    for name in cells_with(
+        os.environ.get("MATRIX", "graph=on").split(), os.environ.get("MATRIX_ARRAY", "gpu_dp")
+    )
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=SLOWEST_S * len(CHECKS), environment=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_trains_like_stock_ddp(name: str) -> None:
+    OUTCOMES.expect(name)
