@@ -1,9 +1,8 @@
-"""Models of every kind that core has; cells of (model, recompute, strategy, what is trained)."""
+"""Models that the matrix has none of: shared experts, two towers, latent attention of the tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -23,23 +22,16 @@ from megatron.core.transformer.transformer_config import (
 )
 from torch import nn
 
-from tests.matrix.cover import Space, covering_array
-from tests.matrix.table import Rule
-
-from .gpt import STRATEGIES, Case
+from .gpt import Case
 
 CASE = Case(num_layers=2, hidden=24, heads=3, ffn=40, vocab=53, seq=8, batch=1, bias=False)
 
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {},
-    "full, uniform": {
-        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-    },
     "full, block": {
         "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1,
     },
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "MLP": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }  # fmt: skip
 """What core recomputes. Norms, activations of experts and MLA's up-projections need Transformer
@@ -69,10 +61,6 @@ def _gpt(config: Any, tied: bool, spec: Any = None) -> GPTModel:
         share_embeddings_and_output_weights=tied, position_embedding_type="rope",
         mtp_block_spec=mtp,
     )  # fmt: skip
-
-
-def dense(recompute: str, tied: bool) -> nn.Module:
-    return _gpt(_config(recompute), tied)
 
 
 def shared_experts(recompute: str, tied: bool) -> nn.Module:
@@ -113,10 +101,6 @@ def latent_attention(recompute: str, tied: bool) -> nn.Module:
         return _gpt(config, tied, spec)
 
 
-def predicts_further_tokens(recompute: str, tied: bool) -> nn.Module:
-    return _gpt(_config(recompute, mtp_num_layers=2), tied)
-
-
 class TwoTowers(MegatronModule):
     """A tower of its own width whose output is added to what the text tower embeds. The tower
     reads a fixed table of features; the embedding is called from outside its model."""
@@ -140,19 +124,6 @@ class TwoTowers(MegatronModule):
         return self.text(
             tokens, positions, mask, decoder_input=hidden + self.projector(seen), labels=labels
         )
-
-
-def two_towers(recompute: str, tied: bool) -> nn.Module:
-    return TwoTowers(recompute, tied)
-
-
-MODELS: Mapping[str, Callable[[str, bool], nn.Module]] = {
-    "dense": dense,
-    "shared experts": shared_experts,
-    "latent attention": latent_attention,
-    "multi-token prediction": predicts_further_tokens,
-    "two towers": two_towers,
-}
 
 
 # What of a model is trained.
@@ -218,21 +189,12 @@ TRAINED: Mapping[str, tuple[bool, Callable[[nn.Module], None]]] = {
 }
 
 
-# Cells.
-
-
-@dataclass(frozen=True)
-class Cell:
-    model: str
-    recompute: str
-    strategy: str
-    trained: str
-
-
-def built(cell: Cell, seed: int) -> nn.Module:
-    """The bare model of a cell."""
-    tied, change = TRAINED[cell.trained]
-    return varied(lambda: MODELS[cell.model](cell.recompute, tied), seed, change)
+def built(
+    make: Callable[[str, bool], nn.Module], recompute: str, trained: str, seed: int
+) -> nn.Module:
+    """A bare model, of which a key of `TRAINED` is trained."""
+    tied, change = TRAINED[trained]
+    return varied(lambda: make(recompute, tied), seed, change)
 
 
 def varied(
@@ -247,31 +209,3 @@ def varied(
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.02)
     return model
-
-
-SPACE = Space(
-    {
-        "model": tuple(MODELS), "recompute": tuple(RECOMPUTE), "strategy": STRATEGIES,
-        "trained": tuple(TRAINED),
-    },
-    (
-        Rule(
-            "experts", "there are no experts to recompute",
-            lambda model, recompute: recompute == "experts" and model != "shared experts",
-        ),
-        Rule(
-            "MLP", "every MLP is one of experts there, which `moe` recomputes",
-            lambda model, recompute: recompute == "MLP" and model == "shared experts",
-        ),
-        Rule(
-            "block", "core refuses block recompute with MTP",
-            lambda model, recompute: (
-                recompute == "full, block" and model == "multi-token prediction"
-            ),
-        ),
-    ),
-    {},
-)  # fmt: skip
-"""What can be combined, with and without sharding."""
-CELLS = [Cell(**cell) for cell in covering_array(SPACE)]  # type: ignore[arg-type]
-"""Few, in which each pair of values that can be run at all occurs."""

@@ -4,9 +4,7 @@ that name what cannot be initialized (traps I1, I2)."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +17,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
-from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.diagnostics.memory import (
-    BACKWARD_TO_STEP,
-    LIFE,
-    OPTIMIZER_STATE,
-    UNIT_IN_USE,
-    Precision,
-    unit_bytes,
-)
 from megatron_fsdp_adapter.megatron.core_init import core_initializers
 from megatron_fsdp_adapter.sharding.materialize import initialize, own_initializer
 from tests.distributed.checks import check_same_bits
@@ -318,67 +307,3 @@ def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_c
     initialize("layer", linear, torch.device("cpu"), run)
     assert linear.weight.tensor_model_parallel is not (whole and marks)
     assert not linear.weight.is_meta and hasattr(linear.weight, "sequence_parallel") is whole
-
-
-# What a start takes at most, measured by the operating system: 1.5B parameters on two processes.
-
-LLAMA = Case(
-    num_layers=16, hidden=2048, heads=32, ffn=8192, vocab=128256, seq=2048, bf16=True, swiglu=True,
-    bias=False,
-)  # fmt: skip
-"""The preset configs/llama-1.5b.yaml."""
-SLACK = 40 * 2**20
-"""Bytes beside weights: modules, gloo's buffers, what Python imports on the way."""
-M_MMAP_THRESHOLD = -3
-"""Of glibc's mallopt, from malloc.h."""
-
-
-def _megabytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith(field)]
-    return int(line.split()[1]) * 1024
-
-
-def allowed(engine: FsdpEngine) -> tuple[int, int]:
-    """Bytes of the shards, and of the largest unit with everything that it has while in use."""
-    policy = engine.config.policy
-    precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
-    shards, largest = 0, 0
-    for unit in engine.units:
-        held = unit_bytes(
-            [group.held.layout for group in unit.groups], engine.config.strategy, precision, 0
-        )
-        passing = [n for k, n in held.items() if LIFE[k] in (UNIT_IN_USE, BACKWARD_TO_STEP)]
-        kept = sum(held.values()) - sum(passing) - held.get(OPTIMIZER_STATE, 0)
-        shards, largest = shards + kept, max(largest, sum(passing))
-    return shards, largest
-
-
-def _start(rank: int, world: int, layers: int) -> dict[str, int]:
-    init_megatron()
-    # Else glibc keeps blocks of up to 32 MiB that were freed between others: 16 MB a layer here.
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
-    options = {"num_query_groups": 8, "normalization": "RMSNorm"}
-    model = build(LLAMA.but(num_layers=layers), options, meta=True)
-    numel = sum(param.numel() for param in model.parameters())
-    ddp = ddp_config(LLAMA, "optim_grads_params", {"megatron_fsdp_main_params_dtype": None})
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
-    before = _megabytes("VmRSS")
-    wrapper = FullyShardedDataParallel(model.config, ddp, model)
-    peak = _megabytes("VmHWM") - before
-    shards, unit = allowed(wrapper.engine)
-    return {"parameters": numel, "peak": peak, "shards": shards, "unit": unit}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layers", (2, LLAMA.num_layers), ids=("2 layers", "1.5B"))
-def test_peak_of_a_start_is_the_shards_and_one_unit(layers: int) -> None:
-    """Main weights in bf16, so that shards take half of what they take in float32."""
-    found = run_ranks(_start, 2, layers, timeout=500)
-    for rank, one in enumerate(found):
-        text = ", ".join(f"{name} {value / 1e9:.3f}e9" for name, value in one.items())
-        print(f"rank {rank}: {text}")
-        assert one["peak"] <= one["shards"] + one["unit"] + SLACK, text
-        # A process that held the whole model once, or two units, would not pass.
-        too_much = 2 * one["parameters"] + one["unit"]
-        assert layers < LLAMA.num_layers or too_much > 1.2 * one["peak"], text

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.distributed.gpt import Case, batches, init_megatron, make_trainer, train_step
 from tests.distributed.mishaps import load, save
-from tests.distributed.models import CASE, Cell, built
+from tests.distributed.models import CASE, TwoTowers, _config, _gpt, built
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.test_models import SIZES
 from tests.distributed.variants import (
@@ -25,13 +25,16 @@ from tests.distributed.variants import (
     unchanged,
 )
 
-TOWERS = Cell("two towers", "none", "", "frozen part")
 LEFT: dict[str, str] = {"*": "leave", "text*": "shard", "projector": "shard"}
 """All but the frozen tower is sharded: later patterns win."""
 
 
+def _dense(recompute: str, tied: bool) -> nn.Module:
+    return _gpt(_config(recompute), tied)
+
+
 def _towers(case: Case, device: torch.device) -> nn.Module:
-    return built(TOWERS, case.seed)
+    return built(TwoTowers, "none", "frozen part", case.seed)
 
 
 def differ_by_rank(model: nn.Module) -> None:
@@ -70,9 +73,8 @@ def test_places_train_to_the_same_weights(row: Variant, rank: int, seed: int) ->
 def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
     device = init_megatron()
     case = CASE.but(seed=5)
-    one, other = (
-        make_trainer(built(TOWERS, seed), case, ZERO_3, module_placements=LEFT) for seed in (1, 2)
-    )
+    models = (_towers(CASE.but(seed=seed), device) for seed in (1, 2))
+    one, other = (make_trainer(made, case, ZERO_3, module_placements=LEFT) for made in models)
     train_step(one, batches(case, 0, rank, device))
     train_step(one, batches(case, 1, rank, device))
     save(one, str(root))
@@ -97,7 +99,7 @@ def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
 @on_ranks(1)
 def test_wrong_places_are_one_early_error(placements: dict[str, str], said: str) -> None:
     init_megatron()
-    model: Any = built(Cell("two towers", "none", "", "tied, frozen part"), 1)
+    model: Any = built(TwoTowers, "none", "tied, frozen part", 1)
     if "text.output_layer" in placements:
         model.text.output_layer.weight = model.text.embedding.word_embeddings.weight
     with pytest.raises(ValueError) as caught:
@@ -114,8 +116,8 @@ def test_a_change_of_requires_grad_after_wrapping_is_one_error(
     rank: int, value: bool, name: str
 ) -> None:
     device = init_megatron()
-    cell = Cell("dense", "none", "", "frozen part" if value else "all")
-    trainer = make_trainer(built(cell, 1), CASE, ZERO_3)
+    model = built(_dense, "none", "frozen part" if value else "all", 1)
+    trainer = make_trainer(model, CASE, ZERO_3)
     train_step(trainer, batches(CASE, 0, rank, device))
     trainer.wrapper.stop_communication()
     param = dict(trainer.wrapper.module.module.named_parameters())[name]

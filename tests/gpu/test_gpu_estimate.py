@@ -26,8 +26,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.cli import estimate
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.diagnostics.memory import (
+    BACKWARD_TO_STEP,
+    LIFE,
+    OPTIMIZER_STATE,
+    UNIT_IN_USE,
+    Precision,
+    unit_bytes,
+)
 from tests.distributed.gpt import Case, ddp_config, init_megatron
-from tests.distributed.test_meta import allowed
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +165,21 @@ def build(layers: int, meta: bool, **options: Any) -> torch.nn.Module:
 def _wrap(model: Any) -> FullyShardedDataParallel:
     config = ddp_config(Case(bf16=True), "optim_grads_params")
     return FullyShardedDataParallel(model.config, config, model)
+
+
+def allowed(engine: FsdpEngine) -> tuple[int, int]:
+    """Bytes of the shards, and of the largest unit with everything that it has while in use."""
+    policy = engine.config.policy
+    precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
+    shards, largest = 0, 0
+    for unit in engine.units:
+        held = unit_bytes(
+            [group.held.layout for group in unit.groups], engine.config.strategy, precision, 0
+        )
+        passing = [n for k, n in held.items() if LIFE[k] in (UNIT_IN_USE, BACKWARD_TO_STEP)]
+        kept = sum(held.values()) - sum(passing) - held.get(OPTIMIZER_STATE, 0)
+        shards, largest = shards + kept, max(largest, sum(passing))
+    return shards, largest
 
 
 def peak_of_a_20b_start(rank: int, world: int) -> str:
