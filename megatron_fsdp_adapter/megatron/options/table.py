@@ -371,7 +371,7 @@ OPTIONS: tuple[Option, ...] = (
         "GiB of each GPU for weights and gradients that stay unsharded over a step "
         "(docs/design.md)",
         use="several microbatches and memory to spare "
-        "([design.md](design.md#a-budget-of-what-stays-whole))",
+        "([design.md](design.md#a-budget-for-unsharded-units))",
         some_strategies=True,
         excludes={LAYERS: (
             "a graph overwrites the bucket in every backward, but unsharded units accumulate into "
