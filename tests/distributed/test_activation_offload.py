@@ -94,7 +94,7 @@ def train(
 @contextmanager
 def around_forwards(wrapper: Any, copies: HostCopies) -> Iterator[None]:
     """Hooks that are on in forward alone: a part of a unit that core recomputes in backward is
-    called without its unit, and so without the sieve."""
+    called without its unit, and so without the filter."""
     forward = wrapper.forward
 
     def hooked(*args: Any, **options: Any) -> Any:

@@ -6,12 +6,12 @@ parameter, as a view of it, or as a plane of a quantized one. A copy would be a 
 host, copied again in each forward; the buffer itself takes no memory while its unit is resharded,
 and a view of it reads the weights that backward has gathered again.
 
-Each storage of the engine's carries a mark. A sieve, put in the place of hooks that are found when
-a unit or the model is called, asks for it. Torch pops hooks by number: one pushed over them, and
-left there by an interrupt, which no hook of a module sees, would be popped in their place. Keeping
-a table of storages was rejected: code that offloads (Megatron's does so inside of units)
-would need to find the engine; a subclass of `Parameter` was too: what is saved is mostly a view,
-and views have torch's class.
+Each storage of an engine's buffers carries a mark. When a unit or the model is called, a filter
+takes the place of hooks that are on, and shows them unmarked tensors only. It replaces them and is
+not pushed on top: torch pops the topmost hooks, and after an interrupt, which no hook of a module
+sees, that would be the filter. A table of storages was rejected: code that offloads inside of units
+(Megatron's) would have to find the engine. A subclass of `Parameter` was rejected: most of what is
+saved are views, which have torch's class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_owned(tensor: torch.Tensor) -> bool:
 
 
 class _Kept:
-    """A saved tensor that no hook was shown."""
+    """A saved tensor that was shown to no hook."""
 
     __slots__ = ("tensor",)
 
@@ -50,7 +50,7 @@ class _Kept:
 
 
 class _Filter:
-    """A pair of hooks: `pack` and `unpack` of another hook, without tensors that are owned."""
+    """A pair of hooks: `pack` and `unpack` of other hooks, which are not shown owned tensors."""
 
     def __init__(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
@@ -65,7 +65,7 @@ class _Filter:
 
 
 class SavedTensorFilter:
-    """The sieves of one engine. `enter` and `leave` of a call are given the same key; a call that
+    """The filters of one engine. `enter` and `leave` of a call are given the same key; a call that
     raises is left as well."""
 
     def __init__(self) -> None:
