@@ -1,9 +1,9 @@
 """Offload of activations that core does inside of units (`fine_grained_activation_offloading`).
 
-Its hooks on what autograd saves are set while a module of a layer runs, where the engine's filter is
-below them (`core/engine/saved_tensors.py`). Before 0.19 it copies whatever is large enough, and
-marks parameters to be left, which views of them do not inherit. So its question is answered here.
-`cpu_offloading` sets its hooks around whole layers, which the filter replaces.
+Its hooks on saved tensors are set while a module of a layer runs, on top of the engine's filter
+(`core/engine/saved_tensors.py`). Before 0.19 it copies whatever is large enough, and marks
+parameters to be left, which views of them do not inherit. So its question is answered here.
+`cpu_offloading` sets its hooks around whole layers, where the filter replaces them.
 """
 
 from __future__ import annotations

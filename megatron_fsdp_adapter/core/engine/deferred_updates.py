@@ -32,9 +32,9 @@ class DeferredUpdates:
         self._last: Any = None
 
     def join(self, updater: Any) -> None:
-        """Adds an updater (`optim/residency.py`), which updates some of the units on a stream of its
-        own. Its methods `load_ahead`, `drop_loads` and `settle` are called by those of the same
-        names here. It is not kept alive."""
+        """Adds an updater of some units (`optim/residency.py`), on a stream of its own. Its methods
+        `load_ahead`, `drop_loads` and `settle` are called by those of the same names here. It is
+        not kept alive."""
         self._updaters.append(weakref.ref(updater))
 
     def queued(self, unit: Unit, event: Any) -> None:
