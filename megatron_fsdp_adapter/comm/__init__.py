@@ -1,1 +1,1 @@
-"""What collectives and their memory may be instead of the backend's own: handed to `core`."""
+"""Collectives and memory that replace the backend's own; options hand them to `core`."""

@@ -1,4 +1,4 @@
-"""Fixed buffers that NCCL knows: registered memory, and gathers that leave the compute units alone.
+"""Fixed buffers registered with NCCL, and gathers by copy engines.
 
 Memory of NCCL's own allocator, registered with a communicator, lets NCCL move data in place without
 copies through its internal buffers. Registered *symmetrically* (a window with the same offset on

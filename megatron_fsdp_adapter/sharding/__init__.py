@@ -1,5 +1,5 @@
 """From a module to a sharded one: plans, an engine, parameters as DTensors, state dicts.
 
-What both wrappers share, that of Megatron and that of plain PyTorch. May enter: what a module gets
-by being sharded, in any training loop.
+The wrappers for Megatron and for plain PyTorch share it. What belongs here is what a sharded module
+has in any training loop.
 """

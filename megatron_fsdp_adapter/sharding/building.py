@@ -23,7 +23,7 @@ Engine = TypeVar("Engine", bound=FsdpEngine)
 
 
 def has_one_rank(domain: ShardDomain) -> bool:
-    """Whether its shard axis has: replicas on an outer axis do not count."""
+    """Whether its shard axis has one rank. Replicas on an outer axis do not count."""
     return domain.axis.size == 1
 
 
@@ -31,8 +31,8 @@ def with_single_rank_domains(
     config: EngineConfig, domains: Mapping[str, ShardDomain],
     may: Callable[[str], bool] = lambda name: True,
 ) -> EngineConfig:
-    """`config` of an engine that keeps what is of a domain of one rank, of those whose names
-    `may`: nothing of it is sharded, gathered or reduced, under any strategy."""
+    """`config` with the names of domains of one rank in `whole`, of those that `may` accepts: their
+    parameters are not sharded, gathered or reduced, under any strategy."""
     if not config.strategy.shard_grads:
         return config
     alone = [name for name, domain in domains.items() if has_one_rank(domain) and may(name)]
@@ -50,8 +50,8 @@ def build_engine(
     initializer_of: InitializerOf,
     **options: Any,
 ) -> Engine:
-    """The engine over `plans`, on `device`, once all ranks are found to have the same model and the
-    device has made it. Collective. `subject` names the wrapper in errors; `initializer_of` gives
+    """Returns the engine over `plans`, on `device`, after checking that all ranks have the same
+    model. Collective. `subject` names the wrapper in errors; `initializer_of` gives
     values to what is on the meta device; `options` are further ones of the engine.
 
     Raises:

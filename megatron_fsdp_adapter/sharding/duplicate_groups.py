@@ -1,9 +1,8 @@
-"""Process groups that are made beside those that there are.
+"""Second process groups with the ranks of existing ones.
 
-Every making of a group is collective over the default group. torch can make one among its members
-alone, but names it after a number that each of them counts for itself (of the groups that it is in,
-or from 2.15 on of those that it took part in making): members that have counted differently wait
-for each other for good.
+Making a group is collective over the default group. torch can make one among its members alone, but
+its name has a number that each member counts by itself (the groups that it is in, or from torch
+2.15 on those that it helped to make): members with different counts wait for each other forever.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ def duplicate_ranks(
 def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The groups of all ranks, from each rank's own, `mine` (() without one); collective.
 
-    Ranks exchange digests: those with the same one are in the same group. Lists of ranks would
-    be as many numbers as the square of the world, on every rank; they are exchanged only if
-    digests do not fit, for the error.
+    Ranks exchange digests: those with equal ones are in one group. Lists of ranks, on every rank as
+    many numbers as the square of the world, are exchanged for the error, if digests do not fit.
     """
     world, digest = dist.get_world_size(), digest_of(mine)
     digests: list[str] = [""] * world

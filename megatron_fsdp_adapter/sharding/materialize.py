@@ -2,12 +2,12 @@
 
 A model that is built on the meta device takes no memory. Its modules are initialized here in the
 order of the module tree, just before the unit that they belong to is sharded, so that at most one
-unit is whole at any time beside the shards. That is also the order in which their constructors
-would have drawn random numbers: where a module draws in `reset_parameters` what it draws in its
+unit is unsharded at any time. That is also the order in which their constructors would have drawn
+random numbers: where a module draws in `reset_parameters` what it draws in its
 constructor, the weights are those of a start without the meta device, bit for bit.
 
-A module's parameters stay the objects that they are: their content is exchanged, so that ties and
-the marks that others have put on them hold.
+Parameter objects stay, and get new content, so that ties, and attributes that other code has set,
+hold.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ ASSIGN = (
 
 @torch.compiler.disable
 def _raise_under_compilation() -> None:
-    """An ordinary call from where the compiler broke its graph: raised while it traces, the error
-    would only make it fall back to running the module without a graph."""
+    """Raises outside of a trace, as the compiler breaks its graph here. Raised while it traces, the
+    error would only make it run the module without a graph."""
     raise RuntimeError(
         "torch.compile of a wrapped model: gathers change storage, which a compiled graph does "
         "not track. Compile layers of a model for fully_shard_model, or functions of Megatron's "
@@ -58,7 +58,7 @@ def refuse_compilation() -> None:
 
 
 class NotCopyable:
-    """What a copy would not be: a module over flat buffers and process groups."""
+    """Refuses copies and pickles, which could not share flat buffers and process groups."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError(self._why_not("copy.deepcopy (AveragedModel of torch.optim, say)"))
@@ -75,7 +75,7 @@ class NotCopyable:
 
 
 class GradSync(NotCopyable):
-    """Which backward of a step reduces, and where that is waited for."""
+    """Chooses the backward of a step that reduces, and the place that waits for it."""
 
     engine: FsdpEngine
 

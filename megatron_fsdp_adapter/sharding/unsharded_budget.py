@@ -1,4 +1,4 @@
-"""Which units stay whole over the microbatches of a step, within a budget of bytes.
+"""Which units stay unsharded over the microbatches of a step, within a budget of bytes.
 
 With weights and gradients sharded each microbatch gathers a unit twice and reduces it once. Kept
 weights are gathered once a step, kept gradients are reduced once a step; both take memory. A byte

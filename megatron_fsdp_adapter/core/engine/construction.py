@@ -1,4 +1,4 @@
-"""What the engine makes once, around its units."""
+"""Communicators, buffers and units of an engine, made once."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def communicators(
 def broadcast_weights(
     plan: UnitPlan, quantized: QuantizedWeights | None, *axes: Mapping[str, Communicator]
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
-    rank keeps other rows, so ranks that were initialized differently would otherwise shard a model
-    that none of them had.
+    """Broadcasts the first rank's weights to all ranks of a domain, along one axis after the other.
+    Each rank keeps other rows, so ranks that were initialized differently would shard a model that
+    none of them had.
 
-    Returns what main weights begin as, where compute weights are not exactly that: of parameters
-    with another compute dtype their values, of quantized ones what `share` gives."""
+    Returns the first main weights of parameters whose compute weights are not equal to them: values
+    of those with another compute dtype, and what `share` gives of quantized ones."""
     values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
@@ -89,8 +89,8 @@ def check_known(plans: Sequence[UnitPlan], quantized: QuantizedWeights | None) -
 def unit_buffers(
     plans: Sequence[UnitPlan], config: EngineConfig, runtime: Runtime, allocate: AllocateSlots
 ) -> list[UnitBuffers]:
-    """Of each unit, but for its groups that one rank has: slots of weights and of buckets, as far
-    as both are transient and slots are asked for."""
+    """The slots of weights and of buckets of each unit, where these are transient and slots are
+    asked for. Groups in domains of one rank have none."""
     kinds = [type(plan.module).__name__ for plan in plans]
     depths, comm = [plan.inside for plan in plans], config.policy.comm_dtype
     weights: list[int | None] = []

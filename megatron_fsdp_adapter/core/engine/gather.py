@@ -48,8 +48,8 @@ class GatherPipeline:
     launches: records every gather.
 
     forward_follows: whether a forward pass comes right after the backward pass that is running.
-    If so, the end of that backward launches the gathers that the forward asks for first.
-    updates: those that gathers wait for.
+    If so, the end of that backward launches the forward's first gathers.
+    updates: the updates that gathers wait for.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GatherPipeline:
             self._prefetch(self._within_budget(upcoming))
 
     def wait_unshard(self, unit: Unit) -> None:
-        """The same without what comes next, which the caller knows."""
+        """The same without the next gathers, which the caller launches."""
         self.launch_unshard(unit)
         if unit.gathered is not None:
             self._finish(unit)
@@ -189,7 +189,7 @@ class GatherPipeline:
         return of_outer, of_inner
 
     def tasks(self, planned: Sequence[DomainGather]) -> list[Callable[[], list[Any]]]:
-        """What launches them, for a stream; nothing where there are none."""
+        """Tasks for a stream that launch `planned`; none if it is empty."""
         return [partial(self._launch_each, planned)] if planned else []
 
     def _launch_each(self, planned: Sequence[DomainGather]) -> list[Any]:
@@ -208,8 +208,8 @@ class GatherPipeline:
             unit.advance(Phase.READY)
 
     def reshard(self, unit: Unit) -> None:
-        """Reshards `unit` once the compute stream has passed this point; keeps kept weights, and
-        what was derived from them if that is asked for."""
+        """Reshards `unit` once the compute stream has passed this point. Weights that the strategy
+        keeps stay, and what was derived from them if `keep_derived` is set."""
         if unit.phase is Phase.SHARDED or self._held[unit.ordinal]:
             return
         found = unit.take_written()

@@ -258,13 +258,13 @@ class ParamGroup:
         self._release_grads()
 
     def fill_bucket(self) -> None:
-        """Makes ready what is communicated: a copy, where gradients are kept in another dtype."""
+        """Copies gradients into the bucket, if backward has written them elsewhere."""
         if self.bucket is not self.collected:
             self.bucket.allocate()
             copy_each(self.bucket.segments(self.full), self.collected.segments(self.full))
 
     def release_bucket(self) -> None:
-        """Gives back what only a reduction needs."""
+        """Releases the bucket, if only a reduction needs it."""
         if self.has_transient_bucket:
             self.bucket.release()
 

@@ -154,8 +154,8 @@ def _refused(name: str) -> property:
 
 
 def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
-    """Gives each parameter the class beside it: a guarding one makes reads of it raise, its own
-    makes it an ordinary parameter again."""
+    """Gives each parameter the class beside it: a guarding class makes reads raise, the parameter's
+    own class undoes that."""
     for param, kind in classes:
         param.__class__ = kind
 

@@ -1,5 +1,5 @@
-"""Whether an engine's memory is there, by what it is for: `optim/memory.py` gives it back between
-two steps, and takes it again."""
+"""Whether an engine's memory is there, by purpose: `optim/memory.py` releases it between two steps,
+and restores it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .buffer import FlatBuffer
 MAIN, COMPUTE, GRADIENTS, SLOTS = "main_weights", "compute_weights", "gradients", "slots"
 KINDS = (MAIN, COMPUTE, GRADIENTS, SLOTS)
 READ = (MAIN, COMPUTE, SLOTS)
-"""What a forward pass without gradients needs."""
+"""Kinds of memory that a forward pass without gradients needs."""
 
 
 @dataclass

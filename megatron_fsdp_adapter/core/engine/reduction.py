@@ -48,7 +48,7 @@ class DomainReduce:
     received: FlatBuffer | None = None
 
     def factor(self, place: str) -> float:
-        """The one that is due there."""
+        """The factor to apply at `place`."""
         return self.scale if place == self.scaled else 1.0
 
     @property

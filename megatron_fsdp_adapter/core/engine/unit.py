@@ -103,7 +103,7 @@ class Unit:
         return self.trainable_groups
 
     def saves_through_hooks(self) -> None:
-        """Its module runs while hooks are on what autograd saves."""
+        """Notes that its module runs while hooks on saved tensors are set."""
         for group in self.direct_groups:
             group.direct.hooked = True
 
@@ -151,7 +151,7 @@ class Unit:
         return ReshardedParameter
 
     def prepare(self) -> None:
-        """A pass reads the weights, which are there, next."""
+        """Makes quantized weights, which are gathered, ready for a pass."""
         for param in self.quantized:
             self._knows.prepare(param)  # type: ignore[union-attr]
 
@@ -168,7 +168,7 @@ class Unit:
             group.grads_were_read()
 
     def drop_derived(self) -> None:
-        """What was made of the weights is old, or needed no more."""
+        """Drops what was derived from the weights, which is old or no longer needed."""
         for param in self.quantized:
             self._knows.drop_derived(param)  # type: ignore[union-attr]
 
