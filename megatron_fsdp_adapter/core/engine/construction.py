@@ -20,15 +20,26 @@ from .buffer_pool import (
     UnitBuffers,
     buckets_in_slot,
     make_slots,
+    ordinary_memory,
     weights_in_slot,
 )
+from .gather import GatherPipeline
 from .group import ParamGroup
+from .launches import LaunchComparison
 from .partition import UnitPlan
+from .prefetch import PrefetchOrder
 from .quantized import QuantizedWeights
+from .reduce import GradCheck, ReducePipeline
+from .reduction import domain_reduces, outer_reduces
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 OfDomains = dict[str, Communicator]
+
+
+def allocator(given: AllocateSlots | None, runtime: Runtime) -> AllocateSlots:
+    """What makes the memory of fixed slots: ordinary memory, unless something else is given."""
+    return given or ordinary_memory(runtime.device)
 
 
 def communicators(
@@ -133,6 +144,25 @@ def build_units(
             units[-1].advance(Phase.SHARDED)
             units[-1].release_weights()
     return units
+
+
+def pipelines(
+    units: Sequence[Unit], domains: Mapping[str, ShardDomain], config: EngineConfig,
+    runtime: Runtime, communicators: tuple[OfDomains, OfDomains, OfDomains],
+    allocate: AllocateSlots, order: PrefetchOrder, grad_check: GradCheck | None,
+) -> tuple[GatherPipeline, ReducePipeline, LaunchComparison, FlatBuffer | None]:  # fmt: skip
+    """What gathers and what reduces the units, what compares their launches, and
+    `memory_of_exchanges`."""
+    gathers, reduces, outer = communicators
+    launches = LaunchComparison(runtime, [*reduces.values(), *outer.values()])
+    gather = GatherPipeline(units, config, runtime, gathers, outer, order, launches)
+    groups = [group for unit in units for group in unit.groups]
+    received = memory_of_exchanges(groups, config, runtime, allocate)
+    reduce = ReducePipeline(
+        config, runtime, domain_reduces(config, domains, reduces, received),
+        outer_reduces(config, outer), launches, grad_check,
+    )  # fmt: skip
+    return gather, reduce, launches, received
 
 
 def memory_of_exchanges(

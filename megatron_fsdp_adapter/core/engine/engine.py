@@ -27,17 +27,13 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
-from .buffer_pool import AllocateSlots, ordinary_memory
-from .gather import GatherPipeline
 from .group import GradState, laid_out
 from .identity import ParameterSwitch, make_pairs
-from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
 from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantized import QuantizedWeights
-from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
-from .reduction import domain_reduces, outer_reduces
+from .reduce import REDUCED_STATES, GradCheck
 from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
@@ -116,7 +112,7 @@ class FsdpEngine:
         runtime: Runtime,
         make_communicator: construction.MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
-        allocate_slots: AllocateSlots | None = None,
+        allocate_slots: construction.AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
     ) -> None:
@@ -131,7 +127,7 @@ class FsdpEngine:
             prepare(plan)
             return construction.broadcast_weights(plan, quantized, outer, reduces)
 
-        allocate = allocate_slots or ordinary_memory(runtime.device)
+        allocate = construction.allocator(allocate_slots, runtime)
         self.units = construction.build_units(
             plans, used, config, runtime, allocate, make_ready, quantized
         )
@@ -140,14 +136,9 @@ class FsdpEngine:
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
         )
-        self.launches = LaunchComparison(runtime, [*reduces.values(), *outer.values()])
-        self.gather = GatherPipeline(
-            self.units, config, runtime, gathers, outer, self.order, self.launches
-        )
-        received = construction.memory_of_exchanges(self.groups, config, runtime, allocate)
-        self.reduce = ReducePipeline(
-            config, runtime, domain_reduces(config, used, reduces, received),
-            outer_reduces(config, outer), self.launches, grad_check,
+        self.gather, self.reduce, self.launches, received = construction.pipelines(
+            self.units, used, config, runtime, (gathers, reduces, outer), allocate, self.order,
+            grad_check,
         )  # fmt: skip
         self.memory = EngineMemory(received, ordinary=allocate_slots is None)
         self.quantization = quantized and quantized.made(self.groups, self.gather)
