@@ -1,7 +1,7 @@
 """Over which ranks parameters are sharded, gathered and reduced: axes of process groups.
 
-The engine gets a domain with each parameter group and knows nothing else about groups. Everything
-is derived from the groups that exist. Computing ranks from sizes was rejected: it has to repeat
+The engine gets a domain with each parameter group and knows nothing else about process groups. All
+is derived from those that exist. Computing ranks from sizes was rejected: it has to repeat
 the order in which the groups were made, and is wrong for another `order` string, a rank offset, or
 groups that were made by hand.
 """

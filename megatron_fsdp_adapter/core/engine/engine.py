@@ -82,18 +82,18 @@ class FsdpEngine:
     """
 
     is_last_microbatch: bool | None = None
-    """Whether no further backward follows in this step; None until the caller says so. It may run
-    several then, but is taken to run one where gradients are kept."""
+    """Whether no further backward follows in this step; None if that is unknown. Several may run
+    then, except where gradients are kept: there the first one counts as the last."""
     auto_sync = False
     """Whether the last backward of a step also finishes its gradients."""
     calls_parts = False
-    """Whether a schedule calls a part of a pass by itself: hooks do nothing then."""
+    """Whether a schedule runs a part of a pass by itself. Hooks do nothing then."""
     running_root: str | None = None
-    """The name of the module whose forward runs. Unless `counts_calls`, no backward follows it, and
-    calls of units are not counted."""
+    """The name of the module whose forward runs; None between forwards."""
     counts_calls = True
+    """Whether calls of units in the forward that runs are counted: a backward follows it."""
     in_flight = 0
-    """Forwards whose backward is to come."""
+    """How many forwards wait for their backward."""
     late_seen = False
     """Whether kept gradients came to some unit after it had been reduced."""
     grads_attached = False
@@ -238,7 +238,7 @@ class FsdpEngine:
             self.end_evaluation()
 
     def end_evaluation(self) -> None:
-        """A forward has ended that no backward follows."""
+        """A forward without a backward has ended."""
         self.gather.reshard_all()
 
     def begin_backward(self) -> Backward:
@@ -288,7 +288,7 @@ class FsdpEngine:
             self.complete(unit)
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there: it is resharded, and reduced if it is time to."""
+        """All gradients of a unit are known: reshards it, and reduces it if that is due."""
         backward = self.backward
         backward.done[unit.ordinal] = None
         if unit.ordinal not in backward.around:

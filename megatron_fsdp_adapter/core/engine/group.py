@@ -80,35 +80,35 @@ class ParamGroup:
 
     Attributes:
         params: unsharded parameters, in layout order; `managed[i]` tells their names and places.
-        idle: whether the user has frozen all of them, for all forwards in flight: their backward
-            collects and reduces nothing.
+        idle: whether the user has frozen all of them, for all forwards in flight. Their backward
+            then collects and reduces nothing.
         keeps_weights, keeps_grads: whether compute weights stay while the unit does not compute;
             whether backward adds to the main gradients, which are reduced once a step.
         shards_main, splits_outer: whether this rank has a shard of the main weights, over the shard
             axis, and of that a shard over the outer axis.
-        main_dtype, main_is_weight, main_on_host: of the main weights; whether they are a slice of
-            the kept compute weights; whether they are in host memory: not where they are the
-            compute weights, nor where quantized weights are made of them on the device.
-        full, inner, held: the shards of the layout that everything is, that this rank has after a
-            reduction over the shard axis, and that its optimizer updates. All views of the group's
-            buffers are looked up by them (`ShardedBuffer.segments`, `items`).
-        weights, weight_shards: for each plane of the format the buffer that is computed with, and
-            the one that has this rank's part for life, the same unless a shard is kept beside it.
-        keeps_shard: whether it is, where weights are sharded; write_planes: writes this rank's part
-            of quantized planes that are not kept.
-        held_weights: `held` of each segment of what main weights are cast to, if they are.
+        main_dtype, main_is_weight, main_on_host: dtype of the main weights; whether they are a
+            slice of the kept compute weights; whether they are in host memory: not if they are the
+            compute weights, or if quantized weights are made of them on the device.
+        full, inner, held: shards of the layout: all of it; that of this rank on the shard axis; and
+            the part of this that its optimizer updates. All views of the group's buffers are looked
+            up by them (`ShardedBuffer.segments`, `items`).
+        weights, weight_shards: for each plane of the format, the buffer that modules compute with,
+            and the one that has this rank's part: the same, unless a shard is kept beside it.
+        keeps_shard: whether a shard is kept, where weights are sharded. write_planes: writes this
+            rank's part of quantized planes that are not kept.
+        held_weights: `held` of each segment of the weights that main weights are cast to.
         gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes;
             empty where nothing is sharded over it.
-        main, staged: the main weights, and where they are in host memory their device buffer;
-            device_main: of the two the buffer that the optimizer updates.
+        main, staged: the main weights, and, if they are in host memory, their device buffer;
+            device_main: the one of the two that the optimizer updates.
         own_current: whether `held_weights` equal the main weights in host memory.
         is_read: whether an update may still read the gradients of a step that has returned.
         grad: the main gradients, valid between reduction and zeroing: grad_segments, what a
             reduction over the shard axis writes, and held_grads, what the optimizer reads.
-        bucket: what is communicated; `inner` of it is where a reduction that does not end in the
-            main gradients leaves what comes out. collected: what backward's gradients are written
-            to, `bucket` or `grad`; bucket_gaps: what lies between them; direct: those gradients
-            that modules write by themselves.
+        bucket: the buffer that is communicated. A reduction that does not end in the main gradients
+            leaves its result in the `inner` shard of it. collected: the buffer that backward's
+            gradients are written to, `bucket` or `grad`; bucket_gaps: what lies between them;
+            direct: the gradients that modules write by themselves.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ FINISHED_STATES = (GradState.FINISHED,)
 
 @dataclass(frozen=True)
 class InFlight:
-    """A reduction that was launched: the groups keep its buckets alive until `event`, and it keeps
-    `buffers`, which are no group's."""
+    """A reduction that was launched. Until `event` the groups keep its buckets alive, and it keeps
+    `buffers`, which belong to no group."""
 
     groups: Sequence[ParamGroup]
     event: Any
@@ -100,7 +100,7 @@ class ReducePipeline:
         self.domains, self.outer, self.launches = domains, outer, launches
         self._reductions: dict[tuple[int, bool], Reduction] = {}
         self._in_flight: deque[InFlight] = deque()
-        # A rank without gradients goes by it, to meet the others in the order that they go in.
+        # A rank without gradients launches in this order too, to match the others.
         self._outer_in_backward = False
         self.check = check
 

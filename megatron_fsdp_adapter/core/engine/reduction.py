@@ -34,8 +34,8 @@ class DomainReduce:
             nothing to copy.
         scale: of the domain. scaled: what that is applied to: "sent", what is communicated;
             "result", what comes out, where that has more bits than the main gradients, so that
-            scaling adds no rounding; or "shard", the main gradients that it was put into. What is
-            added to main gradients is scaled in the addition.
+            scaling adds no rounding; or "shard", the main gradients that received it. A result
+            that is added to main gradients is scaled in the addition.
         received: fixed memory for what is received of one bucket after the other.
     """
 
@@ -121,9 +121,9 @@ class Reduction:
         return self.shards if in_shard else self.results
 
     def receive(self, segment: torch.Tensor) -> torch.Tensor:
-        """Memory for what others send in place of a segment: of the kind that the segment is in.
-        NCCL hangs where one end of an exchange is registered and the other, of gradients that are
-        kept, is not. Collectives that no stream orders may overlap: they share no memory."""
+        """Memory for the pieces that other ranks send of a segment, of the segment's kind: NCCL
+        hangs if one end of an exchange is registered and the other, of gradients that are kept, is
+        not. Collectives that no stream orders may overlap, and so share no memory."""
         received = self.reduce.received
         if received is None or not self.in_slot or received.runtime.host_waits:
             return torch.empty_like(segment)
