@@ -111,7 +111,7 @@ class ShardedModule(FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Gives gathered weights back; parameters are DTensors again between passes."""
+        """Releases gathered weights; parameters are DTensors again between passes."""
         mark, engine = mark_on(self), engine_of(self)
         mark.hold(False)
         engine.gather.reshard(engine.units[mark.ordinal])
@@ -139,13 +139,13 @@ class ShardedModule(FSDPModule):
         engine_of(self).is_last_microbatch = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether weights that are sharded between passes go after each forward."""
+        """Whether weights that are sharded between passes are resharded after each forward."""
         self._set_holds(not reshard_after_forward, recurse)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether they go after each backward."""
+        """Whether they are resharded after each backward."""
         self._set_holds(not reshard_after_backward, recurse)
 
     def _set_holds(self, holds: bool, recurse: bool) -> None:

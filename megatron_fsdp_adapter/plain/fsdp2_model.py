@@ -102,7 +102,7 @@ def root_of(module: Any) -> nn.Module:
 
 
 def engine_of(module: Any) -> UserLoopEngine:
-    """The engine of the model, which is sharded if it was not."""
+    """The engine of the model; shards the model first, if that has not happened."""
     mark = mark_on(module)
     if mark.engine is None:
         _build(root_of(module))
@@ -192,8 +192,8 @@ def _options_that_differ(marks: Sequence[Mark]) -> list[str]:
 
 
 def _config(root: nn.Module, options: Options) -> EngineConfig:
-    """Parameters, gradients and optimizer state have the dtype that parameters have, as under
-    FSDP2, where that is one that gradients may have."""
+    """The engine's configuration. Gradients and optimizer state have the parameters' dtype, as
+    under FSDP2, if gradients may have it."""
     compute, wire = options.policy.param_dtype, options.policy.reduce_dtype
     dtypes = {param.dtype for param in root.parameters() if param.requires_grad}
     own = dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32
@@ -209,8 +209,8 @@ def _config(root: nn.Module, options: Options) -> EngineConfig:
 
 
 def _distribute_rows() -> None:
-    """Has `set_optimizer_state_dict` cut whole tensors into the rows that each rank has: torch's
-    own function cuts evenly, whatever placements say. It goes on doing so for all other tensors."""
+    """Makes `set_optimizer_state_dict` cut unsharded tensors into the rows that a rank has of our
+    parameters. torch's own function, which still serves all other tensors, cuts evenly."""
     original = _state_dict_utils.distribute_tensor
     if getattr(original, "_knows_own_rows", False):
         return
@@ -244,8 +244,8 @@ def _register_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 
 def refuse_optimizers_of_before(engine: UserLoopEngine) -> None:
-    """Makes a step of an optimizer that has parameters of before they were sharded raise: it would
-    find no gradients, and train nothing."""
+    """Makes steps of optimizers raise that hold parameters from before sharding: they would find no
+    gradients, and train nothing."""
 
     def check(optimizer: Any, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])

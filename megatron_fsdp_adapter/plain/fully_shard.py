@@ -50,7 +50,7 @@ from .mesh import data_parallel_groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
-"""Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
+"""Optimizers of torch whose step needs whole tensors, and not only their rows."""
 
 
 class FullyShardedModel(GradSync, ShardedStateDict):
@@ -131,7 +131,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         return total.pow(1.0 / norm_type)
 
     def export_source(self) -> Source:
-        """What `export_weights` goes by."""
+        """The model as `export_weights` sees it."""
         rest = [
             (Described(name, is_buffer=is_buffer), value)
             for name, value, is_buffer in beside_engine(self.module, self.engine)
@@ -173,8 +173,7 @@ def engine_for(
     config: EngineConfig,
     check: GradCheck | None,
 ) -> UserLoopEngine:
-    """The engine that shards `module`, whose problems `raise_model_problems` has raised before.
-    Collective."""
+    """The engine that shards `module`. Collective. Call `raise_model_problems` first."""
     units = _chosen_units(module, named)
     plans = partition(
         module,
@@ -209,7 +208,7 @@ def _chosen_units(
 
 
 def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEngine) -> None:
-    """Prints, on one rank, what was taken for units where no class was named."""
+    """Prints, on one rank, the units that were chosen where no class was named."""
     if dist.get_rank() != 0:
         return
     sizes = [unit.weight_bytes / GIB for unit in engine.units]
@@ -233,8 +232,8 @@ def raise_model_problems(
     module: nn.Module, classes: Sequence[type[nn.Module] | str] | None, main: torch.dtype | None,
     on_meta: bool,
 ) -> None:
-    """ValueError with all that is wrong with `module`, its unit classes, the dtype of main weights,
-    and what is on the meta device."""
+    """ValueError with all problems of `module`, its unit classes, the dtype of main weights, and
+    parameters on the meta device."""
     found = module_problems(module, classes, None, main)
     found += meta_problems(module, on_meta, own_initializer)
     raise_problems("fully_shard_model", found)
@@ -324,7 +323,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _engines_now(optimizer: Any) -> list[UserLoopEngine]:
-    """Those of the parameters that the groups have. ValueError if some are of none."""
+    """The engines of the parameters that the groups have now. ValueError if some are of none."""
     known, engines = optimizer._fsdp_engines
     shards: LocalShards = optimizer._fsdp_shards
     shards.follow_groups(optimizer)
@@ -335,14 +334,14 @@ def _engines_now(optimizer: Any) -> list[UserLoopEngine]:
 
 
 def _complete_gradients(optimizer: Any) -> None:
-    """Before a step."""
+    """Finishes gradients before a step."""
     for engine in _engines_now(optimizer):
         engine.complete_grads()
         engine.to_sharded()
 
 
 def _weights_changed(optimizer: Any, *unused: Any) -> None:
-    """After a step."""
+    """Marks gathered weights stale after a step."""
     for engine in _engines_now(optimizer):
         engine.main_weights_changed(stepped=True)
 
@@ -357,7 +356,7 @@ def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
 
 @functools.cache
 def _training_class(base: type) -> type:
-    """A subclass of an adopted optimizer's class, for what torch has no hooks."""
+    """A subclass of an adopted optimizer's class, with methods for which torch has no hooks."""
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         base.add_param_group(self, param_group)  # type: ignore[attr-defined]

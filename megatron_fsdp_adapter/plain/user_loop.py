@@ -42,14 +42,14 @@ class UserLoopEngine(FsdpEngine):
     # What the engine calls.
 
     def begin_forward(self, name: str) -> None:
-        """Follows the user also where a forward waits for its backward."""
+        """Follows the user's changes also while a forward waits for its backward."""
         self._found_unsharded = self.switch.shows_unsharded
         if self._found_unsharded:
             self._follow_user()
         super().begin_forward(name)
 
     def before_unsharded(self) -> None:
-        """Any main weight may have been written, in host memory too."""
+        """Marks gathered weights stale, also those of main weights in host memory."""
         super().before_unsharded()
         self.mark_main_weights_stale()
         self._follow_user()
@@ -222,9 +222,9 @@ class UserLoopEngine(FsdpEngine):
 
 
 def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) -> None:
-    """Has the parameters of `engine` tell what they are to optimizers and checkpoints, and state
-    dicts of `module` and below show them. `shown_by`, the module that users have, and those below
-    refuse conversions."""
+    """Marks the parameters of `engine` for optimizers and checkpoints, and makes state dicts of
+    `module` and below show them. `shown_by`, the module that users have, and those below refuse
+    conversions."""
     for pair in engine.pairs:
         mark_shard(pair)
         pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
