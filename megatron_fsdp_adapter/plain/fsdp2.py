@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 
 from ..sharding.problems import raise_problems
+from .casts import cast
 from .fsdp2_model import (
     BUILDING,
     MARK,
@@ -126,13 +127,15 @@ class ShardedModule(FSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether the next backwards end a step. Sharded gradients are reduced by each backward,
-        as full ones take no memory here. RuntimeError for one module of several."""
-        if not recurse and len(marked(root_of(self))) > 1:  # type: ignore[arg-type]
-            raise RuntimeError(
-                "set_requires_gradient_sync(recurse=False): gradients of all modules of a model "
-                "are reduced alike; call it on the root, with recurse=True"
-            )
-        engine_of(self).is_last_microbatch = requires_gradient_sync
+        as full ones take no memory here: for some modules of a model it changes nothing."""
+        of_all = len(marked(root_of(self)))
+        if len(marked(self) if recurse else [self]) == of_all:  # type: ignore[arg-type]
+            engine_of(self).is_last_microbatch = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards sum gradients over replicas, which is done once a step."""
+        if mark_on(self).options.groups[1] is not None:
+            self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether `.grad` is complete after the next backward."""
@@ -165,9 +168,7 @@ class ShardedModule(FSDPModule):
         for _, mark in marked(root_of(self)):  # type: ignore[arg-type]
             mark.divide_factor = float(factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """`set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """RuntimeError: gathers are the engine's."""
@@ -181,8 +182,28 @@ class ShardedModule(FSDPModule):
         """RuntimeError: nothing runs between the reductions over two axes."""
         raise _no_counterpart("set_all_reduce_hook")
 
+    # What torch's functions ask of the state of a module: `register_fsdp_forward_method` to run a
+    # method as its forward is run, `share_comm_ctx` for streams, which are the engine's.
+    _comm_ctx, _fsdp_param_groups = None, ()
+
     def _get_fsdp_state(self) -> Any:
-        raise _no_counterpart("a function of torch's FSDP2 that reads the state of a module")
+        return self
+
+    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        engine, mark = engine_of(self), mark_on(self)
+        args, kwargs = cast(mark.options.input_dtype, (args, kwargs))
+        if mark.ordinal != engine.root.ordinal:
+            return engine.pre_forward(engine.units[mark.ordinal], args, kwargs)
+        engine.root_pre_forward(METHOD)
+        return args, kwargs
+
+    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        engine, mark = engine_of(self), mark_on(self)
+        if mark.ordinal != engine.root.ordinal:
+            engine.post_forward(engine.units[mark.ordinal], output, args)
+        else:
+            engine.root_post_forward(METHOD, output)
+        return cast(mark.options.policy.output_dtype, output)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError(
@@ -196,8 +217,8 @@ def _does_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 HINTS = (
-    "set_requires_all_reduce", "set_modules_to_forward_prefetch",
-    "set_modules_to_backward_prefetch", "set_force_sum_reduction_for_comms",
+    "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch",
+    "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group", "set_unshard_in_backward", "set_post_optim_event",
     "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm",
@@ -205,6 +226,10 @@ HINTS = (
 )  # fmt: skip
 for _name in HINTS:
     setattr(ShardedModule, _name, _does_nothing)
+
+
+METHOD = "a method of the root"
+"""Under which name the engine knows its call; the root may be called inside of it."""
 
 
 class _Handle(UnshardHandle):
@@ -283,7 +308,9 @@ def _check_call(module: nn.Module, placement_of: Callable[[nn.Parameter], Any] |
     found = []
     if mark_of(module) is not None:
         found.append(f"module={type(module).__name__}: fully_shard was called with it before")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
+        type(module).forward is nn.Module.forward
+    ):
         found.append(
             f"module={type(module).__name__}: it has no forward; call fully_shard for its entries"
         )

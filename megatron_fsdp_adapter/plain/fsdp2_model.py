@@ -44,6 +44,11 @@ class Options:
     offload: bool
     ignored: frozenset[nn.Parameter]
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """To which inputs are cast; None for no casts."""
+        return self.policy.param_dtype if self.policy.cast_forward_inputs else None
+
     def of_the_model(self) -> dict[str, Any]:
         """What is the same for all modules of a model."""
         return {
@@ -132,7 +137,7 @@ def _build(root: nn.Module) -> None:
     for child, each in found:
         each.engine, each.state = engine, BUILT
         each.ordinal = numbers.get(names[id(child)], engine.root.ordinal)
-        _register_casts(child, each.options.policy)
+        _register_casts(child, each.options)
 
 
 def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
@@ -236,11 +241,11 @@ def _distribute_rows() -> None:
     _state_dict_utils.distribute_tensor = distribute
 
 
-def _register_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        cast_inputs_of(module, policy.param_dtype)
-    if policy.output_dtype is not None:
-        cast_outputs_of(module, policy.output_dtype)
+def _register_casts(module: nn.Module, options: Options) -> None:
+    if options.input_dtype is not None:
+        cast_inputs_of(module, options.input_dtype)
+    if options.policy.output_dtype is not None:
+        cast_outputs_of(module, options.policy.output_dtype)
 
 
 def refuse_optimizers_of_before(engine: UserLoopEngine) -> None:

@@ -61,9 +61,11 @@ class UserLoopEngine(FsdpEngine):
             self.to_sharded()
 
     def start_backward(self, accumulates: bool) -> None:
-        """Follows what happened to gradients since the forward."""
+        """Follows what happened to gradients since the forward. Another backward may have ended
+        since: a forward that is recomputed in this one reads unsharded parameters again."""
         if accumulates:
             self._follow_grads()
+            self.to_unsharded()
         super().start_backward(accumulates)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,6 +27,8 @@ from torch.distributed.fsdp import (
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from torch.distributed.fsdp import fully_shard as theirs
 from torch.distributed.tensor import DTensor, Shard
@@ -84,6 +87,31 @@ def _alone(shard: Shards, made: Any, **options: Any) -> Any:
     return shard(made, reshard_after_forward=True, **options)
 
 
+def _checkpointed(shard: Shards, made: Any, **options: Any) -> Any:
+    """Blocks, of which one has a unit inside, and the head, which is of the root."""
+    for module in (*made.blocks, made.head):
+        checkpoint(module)
+    shard(made.blocks[0].up, **options)
+    return _bottom_up(shard, made, **options)
+
+
+def _by_methods(shard: Shards, made: Any, **options: Any) -> Any:
+    """Blocks whose forward is not called, but another method."""
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        x = made.embedding(tokens)
+        for block in made.blocks:
+            x = block.encode(x)
+        return made.head(x).square() * made.temperature
+
+    made.forward = forward
+    _bottom_up(shard, made, **options)
+    for block in made.blocks:
+        block.encode = block.forward
+        register_fsdp_forward_method(block, "encode")
+    return made
+
+
 def _frozen(shard: Shards, made: Any, **options: Any) -> Any:
     made.blocks[0].requires_grad_(False)
     return _bottom_up(shard, made, **options)
@@ -108,6 +136,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "bottom up": (_bottom_up, {}),
     "parts": (_parts, {}),
     "one unit": (_alone, {}),
+    "checkpointed": (_checkpointed, {}),
+    "by methods": (_by_methods, {}),
     "frozen": (_frozen, {}),
     "ignored": (_ignored, {}),
     "fp32 in bf16": (
@@ -201,8 +231,20 @@ def _meshes(rank: int, world: int) -> None:
     for name, options in MESHES.items():
         other = _bottom_up(ours, model(), **options())
         near(train(other, adam(other), rank), expected, name)
+        if name == "replicas":
+            made = _bottom_up(ours, model(), **options())
+            made.set_requires_all_reduce(False)
+            made(tokens(0, 0, rank)).backward()
+            assert made.head.weight.grad is None
+            made.set_requires_all_reduce(True)
+            made(tokens(0, 1, rank)).backward()
+            summed = made.head.weight.grad.full_tensor()
         held = sum(param._local_tensor.numel() for param in other.parameters())
         assert held < 0.7 * sum(param.numel() for param in other.parameters()), name
+    one = _bottom_up(theirs, model())
+    for microbatch in range(2):
+        one(tokens(0, microbatch, rank)).backward()
+    near(summed, one.head.weight.grad.full_tensor(), "sums over replicas")
     one_rank_of_two = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     for mesh, sizes in ((one_rank_of_two, (4, None)), (MESHES["replicas"]()["mesh"], (2, 2))):
         groups = data_parallel_groups(mesh)
@@ -278,6 +320,27 @@ def _meta_start(rank: int, world: int) -> None:
     assert train(made, adam(made), rank)[0] == train(one, adam(one), rank)[0]
 
 
+def _backwards_inside_of_a_pass(rank: int, world: int) -> None:
+    """The head's, chunk by chunk, before that of the features that it was given; gradients of all
+    are summed whatever is said of one module."""
+    found = []
+    for shard in (theirs, ours):
+        made = model()
+        made.forward = lambda tokens, made=made: made.blocks(made.embedding(tokens))
+        _checkpointed(shard, made)
+        for microbatch in range(MICROBATCHES):
+            if shard is ours:
+                made.blocks[0].set_requires_gradient_sync(False)
+            features = made(tokens(0, microbatch, rank))
+            chunks = [chunk.detach().requires_grad_() for chunk in features.chunk(2)]
+            for chunk in chunks:
+                made.head(chunk).square().mean().backward()
+            features.backward(torch.cat([chunk.grad for chunk in chunks]))
+        used = {name: param for name, param in made.named_parameters() if name != "temperature"}
+        found.append({name: param.grad.full_tensor() for name, param in used.items()})
+    near(found[1], found[0], "chunks")
+
+
 def _in_host_memory(rank: int, world: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     one = _bottom_up(theirs, model(), mp_policy=policy)
@@ -313,6 +376,11 @@ def _methods(rank: int, world: int) -> None:
         quarter = other.grad.full_tensor() / 4
         assert torch.equal(param.grad.full_tensor(), quarter), name
     assert type(ours(nn.Sequential(nn.Linear(2, 2), nn.GELU()))[:1]) is nn.Sequential
+    register_fsdp_forward_method(made, "features")
+    share_comm_ctx([made, block])
+    found, expected = (one.features(tokens(0, 0, rank)) for one in (made, model()))
+    assert torch.equal(found, expected)
+    found.mean().backward()
     made.set_reshard_after_forward(False)
     with torch.no_grad():
         made(tokens(0, 0, rank))
@@ -345,16 +413,19 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "factor": (
         "sharded already", lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
     ),
-    "one of several": (
-        "recurse=False",
-        lambda made: _bottom_up(ours, made).set_requires_gradient_sync(False, recurse=False),
-    ),
 }  # fmt: skip
 
 
 def _mixed(made: Any) -> Any:
     ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     return ours(made)
+
+
+class Layers(nn.ModuleList):
+    """A list that is a layer itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)
 
 
 def _read(made: Any) -> Any:
@@ -367,6 +438,12 @@ def _step(optimizer: Any, made: Any) -> None:
     optimizer.step()
 
 
+def test_a_list_with_a_forward_is_a_module(one_rank: None) -> None:
+    x = torch.ones(2, 2)
+    made = Layers([nn.Linear(2, 2)])
+    assert torch.equal(made(x), ours(made)(x))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_does_and_this_does_not_is_an_early_error(one_rank: None, name: str) -> None:
     said, use = REFUSED[name]
@@ -375,7 +452,10 @@ def test_what_torch_does_and_this_does_not_is_an_early_error(one_rank: None, nam
 
 
 def _rest(rank: int, world: int) -> None:
-    for part in (_interchange, _meta_start, _in_host_memory, _methods):
+    parts = (
+        _interchange, _meta_start, _backwards_inside_of_a_pass, _in_host_memory, _methods,
+    )  # fmt: skip
+    for part in parts:
         part(rank, world)
 
 

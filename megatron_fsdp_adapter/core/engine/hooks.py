@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.distributed._composable.contract import _get_registry
 from torch.utils._pytree import tree_leaves
 
 from .group import ParamGroup
@@ -307,6 +308,10 @@ def register(
             register_root(engine, name or ROOT, child)
         elif any(id(param) in of_root for param in child.parameters(recurse=False)):
             register_owner(engine, name, child)
+        if "checkpoint" in (_get_registry(child) or ()):
+            # Its hook puts others on what is saved, behind ours in forward, and before ours when it
+            # calls the module again: both times ours come last.
+            register_owner(engine, f"{name}, checkpointed", child, first=False)
 
 
 def register_unit(engine: Engine, unit: Unit, module: nn.Module, ends: bool) -> None:
@@ -332,11 +337,11 @@ def register_root(engine: Engine, name: str, module: nn.Module) -> None:
     _register_leave(module, ref, name)
 
 
-def register_owner(engine: Engine, key: str, module: nn.Module) -> None:
-    """Hooks the calls of a module that holds weights of the root's: hooks on what is saved may have
-    been set between the model's call and its own."""
+def register_owner(engine: Engine, key: str, module: nn.Module, first: bool = True) -> None:
+    """Hooks the calls of a module that holds weights of the root's, or is checkpointed: hooks on
+    what is saved may have been set between the model's call and its own."""
     ref = weakref.ref(engine)
-    module.register_forward_pre_hook(_untraced(_enter, ref, key), prepend=True)
+    module.register_forward_pre_hook(_untraced(_enter, ref, key), prepend=first)
     _register_leave(module, ref, key)
 
 
