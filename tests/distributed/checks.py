@@ -122,18 +122,6 @@ def check_run_bits(ours: Iterable[Step], reference: Iterable[Step], label: str) 
         check_same_bits(mine.weights, theirs.weights, f"{where} weights")
 
 
-def check_within(ours: Tensors, exact: Tensors, allowed: Tensors, label: str) -> None:
-    """Each element within its own bound; all float64."""
-    assert_same_names(ours, exact, label)
-    for name, expected in exact.items():
-        excess = (ours[name].double() - expected).abs() - allowed[name]
-        worst = int(excess.argmax())
-        assert excess.max() <= 0, (
-            f"{label}: {name}[{worst}] = {ours[name].view(-1)[worst]:.9e}, exact "
-            f"{expected.view(-1)[worst]:.9e}, allowed error {allowed[name].view(-1)[worst]:.3e}"
-        )
-
-
 def passes(check: Callable[..., None], *args: Any) -> bool:
     """Whether `check` passes: for tests of the power of the checks."""
     try:

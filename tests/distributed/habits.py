@@ -1,12 +1,12 @@
 """What users do to models and with wrappers beside the plain loop, a row each: changes of a model,
 ways to drive a step, and in which order, how often and whether at all parts of a model are called.
+What is frozen, tied or recomputed and nothing more is a cell of the matrix.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -82,53 +82,41 @@ def checkpoint_layers(use_reentrant: bool) -> Callable[[nn.Module], None]:
     return change
 
 
-def checkpoint_forwards(use_reentrant: bool) -> Callable[[nn.Module], None]:
+def checkpoint_forwards(model: nn.Module) -> None:
     """Recomputes what is inside the layers' hooks."""
+    for layer in inner_model(model).decoder.layers:
+        original = layer.forward
 
-    def change(model: nn.Module) -> None:
-        for layer in inner_model(model).decoder.layers:
-            original = layer.forward
+        def forward(hidden_states: Any, _original: Any = original, **kwargs: Any) -> Any:
+            def run(hidden: torch.Tensor) -> Any:
+                return _original(hidden_states=hidden, **kwargs)
 
-            def forward(hidden_states: Any, _original: Any = original, **kwargs: Any) -> Any:
-                def run(hidden: torch.Tensor) -> Any:
-                    return _original(hidden_states=hidden, **kwargs)
+            return checkpoint(run, hidden_states, use_reentrant=False)
 
-                return checkpoint(run, hidden_states, use_reentrant=use_reentrant)
-
-            layer.forward = forward
-
-    return change
+        layer.forward = forward
 
 
 class Rearranged(nn.Module):
-    """A layer list of one that calls its layers by turns: in another order in each forward, without
-    some of them, or as its input says. The same on all ranks, which have to call alike."""
+    """A layer list of one that calls its layers by turns: in another order in each forward, or
+    without one of them. The same on all ranks, which have to call alike."""
 
-    def __init__(self, layers: nn.ModuleList, way: str) -> None:
+    def __init__(self, layers: nn.ModuleList, skips: bool) -> None:
         super().__init__()
-        self.layers, self.way, self.calls = layers, way, 0
-
-    def order(self) -> list[int]:
-        count = len(self.layers)
-        turn = self.calls % count
-        if self.way == "rotated":
-            return [(turn + number) % count for number in range(count)]
-        if self.way == "reversed every second time":
-            return list(range(count))[:: -1 if self.calls % 2 else 1]
-        return [number for number in range(count) if number != turn]
+        self.layers, self.skips, self.calls = layers, skips, 0
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        context = None
-        for number in self.order():
+        count, context = len(self.layers), None
+        order = [(self.calls + number) % count for number in range(count)]
+        for number in sorted(order[1:]) if self.skips else order:
             hidden_states, context = self.layers[number](hidden_states=hidden_states, **kwargs)
         self.calls += 1
         return hidden_states, context
 
 
-def rearrange(way: str) -> Any:
+def rearrange(skips: bool) -> Any:
     def change(model: nn.Module) -> None:
         decoder = inner_model(model).decoder
-        decoder.layers = nn.ModuleList([Rearranged(decoder.layers, way)])
+        decoder.layers = nn.ModuleList([Rearranged(decoder.layers, skips)])
 
     return change
 
@@ -214,24 +202,15 @@ def _evaluating(evaluate: Callable[[Trainer, list[torch.Tensor]], float]) -> Dri
     return drive
 
 
-def _evaluate_by_schedule(trainer: Trainer, data: list[torch.Tensor]) -> float:
-    """As Megatron's training loop does."""
-    with torch.no_grad():
-        return forward_backward(trainer, data, forward_only=True)
-
-
 def _evaluate_with_graph(trainer: Trainer, data: list[torch.Tensor]) -> float:
     """Forward passes whose backward never comes."""
     return forward_backward(trainer, data, forward_only=True)
 
 
-def _evaluate_in(context: Callable[[], AbstractContextManager[Any]]) -> Any:
-    def evaluate(trainer: Trainer, data: list[torch.Tensor]) -> float:
-        with context():
-            outputs = [forward_step(trainer.case, iter([d]), trainer.wrapper)[0] for d in data]
-        return sum(output.float().mean().item() for output in outputs)
-
-    return evaluate
+def _evaluate_in_inference_mode(trainer: Trainer, data: list[torch.Tensor]) -> float:
+    with torch.inference_mode():
+        outputs = [forward_step(trainer.case, iter([d]), trainer.wrapper)[0] for d in data]
+    return sum(output.float().mean().item() for output in outputs)
 
 
 def start_step(trainer: Trainer) -> None:
@@ -345,23 +324,19 @@ def generate(trainer: Trainer, tokens: torch.Tensor, steps: int = 4) -> torch.Te
     return tokens
 
 
-def generating(context: Callable[[], AbstractContextManager[Any]]) -> Drive:
+def generating(trainer: Trainer, number: int, rank: int) -> Step:
     """Generation before each step and, with accumulated gradients, in the middle of it. Tokens are
     whole numbers, added to the loss: one that differs is seen in its bound."""
-
-    def drive(trainer: Trainer, number: int, rank: int) -> Step:
-        data = data_of(trainer, number, rank)
-        with context():
-            before = generate(trainer, data[0][:, :2])
-        start_step(trainer)
-        with trainer.wrapper.no_sync():
-            loss = backward_of(trainer, trainer.wrapper, data[0])
-        with context():
-            between = generate(trainer, data[1][:, :2])
-        loss += backward_of(trainer, trainer.wrapper, data[1])
-        return finished(trainer, loss + float(before.sum() + between.sum()))
-
-    return drive
+    data = data_of(trainer, number, rank)
+    with torch.inference_mode():
+        before = generate(trainer, data[0][:, :2])
+    start_step(trainer)
+    with trainer.wrapper.no_sync():
+        loss = backward_of(trainer, trainer.wrapper, data[0])
+    with torch.inference_mode():
+        between = generate(trainer, data[1][:, :2])
+    loss += backward_of(trainer, trainer.wrapper, data[1])
+    return finished(trainer, loss + float(before.sum() + between.sum()))
 
 
 def _habit(
@@ -385,22 +360,9 @@ add, which a unit cannot: its weights are gone by then, and reading them raises.
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 BESIDE_THE_LOOP: tuple[Variant, ...] = (
-    _habit("tied embeddings", case={"tied": True}),
-    _habit(
-        "tied embeddings, learned positions", case={"tied": True, "positions": "learned_absolute"}
-    ),
-    _habit("frozen first layer", freeze("decoder.layers.0.")),
-    _habit("frozen last layer", freeze("decoder.layers.1.")),
-    _habit("frozen embedding", freeze("embedding.")),
-    _habit("frozen embedding and first layer", freeze("embedding.", "decoder.layers.0.")),
     _habit("frozen tied embedding", freeze("embedding."), {"tied": True}),
     _habit("part of a layer frozen", freeze("decoder.layers.0.mlp.linear_fc1")),
     _habit("parameters without a gradient", add_unused_params),
-    _habit("a layer used three times", use_layers_twice, {"num_layers": 4}),
-    _habit("full recompute", case={"recompute": "full-1"}),
-    _habit(
-        "full recompute in chunks of two layers", case={"recompute": "full-2", "num_layers": 4}
-    ),
     _habit(
         "full recompute, layers used three times", use_layers_twice,
         {"num_layers": 4, "recompute": "full-1"},
@@ -409,22 +371,15 @@ BESIDE_THE_LOOP: tuple[Variant, ...] = (
         "full recompute, tied, frozen first layer", freeze("decoder.layers.0."),
         {"tied": True, "recompute": "full-1"},
     ),
-    _habit("selective recompute of attention", case={"recompute": "selective-core_attn"}),
-    # With biases core 0.16.1 recurses without end: its checkpoint makes the returned bias non-leaf.
-    _habit("selective recompute of MLPs", case={"recompute": "selective-mlp", "bias": False}),
     *(
         # Core runs it only where Transformer Engine is installed.
         _habit(name, case={"recompute": "selective-layernorm"})
         for name in ("selective recompute of norms",) if HAS_TE
     ),
     _habit("reentrant checkpoint around layers", checkpoint_layers(use_reentrant=True)),
-    _habit("checkpoint around layers", checkpoint_layers(use_reentrant=False)),
-    _habit("reentrant checkpoint inside layers", checkpoint_forwards(use_reentrant=True)),
-    _habit("checkpoint inside layers", checkpoint_forwards(use_reentrant=False)),
-    _evaluation("evaluation by the schedule", _evaluate_by_schedule),
+    _habit("checkpoint inside layers", checkpoint_forwards),
     _evaluation("evaluation that builds a graph", _evaluate_with_graph),
-    _evaluation("evaluation without grad", _evaluate_in(torch.no_grad)),
-    _evaluation("evaluation in inference mode", _evaluate_in(torch.inference_mode)),
+    _evaluation("evaluation in inference mode", _evaluate_in_inference_mode),
     _habit("no_sync by hand", drive=no_sync_by_hand),
     _habit("inner model called", drive=inner_model_called),
     _habit("layer called", drive=layer_called),
@@ -432,16 +387,13 @@ BESIDE_THE_LOOP: tuple[Variant, ...] = (
 )  # fmt: skip
 
 OF_CALLING: tuple[Variant, ...] = (
-    _habit("layers in another order in each forward", rearrange("rotated"), LAYERS),
-    _habit("layers reversed every second time", rearrange("reversed every second time"), LAYERS),
-    _habit("a layer skipped in each forward", rearrange("skipped"), LAYERS),
+    _habit("layers in another order in each forward", rearrange(skips=False), LAYERS),
+    _habit("a layer skipped in each forward", rearrange(skips=True), LAYERS),
     _habit("a layer chosen by the data", choose_by_data, LAYERS),
     _habit("hybrid of transformer and Mamba layers", add_mamba_layers),
     _habit("several forwards, then their backwards", drive=forwards_before_backwards),
     _habit("one backward of several forwards", drive=one_backward_of_all),
-    _habit("generation without grad", drive=generating(torch.no_grad)),
-    _habit("generation in inference mode", drive=generating(torch.inference_mode)),
-    _habit("units inside units", case=NO_BIAS, wrapper=NESTED),
+    _habit("generation in inference mode", drive=generating),
     _habit(
         "units inside units, full recompute", case={**NO_BIAS, "recompute": "full-1"},
         wrapper=NESTED,

@@ -17,12 +17,9 @@ from torch import nn
 from tests.distributed.plain import (
     LR,
     STEPS,
-    WIDTH,
-    Block,
     Loop,
     Side,
     assert_nothing_is_staged,
-    device,
     plain_sgd,
 )
 
@@ -421,67 +418,6 @@ def clamped(side: Side) -> None:
                 for param in model.parameters():
                     param.clamp_(-bound, bound)
                 side.note(side.loss(model, step, 1))
-
-
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, noise: torch.Tensor) -> torch.Tensor:
-        return self.blocks(self.inner(noise))
-
-
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x)).mean()
-
-
-def _noise(step: int, number: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 100 * number + rank)
-    return torch.randn(3, WIDTH, generator=generator).to(device())
-
-
-def _told_apart(generator: Any, critic: Any, step: int, rank: int) -> torch.Tensor:
-    return critic(generator(_noise(step, 1, rank)).detach()) - critic(_noise(step, 0, rank))
-
-
-def _taken_for_real(generator: Any, critic: Any, step: int, rank: int) -> torch.Tensor:
-    return -critic(generator(_noise(step, 2, rank)))
-
-
-@loop
-def adversaries(side: Side) -> None:
-    """Gradients of the critic are cleared after its step, while it is trained, or before the next;
-    it is frozen by the wrapper, or by the module."""
-    for clear_after in (True, False):
-        torch.manual_seed(3)
-        generator, critic = (side.model(make().to(device())) for make in (Generator, Critic))
-        ours, theirs = (
-            side.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.3))
-            for model in (generator, critic)
-        )
-        to_freeze = critic if clear_after else side.inner(critic)
-        for step in range(STEPS):
-            to_freeze.requires_grad_(True)
-            if not clear_after:
-                theirs.zero_grad()
-            side.mean(functools.partial(_told_apart, generator, critic, step)).backward()
-            theirs.step()
-            if clear_after:
-                theirs.zero_grad()
-            to_freeze.requires_grad_(False)
-            side.mean(functools.partial(_taken_for_real, generator, critic, step)).backward()
-            if clear_after:
-                assert all(param.grad is None for param in critic.parameters())
-            ours.step()
-            ours.zero_grad()
 
 
 @loop

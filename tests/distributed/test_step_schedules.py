@@ -381,9 +381,10 @@ def test_whatever_a_loop_does_around_steps_has_the_bits_of_steps_that_wait() -> 
     run_ranks(_compare, 1, STRATEGIES[-1:], names, timeout=400.0)
 
 
-def test_what_is_written_and_read_between_steps_under_every_strategy() -> None:
-    """Loads, a step that is left out, memory that goes, exports; on two ranks."""
-    run_ranks(_compare, 2, STRATEGIES, BETWEEN_STEPS, timeout=400.0)
+def test_what_is_written_and_read_between_steps_on_two_ranks() -> None:
+    """Loads, a step that is left out, memory that goes, exports; where gathered weights stay, and
+    where they are freed."""
+    run_ranks(_compare, 2, STRATEGIES[1::2], BETWEEN_STEPS, timeout=400.0)
 
 
 @pytest.mark.full

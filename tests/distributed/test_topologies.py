@@ -1,10 +1,9 @@
 """Training under every parallel axis of core gives the numbers of stock DDP under the same axes.
 
-By default each topology on four processes with two strategies, so that every axis meets all four;
-the others, with and without overlap, and eight processes with `--full`. Not run anywhere: alltoall
-with expert-tensor parallelism (gloo cannot), grouped GEMM (needs a GPU). Beside the strategy the
-default rows vary the loss (per token), SwiGLU, tied embeddings, overlap, and whether the schedule
-starts reductions and gathers itself.
+Each axis on four processes with two strategies; axes together, and with everything else, are cells
+of the matrix. Not run anywhere: alltoall with expert-tensor parallelism (gloo cannot). Beside the
+strategy the rows vary the loss (per token), SwiGLU, tied embeddings, experts without tokens, and
+whether the schedule starts reductions and gathers itself.
 
 Guards against traps E4 (scale of expert gradients), E9 (experts without tokens), G8 (EP = DP), T7
 (gradients of replicated parameters), G4 and H7 (norms).
@@ -24,7 +23,7 @@ from torch import nn
 from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING
 from tests.distributed import topologies
 from tests.distributed.checks import Step, check_gradients
-from tests.distributed.gpt import STRATEGIES, batches
+from tests.distributed.gpt import batches
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
@@ -37,7 +36,6 @@ from tests.distributed.topologies import (
     run_schedule,
     topology_step,
 )
-from tests.distributed.topology_faults import FAULTS
 from tests.distributed.variants import (
     ZERO_0,
     ZERO_1,
@@ -47,8 +45,6 @@ from tests.distributed.variants import (
     compare,
     everyones,
     marked,
-    problems,
-    train,
 )
 
 FIRST, SECOND = (ZERO_0, ZERO_2), (ZERO_1, ZERO_3)
@@ -107,40 +103,18 @@ def _row(topology: Topology | str, strategies: tuple[str, ...], **changes: Any) 
     return Variant(options.pop("name", name), strategies, **options)
 
 
-DEFAULT = (
+ROWS = (
     _row("tp2", (ZERO_0, ZERO_3), case={"per_token_loss": True}),
     _row("tp2-sp", (ZERO_1, ZERO_2)),
     _row("cp2", FIRST, case={"swiglu": True}),
-    _row("ep2", SECOND, case={"swiglu": True}),
-    _row("ep4", FIRST),
     _row("ep2-etp2", SECOND),
     _row("pp2", FIRST, case={"per_token_loss": True}),
     _row("pp2-vpp2", SECOND),
     _row("tp2-pp2", FIRST, case={"tied": False}),
-    _row("ep2-pp2", SECOND, case={"overlap": False}),
-)
-ROWS = (
-    *DEFAULT,
     *(
         _row(name, strategies, name=f"{name}, experts without tokens", change=feed_two_experts,
              steps=1, expect=an_expert_is_idle)
         for name, strategies in (("ep2", (ZERO_0, ZERO_3)), ("ep4", SECOND))
-    ),
-    *(
-        _row(topology, STRATEGIES, name=f"{topology.name}, overlap {overlap}, {how}",
-             case={"overlap": overlap}, compare=how, steps=3, full=True)
-        for topology in TOPOLOGIES.values() for overlap in (True, False)
-        for how in ("each step", "free")
-    ),
-    *(
-        _row(topology, STRATEGIES, name=f"{topology.name}, 8 processes", world=8, full=True)
-        for topology in (
-            *TOPOLOGIES.values(),
-            Topology("tp2-ep2-pp2", tp=2, ep=2, pp=2, sp=True, experts=4, dispatcher="allgather"),
-            Topology("tp2-cp2-pp2", tp=2, cp=2, pp=2),
-            Topology("pp4", pp=4),
-            Topology("ep2-etp1-tp2", tp=2, ep=2, etp=1, sp=True, experts=4),
-        )
     ),
 )  # fmt: skip
 
@@ -152,15 +126,7 @@ def test_topology(row: Variant, rank: int, seed: int) -> None:
     compare(row, rank, seed)
 
 
-def test_every_topology_has_two_strategies_by_default() -> None:
-    assert [row.topology.name for row in DEFAULT] == list(TOPOLOGIES)
-    assert all(len(set(row.strategies)) == 2 for row in DEFAULT)
-    met = {(axis, s) for row in DEFAULT for axis in row.name.split()[0].split("-")
-           for s in row.strategies}  # fmt: skip
-    assert {s for axis, s in met if axis in ("tp2", "ep2", "pp2")} == set(STRATEGIES)
-
-
-# The reference is itself what it should be, and the checks can fail.
+# The reference is itself what it should be.
 
 
 def _global_name(name: str, topology: Topology, num_layers: int) -> str:
@@ -208,14 +174,3 @@ def test_pipelined_reference_is_the_unsplit_model(rank: int) -> None:
     init_topology(Topology("alone"))
     exact = _unsplit_gradients(topology, {n: w for n, (w, _) in whole.items()}, data_ranks)
     check_gradients({n: whole[n][1] for n in exact}, exact, f"rank {rank}")
-
-
-@pytest.mark.parametrize("name", FAULTS)
-@on_ranks(4)
-def test_checks_see_a_fault(rank: int, seed: int, name: str) -> None:
-    """On one of the ranks, under each of its strategies."""
-    fault = FAULTS[name]
-    row = _row(fault.topology, fault.strategies, drive=train, steps=1)
-    assert not problems(row, rank, seed)
-    seen = [strategy for strategy, _ in problems(replace(row, begin=fault.inject), rank, seed)]
-    assert set().union(*everyones(seen)) == set(fault.strategies), (name, seen)

@@ -92,13 +92,6 @@ def _checks() -> dict[str, Check]:
             for row in numerics.ROWS if row.world == 2
         },
         **{
-            f"bounds, bf16 {bf16}, bf16 communication {comm_bf16}": Check(
-                numerics.gradients_within_bounds, (seed, bf16, comm_bf16)
-            )
-            for bf16, comm_bf16 in ((False, False), (True, False), (True, True))
-        },
-        "sees a scale": Check(numerics.checks_see, (seed, "scaled by 1.001")),
-        **{
             f"twice, {strategy}": Check(same_run_twice, (strategy,))
             for strategy in ("optim", "optim_grads_params")
         },

@@ -1,6 +1,6 @@
-"""Transformer Engine's layers in bf16 under our wrapper and under stock DDP; and who writes a fused
-weight gradient, and how: every class of Transformer Engine that can, in every precision that is
-accepted, on the release that is installed.
+"""Who writes a fused weight gradient, and how: every class of Transformer Engine that can, in every
+precision that is accepted, on the release that is installed. Training beside stock DDP:
+test_gpu_matrix.py.
 
     python -m tests.gpu.test_gpu_wgrad                       prints the table; one GPU
     python -m pytest -q -rA tests/gpu/test_gpu_wgrad.py      two GPUs of the Hopper kind or newer
@@ -31,10 +31,8 @@ from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observer, Precision
 from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
-from tests.distributed.checks import check_loss, check_norm, check_run_bits
-from tests.distributed.gpt import Case, full
+from tests.distributed.gpt import full
 from tests.gpu.gpu_ranks import Check, Outcomes
-from tests.gpu.runs import ZERO_3, te_run
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
 WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
@@ -238,45 +236,6 @@ def is_run_with_quantized_weights(rank: int, world: int, name: str, recipe: str)
     return str(seen)
 
 
-# Training in bf16, with fused weight gradients and without.
-
-CASE = Case(
-    num_layers=2, hidden=128, heads=4, ffn=256, vocab=256, seq=64, batch=2, bf16=True, swiglu=True
-)
-FUSED = CASE.but(fused=True, microbatches=3)
-LOOSE = 1e-3
-"""Relative, of losses and norms over 3 bf16 steps with TE's kernels."""
-
-
-def _check_weights(ours: Any, reference: Any, label: str, steps: int) -> None:
-    """Within 2% of how far Adam can have moved each tensor, lr an element and step. Relative to
-    the weights would be wrong: one flipped bf16 rounding changes gradients of 1e-3, and Adam
-    makes a full step of a gradient near zero whatever its size."""
-    for name, expected in reference.items():
-        moved = CASE.lr * steps * expected.numel() ** 0.5
-        error = (ours[name].double() - expected.double()).norm().item()
-        assert error <= 0.02 * moved, f"{label}: {name} is off by {error:.2e}, moved {moved:.2e}"
-
-
-def trains_like_ddp(rank: int, world: int, strategy: str, case: Case = CASE) -> str:
-    """Three steps give the losses, norms and weights of stock DDP. Weight gradients may be written
-    into the buckets; apex, which most machines lack, is replaced for the output layer then."""
-    if case.fused:
-        patches.install(FUSED_WGRAD)
-    theirs, ours = (te_run(kind, case, rank, 3) for kind in (None, strategy))
-    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        label = f"{strategy} step {number}, {case}"
-        check_loss(mine.loss, other.loss, label, LOOSE)
-        check_norm(mine.norm, other.norm, label, LOOSE)
-        _check_weights(mine.weights, other.weights, label, steps=number + 1)
-    return f"losses {[step.loss for step in ours]} and {[step.loss for step in theirs]}"
-
-
-def same_run_twice(rank: int, world: int) -> None:
-    runs = [te_run(ZERO_3, CASE, rank, 3) for _ in range(2)]
-    check_run_bits(runs[0], runs[1], "TE, optim_grads_params")
-
-
 CHECKS = {
     **{
         f"{name}, {recipe}": Check(is_run_with_quantized_weights, (name, recipe))
@@ -290,22 +249,12 @@ CHECKS = {
     },
     "guarantee removed": Check(guarantee_removed_is_seen),
 }
-TRAINED = {
-    **{name: Check(trains_like_ddp, (name,)) for name in STRATEGIES},
-    **{f"fused_{name}": Check(trains_like_ddp, (name, FUSED)) for name in STRATEGIES},
-    "twice": Check(same_run_twice),
-}
-OUTCOMES = Outcomes({**CHECKS, **TRAINED}, timeout_s=240.0, needs=("te",))
+OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, needs=("te",))
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_fused_weight_gradients(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_transformer_engine_trains_like_ddp(name: str) -> None:
     OUTCOMES.expect(name)
 
 

@@ -153,11 +153,9 @@ def test_every_test_is_given_what_it_takes(suite: Mapping[str, types.ModuleType]
 
 ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
     "test_gpu_habits": (
-        "export, optim", "released, slots", "no_sync by hand", "evaluation by the schedule",
+        "export, optim", "released, slots", "no_sync by hand", "evaluation in inference mode",
     ),
-    "test_gpu_numerics": (
-        "bits, 2 ranks, 3 microbatches, fp32", "sees a scale", "strategies agree"
-    ),
+    "test_gpu_numerics": ("bits, 2 ranks, 3 microbatches, fp32", "strategies agree"),
     "test_gpu_offload": ("bits, hidden 4096",),
     "test_gpu_optimizer": ("Megatron's, optim",),
     "test_gpu_precision": ("optim, bf16 communication, fp32 sums",),
