@@ -15,6 +15,10 @@ OF_LATER_FIELDS = (
     "prediction heads that are detached, tied True",
     "one prediction layer called for every token", "MuP", "MLPs in chunks",
 )  # fmt: skip
+OF_DISPATCHERS = (
+    "DeepEP", "expert bias", "flex dispatcher beside shared experts", "shared experts overlapped",
+)  # fmt: skip
+OF_AXES = ("tp2-sp", "cp2 swiglu=True", "ep2-etp2", "pp2-vpp2")
 AGAIN = (
     # What is asked of core, replaced in it, and read of its configs and arguments.
     "adapter",
@@ -35,7 +39,8 @@ AGAIN = (
     # Training beside stock DDP: each strategy and axis, and what core's loop or optimizer calls.
     "distributed/test_experts.py::test_biases_of_experts_are_in_the_norm",
     "distributed/test_experts.py::test_fewer_expert_tensor_ranks_train_like_stock_ddp_or_are_refused",
-    "distributed/test_experts.py::test_options_of_experts_train_like_stock_ddp",
+    *(f"distributed/test_experts.py::test_options_of_experts_train_like_stock_ddp[{row}]"
+      for row in OF_DISPATCHERS),
     "distributed/test_experts.py::test_parts_of_core_train_like_stock_ddp[parts, 1 microbatches]",
     "distributed/test_fused_wgrad.py",
     "distributed/test_meta.py",
@@ -46,9 +51,9 @@ AGAIN = (
     "distributed/test_precision_aware.py::test_gradients_moments_and_main_weights_in_bf16",
     "distributed/test_release.py::test_training_of_a_gpt_goes_on_bit_for_bit",
     "distributed/test_release.py::test_weights_that_are_left_alone_go_and_return",
-    "distributed/test_topologies.py::test_topology",
+    *(f"distributed/test_topologies.py::test_topology[{row}]" for row in OF_AXES),
     "distributed/test_whole_graphs.py",
-)
+)  # fmt: skip
 """Files and folders below tests/, tests in them, and cases of these."""
 
 ONCE = (

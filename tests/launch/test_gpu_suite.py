@@ -174,8 +174,7 @@ WITH_EXPERTS: Mapping[str, tuple[str, ...]] = {
     ON_THE_HOST,
     pytest.param(WITH_EXPERTS, marks=pytest.mark.full),
     pytest.param({"test_gpu_experts": ("SequentialMLP, fp32, resharded",)}, marks=pytest.mark.full),
-    pytest.param({"test_gpu_units": ("kept, plain", "joined, plain")}, marks=pytest.mark.full),
-], ids=("most", "experts", "reshard", "units"))
+], ids=("most", "experts", "reshard"))
 def test_checks_run_on_ranks_of_the_host(chosen: Mapping[str, tuple[str, ...]]) -> None:
     checks = {}
     for module, names in chosen.items():
