@@ -250,17 +250,22 @@ def make_trainer(
     else:
         config = optimizer_config(case, **optimizer_options)
     optimizer = get_megatron_optimizer(config, [wrapper], use_gloo_process_groups=False)
-    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(case.lr * group["lr_mult"])
-        else:
-            group["lr"] = case.lr * group["lr_mult"]
-        group["weight_decay"] = case.weight_decay * group["wd_mult"]
+    set_rates(optimizer, case)
     overlaps = wrapper.ddp_config.overlap_grad_reduce
     wrapper.config.no_sync_func = wrapper.no_sync if overlaps else None
     wrapper.config.finalize_model_grads_func = finalize_model_grads
     wrapper.config.grad_scale_func = optimizer.scale_loss
     return Trainer(case, wrapper, optimizer, strategy)
+
+
+def set_rates(optimizer: Any, case: Case) -> None:
+    """What OptimizerParamScheduler does at every step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(case.lr * group["lr_mult"])
+        else:
+            group["lr"] = case.lr * group["lr_mult"]
+        group["weight_decay"] = case.weight_decay * group["wd_mult"]
 
 
 def batches(case: Case, step: int, rank: int, device: torch.device) -> list[torch.Tensor]:

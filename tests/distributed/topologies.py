@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +39,7 @@ from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
 from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
 
 from .checks import Step
-from .gpt import Case, batches, ddp_config, optimizer_config
+from .gpt import Case, batches, ddp_config, optimizer_config, set_rates
 from .groups import use_groups
 
 
@@ -355,27 +355,31 @@ def build_topology_trainer(
     models = [build_chunk(topology, case, config, i) for i in range(topology.num_chunks)]
     for model in models:
         change(model)
+    wrapper = _ddp_config(case, strategy, ddp)
+    return wrapped(topology, case, models, strategy, wrapper, optimizer_options, **wrapper_options)
+
+
+def wrapped(
+    topology: Topology,
+    case: Case,
+    models: Sequence[Any],
+    strategy: str | None,
+    ddp: DistributedDataParallelConfig,
+    optimizer_options: Mapping[str, Any],
+    **wrapper_options: Any,
+) -> TopologyTrainer:
+    """Wraps model chunks, by stock DDP without a strategy, and gives them an optimizer."""
     wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
+    config = models[0].config
     chunks: list[Any] = [
-        wrap(
-            config,
-            _ddp_config(case, strategy, ddp),
-            model,
-            disable_bucketing=number > 0,
-            **wrapper_options,
-        )
+        wrap(config, ddp, model, disable_bucketing=number > 0, **wrapper_options)
         for number, model in enumerate(models)
     ]
+    options = {"use_distributed_optimizer": strategy is not None, **optimizer_options}
     optimizer = get_megatron_optimizer(
-        optimizer_config(
-            case, use_distributed_optimizer=strategy is not None, **optimizer_options
-        ),
-        chunks,
-        use_gloo_process_groups=False,
+        optimizer_config(case, **options), chunks, use_gloo_process_groups=False
     )
-    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
-        group["lr"] = case.lr * group["lr_mult"]
-        group["weight_decay"] = case.weight_decay * group["wd_mult"]
+    set_rates(optimizer, case)
     wire_schedule(config, chunks, optimizer, topology.aligned)
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)
 

@@ -17,32 +17,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_fsdp_adapter import (
-    FullyShardedDataParallel,
-    release_memory,
-    return_memory,
-)
+from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
-from megatron_fsdp_adapter.prove.build import wire_schedule
 from megatron_fsdp_adapter.prove.gather_full import shard_groups
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
-from tests.distributed.gpt import ddp_config, give_up, optimizer_config
+from tests.distributed.gpt import ddp_config, give_up
 from tests.distributed.topologies import (
     TopologyTrainer,
     init_topology,
     plain_name,
     run_schedule,
+    wrapped,
 )
 from tests.engine.fake_graphs import FakeGraphs, put_graphs_into, to_be_graphed
 from tests.gpu.captured import forget_graphs
@@ -133,13 +128,12 @@ def build(
     models = [chunk_of(cell, width, config, i, device) for i in range(topology.num_chunks)]
     if whole is not None:
         whole.update(_values_of_fp8(models))
-    strategy = cell["strategy"]
-    wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
+    strategy: Any = cell["strategy"]
     ours = strategy is not None
     quantized = has_fp8_weights(cell["precision"])
     ddp = (
         ddp_config(
-            case, str(strategy),
+            case, strategy,
             {**_ddp_options(cell), BUDGET: _budget_gib(cell, models),
              UNIT_NUMEL: _unit_numel(cell, models)},
         )
@@ -149,25 +143,11 @@ def build(
             use_distributed_optimizer=quantized, fp8_param_gather=quantized,
         )
     )  # fmt: skip
-    chunks = [
-        wrap(config, ddp, model, disable_bucketing=at > 0) for at, model in enumerate(models)
-    ]
+    options = muon_options(cell) if ours else {"use_distributed_optimizer": quantized}
+    trainer = wrapped(topology, case, models, strategy, ddp, options)
     if ours:
-        _check_joined(cell, chunks)
-    optimizer = get_megatron_optimizer(
-        optimizer_config(
-            case, use_distributed_optimizer=ours or quantized,
-            overlap_param_gather=ours and case.overlap,
-            **(muon_options(cell) if ours else {}),
-        ),
-        chunks,
-        use_gloo_process_groups=False,
-    )
-    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
-        group["lr"] = case.lr * group["lr_mult"]
-        group["weight_decay"] = case.weight_decay * group["wd_mult"]
-    wire_schedule(config, chunks, optimizer, topology.aligned)
-    return TopologyTrainer(topology, case, chunks, optimizer, strategy)  # type: ignore[arg-type]
+        _check_joined(cell, trainer.chunks)
+    return trainer
 
 
 # The reference.
