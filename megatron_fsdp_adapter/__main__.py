@@ -20,6 +20,16 @@ COMMANDS = {
     "plan": "megatron_fsdp_adapter.planning.command",
     "verify": "megatron_fsdp_adapter.cli.verify",
 }
+REMOVED = {
+    "plan --curve": "removed. Run `plan --gpus N` for each number of GPUs",
+    "plan --explain": "removed. A profiler shows what a run launches",
+    "plan --plot": "removed. Draw the values of --json",
+    "plan --bf16-wire": "removed. Give --megatron-fsdp-grad-comm-dtype bf16, or leave it out",
+    "estimate --padding-bound": "removed, because no run has the option. Leave it out",
+    "estimate --max-segments": "removed, because no run has the option. Leave it out",
+    "doctor --no-poison": "removed. Fresh buffers of a proof are filled with NaN. Leave it out",
+}
+"""Options of commands that there were -> why not, and what to do."""
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
        python -m megatron_fsdp_adapter {{{",".join(COMMANDS)}}} ...
@@ -34,6 +44,11 @@ def _command(argv: list[str]) -> int:
         # process.
         warnings.filterwarnings("ignore", module=r"megatron\.core")
         warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
+    for word in argv[1:]:
+        gone = REMOVED.get(f"{argv[0]} {word.partition('=')[0]}")
+        if gone is not None:
+            print(f"{argv[0]}: {word}: {gone}", file=sys.stderr)
+            return 2
     try:
         status = int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
         sys.stdout.flush()

@@ -65,32 +65,8 @@ def bindings() -> dict[str, Any]:
         installation.uninstall()
 
 
-def group_sizes(options: Any, world_size: int | None) -> dict[str, Any]:
-    """Ranks over which weights are sharded, and optimizer instances. Sizes that do not divide are
-    reported as problems."""
-    split = 1
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        split *= getattr(options, name, 1) or 1
-    expert_split = (
-        (getattr(options, "expert_tensor_parallel_size", None) or 1)
-        * (getattr(options, "expert_model_parallel_size", 1) or 1)
-        * (getattr(options, "pipeline_model_parallel_size", 1) or 1)
-    )
-    instances = options.num_distributed_optimizer_instances
-    if world_size is None:
-        return {"world size": "unknown. Give --world-size", "optimizer instances": instances}
-    found: dict[str, Any] = {"world size": world_size}
-    for kind, part in (("dense", split), ("experts", expert_split)):
-        if kind == "experts" and not getattr(options, "num_moe_experts", None):
-            continue
-        each, rest = divmod(world_size, part * instances)
-        found[kind] = "none: see the problems below" if rest else each
-    found["optimizer instances"] = instances
-    return found
-
-
 def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
-    """Changes, groups, problems and advice for the script's command line or the options of `--set`;
+    """Changes, problems and advice for the script's command line or the options of `--set`;
     None if neither is given."""
     if given.script is None and not given.set:
         return None
@@ -109,7 +85,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     return {
         "advises": _advice({**vars(args), **vars(options)}, given),
         "sets": [vars(change) for change in changes],
-        "groups": group_sizes(options, given.world_size),
+        "ranks": given.world_size or "unknown. Give --world-size",
         "refuses": [
             *megatron_lm.problems_of_run(args, os.environ, machine.device()),
             *sizes.size_problems(vars(options), given.world_size),
@@ -199,8 +175,7 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
     if "note" in found:
         return ["configuration", f"  {found['note']}"]
     changes = [Change(**row) for row in found["sets"]]
-    lines = [format_changes("configuration: sets", changes), "configuration: shards over"]
-    lines += [f"  {name:<22} {value}" for name, value in found["groups"].items()]
+    lines = [format_changes("configuration: sets", changes), f"  ranks: {found['ranks']}"]
     if found["advises"]:
         lines += ["configuration: plan expects", *(f"  - {line}" for line in found["advises"])]
     refuses = [f"  - {line}" for line in found["refuses"]]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
+from megatron_fsdp_adapter.diagnostics.description import aligned
 from megatron_fsdp_adapter.diagnostics.memory import LIFE
 from megatron_fsdp_adapter.planning.planned import PlannedUnit
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
@@ -60,12 +61,13 @@ def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) ->
     return "\n".join(
         [
             head,
+            *(f"not counted: {line}" for line in report["not_counted"]),
             "",
             "Flat buffers, in elements, of each unit:",
-            *_aligned(units),
+            *aligned(units),
             "",
             f"GiB on rank {report['rank']} (activations not counted):",
-            *_aligned(_strategy_rows(report["strategies"], memory_gib)),
+            *aligned(_strategy_rows(report["strategies"], memory_gib)),
         ]
     )
 
@@ -87,20 +89,8 @@ def _strategy_rows(
     if memory_gib is not None:
         limit = f"{memory_gib:g} GiB"
         rows.append(("fits", limit, *("yes" if entry["fits"] else "no" for entry in found)))
-        layers = (str(entry["most_layers"]) for entry in found)
-        rows.append(("transformer layers that fit", limit, *layers))
     return rows
 
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.3f}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines

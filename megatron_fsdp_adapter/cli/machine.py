@@ -1,8 +1,7 @@
-"""Communication capabilities of this machine, and environment variables that harm them."""
+"""Capabilities of this machine, and environment variables that harm them."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,24 +70,16 @@ def device() -> torch.device:
 
 
 def capabilities() -> dict[str, Any]:
-    """Devices, NCCL, peer access and symmetric memory; without a GPU only the backends."""
+    """Devices, CUDA and NCCL; without a GPU only the backends."""
     found: dict[str, Any] = {
         "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
     }
     if not torch.cuda.is_available():
         return {**found, "devices": "no CUDA device: trains on the CPU with gloo (CPU mode)"}
-    count = torch.cuda.device_count()
-    found["devices"] = [torch.cuda.get_device_name(index) for index in range(count)]
-    found["memory GiB"] = [
-        round(torch.cuda.get_device_properties(index).total_memory / 2**30, 1)
-        for index in range(count)
-    ]
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    found["devices"] = [f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in devices]
     found["CUDA"] = torch.version.cuda
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    reachable = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    found["peer access"] = f"{reachable} of {len(pairs)} pairs of devices"
-    found["symmetric memory"] = _symmetric_memory()
     found["copy-engine gathers"] = _copy_engine_gathers()
     return found
 
@@ -99,21 +90,3 @@ def _copy_engine_gathers() -> str:
     if not known or torch.cuda.nccl.version() < (2, 28):
         return "no: requires torch 2.11 and NCCL 2.28"
     return "yes, inside one NVLink domain"
-
-
-def _symmetric_memory() -> str:
-    """Support for symmetric memory, by torch's private interface, which changes between
-    releases."""
-    try:
-        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-    except ImportError:
-        return "not in this torch"
-    nvshmem = getattr(symmetric, "is_nvshmem_available", None)
-    support = getattr(
-        getattr(torch._C._distributed_c10d, "_SymmetricMemory", None), "has_multicast_support", None
-    )
-    parts = ["available", f"NVSHMEM {'yes' if nvshmem and nvshmem() else 'no'}"]
-    if support is not None:
-        multicast = support(torch._C._autograd.DeviceType.CUDA, 0)
-        parts.append(f"NVLink multicast {'yes' if multicast else 'no'}")
-    return ", ".join(parts)

@@ -1,7 +1,7 @@
 """`doctor --prove`: trains a scaled-down configuration on this machine and compares it.
 
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...
-    doctor --prove scripts/pretrain_gpt.py --config configs/llama-1.5b.yaml --use-megatron-fsdp ...
+    doctor --prove --config configs/llama-1.5b.yaml --set overlap_param_gather=True
     doctor --prove --preset llama3-8b --set data_parallel_sharding_strategy=optim
 
 Exit status: 0 if all is proven, 1 if something differs, 2 if it cannot be proven.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.models import sources
+from megatron_fsdp_adapter.models.spec import flag
 from megatron_fsdp_adapter.prove import ranks, report, run, source
 from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 
@@ -34,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with --prove")
     add = group.add_argument
     add("--prove", action="store_true", help="train it, scaled down, and compare")
-    add("--config", metavar="FILE", help="a preset (YAML: flag names as keys) instead of a script")
-    add("--hf-config", metavar="FILE", help="config.json of a Hugging Face model, or its folder")
-    add("--preset", choices=tuple(sources.PRESETS), help="a known model instead of a script")
+    for name, named in sources.FILES.items():  # instead of a script
+        add(flag(name), **named)
     add("--ranks", type=int, help=f"processes at most; default: the GPUs, else {GLOO_RANKS}")
     add("--steps", type=int, default=3, help="before the save; default %(default)s")
     add("--more", type=int, default=2, help="after the load; default %(default)s")
@@ -44,8 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name of a size that is not scaled down, such as hidden_size"
     ))  # fmt: skip
     add("--timeout", type=float, default=900.0, help="seconds; default %(default)s")
-    add("--no-poison", dest="poison", action="store_false",
-        help="do not fill fresh buffers with NaN")  # fmt: skip
 
 
 def this_room(asked: int | None) -> Room:
@@ -59,21 +57,20 @@ def this_room(asked: int | None) -> Room:
 
 def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> source.Recipe:
     """The run to prove. Raises ValueError or FileNotFoundError if there is none."""
+    files = {name: getattr(given, name) for name in sources.FILES if getattr(given, name)}
     if given.script is not None:
-        if given.config or given.preset or given.hf_config or settings:
+        if files or settings:
             raise ValueError(
                 "both a script and one of --config, --hf-config, --preset and --set are given. "
                 "Give one of them"
             )
         return source.of_script(Path(given.script), given.arguments, given.world_size)
-    options = sources.options_from(vars(given))
-    if not options and not settings:
+    if not files and not settings:
         raise ValueError(
             "--prove: no configuration. Give a script with its command line, --config or --preset"
         )
-    files = filter(None, (given.preset, given.hf_config, given.config))
-    name = " and ".join(files) or "the options given"
-    return source.of_options({**options, **settings}, name, given.world_size)
+    options = sources.options_from({**files, **settings})
+    return source.of_options(options, sources.name_of(files), given.world_size)
 
 
 def main(
@@ -98,13 +95,13 @@ def main(
         if not given.json:
             print(report.render_plan(recipe, plan), flush=True)
         try:
-            rows = run.prove(plan, "nccl" if room.cuda else "gloo", given.timeout, given.poison)
+            rows = run.prove(plan, "nccl" if room.cuda else "gloo", given.timeout)
         except ranks.RanksError as error:
             said = "doctor --prove: a rank failed (above), nothing is proven"
             print(f"{error}\n{said}", file=sys.stderr)
             return 1
         if given.json:
-            print(json.dumps(report.as_values(recipe, plan, rows), indent=2))
+            print(json.dumps(report.as_values(recipe, plan, rows), indent=2, default=str))
         else:
             print(f"{report.render(plan, rows)}\n{report.verdict(rows)}", flush=True)
     return 0 if all(row.holds for row in rows) else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
@@ -57,12 +57,19 @@ def _domain_row(name: str, domain: ShardDomain, params: int, elements: int) -> R
     }
 
 
-def _aligned(rows: Sequence[Row]) -> Iterable[str]:
-    """The heads and the rows; nothing of no rows."""
-    table = [tuple(row) for row in rows[:1]] + [tuple(row.values()) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        yield "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose first row has the heads. Columns with numbers are aligned to the
+    right, others to the left."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        justify = str.rjust if any(cell[:1].isdigit() for cell in column[1:]) else str.ljust
+        columns.append([justify(cell, width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    return aligned([tuple(row) for row in rows[:1]] + [tuple(row.values()) for row in rows])
 
 
 def describe(engine: FsdpEngine) -> str:
@@ -77,5 +84,5 @@ def describe(engine: FsdpEngine) -> str:
         )
         for name, domain in {g.key.domain: g.domain for g in engine.groups}.items()
     ]  # fmt: skip
-    lines = [f"strategy {engine.config.strategy.name}", "", *_aligned(domains), ""]
-    return "\n".join([*lines, *_aligned(rows)])
+    lines = [f"strategy {engine.config.strategy.name}", "", *_table(domains), ""]
+    return "\n".join([*lines, *_table(rows)])

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..core.config import STRATEGIES
+from ..core.config import STRATEGIES, Strategy
 from ..core.engine.buffer_pool import (
     bucket_bytes,
     buckets_in_slot,
@@ -78,19 +78,6 @@ PREFETCHED = torch.bfloat16.itemsize
 """Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""
 
 
-class StrategyRow(Protocol):
-    """What is sharded over the data-parallel axis: a row of the strategy table."""
-
-    @property
-    def shard_weights(self) -> bool: ...
-
-    @property
-    def shard_grads(self) -> bool: ...
-
-    @property
-    def shard_main(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Moments:
     """Which parameters the optimizer keeps `count` moments of, in the main weights' dtype."""
@@ -149,7 +136,7 @@ def quantized_both_ways(form: WeightFormat, elements: int) -> int:
 
 
 def group_bytes(
-    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int,
+    layout: GroupLayout, row: Strategy, precision: Precision, rank: int,
     whole: bool = False,
 ) -> dict[str, int]:
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
@@ -193,7 +180,7 @@ def group_bytes(
 
 
 def _with_own_moments(
-    layout: GroupLayout, row: StrategyRow, moments: Moments | None, rank: int
+    layout: GroupLayout, row: Strategy, moments: Moments | None, rank: int
 ) -> tuple[int, int]:
     """Elements on `rank` of parameters that have `moments`, and how many each has."""
     if moments is None:
@@ -206,7 +193,7 @@ def _with_own_moments(
 
 
 def _streamed(
-    held: Mapping[str, int], layout: GroupLayout, row: StrategyRow, numel: int, main: torch.dtype,
+    held: Mapping[str, int], layout: GroupLayout, row: Strategy, numel: int, main: torch.dtype,
     state_bytes: int,
 ) -> dict[str, int]:
     """`held` with the optimizer in host memory: main weights too, unless they have the compute
@@ -222,7 +209,7 @@ def _streamed(
 
 def unit_bytes(
     groups: Iterable[GroupLayout],
-    row: StrategyRow,
+    row: Strategy,
     precision: Precision,
     rank: int,
     is_single_rank: Callable[[GroupLayout], bool] = lambda layout: False,
@@ -261,9 +248,9 @@ def with_slots(
     held: Mapping[str, int],
     kinds: Sequence[str],
     units: Sequence[Sequence[GroupLayout]],
-    strategy: StrategyRow,
+    strategy: Strategy,
     precision: Precision,
-    rows: Sequence[StrategyRow] | None = None,
+    rows: Sequence[Strategy] | None = None,
     *,
     weight_slots: bool,
     bucket_slots: bool,
@@ -314,8 +301,8 @@ its domain has one rank."""
 
 
 def held_bytes(
-    units: Sequence[Sequence[Placed]], kinds: Sequence[str], rows: Sequence[StrategyRow],
-    strategy: StrategyRow, precision: Precision, ahead: int = 0, **slots: Any,
+    units: Sequence[Sequence[Placed]], kinds: Sequence[str], rows: Sequence[Strategy],
+    strategy: Strategy, precision: Precision, ahead: int = 0, **slots: Any,
 ) -> dict[str, int]:
     """Most bytes of each kind at one time, of all units, the root's last. kinds: class of each
     unit's module; rows: each unit's own strategy; ahead: elements that may be gathered ahead of the

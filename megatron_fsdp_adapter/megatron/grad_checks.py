@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from ..core.engine.reduce import GradCheck as Check
 from ..diagnostics.grad_check import GradCheck
-from ..diagnostics.large_grads import Checks, LargeGradCheck
 from .options.rules import is_on
 
 FACTOR = 10
@@ -34,14 +32,9 @@ def judge_norm(name: str, norm: torch.Tensor) -> None:
     )
 
 
-def chosen_check(ddp_config: Any) -> Check | None:
+def chosen_check(ddp_config: Any) -> GradCheck | None:
     """None if no option asks for any."""
     by_param = is_on(ddp_config, "report_nan_in_param_grad")
-    checks: list[Check] = []
-    if is_on(ddp_config, "check_for_nan_in_grad") or by_param:
-        checks.append(GradCheck(by_param))
-    if is_on(ddp_config, "check_for_large_grads"):
-        checks.append(LargeGradCheck(judge_norm))
-    if len(checks) > 1:
-        return Checks(checks)
-    return checks[0] if checks else None
+    finite = by_param or is_on(ddp_config, "check_for_nan_in_grad")
+    judge = judge_norm if is_on(ddp_config, "check_for_large_grads") else None
+    return GradCheck(by_param, finite, judge) if finite or judge else None

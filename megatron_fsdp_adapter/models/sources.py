@@ -1,11 +1,13 @@
-"""Sources of a model's description: known models, YAML presets, Hugging Face configs, Megatron's
-options; and Megatron's options for model parallelism.
+"""Sources of a model's description, for every command: known models, YAML presets, Hugging Face
+configs, Megatron's options; and Megatron's options for model parallelism.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import yaml
 
 from megatron_fsdp_adapter.megatron.options import sizes
 
-from .spec import OPTIONS, ModelSpec, Parallel, flag
+from .spec import OPTIONS, TRAINING_TOKENIZER, ModelSpec, Parallel, flag
 
 _LLAMA3 = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -75,7 +77,33 @@ MEANINGS: Mapping[str, str] = {
     "moe_router_topk": "experts per token",
     "moe_ffn_hidden_size": "width of an expert",
 }
-"""Options of a model, for the help of commands."""
+"""Options of a model that are flags of commands, and their help."""
+
+FILES: Mapping[str, Mapping[str, Any]] = {
+    "preset": {"choices": tuple(PRESETS), "help": "a known model"},
+    "hf_config": {"metavar": "FILE", "help": "config.json of a Hugging Face model, or its folder"},
+    "config": {"metavar": "FILE", "help": "YAML with Megatron's flag names as keys"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that describe a model. Those that are not given are absent."""
+    group = parser.add_argument_group(
+        "model (Megatron's flags; a flag overrides the files)", argument_default=argparse.SUPPRESS
+    )
+    for name, named in FILES.items():
+        group.add_argument(flag(name), **named)
+    for item in fields(ModelSpec):
+        if item.name in MEANINGS:
+            kind = str(item.type).split(" ")[0]
+            shape: dict[str, Any] = {"type": int, "metavar": "N"} if kind == "int" else {}
+            if kind == "bool":
+                shape = {"action": argparse.BooleanOptionalAction}
+            group.add_argument(flag(item.name), help=MEANINGS[item.name], **shape)
+    for name, value in (("add", True), ("disable", False)):
+        group.add_argument(f"--{name}-bias-linear", dest="add_bias_linear", action="store_const",
+                           const=value, help=f"{name} biases")  # fmt: skip
+
 
 def read_preset(path: str) -> dict[Any, Any]:
     """The unmodified content of a YAML file whose keys are Megatron's flag names. Raises
@@ -101,8 +129,10 @@ def read_options(path: str) -> dict[str, Any]:
 
 
 def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `preset`, `hf_config` and the file `config`, if given; later ones override. Raises
-    as their readers."""
+    """Options of `preset`, `hf_config` and the file `config`, if given, and all of `given`; later
+    ones override. Raises as the files' readers.
+
+    A file without vocabulary options means the training script's default."""
     readers: dict[str, Callable[[str], Mapping[str, Any]]] = {
         "preset": PRESETS.__getitem__, "hf_config": read_hugging_face, "config": read_options,
     }  # fmt: skip
@@ -110,13 +140,16 @@ def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, read in readers.items():
         if given.get(name) is not None:
             options |= read(given[name])
+    options |= {name: value for name, value in given.items() if name not in readers}
+    vocabulary = ("vocab_size", "padded_vocab_size", "tokenizer_type")
+    if given.get("config") and all(options.get(name) is None for name in vocabulary):
+        options["tokenizer_type"] = TRAINING_TOKENIZER
     return options
 
 
-def model_name(path: str) -> str:
-    """The name of a Hugging Face config: that of its folder."""
-    file = Path(path).absolute()
-    return (file if file.is_dir() else file.parent).name
+def name_of(given: Mapping[str, Any]) -> str:
+    """What the model is called: the preset and the files that describe it."""
+    return " and ".join(str(given[name]) for name in FILES if given.get(name)) or "the model"
 
 
 def read_hugging_face(path: str) -> dict[str, Any]:
@@ -191,23 +224,19 @@ _REFUSED: Mapping[str, Any] = {
 }
 """Unsupported options that change the parameters, and their neutral values."""
 
-_SPLITS: Mapping[str, Any] = {
-    "num_experts": None,
-    "mtp_num_layers": None,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-}
-"""Options that `estimate` does not support but `plan` does, and their neutral values."""
-
-
-def _checked(options: Mapping[str, Any], refused: Mapping[str, Any], **more: Any) -> ModelSpec:
-    for name, neutral in refused.items():
-        if options.get(name, neutral) not in (neutral, None):
+def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
+    """The model, dense or not, described by Megatron's options. Raises ValueError for missing
+    options and for options that make no GPT."""
+    for option, neutral in _REFUSED.items():
+        if options.get(option, neutral) not in (neutral, None):
             raise ValueError(
-                f"{flag(name)} {options[name]!r}: `estimate` supports only dense models without "
-                "model parallelism. Leave the option out, or use `plan`, which supports experts, "
-                "tensor and pipeline parallelism"
+                f"{flag(option)} {options[option]!r}: such models are not described. Leave it out"
             )
+    if (options.get("num_query_groups") or 1) > 1 and not options.get("group_query_attention"):
+        raise ValueError(
+            f"--num-query-groups {options['num_query_groups']} without --group-query-attention, "
+            "which Megatron ignores. Give both, or neither"
+        )
     chosen = {k: options[k] for k in OPTIONS if options.get(k) is not None}
     required = ("num_layers", "hidden_size", "num_attention_heads")
     missing = [flag(name) for name in required if name not in chosen]
@@ -215,39 +244,14 @@ def _checked(options: Mapping[str, Any], refused: Mapping[str, Any], **more: Any
         raise ValueError(
             f"{', '.join(missing)}: not given. Set on the command line, in --config or by --preset"
         )
-    return ModelSpec(**{**chosen, **more})
-
-
-def dense_model(options: Mapping[str, Any]) -> ModelSpec:
-    """The dense model described by training options.
-
-    Raises ValueError for missing options and for options that a dense GPT does not have.
-    """
-    return _checked(options, {**_SPLITS, **_REFUSED}, name="the model")
-
-
-_OF_SIZES = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
-             "add_bias_linear": False}  # fmt: skip
-"""Defaults of a model that is described by sizes only."""
-
-
-def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model, dense or not, described by Megatron's options. Raises ValueError for options that
-    make no GPT."""
-    given = {**({} if "position_embedding_type" in options else _OF_SIZES), **options}
-    if given.get("vocab_size") is None and given.get("padded_vocab_size") is None:
-        raise ValueError("--vocab-size is not given. Give it, --preset or --hf-config")
-    if given.get("num_query_groups"):
-        given["group_query_attention"] = True
     left_out = tuple(
         f"{option}={options[option]}: {what}"
         for option, what in LEFT_OUT.items() if options.get(option)
     )  # fmt: skip
-    layers, dense = given.get("num_layers"), 0
-    if layers and given.get("num_experts"):
-        dense = _dense_layers(given.get("moe_layer_freq", 1), layers)
-    more = {"name": name, "left_out": left_out, "dense_layers": dense}
-    return _checked({"seq_length": 4096, **given}, _REFUSED, **more)
+    dense = 0
+    if chosen.get("num_experts"):
+        dense = _dense_layers(options.get("moe_layer_freq", 1), chosen["num_layers"])
+    return ModelSpec(**chosen, name=name, left_out=left_out, dense_layers=dense)
 
 
 LEFT_OUT = {
@@ -267,17 +271,10 @@ def _dense_layers(frequency: Any, layers: int) -> int:
     dense = list(frequency[:layers]).count(0) if isinstance(frequency, list) else layers
     if not isinstance(frequency, list) or any(number == 0 for number in frequency[dense:layers]):
         raise ValueError(
-            f"--moe-layer-freq {frequency}: `plan` supports layers without experts only before "
+            f"--moe-layer-freq {frequency}: layers without experts are supported only before "
             "all others. Leave it out"
         )
     return dense
-
-
-def model_named(name: str) -> ModelSpec:
-    """The known model with a name. Raises a ValueError that lists all names."""
-    if name not in PRESETS:
-        raise ValueError(f"--preset {name!r} is unknown. Use one of {sorted(PRESETS)}")
-    return from_options(PRESETS[name], name)
 
 
 def parallel_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
@@ -318,9 +315,3 @@ def split_problems(
     if spec.num_experts:
         options |= {"num_experts": spec.num_experts, "moe_ffn_hidden_size": spec.expert_ffn}
     return sizes.size_problems(options, gpus)
-
-
-def from_hugging_face(path: str) -> ModelSpec:
-    """The model of a decoder's config.json (or that in a folder). Raises FileNotFoundError or
-    ValueError, naming the file."""
-    return from_options(read_hugging_face(path), model_name(path))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,20 +29,12 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 from megatron_fsdp_adapter.megatron.options import unit_grouping
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION, LOCAL
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.models.quantization import Quantization
-from megatron_fsdp_adapter.models.spec import (
-    DENSE,
-    EXPERT,
-    ModelSpec,
-    Parallel,
-    is_layer,
-    listing,
-)
+from megatron_fsdp_adapter.models.spec import DENSE, EXPERT, ModelSpec, Parallel
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from .features import NO_FEATURES, Features, problem
 from .machine import Group, Machine
-from .planned import PlannedModel, PlannedUnit, plan_units
+from .planned import PlannedModel, layer_numels, planned_units
 from .shapes import BF16, activation_bytes, captured_bytes
 from .timed_modules import EXPERTS
 
@@ -180,44 +169,24 @@ def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
     features, virtual = chosen.features, chosen.parallel.virtual
     impl = FULL_ITERATION if chosen.graph else LOCAL if features.layer_graphs else None
     asked = {"cuda_graph_impl": impl, unit_grouping.UNIT_NUMEL: features.unit_numel}
-    numels = _layer_numels(spec, chosen.parallel.split, stage)
+    numels = layer_numels(spec, chosen.parallel.split, stage)
     of_chunk = numels[: -(-len(numels) // virtual)]
     return unit_grouping.unit_numel(Namespace(**asked), Namespace(**asked), of_chunk)
-
-
-@lru_cache(maxsize=512)
-def _layer_numels(spec: ModelSpec, split: Parallel, stage: int) -> tuple[int, ...]:
-    found: Counter[str] = Counter()
-    for unit, _, full, _ in listing(spec, split, stage):
-        if is_layer(unit):
-            found[unit] += math.prod(full)
-    return tuple(found.values())
 
 
 def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
     """The planned model of a rank of a pipeline stage."""
     dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
     features = chosen.features
-    units = _planned(
-        spec, chosen.parallel.split, stage, dense, expert, features.quantized,
-        unit_numel(spec, chosen, stage), chosen.fused,
+    units = planned_units(
+        spec, dense, expert, torch.bfloat16, features.quantized.weights,
+        unit_numel(spec, chosen, stage), chosen.fused, chosen.parallel.split, stage,
     )
     quantized = replace(features.quantized, recomputes=chosen.parallel.recompute)
     return PlannedModel(
         units, chosen.slots, quantized, features.budget, features.unit_numel or 0,
         features.layer_graphs,
     )
-
-
-@lru_cache(maxsize=512)
-def _planned(
-    spec: ModelSpec, split: Parallel, stage: int, dense: int, expert: int, quantized: Quantization,
-    unit_numel: int, fused: bool,
-) -> tuple[PlannedUnit, ...]:
-    shards = {DENSE: dense, EXPERT: expert}
-    listed = listing(spec, split, stage)
-    rows = [(unit, fqn, full, shards[domain]) for unit, fqn, full, domain in listed]
-    return plan_units(rows, torch.bfloat16, quantized.weights, unit_numel, fused)
 
 
 def memory(

@@ -1,4 +1,4 @@
-"""Plans a list of parameters as the engine does: units, layouts, and bytes that a rank holds.
+"""Plans a model's parameters as the engine does: units, layouts, and bytes that a rank holds.
 
 The listing is partitioned, grouped and laid out as by the engine; `diagnostics/memory.py` computes
 the size of the buffers.
@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -29,8 +29,19 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     unit_bytes,
 )
 from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization
-from megatron_fsdp_adapter.models.spec import EMBEDDING, ROOT, is_layer, is_linear_weight, number_of
-from megatron_fsdp_adapter.sharding.unit_grouping import default_unit_numel
+from megatron_fsdp_adapter.models.spec import (
+    DENSE,
+    EMBEDDING,
+    EXPERT,
+    ROOT,
+    WHOLE,
+    ModelSpec,
+    Parallel,
+    is_layer,
+    is_linear_weight,
+    listing,
+    number_of,
+)
 from megatron_fsdp_adapter.sharding.unsharded_budget import UnshardedUnits, unsharded_units
 
 Row = tuple[str, str, tuple[int, ...], int]
@@ -90,18 +101,18 @@ class PlannedModel:
         """Number of shards of dense parameters."""
         return max(layout.num_shards for layout in self.layouts)
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters."""
-        return sum(layout.item_numel for layout in self.layouts)
+    def _shard(self, layout: GroupLayout, rank: int) -> int:
+        """The shard that a rank has: neighbors have different experts."""
+        return rank * layout.num_shards // self.num_shards
 
     @cached_property
     def fullest_rank(self) -> int:
         """The lowest rank that holds most elements."""
         held, alike = [0] * self.num_shards, Counter(map(id, self.layouts))
         for layout in {id(one): one for one in self.layouts}.values():
-            for rank, numel in enumerate(held_by_rank(layout)):
-                held[rank] += numel * alike[id(layout)]
+            numels = held_by_rank(layout)
+            for rank in range(self.num_shards):
+                held[rank] += numels[self._shard(layout, rank)] * alike[id(layout)]
         return held.index(max(held))
 
     def is_single_rank(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
@@ -121,7 +132,9 @@ class PlannedModel:
         """Bytes by kind on `rank`."""
         whole, form = self.is_single_rank(strategy), self.quantized.products
         placed = {
-            id(unit.layouts): [(layout, rank, whole(layout)) for layout in unit.layouts]
+            id(unit.layouts): [
+                (layout, self._shard(layout, rank), whole(layout)) for layout in unit.layouts
+            ]
             for unit in self.units
         }
         held = held_bytes(
@@ -148,34 +161,46 @@ class PlannedModel:
         return sum(one.get(GATHERED_WEIGHTS, 0) for one in held)
 
 
-def plan_units(
-    listing: Sequence[Row], dtype: torch.dtype, form: WeightFormat | None = None,
-    unit_numel: int | None = None, fused: bool = True, **planner: Any,
+@lru_cache(maxsize=512)
+def planned_units(
+    spec: ModelSpec, dense: int, expert: int, dtype: torch.dtype, form: WeightFormat | None = None,
+    unit_numel: int = 0, fused: bool = True, split: Parallel = WHOLE, stage: int = 0,
 ) -> tuple[PlannedUnit, ...]:
-    """Plans every unit, once per set of shapes.
+    """The units of a rank of a pipeline stage, each planned once per set of shapes.
 
-    form: format of linear weights (None: `dtype`); unit_numel: elements up to which layers are
-    grouped into units (None: the default); fused: True if modules write weight gradients; planner:
-    options of `plan_group`. Raises ValueError for weights that cannot be represented in their
+    dense, expert: shards of the parameters of each domain; form: format of linear weights (None:
+    `dtype`); unit_numel: elements up to which layers are grouped into units; fused: True if modules
+    write weight gradients. Raises ValueError for weights that cannot be represented in their
     format."""
+    shards = {DENSE: dense, EXPERT: expert}
     units: dict[str, list[Row]] = {}
-    for row in listing:
-        units.setdefault(row[0], []).append(row)
+    for unit, fqn, shape, domain in listing(spec, split, stage):
+        units.setdefault(unit, []).append((unit, fqn, shape, shards[domain]))
     alike: dict[Any, tuple[tuple[GroupLayout, ...], int]] = {}
     found = []
     for unit, rows in _joined(units, unit_numel).items():
         key = (unit == ROOT, tuple(row[2:] for row in rows))
         if key not in alike:
             groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
-            for _, fqn, shape, shards in rows:
+            for _, fqn, shape, number in rows:
                 own = form if is_linear_weight(fqn) else None
-                group = groups.setdefault((own, shards), [])
-                spec = _spec(len(group), fqn, shape, dtype, own)
-                group.append(replace(spec, from_autograd=not fused))
-            layouts = tuple(plan_group(specs, n, **planner) for (_, n), specs in groups.items())
+                group = groups.setdefault((own, number), [])
+                one = _spec(len(group), fqn, shape, dtype, own)
+                group.append(replace(one, from_autograd=not fused))
+            layouts = tuple(plan_group(specs, n) for (_, n), specs in groups.items())
             alike[key] = layouts, _numel([row for row in rows if is_linear_weight(row[1])])
         found.append(PlannedUnit(unit, *alike[key]))
     return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def layer_numels(spec: ModelSpec, split: Parallel = WHOLE, stage: int = 0) -> tuple[int, ...]:
+    """Elements of each layer of a pipeline stage."""
+    found: Counter[str] = Counter()
+    for unit, _, full, _ in listing(spec, split, stage):
+        if is_layer(unit):
+            found[unit] += math.prod(full)
+    return tuple(found.values())
 
 
 def _spec(
@@ -189,11 +214,8 @@ def _spec(
     return ParamSpec(index, (fqn,), shape, dtype, True, granularity, form)
 
 
-def _joined(units: Mapping[str, list[Row]], numel: int | None) -> dict[str, list[Row]]:
-    """`units` with neighboring layers grouped up to `numel` elements, as the engine groups them
-    (None: its default)."""
-    if numel is None:
-        numel = default_unit_numel([_numel(units[unit]) for unit in units if is_layer(unit)])
+def _joined(units: Mapping[str, list[Row]], numel: int) -> dict[str, list[Row]]:
+    """`units` with neighboring layers grouped up to `numel` elements, as the engine groups them."""
     found: dict[str, list[Row]] = {}
     before = ""
     for unit, rows in units.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_fsdp_adapter.models.spec import ModelSpec, is_layer, layers_of
 
@@ -13,8 +13,8 @@ from .configurations import Configuration, groups, kept_rows, memory, planned, u
 from .machine import Machine
 from .program import Program
 from .shapes import BF16, units, waits_for_longer
-from .step import StepSetup, record_step
-from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
+from .step import record_step
+from .timing import EXPOSED, HOST, STEP, time_windows
 
 FEW, MORE = 4, 7
 """Numbers of layer units that are simulated. Their difference is the time of each further unit."""
@@ -24,8 +24,7 @@ FEW, MORE = 4, 7
 class Prediction:
     """The expected time and memory of a step.
 
-    ms: of a step. spent: ms of it by purpose. memory: peak bytes by kind. timeline: that of the
-    simulated layers."""
+    ms: of a step. spent: ms of it by purpose. memory: peak bytes by kind."""
 
     configuration: Configuration
     ms: float
@@ -34,7 +33,6 @@ class Prediction:
     spent: Mapping[str, float]
     memory: Mapping[str, int]
     peak_tflops: float
-    timeline: Timeline | None = field(default=None, repr=False)
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -78,7 +76,6 @@ class _Stage:
     middle: float
     spent: Mapping[str, float]
     spent_middle: Mapping[str, float]
-    timeline: Timeline
 
 
 def predict(
@@ -92,7 +89,7 @@ def predict(
     """
     count = chosen.microbatches(global_batch)
     stages = sorted({0, chosen.parallel.pipeline - 1})
-    seconds, spent, timeline = max(
+    seconds, spent = max(
         (_stage(spec, chosen, machine, count, stage) for stage in stages),
         key=lambda found: found[0],
     )
@@ -104,14 +101,14 @@ def predict(
     tokens = global_batch * spec.tokens
     return Prediction(
         chosen, 1e3 * (seconds + late), tokens, spec.step_flops(tokens), spent,
-        memory(spec, chosen, machine, count), machine.gpu.peak_tflops, timeline,
+        memory(spec, chosen, machine, count), machine.gpu.peak_tflops,
     )  # fmt: skip
 
 
 def _stage(
     spec: ModelSpec, chosen: Configuration, machine: Machine, count: int, stage: int
-) -> tuple[float, dict[str, float], Timeline]:
-    """Seconds of a step on a stage, seconds by purpose, and a timeline."""
+) -> tuple[float, dict[str, float]]:
+    """Seconds of a step on a stage, and by purpose."""
     parallel, layers = chosen.parallel, len(layers_of(spec, chosen.parallel, stage))
     run = min(count, 3 + warmup_of(chosen, stage, count))
     joined = max(unit.layers for unit in planned(spec, chosen, stage).units)
@@ -138,7 +135,7 @@ def _stage(
         sent = 2 * tokens * spec.hidden_size * BF16 / (machine.network.rail_gbps * 1e9)
         spent[f"{EXPOSED} pipeline sends"] = sent * parallel.pipeline
         seconds += bubble + sent * parallel.pipeline
-    return seconds, spent, ran.timeline
+    return seconds, spent
 
 
 def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
@@ -152,7 +149,7 @@ def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
 
     return _Stage(
         on(few.around, more.around), on(few.middle, more.middle), each(few.spent, more.spent),
-        each(few.spent_middle, more.spent_middle), more.timeline,
+        each(few.spent_middle, more.spent_middle),
     )
 
 
@@ -161,23 +158,15 @@ def program_of(
 ) -> Program:
     """The program of two steps of a rank of a stage, with its last `layers` layers: the first ones
     of a mixture of experts may be dense."""
-    features = chosen.features
-    mine = units(spec, chosen.parallel, chosen.microbatch, stage, features.quantized)
+    quantized = chosen.features.quantized
+    mine = units(spec, chosen.parallel, chosen.microbatch, stage, quantized)
     numbers = [unit.name for unit in mine if is_layer(unit.name)]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
-    used = {domain for unit in mine for _, _, domain in unit.params}
-    shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
-    warmup = warmup_of(chosen, stage, microbatches)
-    setup = StepSetup(
-        chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
-        copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
-        graph=chosen.graph, layer_graphs=features.layer_graphs,
-        weight_format=features.quantized.weights,
-        rows=kept_rows(spec, chosen, stage),
-        unit_numel=unit_numel(spec, chosen, stage),
-    )  # fmt: skip
-    return record_step(mine, setup)
+    return record_step(
+        mine, chosen, microbatches, warmup_of(chosen, stage, microbatches),
+        kept_rows(spec, chosen, stage), unit_numel(spec, chosen, stage),
+    )
 
 
 def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
@@ -192,8 +181,6 @@ def _ran(
     """Times the engine's program with `layers` of the stage's layers."""
     program = program_of(spec, chosen, run, stage, layers)
     where = groups(chosen, machine)
-    if run < 3:
-        step = time_program(program, machine, where)
-        return _Stage(step.seconds, step.seconds, step.spent, step.spent, step)
-    step, middle = time_windows(program, machine, where, [STEP, ("microbatch", run + 1)])
-    return _Stage(step.seconds, middle.seconds, step.spent, middle.spent, step)
+    windows = [STEP, ("microbatch", run + 1)] if run >= 3 else [STEP, STEP]
+    step, middle = time_windows(program, machine, where, windows)
+    return _Stage(step.seconds, middle.seconds, step.spent, middle.spent)

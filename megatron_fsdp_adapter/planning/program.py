@@ -66,13 +66,6 @@ class Operation:
     copy_engine: bool = False
     read: bool = False
 
-    def __post_init__(self) -> None:
-        if self.amount < 0 or self.host < 0:
-            raise ValueError(
-                f"operation {self.label!r}: amount={self.amount} and host={self.host} must be 0 "
-                "or more"
-            )
-
 
 @dataclass(frozen=True)
 class Program:

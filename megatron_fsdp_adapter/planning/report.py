@@ -6,16 +6,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_fsdp_adapter.diagnostics.description import aligned
 from megatron_fsdp_adapter.models.sources import parallel_options
-from megatron_fsdp_adapter.models.spec import ModelSpec, is_layer
+from megatron_fsdp_adapter.models.spec import ModelSpec
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from . import features
 from .configurations import Configuration
-from .features import RECIPE_OF
 from .prediction import Prediction
-from .search import Plan, Wanted
-from .timing import Timeline
+from .search import Plan
 
 SHOWN, REASONS = 5, 12
 """Maximum kinds of time or memory in a line; maximum lines about configurations that were not
@@ -78,71 +77,6 @@ def bridge_overrides(spec: ModelSpec, chosen: Configuration) -> str:
     return " ".join(map(shlex.quote, words))
 
 
-PLAIN_ARGUMENTS = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
-
-
-def plain_call(chosen: Configuration) -> str | None:
-    """The call of `fully_shard_model`, with a remark on options that it does not have; None with
-    model parallelism, which it does not support."""
-    parallel = chosen.parallel
-    if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
-        return None
-    options = ddp_options(chosen)
-    outer = options.pop("num_distributed_optimizer_instances", None)
-    axes = (outer, chosen.gpus // outer) if outer else (chosen.gpus,)
-    known = ", ".join(f"{k}={v!r}" for k, v in options.items() if k in PLAIN_ARGUMENTS)
-    others = [name for name in options if name not in PLAIN_ARGUMENTS]
-    text = (f"fully_shard_model(module, init_device_mesh('cuda', {axes}), "
-            f"fsdp_unit_modules=['THE_LAYER'], {known})")  # fmt: skip
-    return f"{text}  # without {', '.join(others)}: Megatron's only" if others else text
-
-
-def benchmark_row(chosen: Configuration) -> str | None:
-    """The row of scripts/benchmark.py that measures it, or None."""
-    parallel = chosen.parallel
-    features = chosen.features
-    if parallel != type(parallel)(expert=parallel.expert) or chosen.instances > 1:
-        return None
-    kind = {(True, True): "ours-ce-graph", (True, False): "ours-ce-rs",
-            (False, True): "ours-graph", (False, False): "ours"}[chosen.copies, chosen.graph]
-    if chosen.separate_gathers and kind == "ours":
-        kind = "ours-ag"
-    if features.layer_graphs:
-        kind = "ours-ce-layers" if chosen.copies else "ours-layers"
-    name = f"{kind}:{chosen.strategy}"
-    name += f"+{features.budget_gib:g}" if features.budget_gib else ""
-    form = features.quantized.weights or features.quantized.products
-    if form is None:
-        return name
-    return f"{name}@fp8{'w' if features.quantized.weights else ''}_{RECIPE_OF[form.name]}"
-
-
-BENCHMARK_PRESETS = ("llama-1.5b", "llama3-8b", "llama-13b", "llama-30b")
-"""Models with a file in configs/, by its name."""
-
-
-def benchmark_command(wanted: Wanted, chosen: Configuration) -> str | None:
-    """The command that measures it on this machine, from a checkout, or None."""
-    row, spec = benchmark_row(chosen), wanted.spec
-    if row is None or chosen.gpus > wanted.machine.network.domain:
-        return None
-    name = spec.name.split(",")[0]
-    preset = f"configs/{name}.yaml" if name in BENCHMARK_PRESETS else "THE_MODEL.yaml"
-    options = {
-        "ranks": chosen.gpus, "wrappers": row, "out": "runs/plan", "preset": preset,
-        "num-layers": spec.num_layers, "seq-length": spec.tokens,
-        "micro-batch-size": chosen.microbatch,
-        "num-microbatches": chosen.microbatches(wanted.global_batch),
-    }  # fmt: skip
-    if chosen.parallel.expert > 1:
-        options["expert-model-parallel-size"] = chosen.parallel.expert
-    if chosen.features.unit_numel is not None:
-        options["suggested-communication-unit-size"] = chosen.features.unit_numel
-    words = [f"--{name} {value}" for name, value in options.items()]
-    words += ["--gradient-accumulation-fusion"] if chosen.fused else []
-    return " ".join(["python scripts/benchmark.py", *words])
-
-
 def plain(plan: Plan, top: int) -> dict[str, Any]:
     """The plan as plain values."""
     wanted = plan.wanted
@@ -180,8 +114,6 @@ def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
         "limit": one.limit,
         "megatron_lm": megatron_flags(spec, chosen),
         "megatron_bridge": bridge_overrides(spec, chosen),
-        "fully_shard_model": plain_call(chosen),
-        "benchmark_row": benchmark_row(chosen),
     }
 
 
@@ -215,12 +147,6 @@ def render(plan: Plan, top: int) -> str:
         f"  Megatron-LM        {megatron_flags(wanted.spec, best.configuration)}",
         f"  Megatron-Bridge    {bridge_overrides(wanted.spec, best.configuration)}",
     ]  # fmt: skip
-    call = plain_call(best.configuration)
-    if call is not None:
-        lines.append(f"  plain PyTorch      {call}")
-    command = benchmark_command(wanted, best.configuration)
-    if command is not None:
-        lines.append(f"  to measure it      {command}")
     others = [(one.configuration.name, _slower(one, plan)) for one in plan.predictions[top:]]
     reasons = [*others, *_together(plan.refused)]
     if reasons:
@@ -250,23 +176,19 @@ def _legend(rows: Sequence[Prediction]) -> list[str]:
     ]
 
 
-TIGHT, AS_FAST = 0.95, 1.02
-"""Fraction of the memory above which a prediction error may exceed it; ratio of times that count as
-equal."""
+TIGHT = 0.95
+"""Fraction of the memory above which a prediction error may exceed it."""
 
 
 def _margin(plan: Plan) -> list[str]:
-    """A line if the first configuration leaves little memory, with another one that leaves more."""
+    """A line if the first configuration leaves little memory."""
     limit, first = plan.wanted.memory_gib * GIB, plan.predictions[0]
-    if first.peak_bytes <= TIGHT * limit:
-        return []
-    left = f"{(limit - first.peak_bytes) / GIB:.1f} of {plan.wanted.memory_gib:g} GiB"
-    said = f"               margin: {left} are left, and predicted peaks had errors up to 7%"
-    for one in plan.predictions[1:]:
-        if one.peak_bytes <= TIGHT * limit and one.ms <= AS_FAST * first.ms:
-            return [f"{said}; {(limit - one.peak_bytes) / GIB:.1f} with {one.configuration.name}, "
-                    f"{one.ms / first.ms - 1:.1%} slower"]  # fmt: skip
-    return [f"{said}; --memory-gib plans for less"]
+    left = (
+        f"               margin: {(limit - first.peak_bytes) / GIB:.1f} of "
+        f"{plan.wanted.memory_gib:g} GiB are left, and predicted peaks had errors up to 7%; "
+        "--memory-gib plans for less"
+    )
+    return [left] if first.peak_bytes > TIGHT * limit else []
 
 
 def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -288,53 +210,3 @@ def _times(spent: Mapping[str, float]) -> dict[str, float]:
 def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:
     largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]
     return ", ".join(f"{name} {value * factor:,.1f} {unit}" for name, value in largest)
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Aligned columns. The last column and those in `left` are left-aligned, the others
-    right-aligned."""
-    *widths, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if number in left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row[:-1], widths, strict=True))
-        ]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return lines
-
-
-def second_step(timeline: Timeline) -> int:
-    """Number of operations before the timed step. The first step learns the order of units."""
-    return [count for name, count in timeline.program.marks if name == "step"][1]
-
-
-def layers_run(timeline: Timeline) -> int:
-    """Number of simulated layer units."""
-    named = {one.label.removeprefix("forward ") for one in timeline.program.operations}
-    return sum(1 for name in named if is_layer(name) and "/" not in name)
-
-
-def explain(timeline: Timeline, layers: int) -> str:
-    """A table of the engine's second step: each launch with its stream, its dependencies and its
-    time. layers: those of the model's stage."""
-    program = timeline.program
-    first, known = second_step(timeline), layers_run(timeline)
-    rows = [("ms", "to", "stream", "kind", "what", "launch", "waits for")]
-    for index in range(first, len(program.operations)):
-        one = program.operations[index]
-        after = [str(i - first) for i in one.after if i >= first]
-        rows.append((
-            f"{1e3 * (timeline.starts[index] - timeline.begin):.2f}",
-            f"{1e3 * (timeline.ends[index] - timeline.begin):.2f}", one.role, one.kind.value,
-            one.label.removeprefix(f"{one.kind.value}: ") or UNNAMED.get(one.role, one.part),
-            str(index - first), ", ".join(after),
-        ))  # fmt: skip
-    said = (
-        f"{known} of {layers} layers were simulated; each further one takes as long as one of them"
-    )
-    return "\n".join([said] * (known < layers) + aligned(rows, left=(2, 3, 4)))
-
-
-UNNAMED = {"gather": "casts of weights", "reduce": "copies and sums of gradients"}
-"""Stream -> description of operations without a label."""

@@ -25,9 +25,6 @@ HOPELESS = 1.6
 
 FEW_TRIES = 6
 """With fewer tries one configuration is simulated for each combination of split and strategy."""
-ASKED = 12
-"""Maximum number of configurations whose memory is planned to find the least that is needed if none
-fits."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class Wanted:
     fixed: Mapping[str, object]
     tries: int = 10
     features: Features = NO_FEATURES
-    bf16_wire: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch", "tries"):
@@ -116,15 +112,12 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
     graphs = [False, True] if parallel.pipeline == 1 and not wanted.spec.num_experts else [False]
     told, row = wanted.features, STRATEGIES[strategy]
-    for count, graph, wire in product(instances, graphs, {told.bf16_wire, wanted.bf16_wire}):
-        if over % count or base.experts_over % count:
-            continue
-        features = replace(told, bf16_wire=wire)
-        if problem(features, row, graph) is not None:
+    for count, graph in product(instances, graphs):
+        if over % count or base.experts_over % count or problem(told, row, graph) is not None:
             continue
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
-                base, instances=count, outer_optim=split, graph=graph, features=features,
+                base, instances=count, outer_optim=split, graph=graph, features=told,
                 separate_gathers=bool(wanted.spec.num_experts),
             )  # fmt: skip
             yield chosen
@@ -145,23 +138,21 @@ def plan(wanted: Wanted) -> Plan:
     for chosen in (one for split in splits(wanted) for one in candidates(wanted, split)):
         seen, needed = True, _at_least(wanted, chosen)
         if needed > limit:
-            large = needed, chosen.name
-            too_large[chosen.strategy] = min(too_large.get(chosen.strategy, large), large)
+            large, kind = (needed, chosen.name), _kind(chosen)
+            too_large[kind] = min(too_large.get(kind, large), large)
             continue
         known.append((_guess(wanted, chosen), chosen))
     if not seen:
         raise ValueError(_why_none(wanted))
-    found, refused = _run_best(wanted, known, limit)
-    if wanted.tries >= FEW_TRIES:
-        _add_sharded_alone(wanted, limit, found, refused)
-    for strategy, (needed, name) in too_large.items():
-        if not any(one.configuration.strategy == strategy for one in found):
+    found, refused, needs = _run_best(wanted, known, limit)
+    for kind, (needed, name) in too_large.items():
+        if not any(_kind(one.configuration) == kind for one in found):
             refused.append((name, f"states and activations need {math.ceil(needed / GIB)} GiB"))
     if not found:
-        least, name = _least(wanted)
+        least, name = min([*needs, *too_large.values()])
         raise ValueError(
             f"no configuration fits in {wanted.memory_gib:g} GiB: the smallest needs "
-            f"{least / GIB:,.0f} GiB ({name}). Use more GPUs"
+            f"{math.ceil(least / GIB):,} GiB or more ({name}). Use more GPUs"
         )
     return Plan(wanted, sorted(found, key=lambda one: one.ms), refused)
 
@@ -183,54 +174,26 @@ def _why_none(wanted: Wanted) -> str:
     )  # fmt: skip
 
 
-def _add_sharded_alone(
-    wanted: Wanted, limit: float, found: list[Prediction], refused: list[tuple[str, str]]
-) -> None:
-    """Adds the configuration with weights sharded over all ranks and no other parallelism except
-    expert parallelism to `found`, or to `refused` with the bytes that it needs. It is the baseline
-    of FSDP users."""
+BASELINE = "weights sharded over all ranks, no other split but of experts"
+"""What users of FSDP compare with, so it is simulated however slow it is."""
 
-    def is_alone(one: Configuration) -> bool:
-        only_sharded = one.parallel.tensor == one.parallel.pipeline == 1
-        return only_sharded and one.strategy == "optim_grads_params"
 
-    if any(is_alone(one.configuration) for one in found):
-        return
-    choices = [
-        (_guess(wanted, chosen), _at_least(wanted, chosen), chosen)
-        for split in splits(wanted) if split.parallel.tensor == split.parallel.pipeline == 1
-        for chosen in candidates(wanted, split) if is_alone(chosen) and not chosen.graph
-    ]  # fmt: skip
-    choices.sort(key=lambda entry: entry[0])
-    for chosen in [chosen for _, needed, chosen in choices if needed <= limit][:ASKED]:
-        if _held(wanted, chosen) <= limit:
-            found.append(predict(wanted.spec, chosen, wanted.machine, wanted.global_batch))
-            return
-    if choices:
-        _, needed, chosen = min(choices, key=lambda entry: entry[1])
-        refused.insert(0, (chosen.name, f"{math.ceil(needed / GIB)} GiB or more"))
+def _kind(chosen: Configuration) -> str:
+    """The baseline, or the strategy."""
+    alone = chosen.parallel.tensor == chosen.parallel.pipeline == 1
+    return BASELINE if alone and chosen.strategy == "optim_grads_params" else chosen.strategy
+
+
+def _is_due(chosen: Configuration, found: Sequence[Prediction]) -> bool:
+    """True for a baseline without a graph if there is none yet."""
+    had = any(_kind(one.configuration) == BASELINE for one in found)
+    return _kind(chosen) == BASELINE and not chosen.graph and not had
 
 
 def _guess(wanted: Wanted, chosen: Configuration) -> float:
     """Rough seconds of a step, without planning it."""
     count = chosen.microbatches(wanted.global_batch)
     return seconds(wanted.spec, chosen, wanted.machine, count)
-
-
-def _least(wanted: Wanted) -> tuple[float, str]:
-    """Bytes of the configuration that needs fewest, and its name. Candidates are planned in the
-    order of their lower bounds, until one needs less than all further bounds."""
-    bounds = sorted(
-        ((_at_least(wanted, chosen), chosen) for split in splits(wanted)
-         for chosen in candidates(wanted, split)),
-        key=lambda entry: (entry[0], len(entry[1].name)),
-    )  # fmt: skip
-    best = (math.inf, "")
-    for bound, chosen in bounds[:ASKED]:
-        if bound >= best[0]:
-            break
-        best = min(best, (_held(wanted, chosen), chosen.name))
-    return best
 
 
 def _at_least(wanted: Wanted, chosen: Configuration) -> float:
@@ -259,11 +222,13 @@ def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
 
 def _run_best(
     wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float
-) -> tuple[list[Prediction], list[tuple[str, str]]]:
+) -> tuple[list[Prediction], list[tuple[str, str]], list[tuple[float, str]]]:
     """Simulates the most promising configurations that fit, at most a few of each combination of
-    split and strategy, so that a wrong guess excludes none."""
+    split and strategy, so that a wrong guess excludes none. Also returns what was refused, and the
+    bytes of those that do not fit."""
     found: list[Prediction] = []
     refused: list[tuple[str, str]] = []
+    needs: list[tuple[float, str]] = []
     ordered = sorted(known, key=lambda entry: entry[0])  # ties: the simpler one first
     times: dict[tuple[object, ...], int] = {}
     best = ordered[0][0] if ordered else 0.0
@@ -271,10 +236,10 @@ def _run_best(
         split = (chosen.parallel.tensor, chosen.parallel.pipeline, chosen.parallel.expert)
         kind = (*split, chosen.strategy)
         times[kind] = times.get(kind, 0) + 1
-        if len(found) >= wanted.tries or times[kind] > (1 if wanted.tries < FEW_TRIES else 3):
+        enough = len(found) >= wanted.tries or (guess > HOPELESS * best and bool(found))
+        enough |= times[kind] > (1 if wanted.tries < FEW_TRIES else 3)
+        if enough and (wanted.tries < FEW_TRIES or not _is_due(chosen, found)):
             continue
-        if guess > HOPELESS * best and found:
-            break
         if chosen.graph and (why := _no_use(chosen, found)):
             refused.append((chosen.name, why))
             times[kind] -= 1
@@ -282,7 +247,8 @@ def _run_best(
         held = _held(wanted, chosen)
         if held > limit:
             refused.append((chosen.name, f"peak memory {math.ceil(held / GIB)} GiB"))
+            needs.append((held, chosen.name))
             times[kind] -= 1
             continue
         found.append(predict(wanted.spec, chosen, wanted.machine, wanted.global_batch))
-    return found, refused
+    return found, refused, needs

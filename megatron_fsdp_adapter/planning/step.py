@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.comm.all_to_all_sum import launch
-from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
+from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
 from megatron_fsdp_adapter.models.spec import is_linear_weight
 from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 
+from .configurations import Configuration
 from .program import Kind, Program
 from .timed_modules import LayerModule, UnitModel, UnitWork, flat_name, full_name
 from .timed_quantized import TimedParams
@@ -37,51 +37,15 @@ LAUNCHES = 2000.0
 """Reference microseconds to launch norm, clip and Adam."""
 
 ONE_PASS = 0.81
-"""Relative time of the one-pass Adam (`optim/fused_adam.py`): 3.36 of 4.14 TB/s on H200. The
-tables' memory rates are those of Transformer Engine's Adam."""
+"""Relative time of the one-pass Adam (`optim/fused_adam.py`), which clips: 3.36 of 4.14 TB/s on
+H200. The tables' memory rates are those of Transformer Engine's Adam."""
 
-
-@dataclass(frozen=True)
-class StepSetup:
-    """Inputs of the engine and the step from a configuration.
-
-    Attributes:
-        shards: domain -> (ranks over which it is sharded, instances of the outer axis).
-        separate_gathers: gathers have separate communicators.
-        copy_gathers, copy_reduces: run on copy engines.
-        fused: modules write weight gradients into the bucket.
-        warmup: forwards before the first backward, as in a pipeline stage.
-        fused_step: gradients are clipped while Adam reads them.
-        graph: full-iteration graph: the host launches no forward or backward.
-        layer_graphs: layers are replayed; gathers and reductions are launched.
-        weight_format: format in which linear weights are kept and gathered (None: bf16).
-        rows: unit name -> strategy, for units that keep more than the engine's strategy.
-        unit_numel: elements up to which neighboring layers are grouped into a unit.
-    """
-
-    engine: EngineConfig
-    shards: Mapping[str, tuple[int, int]]
-    microbatches: int = 1
-    warmup: int = 0
-    separate_gathers: bool = False
-    copy_gathers: bool = False
-    copy_reduces: bool = False
-    fused: bool = False
-    fused_step: bool = True
-    graph: bool = False
-    layer_graphs: bool = False
-    weight_format: WeightFormat | None = None
-    rows: Mapping[str, Strategy] = field(default_factory=dict)
-    unit_numel: int = 0
-
-    def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches}: must be at least 1")
-        if not 0 <= self.warmup < self.microbatches:
-            raise ValueError(
-                f"warmup={self.warmup}: must be from 0 to one less than microbatches="
-                f"{self.microbatches}"
-            )
+PASSES = (
+    (GRAD, "gradient norm", "norm", True),
+    (ONE_PASS * (GRAD + 2 * MAIN + 2 * STATE), "Adam", "optimizer", False),
+)
+"""Passes of the optimizer over a rank's shards: bytes of an element, label, part of the step, and
+True if the host reads the result."""
 
 
 def _axis(name: str, group: Any) -> Axis:
@@ -119,7 +83,8 @@ def pretended_world(size: int) -> Iterator[None]:
 class _Run:
     """An engine over units on a recording runtime."""
 
-    setup: StepSetup
+    microbatches: int
+    warmup: int
     runtime: TimedRuntime
     model: UnitModel
     engine: FsdpEngine
@@ -134,8 +99,7 @@ class _Run:
 
     def step(self) -> None:
         """Runs a step like Megatron's training loop, with 1F1B order in a pipeline."""
-        runtime, setup = self.runtime, self.setup
-        count, warmup = setup.microbatches, setup.warmup
+        runtime, count, warmup = self.runtime, self.microbatches, self.warmup
         runtime.mark("step")
         runtime.part = "clear"
         self.engine.zero_grads()
@@ -160,37 +124,47 @@ class _Run:
         self.engine.sync_weights(wait=False)
 
     def _optimizer(self) -> None:
-        """Records norm, clip and Adam of this rank's shards, in launch order. The real optimizers
-        cannot run, because their kernels do not support the meta device."""
-        runtime, fused = self.runtime, self.setup.fused_step
+        """Records the optimizer's passes, in launch order. The real optimizers cannot run, because
+        their kernels do not support the meta device."""
         groups = (group for unit in self.engine.units for group in unit.groups)
         numel = sum(group.held.layout.shard_numel for group in groups)
-        runtime.spend(LAUNCHES)
-        runtime.write(Kind.MEMORY, numel * GRAD, label="gradient norm", part="norm", read=True)
-        if not fused:
-            runtime.write(Kind.MEMORY, 2 * numel * GRAD, label="clip", part="norm")
-        nbytes = (ONE_PASS if fused else 1.0) * numel * (GRAD + 2 * MAIN + 2 * STATE)
-        runtime.write(Kind.MEMORY, round(nbytes), label="Adam", part="optimizer")
+        self.runtime.spend(LAUNCHES)
+        for nbytes, label, part, read in PASSES:
+            self.runtime.write(
+                Kind.MEMORY, round(numel * nbytes), label=label, part=part, read=read
+            )
 
 
-def record_step(units: Sequence[UnitWork], setup: StepSetup, steps: int = 2) -> Program:
+def record_step(
+    units: Sequence[UnitWork], chosen: Configuration, microbatches: int = 1, warmup: int = 0,
+    rows: Mapping[str, Strategy] | None = None, unit_numel: int = 0, steps: int = 2,
+) -> Program:
     """The program of `steps` steps of the engine. The first step learns the order of units.
 
-    units: in the order in which they compute, including the root's unit, named "root".
+    units: in the order in which they compute, including the root's unit, named "root"; warmup:
+    forwards before the first backward, as in a pipeline stage; rows: unit name -> strategy, for
+    units that keep more than the engine's strategy; unit_numel: elements up to which neighboring
+    layers are grouped into a unit.
 
     Raises:
         RuntimeError: in a process that has a process group.
     """
-    world = max(inner * outer for inner, outer in setup.shards.values())
+    used = {domain for unit in units for _, _, domain in unit.params}
+    shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
+    world = max(inner * outer for inner, outer in shards.values())
     with pretended_world(world):
-        run = _build(units, setup)
-        with run.runtime.watching():
+        scale = 1.0 / world
+        domains = {name: _domain(name, *sizes, scale) for name, sizes in shards.items()}
+        runtime = TimedRuntime()
+        model, engine = _build(units, chosen, runtime, domains, rows or {}, unit_numel)
+        run = _Run(microbatches, warmup, runtime, model, engine)
+        with runtime.watching():
             for _ in range(steps):
                 run.step()
-        run.runtime.mark("end")
-        program = run.runtime.program
-        del run
-    if setup.graph:
+        runtime.mark("end")
+        program = runtime.program
+        del run, model, engine
+    if chosen.graph:
         program = replace(program, operations=tuple(_replayed(program)))
     return program
 
@@ -202,12 +176,14 @@ def _replayed(program: Program) -> Iterator[Any]:
         yield operation if operation.part in outside else replace(operation, host=0.0)
 
 
-def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
-    runtime = TimedRuntime()
+def _build(
+    units: Sequence[UnitWork], chosen: Configuration, runtime: TimedRuntime,
+    domains: Mapping[str, ShardDomain], rows: Mapping[str, Strategy], unit_numel: int,
+) -> tuple[UnitModel, FsdpEngine]:
     model = UnitModel(units, runtime, DTYPE)
     layers = [child for child in model.children_in_order if isinstance(child, LayerModule)]
     for layer in layers:
-        layer.replayed = setup.layer_graphs
+        layer.replayed = chosen.features.layer_graphs
     of_domain = {
         f"children_in_order.{i}.{flat_name(fqn)}": domain
         for i, unit in enumerate(units) for fqn, _, domain in unit.params
@@ -219,8 +195,8 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     }
     pairs = zip(model.children_in_order, units, strict=True)
     reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
-    form = setup.weight_format
-    writer = WgradProtocol.OVERWRITES if setup.fused else WgradProtocol.AUTOGRAD
+    form = chosen.features.quantized.weights
+    writer = WgradProtocol.OVERWRITES if chosen.fused else WgradProtocol.AUTOGRAD
     plans = partition(
         model, modules,
         domain_of=lambda param, fqn: of_domain[fqn],
@@ -231,42 +207,38 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     names = {f"children_in_order.{i}": unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
     plans = [
         replace(plan, name=TO.join(names[one] for one in plan.name.split(TO)))
-        for plan in group_layers(plans, setup.unit_numel)
+        for plan in group_layers(plans, unit_numel)
     ]
-    plans = [replace(plan, strategy=setup.rows.get(plan.name)) for plan in plans]
-    scale = 1.0 / max(inner * outer for inner, outer in setup.shards.values())
-    domains = {
-        name: _domain(name, inner, outer, scale) for name, (inner, outer) in setup.shards.items()
-    }
-    config = setup.engine
+    plans = [replace(plan, strategy=rows.get(plan.name)) for plan in plans]
+    config = chosen.engine
     if config.reduce_scatter.launch is launch:
         launched = partial(launch, sum_rows=runtime.sum_rows)
         config = replace(config, reduce_scatter=replace(config.reduce_scatter, launch=launched))
     engine = FsdpEngine(
         model, plans, domains, config, runtime,  # type: ignore[arg-type]
-        make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
+        make_communicator=_Maker(chosen, runtime, domains),  # type: ignore[arg-type]
         quantized=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
-    return _Run(setup, runtime, model, engine)
+    return model, engine
 
 
 @dataclass
 class _Maker:
     """Makes the communicators of an engine: maps each group to its axis and channel."""
 
-    setup: StepSetup
+    chosen: Configuration
     runtime: TimedRuntime
     domains: Mapping[str, ShardDomain]
 
     def __call__(self, group: Any, device: torch.device) -> TimedCommunicator:
-        setup = self.setup
-        apart = setup.separate_gathers or setup.copy_gathers or setup.copy_reduces
+        copies = self.chosen.copies
+        apart = self.chosen.separate_gathers or copies
         for name, domain in self.domains.items():
             if domain.outer is not None and group is domain.outer.group:
                 return TimedCommunicator(group, self.runtime, f"{name} outer", f"{name} outer")
             if group is domain.gather_group:
                 channel = f"{name} gathers" if apart else name
-                return TimedCommunicator(group, self.runtime, name, channel, setup.copy_gathers)
+                return TimedCommunicator(group, self.runtime, name, channel, copies)
             if group is domain.reduce_group:
-                return TimedCommunicator(group, self.runtime, name, name, setup.copy_reduces)
+                return TimedCommunicator(group, self.runtime, name, name, copies)
         raise RuntimeError("the engine requests a communicator for an unknown group")

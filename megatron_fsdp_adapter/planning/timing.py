@@ -8,6 +8,7 @@ dependencies. A communicator runs one collective at a time, in launch order.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -40,15 +41,14 @@ class Timeline:
 
 @dataclass
 class _State:
-    """State of the simulation."""
+    """State of the simulation. queues: of each stream, what has not begun."""
 
     program: Program
     alone: list[float]
     launched: list[float]
     starts: list[float]
     ends: list[float]
-    queues: dict[str, list[int]] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)
+    queues: dict[str, deque[int]] = field(default_factory=dict)
     before_on_channel: list[int] = field(default_factory=list)
     running: dict[str, int] = field(default_factory=dict)
     left: dict[int, float] = field(default_factory=dict)
@@ -60,20 +60,12 @@ STEP = ("step", 1)
 """The mark of the second step. The first step learns the order of units."""
 
 
-def time_program(
-    program: Program, machine: Machine, groups: Mapping[str, Group],
-    window: tuple[str, int] = STEP,
-) -> Timeline:
-    """Times `program`. window: name and number of the mark at which measuring begins; it ends at
-    the next mark of that name, or at the end."""
-    return time_windows(program, machine, groups, [window])[0]
-
-
 def time_windows(
     program: Program, machine: Machine, groups: Mapping[str, Group],
     windows: Sequence[tuple[str, int]],
 ) -> list[Timeline]:
-    """Times several windows of one run. The first decides the slowdown by the power limit."""
+    """Times windows of one run: name and number of the mark at which measuring begins; it ends at
+    the next mark of that name, or at the end. The first decides the slowdown by the power limit."""
     state, intervals = _simulate(program, machine, groups)
     gpu = machine.gpu
     first = _timeline(state, intervals, windows[0])
@@ -103,15 +95,14 @@ def _simulate(
         _begin_ready(state, now)
         next_launch = _next_launch(state, now)
         if not state.running:
-            if next_launch is None:
+            if math.isinf(next_launch):
                 raise RuntimeError("the program has a circular dependency")
             intervals.append((now, next_launch, (), True))
             now = next_launch
             continue
         rates = _rates(state, machine.contention)
         step = min(state.left[i] / rates[i] for i in state.running.values())
-        if next_launch is not None:
-            step = min(step, next_launch - now)
+        step = min(step, next_launch - now)
         late = COMPUTE not in state.running and _waits_for_host(state, now)
         intervals.append((now, now + step, tuple(state.running.values()), late))
         now += step
@@ -134,12 +125,11 @@ def _prepare(
     state = _State(program, alone, [math.inf] * len(program.operations), [], [])
     for index, one in enumerate(program.operations):
         alone.append(_alone(one, machine, groups))
-        state.queues.setdefault(one.role, []).append(index)
+        state.queues.setdefault(one.role, deque()).append(index)
         state.before_on_channel.append(last.get(one.channel, -1) if one.channel else -1)
         if one.channel:
             last[one.channel] = index
     _launch(state, 0, 0.0, machine.host)
-    state.heads = dict.fromkeys(state.queues, 0)
     state.starts, state.ends = [0.0] * len(alone), [-1.0] * len(alone)
     return state
 
@@ -170,74 +160,67 @@ def _blocked(state: _State, index: int) -> bool:
     return any(state.ends[i] < 0 for i in one.after)
 
 
+def _waiting(state: _State) -> dict[str, int]:
+    """The next operation of each idle stream."""
+    return {
+        role: queue[0] for role, queue in state.queues.items()
+        if queue and role not in state.running
+    }  # fmt: skip
+
+
+def _is_launched(state: _State, index: int, now: float) -> bool:
+    return state.launched[index] <= now + 1e-12
+
+
 def _begin_ready(state: _State, now: float) -> None:
-    for role, queue in state.queues.items():
-        if role in state.running or state.heads[role] == len(queue):
-            continue
-        index = queue[state.heads[role]]
-        if state.launched[index] <= now + 1e-12 and not _blocked(state, index):
-            state.heads[role] += 1
+    for role, index in _waiting(state).items():
+        if _is_launched(state, index, now) and not _blocked(state, index):
+            state.queues[role].popleft()
             state.running[role] = index
             state.left[index] = state.alone[index]
             state.starts[index] = now
 
 
-def _heads(state: _State) -> list[int]:
-    """The next operation of each idle stream."""
-    return [
-        queue[state.heads[role]]
-        for role, queue in state.queues.items()
-        if role not in state.running and state.heads[role] < len(queue)
-    ]
-
-
-def _next_launch(state: _State, now: float) -> float | None:
-    times = [state.launched[i] for i in _heads(state) if state.launched[i] > now + 1e-12]
-    found = min(times, default=math.inf)
-    return None if math.isinf(found) else found
+def _next_launch(state: _State, now: float) -> float:
+    """When the host launches the next operation of an idle stream; infinity for never."""
+    waiting = _waiting(state).values()
+    return min((state.launched[i] for i in waiting if not _is_launched(state, i, now)),
+               default=math.inf)  # fmt: skip
 
 
 def _waits_for_host(state: _State, now: float) -> bool:
     """True if the compute stream's next operation waits only for its launch."""
-    queue = state.queues.get(COMPUTE, [])
-    head = state.heads.get(COMPUTE, 0)
-    if head == len(queue):
-        return False
-    return state.launched[queue[head]] > now + 1e-12 and not _blocked(state, queue[head])
+    head = _waiting(state).get(COMPUTE)
+    return head is not None and not (_is_launched(state, head, now) or _blocked(state, head))
 
 
 def _rates(state: _State, cost: Contention) -> dict[int, float]:
     """Index of a running operation -> its speed relative to running alone."""
     operations = state.program.operations
-    rates = {}
-    for role, index in state.running.items():
-        beside = [operations[i] for r, i in state.running.items() if r != role]
-        slower = 1.0
-        for other in beside:
-            slower = max(slower, _slowed(operations[index], other, cost))
-        rates[index] = 1.0 / slower
-    return rates
+    return {
+        index: 1.0 / max([1.0, *(
+            _slowed(operations[index], operations[other], cost)
+            for beside, other in state.running.items() if beside != role
+        )])
+        for role, index in state.running.items()
+    }  # fmt: skip
 
 
 def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
     """The slowdown factor of `one` beside `other`."""
-    computes = other.kind in COMPUTES
-    communicates = other.kind in COLLECTIVES
+    computes, communicates = other.kind in COMPUTES, other.kind in COLLECTIVES
     if one.kind in COMPUTES:
-        if communicates:
-            return cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
-        return cost.product_beside_memory
+        beside = cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
+        return beside if communicates else cost.product_beside_memory
     if one.kind is Kind.MEMORY:
-        if computes:
-            return cost.memory_beside_product
-        return cost.memory_beside_nccl
-    if not computes:
-        return 1.0
+        return cost.memory_beside_product if computes else cost.memory_beside_nccl
     if one.copy_engine:
         exchanged = one.kind is Kind.EXCHANGE
-        return cost.exchange_beside_product if exchanged else cost.copies_beside_product
-    gathers = one.kind is Kind.ALL_GATHER
-    return cost.gather_beside_product if gathers else cost.reduce_beside_product
+        found = cost.exchange_beside_product if exchanged else cost.copies_beside_product
+    else:
+        gathers = one.kind is Kind.ALL_GATHER
+        found = cost.gather_beside_product if gathers else cost.reduce_beside_product
+    return found if computes else 1.0
 
 
 def _timeline(

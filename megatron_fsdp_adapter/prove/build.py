@@ -216,8 +216,7 @@ def _set_weight(param: torch.nn.Parameter, place: tuple[Any, ...]) -> None:
 
 @dataclass
 class Trainer:
-    """Model chunks with one optimizer. ours: True for our wrapper, False for stock DDP. share: the
-    run's data-parallel ranks whose data this rank processes."""
+    """Model chunks with one optimizer. ours: True for our wrapper, False for stock DDP."""
 
     options: Options
     device: torch.device
@@ -225,7 +224,6 @@ class Trainer:
     chunks: list[Any]
     optimizer: Any
     ours: bool
-    share: range
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole main weights of this rank's model chunks; collective."""
@@ -269,11 +267,8 @@ def _local_grad(pair: Any) -> torch.Tensor | None:
     return None if grad is None else _host(grad._local_tensor)
 
 
-def build_trainer(
-    options: Options, device: torch.device, ours: bool, data_ranks: int
-) -> Trainer:
-    """A trainer with our wrapper, or with stock DDP without sharding, fusion or overlap.
-    data_ranks: number of data-parallel ranks of the run."""
+def build_trainer(options: Options, device: torch.device, ours: bool) -> Trainer:
+    """A trainer with our wrapper, or with stock DDP without sharding, fusion or overlap."""
     if not ours:
         options = {**options, "gradient_accumulation_fusion": False}
     config = model_config(options)
@@ -282,10 +277,7 @@ def build_trainer(
     chunks = [_wrap(options, config, model, ours, i) for i, model in enumerate(models)]
     optimizer = _optimizer(options, chunks, ours)
     wire_schedule(config, chunks, optimizer, aligned=len(chunks) > 1)
-    size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
-    each = data_ranks // size
-    share = range(rank * each, (rank + 1) * each)
-    return Trainer(options, device, config, chunks, optimizer, ours, share)
+    return Trainer(options, device, config, chunks, optimizer, ours)
 
 
 def _wrap(options: Options, config: Any, model: Any, ours: bool, number: int) -> Any:
@@ -346,20 +338,17 @@ def wire_schedule(config: Any, chunks: list[Any], optimizer: Any, aligned: bool)
 
 
 def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
-    """Tokens (micro batch, seq + 1) of each microbatch. They depend only on step, microbatch and
-    data-parallel rank of the run, not on the process."""
-    o = trainer.options
+    """Tokens (micro batch, seq + 1) of each microbatch, by step, microbatch and data-parallel
+    rank."""
+    o, rank = trainer.options, ps.get_data_parallel_rank()
     found = []
     for micro in range(o["microbatches"]):
-        for rank in trainer.share:
-            generator = torch.Generator().manual_seed(
-                SEED + 7919 * step + 104729 * rank + 1299709 * micro
-            )
-            tokens = torch.randint(
-                0, o["padded_vocab_size"], (o["micro_batch_size"], o["seq_length"] + 1),
-                generator=generator,
-            )  # fmt: skip
-            found.append(tokens.to(trainer.device))
+        seed = SEED + 7919 * step + 104729 * rank + 1299709 * micro
+        tokens = torch.randint(
+            0, o["padded_vocab_size"], (o["micro_batch_size"], o["seq_length"] + 1),
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        found.append(tokens.to(trainer.device))
     return found
 
 

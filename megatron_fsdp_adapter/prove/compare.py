@@ -108,10 +108,8 @@ def _as_rows(value: torch.Tensor) -> torch.Tensor:
 
 def compare_tensors(
     run: str, step: int, quantity: str, mine: Tensors, theirs: Tensors, allowed: float,
-    parts: int = 1,
 ) -> Row:
-    """Compares all tensors of one quantity; returns a row for the worst. parts: microbatches of the
-    step."""
+    """Compares all tensors of one quantity; returns a row for the worst."""
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
         return Row(run, step, quantity, math.inf, allowed, missing[0], "only one of the two has it",
@@ -125,7 +123,7 @@ def compare_tensors(
     remark = ""
     if bad:
         remark = explain(quantity, {n: mine[n] for n in bad}, {n: theirs[n] for n in bad},
-                         gaps[worst].rows, worst, list(theirs), parts)  # fmt: skip
+                         gaps[worst].rows, worst, list(theirs))  # fmt: skip
     return Row(run, step, quantity, gaps[worst].difference, allowed, worst, remark, len(theirs),
                len(bad))  # fmt: skip
 
@@ -172,10 +170,10 @@ def significant_update(
 
 def explain(
     quantity: str, mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str,
-    everything: Sequence[str], parts: int,
+    everything: Sequence[str],
 ) -> str:
     """A description of the parameters that differ."""
-    found = [text for text in (look(mine, theirs, rows, worst, parts) for look in _LOOKS) if text]
+    found = [text for text in (look(mine, theirs, rows, worst) for look in _LOOKS) if text]
     return "; ".join([_where(list(mine), everything), *found[:2]])
 
 
@@ -199,7 +197,7 @@ def _where(names: list[str], everything: Sequence[str]) -> str:
 
 
 def _not_finite(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
 ) -> str | None:
     bad = mine[worst]
     if bool(torch.isfinite(bad).all()):
@@ -209,7 +207,7 @@ def _not_finite(
 
 
 def _zero(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
 ) -> str | None:
     if any(bool(value.any()) for value in mine.values()):
         return None
@@ -217,47 +215,21 @@ def _zero(
 
 
 def _factor(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
 ) -> str | None:
-    """Describes a constant factor, or a sum that lacks microbatches."""
     if any(not bool(torch.isfinite(v).all()) or v.shape != theirs[n].shape
            for n, v in mine.items()):  # fmt: skip
         return None
     a = torch.cat([v.double().reshape(-1) for v in mine.values()])
     b = torch.cat([theirs[n].double().reshape(-1) for n in mine])
-    if not bool(b.any()) or not bool(a.any()):
-        return None
-    factor = float(a @ b / (b @ b))
-    cosine = float(a @ b / (a.norm() * b.norm()))
-    if cosine > 0.98 and abs(factor - 1) > 0.02:
+    factor, size = float(a @ b / (b @ b).clamp_min(1e-300)), a.norm() * b.norm()
+    if float(a @ b) > 0.98 * float(size) and float(size) > 0 and abs(factor - 1) > 0.02:
         return f"a constant factor {factor:.4g}: a scale is applied twice, or not at all"
-    if parts > 1:
-        for lacking in range(1, parts):
-            share = 1 - lacking / parts
-            if abs(cosine - share**0.5) < 0.1 and abs(factor - share) < 0.12:
-                return (
-                    f"{factor:.2f} of the gradient, at a cosine of {cosine:.2f}: like a sum that "
-                    f"lacks {lacking} of {parts} microbatches"
-                )
-    return None
-
-
-def _permuted(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
-) -> str | None:
-    """Describes rows that hold the values of other rows."""
-    a, b = mine[worst], theirs[worst]
-    if a.ndim < 2 or a.shape != b.shape or not rows or a.shape[0] > 8192:
-        return None
-    for row in list(rows)[:4]:
-        at = int((b - a[row]).flatten(1).abs().sum(1).argmin())
-        if at != row and torch.allclose(b[at], a[row], rtol=1e-3, atol=1e-6):
-            return f"row {row} has the values of row {at}: wrong rows"
     return None
 
 
 def _some_rows(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
 ) -> str | None:
     value = mine[worst]
     if value.ndim < 2 or not rows or len(rows) == value.shape[0]:
@@ -269,33 +241,32 @@ def _span(rows: Sequence[int]) -> str:
     return f" rows {min(rows)} to {max(rows)}" if rows else ""
 
 
-_LOOKS: tuple[Callable[[Tensors, Tensors, Sequence[int], str, int], str | None], ...] = (
-    _not_finite, _zero, _factor, _permuted, _some_rows,
+_LOOKS: tuple[Callable[[Tensors, Tensors, Sequence[int], str], str | None], ...] = (
+    _not_finite, _zero, _factor, _some_rows,
 )  # fmt: skip
 
 
+CAUSES: tuple[tuple[tuple[str, ...], int, str, str], ...] = (
+    (("loss", "gradients"), 1, "weights as loaded",
+     ", but the loaded weights are right: forward and backward computed with others"),
+    (("loss", "gradients"), 1, "update",
+     ", after a correct update: forward and backward computed with other weights than the "
+     "optimizer wrote, such as stale ones"),
+    (("update",), 0, "gradients", ", from correct gradients: an error of the optimizer"),
+    (("gradients", "norm"), 0, "loss",
+     ", with a correct loss: an error of the backward or the reduction"),
+)  # fmt: skip
+"""Quantities that differ first; how many steps earlier which quantity held; the likely cause."""
+
+
 def conclusion(rows: Sequence[Row]) -> str | None:
-    """The likely cause of a run's first difference, by the comparisons that held before it."""
-    wrong = [row for row in rows if not row.holds]
-    if not wrong:
+    """The first difference, and its likely cause by the comparisons that held before it."""
+    first = next((row for row in rows if not row.holds), None)
+    if first is None:
         return None
-    first = wrong[0]
-    earlier = {(row.step, row.quantity) for row in rows if row.holds and row.run == first.run}
-    where = f"first difference: {first.quantity} in step {first.step} of {first.run}"
-    if first.quantity == "weights as loaded":
-        return f"{where}: the loaded weights differ from the saved ones"
-    before = first.step - 1
-    if first.quantity in ("loss", "gradients") and (before, "weights as loaded") in earlier:
-        return (
-            f"{where}, but the loaded weights are right: forward and backward computed with others"
-        )
-    if first.quantity in ("loss", "gradients") and (before, "update") in earlier:
-        return (
-            f"{where}, after a correct update: forward and backward computed with other weights "
-            "than the optimizer wrote, such as stale ones"
-        )
-    if first.quantity == "update" and (first.step, "gradients") in earlier:
-        return f"{where}, from correct gradients: an error of the optimizer"
-    if first.quantity in ("gradients", "norm") and (first.step, "loss") in earlier:
-        return f"{where}, with a correct loss: an error of the backward or the reduction"
-    return where
+    held = {(row.step, row.quantity) for row in rows if row.holds and row.run == first.run}
+    cause = next((
+        text for quantities, earlier, quantity, text in CAUSES
+        if first.quantity in quantities and (first.step - earlier, quantity) in held
+    ), "")  # fmt: skip
+    return f"first difference: {first.quantity} in step {first.step} of {first.run}{cause}"

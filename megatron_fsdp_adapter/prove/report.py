@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import torch
 
 from megatron_fsdp_adapter.checkpoint.record import versions
 from megatron_fsdp_adapter.megatron.options.settings import format_changes
@@ -13,11 +12,6 @@ from megatron_fsdp_adapter.prove import compare
 from megatron_fsdp_adapter.prove.compare import Row
 from megatron_fsdp_adapter.prove.run import Plan, narrowest
 from megatron_fsdp_adapter.prove.source import Recipe
-
-REFERENCES: Mapping[str, str] = {
-    "unsharded": "one unsharded rank that computes all ranks' microbatches",
-    "ddp": "Megatron's DDP without a distributed optimizer, on the same ranks",
-}
 
 
 def render_plan(recipe: Recipe, plan: Plan) -> str:
@@ -29,15 +23,11 @@ def render_plan(recipe: Recipe, plan: Plan) -> str:
         format_changes("scaled down, only for the proof", plan.shrunk.changes),
         "not compared",
         *(f"  - {line}" for line in plan.shrunk.left_out),
-        *(["  - fusion and overlap of the reference: it has none"]),
-    ]
-    if plan.splits_model:
-        lines.append("  - a load on one rank: the model is split")
-    lines.append(
+        "  - fusion and overlap of the reference: it has none",
         f"runs {o['data_parallel_sharding_strategy']} on {plan.shrunk.world_size} ranks, "
-        f"{plan.steps} steps of {o['microbatches']} microbatches, against "
-        f"{REFERENCES[plan.kind]}; then saves, loads ({', '.join(plan.loads)}), {plan.more} more"
-    )
+        f"{plan.steps} steps of {o['microbatches']} microbatches, against Megatron's DDP without a "
+        f"distributed optimizer; then saves, {plan.loaded}, {plan.more} more",
+    ]
     return "\n".join(lines)
 
 
@@ -80,31 +70,18 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
-    """The results as JSON values: the options of the run, the scaled-down sizes (`small`),
-    releases, and every comparison."""
-    asked = {n: v for n, v in recipe.options.items() if v is not None and v is not False}
+    """The results as values: the options of the run, the scaled-down sizes (`small`), releases, and
+    every comparison."""
     return {
         "source": recipe.source,
-        "options": {name: plain(value) for name, value in asked.items()},
-        "small": {change.option: plain(change.after) for change in plan.shrunk.changes},
+        "options": {n: v for n, v in recipe.options.items() if v is not None and v is not False},
+        "small": {change.option: change.after for change in plan.shrunk.changes},
         "not_compared": list(plan.shrunk.left_out),
         "versions": versions(),
         "comparisons": [
-            {name: plain(value) for name, value in {**vars(row), "holds": row.holds}.items()}
+            {**vars(row), "holds": row.holds,
+             "difference": row.difference if math.isfinite(row.difference) else "none"}
             for row in rows
         ],
         "holds": all(row.holds for row in rows),
     }
-
-
-def plain(value: Any) -> Any:
-    """`value` as a JSON value."""
-    if isinstance(value, (bool, int, str)) or value is None:
-        return value
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else str(value)
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return str(value)

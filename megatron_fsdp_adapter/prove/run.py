@@ -1,14 +1,13 @@
 """Runs the ranks of a proof and compares their traces.
 
-There are two worlds. The run's ranks train, save, load under another strategy and continue. A
-single rank trains the reference, loads the checkpoint of the others, and continues. If the model is
-split, the reference is stock DDP on the run's ranks.
+The ranks train with stock DDP, which is the reference, and with this package's wrapper, save, load
+under another strategy and continue.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +21,12 @@ from megatron_fsdp_adapter.prove import compare, ranks
 from megatron_fsdp_adapter.prove.compare import Row
 from megatron_fsdp_adapter.prove.scale_down import (
     ScaledDown,
-    ranks_over,
-    reference_kind,
     routes_by_rounding,
-    splits_model,
 )
 
 Options = Mapping[str, Any]
 
-REFERENCE, TRAINED, ON_ONE_RANK = "reference", "trained", "loaded on 1 rank"
+REFERENCE, TRAINED = "reference", "trained"
 OTHER_STRATEGY: Mapping[str, str] = {
     "no_shard": "optim",
     "optim": "optim_grads_params",
@@ -55,32 +51,14 @@ class Plan:
     prepare: Callable[[], None] | None = None
 
     @property
-    def kind(self) -> str:
-        """The reference: "unsharded" or "ddp"."""
-        return reference_kind(self.shrunk)
-
-    @property
-    def splits_model(self) -> bool:
-        """True if one rank cannot hold the model, because it is split."""
-        return splits_model(self.shrunk.options)
-
-    @property
-    def data_ranks(self) -> int:
-        """Data-parallel ranks of the run."""
-        return self.shrunk.world_size // ranks_over(self.shrunk.options)
-
-    @property
     def other(self) -> str:
         """The strategy under which the run's ranks load."""
         return OTHER_STRATEGY[self.shrunk.options["data_parallel_sharding_strategy"]]
 
     @property
-    def loads(self) -> tuple[str, ...]:
-        """Names of the runs that load."""
-        found = [f"loaded as {self.other} on {self.shrunk.world_size} ranks"]
-        if not self.splits_model:
-            found.append(ON_ONE_RANK)
-        return tuple(found)
+    def loaded(self) -> str:
+        """The name of the run that loads."""
+        return f"loaded as {self.other}"
 
     def trace(self, run: str, rank: int, step: int) -> Path:
         """The trace file of a rank after a step."""
@@ -90,8 +68,7 @@ class Plan:
 def _record(plan: Plan, run: str, rank: int, trainer: Any, first: int, last: int) -> None:
     from megatron_fsdp_adapter.prove import build
 
-    if first == 0 or run != REFERENCE:
-        torch.save(trainer.weights(), plan.trace(run, rank, first))
+    torch.save(trainer.weights(), plan.trace(run, rank, first))
     for number in range(first, last):
         step = build.train_step(trainer, number)
         build.set_rate(trainer.optimizer, trainer.options)
@@ -100,7 +77,7 @@ def _record(plan: Plan, run: str, rank: int, trainer: Any, first: int, last: int
         )
 
 
-def _load(plan: Plan, run: str, rank: int, options: Options, device: torch.device) -> None:
+def _load(plan: Plan, rank: int, options: Options, device: torch.device) -> None:
     from megatron_fsdp_adapter.checkpoint import (
         load_checkpoint,
         load_training_state,
@@ -108,7 +85,7 @@ def _load(plan: Plan, run: str, rank: int, options: Options, device: torch.devic
     )
     from megatron_fsdp_adapter.prove import build
 
-    trainer = build.build_trainer(options, device, True, plan.data_ranks)
+    trainer = build.build_trainer(options, device, True)
     with torch.no_grad():  # otherwise weights that a load skips would be right by chance
         for chunk in trainer.chunks:
             chunk.stop_communication()
@@ -118,60 +95,38 @@ def _load(plan: Plan, run: str, rank: int, options: Options, device: torch.devic
     _, loaded = load_checkpoint(plan.folder / "checkpoint", state)
     load_training_state(trainer.chunks, loaded, trainer.optimizer)
     build.set_rate(trainer.optimizer, options)
-    _record(plan, run, rank, trainer, plan.steps, plan.steps + plan.more)
+    _record(plan, plan.loaded, rank, trainer, plan.steps, plan.steps + plan.more)
 
 
-def run_ranks_part(rank: int, world: int, plan: Plan) -> None:
-    """Runs the run's ranks: the DDP reference if used, training, save, load under another
-    strategy."""
+def run_rank(rank: int, world: int, plan: Plan) -> None:
+    """Runs a rank: the reference, training, save, load under another strategy."""
     from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
     from megatron_fsdp_adapter.checkpoint.record import topology_of
     from megatron_fsdp_adapter.prove import build
 
     options = plan.shrunk.options
     device = build.start(options)
-    if plan.kind == "ddp":
-        reference = build.build_trainer(options, device, False, plan.data_ranks)
-        _record(plan, REFERENCE, rank, reference, 0, plan.steps + plan.more)
-        del reference
+    reference = build.build_trainer(options, device, False)
+    _record(plan, REFERENCE, rank, reference, 0, plan.steps + plan.more)
+    del reference
     if plan.prepare is not None:
         plan.prepare()
-    trainer = build.build_trainer(options, device, True, plan.data_ranks)
+    trainer = build.build_trainer(options, device, True)
     _record(plan, TRAINED, rank, trainer, 0, plan.steps)
     state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": plan.steps}
     save_checkpoint(plan.folder / "checkpoint", plan.steps, state,
                     topology=topology_of(SimpleNamespace(**options)))  # fmt: skip
     other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
-    _load(plan, plan.loads[0], rank, other, device)
+    _load(plan, rank, other, device)
 
 
-def run_alone_part(rank: int, world: int, plan: Plan) -> None:
-    """Runs the single rank: the unsharded reference if used, and a load of the run's checkpoint."""
-    from megatron_fsdp_adapter.prove import build
-
-    alone = {**plan.shrunk.options, "num_distributed_optimizer_instances": 1,
-             "outer_dp_sharding_strategy": "no_shard", "world_size": 1}  # fmt: skip
-    device = build.start(alone)
-    if plan.kind == "unsharded":
-        reference = build.build_trainer(alone, device, False, plan.data_ranks)
-        _record(plan, REFERENCE, rank, reference, 0, plan.steps + plan.more)
-        del reference
-    if not plan.splits_model:
-        if plan.prepare is not None:
-            plan.prepare()
-        _load(plan, plan.loads[1], rank, alone, device)
-
-
-def prove(plan: Plan, backend: str, timeout: float, poison: bool = True) -> list[Row]:
-    """Runs both worlds and compares. Raises `ranks.RanksError` if a rank fails or hangs."""
+def prove(plan: Plan, backend: str, timeout: float) -> list[Row]:
+    """Runs the ranks and compares. Raises `ranks.RanksError` if a rank fails or hangs."""
     (plan.folder / "traces").mkdir(parents=True, exist_ok=True)
-    before = {name: os.environ.get(name) for name in (POISON_VARIABLE, *ENVIRONMENT)}
-    os.environ.update({POISON_VARIABLE: "1" if poison else "0", **ENVIRONMENT})
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
     try:
-        ranks.run_ranks(run_ranks_part, plan.shrunk.world_size, plan, timeout=timeout,
-                        backend=backend)  # fmt: skip
-        if plan.kind == "unsharded" or not plan.splits_model:
-            ranks.run_ranks(run_alone_part, 1, plan, timeout=timeout, backend=backend)
+        ranks.run_ranks(run_rank, plan.shrunk.world_size, plan, timeout=timeout, backend=backend)
     finally:
         for name, value in before.items():
             if value is None:
@@ -182,6 +137,7 @@ def prove(plan: Plan, backend: str, timeout: float, poison: bool = True) -> list
 
 
 ENVIRONMENT: Mapping[str, str] = {
+    POISON_VARIABLE: "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     "PYTHONWARNINGS": "ignore",
 }
@@ -202,20 +158,14 @@ def narrowest(options: Options) -> str:
 def compare_all(plan: Plan) -> list[Row]:
     """Comparisons of all runs: the worst rank of each quantity in each step."""
     rows: list[Row] = []
-    for run, first, last in _runs(plan):
-        one = plan.kind == "unsharded" or run == ON_ONE_RANK
-        here = [0] if one else list(range(plan.shrunk.world_size))
+    end, here = plan.steps + plan.more, range(plan.shrunk.world_size)
+    for run, first, last in ((TRAINED, 0, plan.steps), (plan.loaded, plan.steps, end)):
         if run != TRAINED:
             rows.append(_loaded(plan, run, here))
         for number in range(first + 1, last + 1):
             by_rank = [_compare_step(plan, run, rank, number) for rank in here]
             rows += [_worst(list(same)) for same in zip(*by_rank, strict=True)]
     return rows
-
-
-def _runs(plan: Plan) -> list[tuple[str, int, int]]:
-    end = plan.steps + plan.more
-    return [(TRAINED, 0, plan.steps), *((name, plan.steps, end) for name in plan.loads)]
 
 
 def _worst(rows: list[Row]) -> Row:
@@ -226,7 +176,7 @@ def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _loaded(plan: Plan, run: str, here: list[int]) -> Row:
+def _loaded(plan: Plan, run: str, here: Sequence[int]) -> Row:
     rows = []
     for rank in here:
         saved = _read(plan.trace(TRAINED, rank, plan.steps))[3]
@@ -237,7 +187,7 @@ def _loaded(plan: Plan, run: str, here: list[int]) -> Row:
 
 
 def _compare_step(plan: Plan, run: str, rank: int, number: int) -> list[Row]:
-    o, parts = plan.shrunk.options, plan.shrunk.options["microbatches"]
+    o = plan.shrunk.options
     dtype = narrowest(o)
 
     def limit(quantity: str) -> float:
@@ -260,7 +210,7 @@ def _compare_step(plan: Plan, run: str, rank: int, number: int) -> list[Row]:
     return [
         numbers[0],
         compare.compare_tensors(run, number, "gradients", gradients, ref_gradients,
-                                limit("gradients"), parts),
+                                limit("gradients")),
         numbers[1],
         compare.compare_tensors(run, number, "update", updates[0], updates[1],
                                 limit("update")),

@@ -189,11 +189,6 @@ def ranks_over(options: Options, names: Sequence[str] = MODEL_AXES) -> int:
     return math.prod(_number(options, name, 1) for name in names)
 
 
-def splits_model(options: Options) -> bool:
-    """True if the model is split over ranks, apart from sharding."""
-    return ranks_over(options, (*MODEL_AXES, "expert_model_parallel_size")) > 1
-
-
 def _number(options: Options, name: str, default: int) -> int:
     return int(options.get(name) or default)
 
@@ -460,13 +455,3 @@ def _schedule(work: _Work) -> None:
     work.set("min_lr", 0.0, "one learning rate")
     if work.options.get("fp16") and not work.options.get("loss_scale"):
         work.set("initial_loss_scale", 1024.0, "no step is skipped while the loss scale adapts")
-
-
-def reference_kind(shrunk: ScaledDown) -> str:
-    """The reference: "unsharded" (one rank), or "ddp" (stock DDP on the same ranks) if the model is
-    split or a rank's computation depends on other ranks."""
-    o = shrunk.options
-    routing = o.get("moe_router_load_balancing_type")
-    kinds = routing if isinstance(routing, (list, tuple)) else [routing]
-    depends = bool(o.get("moe_router_enable_expert_bias")) or "global_aux_loss" in kinds
-    return "ddp" if splits_model(o) or depends or o.get("fp8") else "unsharded"

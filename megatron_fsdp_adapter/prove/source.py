@@ -5,10 +5,7 @@ script, or from a preset. Option names are those of Megatron's configs.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +16,6 @@ from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change
 from megatron_fsdp_adapter.prove.scale_down import ranks_over
-
-SCRIPT_OPTIONS = Path("lib", "options.py")
-"""The module with the options of this repository's training script, relative to the script."""
 
 BASE: Mapping[str, Any] = {
     **validation.PLAIN_OPTIONS,
@@ -49,12 +43,10 @@ def of_script(script: Path, arguments: Sequence[str], world_size: int | None) ->
     ValueError if it cannot be parsed or is invalid."""
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
-    args: Any
-    beside = script.resolve().parent / SCRIPT_OPTIONS
-    if beside.is_file():
-        args, folder = _own_options(beside, arguments), None
-    else:
-        args, folder = _parsed(script, arguments), script.resolve().parent
+    folder = script.resolve().parent
+    if (folder / "lib" / "options.py").is_file():  # this repository's training script
+        raise ValueError(f"{script}: not Megatron-LM's. Give its preset by --config instead")
+    args: Any = _parsed(script, arguments)
     changes = []
     if not args.use_megatron_fsdp:
         args.use_megatron_fsdp = True
@@ -80,16 +72,6 @@ def _parsed(script: Path, arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(
             f"{script} needs {error.name}, which is not installed. Install it"
         ) from error
-
-
-def _own_options(beside: Path, arguments: Sequence[str]) -> SimpleNamespace:
-    spec = importlib.util.spec_from_file_location("_training_script_options", beside)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    own = dataclasses.asdict(module.parse(list(arguments)))
-    return SimpleNamespace(**{**validation.PLAIN_OPTIONS, **own})
 
 
 def _finished(

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,8 +23,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fsdp_adapter.cli import prove
-from megatron_fsdp_adapter.cli.estimate import NO_SLOTS, bytes_held, main, most_layers, plan_model
-from megatron_fsdp_adapter.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.cli.estimate import main
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import (
     GroupLayout,
@@ -37,21 +34,23 @@ from megatron_fsdp_adapter.core.layout import (
     row_granularity,
 )
 from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR
-from megatron_fsdp_adapter.diagnostics.memory import Precision, most_bytes
+from megatron_fsdp_adapter.diagnostics.memory import Precision
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
+from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS
 from megatron_fsdp_adapter.models.quantization import PLAIN, RECIPES, Quantization, quantization
 from megatron_fsdp_adapter.models.sources import (
     PRESETS,
-    dense_model,
-    model_named,
+    from_options,
     read_hugging_face,
     read_options,
 )
-from megatron_fsdp_adapter.models.spec import ModelSpec, default_ffn_hidden_size, listing
-from megatron_fsdp_adapter.planning.planned import PlannedModel, PlannedUnit
+from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel, default_ffn_hidden_size, listing
+from megatron_fsdp_adapter.planning.configurations import Configuration, memory
+from megatron_fsdp_adapter.planning.machine import machine_named
+from megatron_fsdp_adapter.planning.planned import PlannedModel, PlannedUnit, planned_units
+from tests.planning.presets import model_named
 
 GIB = 2**30
-ALL_SLOTS = {"weight_slots": True, "bucket_slots": True, "reduce_scatter": FIXED_ALL_TO_ALL_SUM}
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
 GPT2 = {**SMALL, "max_position_embeddings": 64}
 LLAMA = {
@@ -160,15 +159,17 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
-    """For estimate as for plan; of a mixture estimate says what does count them."""
     found = model_named(preset).num_parameters
     assert found == pytest.approx(PUBLISHED.get(preset, found), rel=0.01)
-    if "num_experts" in PRESETS[preset]:
-        with pytest.raises(ValueError, match=r"--num-experts .* use `plan`"):
-            dense_model(PRESETS[preset])
-        return
     assert isinstance(PUBLISHED.get(preset), float | None) or found == PUBLISHED[preset]
-    assert plan_model(dense_model(PRESETS[preset]), 8, torch.bfloat16).num_parameters == found
+
+
+def planned(
+    spec: ModelSpec, shards: int, dtype: torch.dtype = torch.bfloat16,
+    quantized: Quantization = PLAIN,
+) -> PlannedModel:  # fmt: skip
+    units = planned_units(spec, shards, shards, dtype, quantized.weights)
+    return PlannedModel(units, NO_SLOTS, quantized)
 
 
 FORMATS = RECIPES["fp8"]
@@ -193,7 +194,7 @@ def test_bytes_are_those_of_every_unit_planned_by_itself(
         untie_embeddings_and_output_weights=not tied,
     )  # fmt: skip
     quantized = Quantization(weights=form or None, recomputes=recomputes)
-    model = plan_model(spec, shards, dtype, quantized=quantized)
+    model = planned(spec, shards, dtype, quantized)
     rank = data.draw(st.sampled_from([model.fullest_rank, *range(shards)]))
     held = model.bytes_held(row, Precision(), rank)
     expected: dict[str, int] = {}
@@ -243,30 +244,10 @@ def test_the_fullest_rank_is_that_of_all_units() -> None:
     others = [PlannedUnit(name, three) for name in "bcd"]
     for units, rank in (((one,), 1), ((one, *others), 0)):
         assert PlannedModel(units, NO_SLOTS).fullest_rank == rank
-    model, row = plan_model(ModelSpec(**LLAMA), 8, torch.bfloat16), STRATEGIES["optim"]
+    model, row = planned(ModelSpec(**LLAMA), 8), STRATEGIES["optim"]
     held = [model.bytes_held(row, Precision(), rank)["optimizer state"] for rank in range(8)]
     assert held[model.fullest_rank] == max(held) and min(held) < max(held)
-    assert sum(held) == 8 * model.num_parameters
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("gib", [0.001, 1.0, 40.0])
-@pytest.mark.parametrize("slots", (NO_SLOTS, ALL_SLOTS), ids=("none", "all"))
-def test_most_layers_is_the_last_number_that_fits(
-    strategy: str, gib: float, slots: dict[str, Any]
-) -> None:
-    spec = ModelSpec(**{**LLAMA, "hidden_size": 1024, "num_attention_heads": 8})
-    row, limit = STRATEGIES[strategy], int(gib * GIB)
-
-    def of_layers(count: int) -> PlannedModel:
-        return plan_model(replace(spec, num_layers=count), 8, torch.bfloat16, slots)
-
-    def peak(count: int) -> int:
-        return most_bytes(bytes_held(of_layers(count), row, Precision(), 0))
-
-    found = most_layers(of_layers, row, Precision(), 0, limit)
-    assert peak(found + 1) > limit and (found == 0 or peak(found) <= limit)
-    assert (found == 0) == (gib == 0.001)
+    assert sum(held) == 8 * ModelSpec(**LLAMA).num_parameters
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -338,7 +319,7 @@ def test_what_a_layer_of_llama_takes_while_it_is_used(
 ) -> None:
     """MiB of all planes."""
     quantized = Quantization(weights=FORMATS[recipe])
-    model = plan_model(dense_model(PRESETS["llama3-8b"]), 2, torch.bfloat16, quantized=quantized)
+    model = planned(model_named("llama3-8b"), 2, quantized=quantized)
     [one] = {id(one): one for one in model.layouts if one.format.quantized}.values()
     gathered = one.format.nbytes(one.total_numel)
     assert round(gathered / 2**20) == layer
@@ -374,15 +355,6 @@ def test_autograd_keeps_quantized_copies_of_weights_that_are_not(
         assert found["peak"] >= found["between_steps"] + kept
 
 
-def test_weights_in_fp8_take_less_at_the_peak_than_fp8_products_of_bf16_weights(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """By the copies, less transposes of one layer."""
-    products = "--fp8-format=hybrid"
-    bf16, fp8 = (kinds_of_8b(capsys, 2, products, *more) for more in ((), ("--fp8-param-gather",)))
-    assert 12 * GIB < bf16["peak"] - fp8["peak"] < 13 * GIB
-
-
 def test_dtypes_of_the_policy_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     """bf16 gradients take half the bytes of fp32's; communication in another dtype than that of
     kept gradients takes a bucket; main weights in the compute dtype, where those are kept, none."""
@@ -400,6 +372,24 @@ def test_dtypes_of_the_policy_reach_the_formula(capsys: pytest.CaptureFixture[st
     assert "main weights" not in own and "main weights" in kinds("no_shard")
 
 
+def test_experts_are_held_by_the_ranks_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 8 ranks of ZeRO-3, 4 share each layer's 8 experts: a shard of 2 experts is a half."""
+    words = ("--preset=mixtral-8x7b", "--num-layers=4", "--data-parallel-size=8", "--rank=7")
+    whole, split = (
+        run_main(capsys, *words, f"--expert-model-parallel-size={size}") for size in (1, 4)
+    )
+    assert whole["parameters"] == split["parameters"]
+    held, more = (one["strategies"][ZERO_3]["bytes"] for one in (whole, split))
+    assert held["main weights"] == pytest.approx(more["main weights"], rel=1e-3)
+    assert held["gathered weights"] > 3 * more["gathered weights"]
+    plan = memory(
+        replace(model_named("mixtral-8x7b"), num_layers=4),
+        Configuration(8, Parallel(expert=4)), machine_named("h200"), 1,
+    )  # fmt: skip
+    assert plan["main weights"] == more["main weights"]
+    assert plan["optimizer state"] == pytest.approx(more["optimizer state"], rel=1e-3)
+
+
 WIDE = {**PRESETS["llama3-8b"], "num_layers": 3, "hidden_size": 1024, "ffn_hidden_size": None}
 BYTES = "num-layers: 1\nhidden-size: 8\nnum-attention-heads: 1\nseq-length: 16\n"
 FP8_FILE = "bf16: true\nfp8-format: hybrid\nfp8-recipe: mxfp8\nfp8-param-gather: true\n"
@@ -410,7 +400,7 @@ FP8_FILE = "bf16: true\nfp8-format: hybrid\nfp8-recipe: mxfp8\nfp8-param-gather:
     [
         ("num-layers: 3\nhidden_size: 2048\nffn-hidden-size: null\nlr: 1.0e-3\n",
          (*LLAMA_8B, "--hidden-size", "1024"),
-         {"parameters": dense_model(WIDE).num_parameters, "params_dtype": "fp32"}),
+         {"parameters": from_options(WIDE, "").num_parameters, "params_dtype": "fp32"}),
         ("bf16: true", LLAMA_8B, {"params_dtype": "bf16"}),
         ("fp16: true", LLAMA_8B, {"params_dtype": "fp16"}),
         ("seed: 1", LLAMA_8B, {"params_dtype": "fp32"}),
@@ -441,14 +431,9 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_training_presets_can_be_estimated_but_one_with_experts(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_presets_can_be_estimated(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(file), "--data-parallel-size", "8"]
-    if "num-experts" in file.read_text():
-        assert main(words) == 2 and "--num-experts 8" in capsys.readouterr().err
-    else:
-        assert list(run_main(capsys, *words)["strategies"]) == list(STRATEGIES)
+    assert list(run_main(capsys, *words)["strategies"]) == list(STRATEGIES)
     assert "cpu-tiny" in [other.stem for other in CONFIGS]
 
 
@@ -482,18 +467,7 @@ def test_the_table_shows_bytes_padding_and_what_fits(capsys: pytest.CaptureFixtu
         held = report["strategies"][name]
         state = held["bytes"]["optimizer state"]
         assert lines["optimizer state"][column] == f"{state / GIB:.3f}"
-        assert lines["transformer layers that fit"][column] == str(held["most_layers"])
         assert held["peak"] == sum(held["bytes"].values())
-
-
-def test_planner_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--preset", "llama3-70b", "--data-parallel-size", "512")
-    one, two, loose = (
-        run_main(capsys, *words, *more)["units"][1]
-        for more in (("--max-segments", "1"), (), ("--padding-bound", "0.05"))
-    )
-    assert [len(unit["segments"]) for unit in (one, two, loose)] == [1, 2, 1]
-    assert one["padding_fraction"] > 0.02 > two["padding_fraction"]
 
 
 def test_405b_on_16384_shards_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
@@ -520,7 +494,6 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ((*LLAMA_8B, "--data-parallel-size", "0"), "--data-parallel-size 0"),
         ((*LLAMA_8B, "--data-parallel-size", "2", "--rank", "2"), "--rank 2"),
         ((*LLAMA_8B, "--memory-gib", "0"), "--memory-gib 0"),
-        ((*LLAMA_8B, "--max-segments", "0"), "max_segments=0"),
         (("--config", "no/such/file.yaml"), "--config no/such/file.yaml"),
         (TINY, "--vocab-size is not given"),
         ((*TINY, "--vocab-size", "8"), "--max-position-embeddings"),
@@ -528,7 +501,8 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "Use --params-dtype bf16"),
         ((*FP8_TINY, "--fp8-param-gather", "--fp4-format=e2m1"), "FP8 and FP4 are both set"),
         ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
-        ("num-experts: 8", "--num-experts 8"),
+        ((*LLAMA_8B, "--expert-model-parallel-size=3"), "size 3: must divide"),
+        ("softmax-type: learnable", "--softmax-type 'learnable': such models"),
         ("tensor-model-parallel-size: 2", "--tensor-model-parallel-size 2"),
         ("hidden-size: wide", "--hidden-size 'wide'"),
         ("swiglu: 1", "--swiglu 1"),
@@ -572,15 +546,6 @@ def test_what_options_of_fp8_mean(options: dict[str, Any], expected: Quantizatio
     assert quantization(options, "bf16") == expected
 
 
-def test_the_command_line_needs_no_process_group() -> None:
-    command = [sys.executable, "-m", "megatron_fsdp_adapter", "estimate", *LLAMA_8B]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    first = "8,030,261,248 parameters, bf16 compute weights, data-parallel size 1"
-    assert done.stdout.splitlines()[0] == first
-
-
 def test_a_hugging_face_config_is_the_same_model_for_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -597,7 +562,8 @@ def test_a_hugging_face_config_is_the_same_model_for_every_command(
     words = parser.parse_args(["--hf-config", str(tmp_path)], argparse.Namespace(script=None))
     words.world_size = None
     found = prove.read_recipe(words, {}).options
-    assert dense_model(found) == dense_model(read_hugging_face(str(tmp_path)))
+    theirs = from_options(read_hugging_face(str(tmp_path)), "")
+    assert from_options({**found, "num_experts": None}, "") == theirs
     assert set(next(a for a in parser._actions if a.dest == "preset").choices or ()) == set(PRESETS)
     (tmp_path / "preset.yaml").write_text("disable-bias-linear: true")
     assert read_options(str(tmp_path / "preset.yaml")) == {"add_bias_linear": False}

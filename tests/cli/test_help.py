@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter import __version__
-from megatron_fsdp_adapter.__main__ import COMMANDS, main
+from megatron_fsdp_adapter.__main__ import COMMANDS, REMOVED, main
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("prepare_data", "benchmark", "pretrain_gpt", "host_times", "loss_curves")
@@ -64,6 +64,13 @@ def test_an_option_without_help_is_found() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--silent")
     assert options_without_help(parser) == ["--silent"]
+
+
+@pytest.mark.parametrize("words", REMOVED)
+def test_what_was_removed_is_refused_by_name(words: str, capsys: Captured) -> None:
+    command, option = words.split()
+    assert main([command, f"{option}=1"]) == 2
+    assert capsys.readouterr().err == f"{command}: {option}=1: {REMOVED[words]}\n"
 
 
 def test_usage_and_version_go_to_stdout(capsys: Captured) -> None:

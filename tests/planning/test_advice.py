@@ -10,7 +10,8 @@ from megatron_fsdp_adapter.planning.advice import advice, configuration_of, gpu_
 
 MODEL = {
     "num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
-    "num_query_groups": 8, "vocab_size": 32000, "seq_length": 4096, "micro_batch_size": 1,
+    "group_query_attention": True, "num_query_groups": 8, "vocab_size": 32000, "seq_length": 4096,
+    "micro_batch_size": 1,
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
@@ -59,7 +60,7 @@ def test_doctor_prints_it(capsys):
 
 def test_what_cannot_be_planned_is_said_and_the_rest_of_the_report_stands(capsys):
     doctor.main(["--set", "data_parallel_sharding_strategy=optim", "--plan", "h200"])
-    assert "none: it cannot be planned: --vocab-size" in capsys.readouterr().out
+    assert "none: it cannot be planned: --num-layers" in capsys.readouterr().out
 
 
 def test_a_world_that_cannot_be_shared_out_is_an_error():

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.models.quantization import NVFP4, Quantization
-from megatron_fsdp_adapter.models.sources import model_named
 from megatron_fsdp_adapter.models.spec import Parallel, listing
-from megatron_fsdp_adapter.planning import prediction
+from megatron_fsdp_adapter.planning import step
 from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
     memory,
@@ -26,7 +24,7 @@ from megatron_fsdp_adapter.planning.prediction import predict, program_of
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
 from megatron_fsdp_adapter.planning.search import Wanted, plan
 from megatron_fsdp_adapter.planning.shapes import units
-from megatron_fsdp_adapter.planning.step import StepSetup
+from tests.planning.presets import model_named
 
 H200 = machine_named("h200")
 LAYERS = replace(model_named("llama3-8b"), num_layers=24, seq_length=4096)
@@ -76,6 +74,11 @@ def test_a_format_without_numbers_is_an_error_that_lists_those_with():
         step_of(replace(PLAIN, features=Features(Quantization(products=NVFP4))))
 
 
+PASSES_THEN = (
+    (4, "gradient norm", "norm", True), (8, "clip", "norm", False), (28, "Adam", "optimizer", False)
+)
+
+
 @pytest.mark.parametrize(
     ("chosen", "batch", "ms", "gib"),
     [(replace(PLAIN, features=FP8), 2, 311.6, 50.69),
@@ -87,7 +90,7 @@ def test_a_format_without_numbers_is_an_error_that_lists_those_with():
 )  # fmt: skip
 def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch):
     """Before Adam's kernel was one that clips."""
-    monkeypatch.setattr(prediction, "StepSetup", partial(StepSetup, fused_step=False))
+    monkeypatch.setattr(step, "PASSES", PASSES_THEN)
     found = predict(LAYERS, chosen, replace(H200, host=1.35), batch)
     assert found.ms == pytest.approx(ms, rel=0.1)
     assert found.peak_bytes / GIB - H200.gpu.reserved_gib == pytest.approx(gib, rel=0.07)

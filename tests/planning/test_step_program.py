@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
 from megatron_fsdp_adapter.models.spec import WHOLE, ModelSpec, Parallel
+from megatron_fsdp_adapter.planning.configurations import Configuration
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, Kind, Operation
 from megatron_fsdp_adapter.planning.shapes import units
-from megatron_fsdp_adapter.planning.step import StepSetup, record_step
+from megatron_fsdp_adapter.planning.step import record_step
 from megatron_fsdp_adapter.planning.timed_runtime import CALL, LAUNCH, TimedRuntime
 
 SPEC = ModelSpec(
@@ -23,13 +23,14 @@ SPEC = ModelSpec(
 )  # fmt: skip
 
 
-def setup(strategy: str = "optim_grads_params", ranks: int = 4, **given) -> StepSetup:
-    config = EngineConfig(STRATEGIES[strategy], poison_buffers=False)
-    return StepSetup(config, given.pop("shards", {"dense": (ranks, 1)}), **given)
+def program_of(strategy="optim_grads_params", ranks=4, spec=SPEC, parallel=WHOLE, **given):
+    ran = {name: given.pop(name) for name in ("microbatches", "warmup", "steps") if name in given}
+    chosen = Configuration(ranks, parallel, strategy, **{"fused": False, **given})
+    return record_step(units(spec, parallel, 1), chosen, **ran)
 
 
-def second_step(spec: ModelSpec = SPEC, parallel: Parallel = WHOLE, **given) -> list[Operation]:
-    program = record_step(units(spec, parallel, 1), setup(**given))
+def second_step(**given) -> list[Operation]:
+    program = program_of(**given)
     begin = [count for name, count in program.marks if name == "step"][1]
     return program.operations[begin:]
 
@@ -51,7 +52,7 @@ def test_each_strategy_communicates_as_often_as_it_does_in_training(
 
 
 def test_layouts_and_buffers_are_those_of_the_engine_at_16384_ranks():
-    program = record_step(units(SPEC, Parallel(), 1), setup(ranks=16384), steps=1)
+    program = program_of(ranks=16384, steps=1)
     gathers = [one for one in program.operations if one.kind is Kind.ALL_GATHER]
     assert gathers and all(one.amount % (2 * 16384) == 0 for one in gathers)
 
@@ -70,14 +71,15 @@ def test_with_a_graph_only_the_optimizer_costs_the_host():
 
 
 def test_an_outer_axis_is_reduced_once_a_step():
-    found = second_step(shards={"dense": (2, 4)}, microbatches=3)
+    found = second_step(ranks=8, instances=4, microbatches=3)
     assert 5 <= sum(one.group == "dense outer" and one.amount > 100 for one in found) <= 7
 
 
 def test_experts_have_a_domain_of_their_own_and_gathers_on_their_own_communicators():
     mixture = replace(SPEC, num_experts=8, moe_ffn_hidden_size=128)
-    shards = {"dense": (8, 1), "expert": (2, 1)}
-    found = second_step(mixture, Parallel(expert=4), shards=shards, separate_gathers=True)
+    found = second_step(
+        spec=mixture, parallel=Parallel(expert=4), ranks=8, separate_gathers=True
+    )
     used = {(one.group, one.channel) for one in found if one.kind is Kind.ALL_GATHER}
     assert used == {("dense", "dense gathers"), ("expert", "expert gathers")}
 
@@ -90,11 +92,8 @@ def test_a_pipelines_stage_holds_back_backwards_while_it_fills():
 
 
 def test_buffers_at_their_most_are_less_with_more_sharded():
-    most = {
-        name: record_step(units(SPEC, Parallel(), 1), setup(name)).most_bytes
-        for name in ("optim", "optim_grads", "optim_grads_params")
-    }
-    assert most["optim"] <= most["optim_grads"] <= most["optim_grads_params"]
+    most = [program_of(name).most_bytes for name in ("optim", "optim_grads", "optim_grads_params")]
+    assert most == sorted(most)
 
 
 def test_a_process_that_trains_is_left_alone():
@@ -103,18 +102,11 @@ def test_a_process_that_trains_is_left_alone():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(RuntimeError, match="Plan in a process that does not train"):
-            record_step(units(SPEC, Parallel(), 1), setup())
+            program_of()
     finally:
         dist.destroy_process_group()
-    record_step(units(SPEC, Parallel(), 1), setup(), steps=1)
+    program_of(steps=1)
     assert not dist.is_initialized()
-
-
-def test_steps_that_cannot_be_are_errors():
-    with pytest.raises(ValueError, match="microbatches=0"):
-        setup(microbatches=0)
-    with pytest.raises(ValueError, match="warmup=2"):
-        setup(microbatches=2, warmup=2)
 
 
 def test_memory_that_a_unit_asks_for_and_gives_back_costs_the_host():

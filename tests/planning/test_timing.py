@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.planning.machine import (
     machine_named,
 )
 from megatron_fsdp_adapter.planning.program import Kind, Operation, Program
-from megatron_fsdp_adapter.planning.timing import HOST, time_program
+from megatron_fsdp_adapter.planning.timing import HOST, time_windows
 
 ALONE = Contention(*[1.0] * len(fields(Contention)))
 GPU = replace(GPUS["h200"], memory_tbps=1.0, product_tflops=1.0, kernel_us=1e-9, sustained=1.0)
@@ -28,7 +28,7 @@ MS = 1e9
 
 def timed(*operations: Operation, machine: Machine = MACHINE):
     marks = (("step", 0), ("end", len(operations)))
-    return time_program(Program(operations, marks), machine, PAIR, window=("step", 0))
+    return time_windows(Program(operations, marks), machine, PAIR, [("step", 0)])[0]
 
 
 def product(amount: float = MS, **given) -> Operation:
@@ -39,52 +39,51 @@ def gather(nbytes: float, **given) -> Operation:
     return Operation("gather", Kind.ALL_GATHER, nbytes, group="dense", channel="dense", **given)
 
 
-def test_a_stream_runs_one_thing_after_the_other_and_streams_run_at_once():
-    both = timed(product(), Operation("gather", Kind.MEMORY, MS), product())
-    assert both.starts == pytest.approx([0.0, 0.0, 1e-3])
-    assert both.ends == pytest.approx([1e-3, 1e-3, 2e-3])
+def memory(role: str = "gather", amount: float = MS, **given) -> Operation:
+    return Operation(role, Kind.MEMORY, amount, part="optimizer", **given)
 
 
-def test_what_waits_for_an_event_begins_behind_it():
-    found = timed(product(), Operation("gather", Kind.MEMORY, MS, after=(0,)), product(after=(1,)))
-    assert found.starts == pytest.approx([0.0, 1e-3, 2e-3])
+REDUCE = Operation("reduce", Kind.REDUCE_SCATTER, 1e9, group="dense", channel="dense")
+ALONE_S = timed(gather(1e8)).ends[0]
+LONG_S = timed(gather(1e9)).ends[0]
+SLOWED = replace(MACHINE, contention=replace(ALONE, product_beside_nccl=2.0))
+HOT = replace(MACHINE, gpu=replace(GPU, sustained=1.1, busy=0.5))
+TIMES = {
+    "one thing after the other on a stream, and streams at once": (
+        (product(), memory(), product()), MACHINE,
+        {"starts": [0.0, 0.0, 1e-3], "ends": [1e-3, 1e-3, 2e-3]}),
+    "what waits for an event begins behind it": (
+        (product(), memory(after=(0,)), product(after=(1,))), MACHINE,
+        {"starts": [0.0, 1e-3, 2e-3]}),
+    "collectives of one communicator one after the other, on whatever stream": (
+        (gather(1e9), REDUCE), MACHINE, {"starts": [0.0, LONG_S]}),
+    "collectives of two communicators at once": (
+        (gather(1e9), replace(REDUCE, channel="other")), MACHINE, {"starts": [0.0, 0.0]}),
+    "things that run at once slow each other as long as they do": (
+        (product(2 * MS), gather(1e8)), SLOWED, {"ends": [2e-3 + ALONE_S / 2, ALONE_S]}),
+    "nothing runs before the host has launched it, and that time is told": (
+        (product(), product(host=5000.0)), MACHINE,
+        {"starts": [0.0, 5e-3], "spent": {"forward": 2e-3, "products": 2e-3, HOST: 4e-3}}),
+    "a slow host": (
+        (product(), product(host=5000.0)), replace(MACHINE, host=2.0), {"starts": [0.0, 10e-3]}),
+    "exposed communication is what nothing of compute runs beside": (
+        (product(), gather(1e9), product(after=(1,))), MACHINE,
+        {"spent": {"forward": 2e-3, "products": 2e-3, "exposed all-gather": LONG_S - 1e-3}}),
+    "products that are all that runs meet the limit of power": (
+        (product(10 * MS),), HOT, {"seconds": 11e-3}),
+    "products among other things do not": (
+        (product(10 * MS), memory("compute", 30 * MS)), HOT, {"seconds": 40e-3}),
+}  # fmt: skip
+"""Operations, the machine, and what is found."""
 
 
-def test_collectives_of_one_communicator_run_one_after_the_other_on_whatever_stream():
-    first = gather(1e9)
-    second = Operation("reduce", Kind.REDUCE_SCATTER, 1e9, group="dense", channel="dense")
-    found = timed(first, second)
-    assert found.starts[1] == pytest.approx(found.ends[0])
-    apart = timed(first, replace(second, channel="other"))
-    assert apart.starts[1] == 0.0
-
-
-def test_things_that_run_at_once_slow_each_other_as_long_as_they_do():
-    slower = replace(MACHINE, contention=replace(ALONE, product_beside_nccl=2.0))
-    alone = timed(gather(1e8)).ends[0]
-    found = timed(product(2 * MS), gather(1e8), machine=slower)
-    assert found.ends[1] == pytest.approx(alone)
-    assert found.ends[0] == pytest.approx(2e-3 + alone / 2)
-
-
-def test_nothing_runs_before_the_host_has_launched_it_and_that_time_is_told():
-    found = timed(product(), product(host=5000.0))
-    assert found.starts[1] == pytest.approx(5e-3)
-    assert found.spent[HOST] == pytest.approx(4e-3)
-    slow = timed(product(), product(host=5000.0), machine=replace(MACHINE, host=2.0))
-    assert slow.starts[1] == pytest.approx(10e-3)
-
-
-def test_exposed_communication_is_what_nothing_of_compute_runs_beside():
-    found = timed(product(), gather(1e9), product(after=(1,)))
-    assert found.spent["exposed all-gather"] == pytest.approx(found.starts[2] - 1e-3)
-
-
-def test_products_that_are_all_that_runs_meet_the_limit_of_power():
-    hot = replace(MACHINE, gpu=replace(GPU, sustained=1.1, busy=0.5))
-    assert timed(product(10 * MS), machine=hot).seconds == pytest.approx(11e-3)
-    idle = Operation("compute", Kind.MEMORY, 30 * MS, part="optimizer")
-    assert timed(product(10 * MS), idle, machine=hot).seconds == pytest.approx(40e-3)
+@pytest.mark.parametrize("name", TIMES)
+def test_times(name):
+    operations, machine, expected = TIMES[name]
+    found = timed(*operations, machine=machine)
+    assert {key: getattr(found, key) for key in expected} == {
+        key: pytest.approx(value) for key, value in expected.items()
+    }
 
 
 def test_a_program_that_waits_for_itself_is_an_error():

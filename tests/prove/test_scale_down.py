@@ -17,7 +17,6 @@ from megatron_fsdp_adapter.prove.scale_down import (
     SIZES,
     Room,
     ScaledDown,
-    reference_kind,
     shrink,
 )
 
@@ -164,13 +163,6 @@ def test_sizes_that_are_kept_stay_and_what_cannot_be_is_refused() -> None:
         small({"spec": "my.module"}, GPUS)
 
 
-def test_the_reference_is_one_rank_where_the_model_is_whole() -> None:
-    assert reference_kind(small({}, TWO)) == "unsharded"
-    for split in ({"tensor_model_parallel_size": 2}, {"fp8": "hybrid"},
-                  {"num_moe_experts": 8, "expert_model_parallel_size": 2}):  # fmt: skip
-        assert reference_kind(small(split, Room(4, True, True))) == "ddp"
-
-
 def test_a_preset_is_completed_like_a_command_line() -> None:
     recipe = source.of_options(
         {"num-layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 8,
@@ -182,13 +174,7 @@ def test_a_preset_is_completed_like_a_command_line() -> None:
         source.of_options({"num_attention_heads": 4}, "it", 1)
 
 
-def test_this_repositorys_own_script_is_read_with_the_options_that_it_has() -> None:
-    """It has fewer than Megatron-LM: what it does not say is as Megatron's configs have it."""
-    root = Path(__file__).parents[2]
-    arguments = ["--config", str(root / "configs" / "llama-1.5b.yaml"), "--mock-data"]
-    found = source.of_script(root / "scripts" / "pretrain_gpt.py", arguments, 2)
-    assert (found.options["optimizer"], found.options["hidden_size"]) == ("adam", 2048)
-    assert found.options["bf16"] and found.options["ckpt_format"] == "fsdp_dtensor"
-    assert [change.option for change in found.changes][:1] == ["--use-megatron-fsdp"]
-    small = shrink(found.options, Room(2, True, True))
-    assert small.options["num_layers"] < found.options["num_layers"]
+def test_this_repositorys_own_script_is_refused_with_what_says_the_same() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+    with pytest.raises(ValueError, match="pretrain_gpt.py: not Megatron-LM's.*by --config"):
+        source.of_script(script, [], 2)
