@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
-from ..core.engine.partition import managed_params, only_looks_up, partition, unit_modules
+from ..core.engine.partition import (
+    UnitPlan,
+    managed_params,
+    only_looks_up,
+    partition,
+    unit_modules,
+)
 from ..core.topology import DENSE
 from ..dtensor import Chunks, OwnRows, UnevenDTensor
 from ..quantized import TransformerEngineParams, format_of
@@ -26,6 +32,7 @@ from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.materialize import target_device, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
+from ..sharding.unit_grouping import joined
 from .casts import cast_inputs_of, cast_outputs_of
 from .mesh import Groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
@@ -63,6 +70,7 @@ class Mark:
     Attributes:
         around: the marked module around it; itself where there is none.
         state: PENDING until the root is sharded.
+        options: those of its call, which it shares with no other call's modules.
         engine, ordinal: once it is, and the number of the module's unit, the root's last.
         holds: whether the module's weights stay unsharded until `reshard`.
         divide_factor: what sums of gradients are divided by; None for the number of ranks.
@@ -132,11 +140,8 @@ def _build(root: nn.Module) -> None:
         for _, each in found:
             each.state = PENDING
         raise
-    numbers = {unit.name: unit.ordinal for unit in engine.units}
-    names = {id(child): name for name, child in root.named_modules()}
     for child, each in found:
         each.engine, each.state = engine, BUILT
-        each.ordinal = numbers.get(names[id(child)], engine.root.ordinal)
         _register_casts(child, each.options)
 
 
@@ -169,11 +174,11 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         format_of=format_of,
         compute_dtype=config.policy.compute_dtype,
     )
-    plans = [
+    plans = _joined_by_call([
         replace(plan, strategy=STRATEGIES["optim_grads"])
         if plan.module is not None and not mark_on(plan.module).options.reshards else plan
         for plan in plans
-    ]
+    ])
     engine = build_engine(
         UserLoopEngine, SUBJECT, root, plans, dict(index.domains),
         with_single_rank_domains(config, index.domains), device,
@@ -181,9 +186,41 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         quantized=TransformerEngineParams(),
     )
     engine.auto_sync = True
+    for one in marks:
+        one.ordinal = engine.root.ordinal
+    for unit, plan in zip(engine.units, plans, strict=True):
+        for own in plan.modules:
+            mark_on(own).ordinal = unit.ordinal
+        for group in unit.groups if plan.strategy is not None else ():
+            for param in group.params:
+                param._fsdp_reach = _gathered_by(engine, unit.ordinal)  # type: ignore[attr-defined]
     _distribute_rows()
     mark_shards(engine, root, root)
     return engine
+
+
+def _gathered_by(engine: UserLoopEngine, ordinal: int) -> Callable[[], bool]:
+    """What gathers a unit whose weights stay after forward, when a forward reads them without a
+    call of their module: a loss that computes with the weight of an output layer."""
+    ref = weakref.ref(engine)
+
+    def gather() -> bool:
+        alive = ref()
+        if alive is None or alive.running_root is None:
+            return False
+        alive.gather.wait_unshard(alive.units[ordinal])
+        return True
+
+    return gather
+
+
+def _joined_by_call(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
+    """`plans`, of which those of modules that one call was given are one."""
+    found: dict[int, UnitPlan] = {}
+    for plan in plans:
+        call = id(plan if plan.module is None else mark_on(plan.module).options)
+        found[call] = joined(found[call], plan) if call in found else plan
+    return list(found.values())
 
 
 def _options_that_differ(marks: Sequence[Mark]) -> list[str]:

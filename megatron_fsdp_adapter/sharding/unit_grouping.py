@@ -21,7 +21,7 @@ def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
     alone = _alone(plans)
     for plan in plans:
         if found and found[-1].numel < numel and _are_alike(found[-1], plan, alone):
-            plan = _joined(found.pop(), plan)
+            plan = joined(found.pop(), plan)
         found.append(plan)
     return found
 
@@ -70,10 +70,12 @@ def _are_alike(one: UnitPlan, other: UnitPlan, alone: set[str]) -> bool:
     )  # fmt: skip
 
 
-def _joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
+def joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
+    """One unit of two."""
     groups = {key: list(managed) for key, managed in one.groups.items()}
     for key, managed in other.groups.items():
         groups.setdefault(key, []).extend(managed)
     first = one.name.split(TO)[0]
     name, more = f"{first}{TO}{other.name}", (*one.more, *other.modules)
-    return replace(one, name=name, groups=groups, more=more)
+    reads = one.backward_reads_weights or other.backward_reads_weights
+    return replace(one, name=name, groups=groups, more=more, backward_reads_weights=reads)

@@ -4,10 +4,15 @@ checkpoints are the same, bit for bit."""
 from __future__ import annotations
 
 import copy
+import functools
+import os
+import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +45,7 @@ from megatron_fsdp_adapter import (
     leave_fsdp2,
     use_as_fsdp2,
 )
+from megatron_fsdp_adapter.plain.by_environment import VARIABLE
 from megatron_fsdp_adapter.plain.fsdp2 import HINTS
 from megatron_fsdp_adapter.plain.mesh import data_parallel_groups
 from tests.distributed.launch import run_ranks
@@ -132,6 +138,28 @@ def _output(shard: Shards, made: Any, **options: Any) -> Any:
     return shard(made, mp_policy=replace(policy, output_dtype=FP32))
 
 
+def _fused(shard: Shards, made: Any, **options: Any) -> Any:
+    """A loss that reads the weight of the output layer, which is not called: in a unit with a
+    module that is, under torch's; that stays after forward, under ours."""
+    made.forward = functools.partial(_with_head, made)
+    parts = [[made.blocks[-1], made.head]] if shard is theirs else [made.blocks[-1], [made.head]]
+    for part in parts:
+        shard(part, reshard_after_forward=False, **options)
+    return shard(made, **options)
+
+
+def _listed(shard: Shards, made: Any, **options: Any) -> Any:
+    made.forward = functools.partial(_with_head, made)
+    shard(made.blocks[0])
+    shard([made.head, made.blocks[-1]], reshard_after_forward=True, **options)
+    return shard(made, **options)
+
+
+def _with_head(made: Any, tokens: torch.Tensor) -> torch.Tensor:
+    hidden = made.blocks(made.embedding(tokens))
+    return (hidden @ made.head.weight.t()).square().mean() * made.temperature.mean()
+
+
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "bottom up": (_bottom_up, {}),
     "parts": (_parts, {}),
@@ -144,6 +172,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         _parts, {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
     ),
     "output": (_output, {}),
+    "fused": (_fused, {}),
+    "fused in a list": (_listed, {}),
 }  # fmt: skip
 
 
@@ -478,3 +508,25 @@ def test_it_takes_the_place_of_torchs_wherever_that_was_imported() -> None:
         del sys.modules[found.__name__]
     assert ours is not theirs
     assert found.shard is theirs is torch.distributed.fsdp.fully_shard  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", ["fsdp2", "", "fsdp1"])
+def test_the_environment_has_it_take_that_place(tmp_path: Path, value: str) -> None:
+    """torch loads the entry point that is in pyproject.toml."""
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    [entry] = re.findall(r'backends"\]\n(\S+) = "(.*)"', pyproject.read_text())
+    info = tmp_path / "plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\n{} = {}\n".format(*entry))
+    code = "import torch.distributed.fsdp as f, sys; print(f.fully_shard.__module__)"
+    paths = [str(pyproject.parent), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+        env={**os.environ, VARIABLE: value, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    if value == "fsdp1":
+        assert done.returncode and f"{VARIABLE}=fsdp1: not known" in done.stderr
+        return
+    assert done.stdout.split() == [ours.__module__ if value else theirs.__module__], done.stderr
+    assert (f"{VARIABLE}=fsdp2, fully_shard is in" in done.stderr) == bool(value)

@@ -51,7 +51,8 @@ class ReshardedParameter(nn.Parameter):
     """What an unsharded parameter is while its unit's weights are resharded or stale.
 
     Metadata (shape, dtype, `.grad`, ...) can be read; anything that would read data raises
-    RuntimeError naming parameter, unit and phase.
+    RuntimeError naming parameter, unit and phase, unless the parameter's `_fsdp_reach` has the
+    weights gathered, and returns True.
     """
 
     _fsdp_resharded = True
@@ -67,6 +68,8 @@ class ReshardedParameter(nn.Parameter):
         param = next((value for value in given if hasattr(type(value), "_fsdp_resharded")), None)
         if func is torch.Tensor.__repr__:
             return f"<resharded {_label(param)}>"
+        if getattr(param, "_fsdp_reach", lambda: False)():
+            return func(*args, **(kwargs or {}))
         raise _not_gathered(getattr(func, "__name__", func), param)
 
 

@@ -101,8 +101,8 @@ class ManagedParam:
 class UnitPlan:
     """The parameters of one unit by group, in module order.
 
-    `module` is None for the root unit; `more`: further modules, of the same class, that run after
-    it, of a unit that was joined of several. `backward_reads_weights` is False for units whose
+    `module` is None for the root unit; `more`: further modules, which run after it, of
+    a unit that was joined of several. `backward_reads_weights` is False for units whose
     backward needs no weights (an embedding look-up), which are not gathered in backward.
     `inside`: of how many other units, the root aside, its module is a part. `strategy`: the unit's
     own, where that keeps more than the engine's. `layouts`: of its groups, once they are planned

@@ -1,0 +1,34 @@
+"""What torch loads of this package by itself, at the end of each `import torch` (entry points of
+`torch.backends`), so that a program is switched from outside: by `accelerate launch`, `torchrun`.
+
+Importing this imports nothing of torch. A `.pth` file was rejected: Python would run it in
+programs without torch, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VARIABLE = "MEGATRON_FSDP_ADAPTER_USE_AS"
+
+
+def select() -> None:
+    """`use_as_fsdp2()` where the environment asks for it, which is told on rank 0.
+
+    Raises:
+        ValueError: the environment asks for something else. torch makes it a RuntimeError.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if not wanted:
+        return
+    if wanted != "fsdp2":
+        raise ValueError(f"{VARIABLE}={wanted}: not known. Set it to fsdp2, or leave it out")
+    from .torch_fsdp import use_as_fsdp2
+
+    use_as_fsdp2()
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"megatron_fsdp_adapter: {VARIABLE}=fsdp2, fully_shard is in the place of torch's",
+            file=sys.stderr,
+        )

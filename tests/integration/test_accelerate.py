@@ -1,0 +1,23 @@
+"""accelerate, transformers' Trainer, peft and TRL, unmodified, above `use_as_fsdp2`, beside the
+same above torch's FSDP2.
+
+Opt-in by what is installed: see docs/tested.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+
+pytestmark = pytest.mark.full
+
+
+def test_what_they_print_is_what_they_print_with_fsdp2(tmp_path: Path) -> None:
+    for name in ("accelerate", "transformers", "peft", "trl"):
+        pytest.importorskip(name)
+    from tests.integration.hf_worker import compare
+
+    run_ranks(compare, 2, tmp_path, timeout=400.0)
