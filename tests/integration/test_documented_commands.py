@@ -46,7 +46,9 @@ PYTHON_MARKS = {
     "sharded": "goes on from a sharded model and its optimizer",
     "sketch": "names the reader's own model and optimizer: compiles",
     "bridge": "needs Megatron-Bridge: compiles",
+    "transformers": "needs that: compiles",
 }
+ABSENT = {"bridge": "megatron.bridge", "transformers": "transformers"}
 BY_DEFAULT, WITH_FULL = frozenset({""}), frozenset({"", "slow", "megatron-lm"})
 
 MODEL = (
@@ -275,7 +277,7 @@ def names_of_the_package(text: str) -> list[str]:
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
 def test_documented_python_works(block: Block, block_outcomes: Outcomes) -> None:
     tree = ast.parse(block.text, block.name)
-    resolve_imports(tree, ("megatron.bridge",) if "bridge" in block.marks else ())
+    resolve_imports(tree, tuple(ABSENT[mark] for mark in block.marks if mark in ABSENT))
     for name in names_of_the_package(block.text):
         importlib.import_module(name)
     if is_run(block) and (error := block_outcomes[block.document].result().get(block)):
