@@ -24,7 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +56,9 @@ NEEDS: Mapping[str, tuple[Callable[[], bool], str]] = {
     ),
 }
 """What checks may need beside GPUs: whether it is there, and why they are skipped without."""
+
+
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ class Outcomes:
             follower = threading.Thread(target=self._follow, args=(path, over, begun), daemon=True)
             follower.start()
             try:
-                with mock.patch.dict(os.environ, self.environment):
+                with pytest.MonkeyPatch.context() as patch:  # of these alone: tests run meanwhile
+                    for name, value in self.environment.items():
+                        patch.setenv(name, value)
                     run_ranks(
                         _run_all, self.world, checks, str(path),
                         timeout=limit_s, backend=self.backend,

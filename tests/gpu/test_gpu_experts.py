@@ -9,7 +9,6 @@ has no distributed optimizer, so that each rank has whole weights and nothing is
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -52,7 +51,7 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.gpu.gpu_ranks import NEEDS, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes
 from tests.gpu.runs import NONE, Fields
 
 EXPERTS, EP, STEPS = 4, 2, 3
@@ -398,10 +397,13 @@ MOVES = {
     for name, kind in KINDS.items()
     if HAS_TE or not kind.grouped
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, world=4 if torch.cuda.device_count() >= 4 else 2)
-MOVE_OUTCOMES = Outcomes(MOVES, timeout_s=120.0)
-os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
-os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # core asks for it before it fuses SwiGLU
+# Core asks for the second before it fuses SwiGLU.
+ENVIRONMENT = {**DETERMINISTIC, "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
+OUTCOMES = Outcomes(
+    CHECKS, timeout_s=240.0, world=4 if torch.cuda.device_count() >= 4 else 2,
+    environment=ENVIRONMENT,
+)  # fmt: skip
+MOVE_OUTCOMES = Outcomes(MOVES, timeout_s=120.0, environment=ENVIRONMENT)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -7,7 +7,6 @@ and resumed.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
 from tests.gpu.runs import (
     NONE,
     ZERO_1,
@@ -288,8 +287,7 @@ CHECKS |= {
     for quantized in (True, False)
     if quantized or recipe != "blockwise"
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te", "fp8"))
-os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te", "fp8"), environment=DETERMINISTIC)
 
 
 @pytest.mark.parametrize("name", CHECKS)

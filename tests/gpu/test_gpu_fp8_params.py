@@ -28,7 +28,7 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
 from tests.gpu.runs import fp8, te_trainer
 from tests.quantized.te_checks import same
 
@@ -211,8 +211,7 @@ CHECKS = {
 }
 CHECKS |= {f"{recipe}, memory": Check(holds_bytes, (recipe,)) for recipe in RECIPES}
 CHECKS |= {f"{recipe}, exported": Check(exports_its_bytes, (recipe,)) for recipe in RECIPES}
-OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",))
-os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
 
 
 @pytest.mark.parametrize("name", CHECKS)

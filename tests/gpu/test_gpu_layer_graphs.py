@@ -7,7 +7,6 @@ between the steps: losses, norms and weights.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +38,7 @@ from tests.distributed.topologies import (
     init_topology,
     topology_step,
 )
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
 from tests.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
 
 CASE = Case(
@@ -212,8 +211,7 @@ CHECKS = {
     # Last: they make other process groups.
     **{name: Check(pipeline_same_bits, (name,)) for name in ("pp2", "pp2-vpp2")},
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",))
-os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
 
 
 @pytest.mark.parametrize("name", CHECKS)

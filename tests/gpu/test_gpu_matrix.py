@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
 from tests.matrix.cells import cells_with
 from tests.matrix.table import cell_named
 from tests.matrix.training import checked_cell
@@ -19,7 +19,7 @@ WIDTH = os.environ.get("MATRIX_WIDTH", "small")
 SLOWEST_S = 120.0
 """Of one cell and its reference."""
 ENVIRONMENT = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    **DETERMINISTIC,
     # A kernel that is loaded when it is first used waits for the device, and so for a receive that
     # another stream has begun: interleaved pipelines hang, stock DDP's too.
     "CUDA_MODULE_LOADING": "EAGER",

@@ -7,7 +7,6 @@ copies beside each other and beside the next forward; no buffer of the wrapper i
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,7 +44,7 @@ from tests.distributed.test_activation_offload import (
     same,
     storages,
 )
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
 from tests.gpu.runs import ZERO_1, ZERO_3, local_run, te_layers
 from tests.gpu.test_gpu_memory import (
     SMALL,
@@ -303,9 +302,10 @@ OF_ACTIVATIONS = {
     "activations, hidden 4096": Check(wide_layers_change_no_bit),
     "activations, memory": Check(memory_of_activations_falls),
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=300.0)
-ACTIVATION_OUTCOMES = Outcomes(OF_ACTIVATIONS, timeout_s=420.0, needs=("te",))
-os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+OUTCOMES = Outcomes(CHECKS, timeout_s=300.0, environment=DETERMINISTIC)
+ACTIVATION_OUTCOMES = Outcomes(
+    OF_ACTIVATIONS, timeout_s=420.0, needs=("te",), environment=DETERMINISTIC
+)
 
 
 @pytest.mark.parametrize("name", CHECKS)

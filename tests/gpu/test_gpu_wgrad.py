@@ -9,7 +9,6 @@ test_gpu_matrix.py.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -32,7 +31,7 @@ from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observer, Precision
 from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.distributed.gpt import full
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
 WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
@@ -249,8 +248,7 @@ CHECKS = {
     },
     "guarantee removed": Check(guarantee_removed_is_seen),
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, needs=("te",))
-os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, needs=("te",), environment=DETERMINISTIC)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -5,12 +5,10 @@ two runs of it agree."""
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.gpu import test_gpu_experts as moe
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
 from tests.gpu.runs import COPY_ENGINES, SLOTS, ZERO_1, ZERO_3, Fields, fp8, te_layers
 from tests.gpu.test_gpu_memory import _steps
 
@@ -46,7 +44,6 @@ CASE = Case(
     bias=False, bf16=True, microbatches=3, lr=1e-4,
 )  # fmt: skip
 KIND = moe.KINDS["TEGroupedMLP, bf16"]
-DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 FUSED = "alltoall, fused"
 FIELDS: Mapping[str, Fields] = {
     "alltoall": moe.DISPATCHERS["alltoall"],
@@ -66,9 +63,8 @@ def _run(rank: int, dispatcher: str, strategy: str, ddp: Fields) -> Run:
     """(loss, norm) of three steps, this rank's main weights of experts after, peak in GiB."""
     device = moe.init_experts()
     torch.cuda.reset_peak_memory_stats()
-    with mock.patch.dict(os.environ, DETERMINISTIC):
-        trainer = moe.trainer_of(KIND, FIELDS[dispatcher], strategy, device, ddp, CASE)
-        steps = [train_step(trainer, batches(CASE, step, rank, device)) for step in range(3)]
+    trainer = moe.trainer_of(KIND, FIELDS[dispatcher], strategy, device, ddp, CASE)
+    steps = [train_step(trainer, batches(CASE, step, rank, device)) for step in range(3)]
     trainer.wrapper.stop_communication()
     engine = trainer.wrapper.engine
     experts = [group for group in engine.groups if group.key.domain == EXPERT]
@@ -179,7 +175,10 @@ OF_NORMS = {
 }
 OUTCOMES = Outcomes(OVERLAPS, timeout_s=100.0)
 NORM_OUTCOMES = Outcomes(OF_NORMS, timeout_s=150.0, needs=("te", "fp8"))
-OF_EXPERTS = {name: Outcomes({name: check}, timeout_s=150.0) for name, check in EXPERTS.items()}
+OF_EXPERTS = {
+    name: Outcomes({name: check}, timeout_s=150.0, environment=DETERMINISTIC)
+    for name, check in EXPERTS.items()
+}
 """Processes for each: what core's experts have trained stays in memory, under its DDP as well."""
 
 

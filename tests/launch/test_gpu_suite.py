@@ -35,7 +35,6 @@ def suite(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Every module of tests/gpu, imported anew; by name. Those that need Transformer Engine skip
     themselves without. It is there by name alone: no module may use more of it when imported."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # modules set it for their ranks
     for name in [name for name in sys.modules if name.split(".")[:2] == ["tests", "gpu"]]:
         if name.rpartition(".")[2].startswith("test_"):
             monkeypatch.delitem(sys.modules, name)
