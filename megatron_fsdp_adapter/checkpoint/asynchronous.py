@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter.checkpoint.chunks import stored_alike
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, message_of
 from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer
+from megatron_fsdp_adapter.checkpoint.state import mapped
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
 
@@ -108,13 +109,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialized."""
-        if not dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is not initialized. Call torch.distributed.init_process_group "
-                "first (a world of one is enough)"
-            )
-        group = dist.new_group(backend="gloo")
-        self.ranks = Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
+        self.ranks = Coordinator.of(dist.new_group(backend="gloo"))
         self._stager = HostStager()
 
     def start(
@@ -241,11 +236,11 @@ class HostStager(AsyncStager):
         becomes a plain tensor that torch DCP stores as it would store the DTensor."""
         # Buffers that this state does not use are freed.
         self._before, self._buffers = self._buffers, {}
-        copied = {key: self._copied(value, key) for key, value in state.items()}
+        copied = mapped(state, self._copied)
         self._before = {}
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        return copied
+        return copied  # type: ignore[no-any-return]
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns the state unchanged: `copy` has copied it."""
@@ -264,10 +259,6 @@ class HostStager(AsyncStager):
             return stored_alike(value, self._host(value._local_tensor, path))
         if isinstance(value, torch.Tensor):
             return self._host(value, path)
-        if isinstance(value, Mapping):
-            return {key: self._copied(entry, f"{path}.{key}") for key, entry in value.items()}
-        if isinstance(value, list):
-            return [self._copied(entry, f"{path}.{i}") for i, entry in enumerate(value)]
         return copy.deepcopy(value)
 
     def _host(self, tensor: torch.Tensor, path: str) -> torch.Tensor:

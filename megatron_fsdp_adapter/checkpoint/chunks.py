@@ -24,15 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
-from megatron_fsdp_adapter.core.layout.ranges import Box
+from megatron_fsdp_adapter.core.layout.ranges import Box, flat_range_to_boxes
 from megatron_fsdp_adapter.dtensor import (
     Chunks,
     UnevenDTensor,
     chunks_of,
     is_replicated,
 )
-
-from . import reshard
 
 _WRITE_ITEMS, _TENSOR_SHARD = "__create_write_items__", "__get_tensor_shard__"
 
@@ -83,8 +81,18 @@ class LayoutRef:
         return self.layout.specs[self.index].layout_shape
 
     def chunks(self) -> tuple[Box, ...]:
-        """The blocks of the whole tensor that this process holds; empty if it holds nothing."""
-        return reshard.chunks(self.layout, self.index, self.rank, self.tp_offset)
+        """The blocks (offsets, sizes) of the whole tensor that this process holds, in flat order.
+
+        One block of rows for whole-row granules, at most 2d-1 blocks for d dimensions otherwise,
+        none for an empty shard. Without an exchange: every rank knows which rank writes which
+        block.
+        """
+        held = self.layout.shard_range(self.index, self.rank)
+        boxes = flat_range_to_boxes(held, self.shape)
+        origin = self.tp_offset or (0,) * len(self.shape)
+        return tuple(
+            (tuple(a + b for a, b in zip(at, origin, strict=True)), sizes) for at, sizes in boxes
+        )
 
     def cut(self, *piece: Any) -> Any:
         """`Chunks.cut` of the parameter, or of its piece described by `piece`."""
@@ -109,6 +117,11 @@ def attach_chunks(dtensor: DTensor, chunks: Sequence[Box], cut: Any = None) -> N
 def has_chunks(dtensor: DTensor) -> bool:
     """True if `dtensor` has chunks attached."""
     return chunks_of(dtensor) is not None
+
+
+def lacks_chunks(value: Any) -> bool:
+    """True for a sharded DTensor whose place in the whole is unknown."""
+    return isinstance(value, DTensor) and not has_chunks(value) and not is_replicated(value)
 
 
 def read_chunks(dtensor: DTensor) -> tuple[Box, ...]:

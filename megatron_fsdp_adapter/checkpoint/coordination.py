@@ -6,7 +6,7 @@ with one exchange of small objects that carry results or failures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -46,6 +46,11 @@ class Coordinator:
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Coordinator:
+        """That of this process in `group`."""
+        return Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
 
     def run(
         self, stage: str, step: Callable[[], T], tell: Callable[[T], R | None] = _nothing
@@ -88,22 +93,17 @@ def coordination(group: dist.ProcessGroup | None = None) -> Iterator[Coordinator
             "a gloo group, or None to create one"
         )
     chosen = dist.group.WORLD if group is None else group
-    if chosen is None:
-        raise ValueError(
-            "torch.distributed is not initialized. Call torch.distributed.init_process_group "
-            "first (a world of one is enough)"
-        )
     temporary = not _has_cpu_backend(chosen)
-    if temporary:
+    if temporary or chosen is None:
         chosen = dist.new_group(backend="gloo")
     try:
-        yield Coordinator(chosen, dist.get_rank(chosen), dist.get_world_size(chosen))
+        yield Coordinator.of(chosen)
     finally:
         if temporary:
             dist.destroy_process_group(chosen)
 
 
-def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
+def _has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
@@ -115,24 +115,24 @@ def _kind_of(error: BaseException) -> int:
 def message_of(error: BaseException) -> str:
     """The message of an error; of an error of several ranks, each message with its ranks."""
     if isinstance(error, CheckpointException):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, (failure, _) in sorted(error.failures.items()):
-            ranks_of.setdefault(message_of(failure), []).append(rank)
-        return "; ".join(f"rank {_listed(ranks)}: {text}" for text, ranks in ranks_of.items())
+        messages = {rank: message_of(why) for rank, (why, _) in sorted(error.failures.items())}
+        return "; ".join(_by_ranks(messages))
     # The arguments of OSError are (errno, text, file) when the system raised it.
     named = isinstance(error, _KINDS) and len(error.args) == 1
     return str(error) if named else f"{type(error).__name__}: {error}"
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _by_ranks(messages: Mapping[int, str]) -> list[str]:
+    """Each different message, with the ranks whose it is in front."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, message in messages.items():
+        ranks_of.setdefault(message, []).append(str(rank))
+    return [f"rank {', '.join(ranks)}: {message}" for message, ranks in ranks_of.items()]
 
 
 def _report(stage: str, failures: dict[int, _Failure], size: int) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, failure in failures.items():
-        ranks_of.setdefault(failure.message, []).append(rank)
-    if len(ranks_of) == 1 and len(failures) == size:
-        return next(iter(ranks_of))
-    lines = [f"  rank {_listed(r)}: {message}" for message, r in ranks_of.items()]
-    return "\n".join([f"{stage} failed on {len(failures)} of {size} ranks:", *lines])
+    messages = {rank: failure.message for rank, failure in failures.items()}
+    if len(set(messages.values())) == 1 and len(failures) == size:
+        return next(iter(messages.values()))
+    head = f"{stage} failed on {len(failures)} of {size} ranks:"
+    return "\n  ".join([head, *_by_ranks(messages)])

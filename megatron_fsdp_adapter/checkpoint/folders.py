@@ -15,10 +15,9 @@ as a preempted one that still runs) never write into one folder. The job that be
 the other's folder, and the other's save raises. There is no exclusive lock: a job that hangs would
 keep its replacement from saving.
 
-A file that replaces another, such as the tracker, is first written beside it under a name that
-contains its process. Such files of processes that have ended are deleted. Those of running
-processes are kept; else each of two jobs could stop the other, one by the file, one by the folder.
-Those of other machines are kept too, because it is unknown whether their process runs.
+A file that replaces another, such as the tracker, is first written beside it under a temporary
+name of its own. No save deletes such a file of another; else each of two jobs could stop the other,
+one by the file, one by the folder. A process that is killed meanwhile leaves it: a few bytes.
 """
 from __future__ import annotations
 
@@ -26,9 +25,7 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +53,6 @@ _FOREIGN = (
 )  # fmt: skip
 """Files that only other formats have: (pattern, format, remedy)."""
 _NONCE = r"\.[0-9a-f]{8}"
-_OWNER = r"\.([0-9a-f]{8})-([0-9]+)"
 _NAME = re.compile(rf"(?:(old\.)?iter_(\d{{7,}})|(tmp\.)iter_(\d{{7,}})(?:{_NONCE})?)")
 
 
@@ -69,11 +65,6 @@ def fresh_name(path: Path) -> Path:
     """A new temporary name for a file or folder that will become `path`, or that is to be
     deleted."""
     return path.with_name(f"{TEMPORARY}{path.name}.{secrets.token_hex(4)}")
-
-
-def owned_name(path: Path) -> Path:
-    """A `fresh_name` that contains this process."""
-    return fresh_name(path.with_name(f"{path.name}.{_place()}-{os.getpid()}"))
 
 
 def replaced_name(folder: Path) -> Path:
@@ -132,6 +123,20 @@ def iteration_of(folder: Path) -> int | None:
     return None if prefix else number
 
 
+def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
+    """The root and the iteration of the checkpoint at `path`: a root, or one of its folders.
+
+    iteration: None for the newest of a root. Raises FileNotFoundError or ValueError as
+    `read_tracker` does, and ValueError if `path` is one iteration and another is named.
+    """
+    own = iteration_of(path)
+    if own is None or (path / TRACKER).exists():
+        return path, read_tracker(path) if iteration is None else iteration
+    if iteration not in (None, own):
+        raise ValueError(f"{path} is iteration {own}, not {iteration}. Name its parent")
+    return path.absolute().parent, own
+
+
 def publish_without_tracker(temporary: Path, folder: Path) -> None:
     """Renames the temporary folder and deletes the folders of killed saves.
 
@@ -187,17 +192,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary name beside `path`.
 
     The file that the block writes there, and syncs, replaces `path` when the block ends without
-    error. Temporary files of ended processes are deleted first."""
-    for left in _temporaries(path):
-        if _is_ownerless(left):
-            left.unlink(missing_ok=True)
-    temporary = owned_name(path)
+    error."""
+    temporary = fresh_name(path)
     try:
         yield temporary
-        if not temporary.is_file():
-            raise CheckpointError(
-                f"{temporary} is gone: another job writes {path} too. End one of the two"
-            )
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -269,12 +267,6 @@ def half_written(root: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in root.iterdir() if _is_half(path)))
 
 
-def leftovers(root: Path) -> tuple[str, ...]:
-    """Names of the folders and unfinished tracker files that killed processes left."""
-    trackers = (path.name for path in _temporaries(root / TRACKER) if _is_ownerless(path))
-    return tuple(sorted((*half_written(root), *trackers)))
-
-
 def _is_half(path: Path) -> bool:
     prefix, number = _parsed(path)
     if number is None or prefix == REPLACED:
@@ -324,40 +316,10 @@ def _rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def _temporaries(path: Path) -> list[Path]:
-    """Files and folders beside `path` under its temporary names, including those of earlier
-    releases."""
-    name = re.compile(rf"{re.escape(TEMPORARY + path.name)}(?:{_OWNER})?(?:{_NONCE})?")
-    return [found for found in path.parent.iterdir() if name.fullmatch(found.name)]
-
-
-def _is_ownerless(temporary: Path) -> bool:
-    """True if the process in the file's name has ended. Earlier releases wrote no process there."""
-    owner = re.search(rf"{_OWNER}{_NONCE}$", temporary.name)
-    if owner is None:
-        return True
-    if owner[1] != _place():
-        return False
-    try:
-        os.kill(int(owner[2]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # another user's
-        pass
-    return False
-
-
-def _place() -> str:
-    """The scope of a process id, in 8 digits: a machine and its process namespace."""
-    namespace = Path("/proc/self/ns/pid")
-    known = f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
-    return f"{zlib.crc32(known.encode()):08x}"
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """True if this is the folder of one checkpoint, of any format, and not a root."""
-    patterns = (_METADATA, *(pattern for pattern, _, _ in _FOREIGN))
-    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+def _temporaries(folder: Path) -> list[Path]:
+    """Folders beside `folder` under its temporary names, including those of earlier releases."""
+    name = re.compile(rf"{re.escape(TEMPORARY + folder.name)}(?:{_NONCE})?")
+    return [found for found in folder.parent.iterdir() if name.fullmatch(found.name)]
 
 
 def readable_metadata(folder: Path) -> Metadata:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.common_state import (
     COMMON,
     OBJECT,
@@ -26,28 +27,17 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import (
     detect_format,
     open_state,
 )
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder, Progress, locate
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder, Progress
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
-from megatron_fsdp_adapter.checkpoint.record import read_record
+from megatron_fsdp_adapter.checkpoint.record import TOPOLOGY_OPTIONS, read_record
 
 TOPOLOGY = (
-    "world_size",
-    "data_parallel_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "use_megatron_fsdp",
-    "data_parallel_sharding_strategy",
-    "outer_dp_sharding_strategy",
-    "num_distributed_optimizer_instances",
-    "use_distributed_optimizer",
-)
+    "world_size", "data_parallel_size", "use_megatron_fsdp", "use_distributed_optimizer",
+    *TOPOLOGY_OPTIONS,
+)  # fmt: skip
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "num_experts", "padded_vocab_size", "transformer_impl", "bf16", "fp16",
@@ -145,10 +135,10 @@ def describe(path: Path, iteration: int | None = None) -> Description:
     if (folder.folder / COMMON).is_file():
         size = (folder.folder / COMMON).stat().st_size
         entries.append(Entry(COMMON, OTHER, None, None, size, 1))
+    _, number = folders.locate(path, iteration)
     return Description(
-        found, str(folder.folder), locate(path, iteration)[1], saved_by, _known(rest, MODEL),
-        tuple(entries),
-    )  # fmt: skip
+        found, str(folder.folder), number, saved_by, _known(rest, MODEL), tuple(entries)
+    )
 
 
 def diff(

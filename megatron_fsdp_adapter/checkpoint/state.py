@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.chunks import has_chunks, is_replicated, tile
+from megatron_fsdp_adapter.checkpoint.chunks import lacks_chunks, tile
 
 _ANY_RANK = ".rank_*"
 
@@ -85,8 +85,13 @@ def to_stored(
     with empty bytes if `is_loading`. Raises pickle's error for a `PerRank` value that cannot be
     pickled.
     """
-    pack = (lambda value: b"") if is_loading else _to_bytes
-    return {key: _stored(value, rank, pack) for key, value in state.items()}
+
+    def stored(value: Any, _: str) -> Any:
+        if not isinstance(value, PerRank):
+            return value
+        return {_rank_key(rank): b"" if is_loading else _to_bytes(value.value)}
+
+    return mapped(state, stored)  # type: ignore[no-any-return]
 
 
 def from_stored(loaded: Mapping[str, Any], state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -97,6 +102,15 @@ def from_stored(loaded: Mapping[str, Any], state: Mapping[str, Any], rank: int) 
 def flatten(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> leaf, by torch DCP's own rules. Raises ValueError if two leaves share a key."""
     return flatten_state_dict(dict(stored))[0]
+
+
+def mapped(value: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
+    """Nested dicts and lists, new ones, with `change(leaf, dotted path)` for each leaf."""
+    if isinstance(value, Mapping):
+        return {key: mapped(entry, change, f"{path}{key}.") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [mapped(entry, change, f"{path}{i}.") for i, entry in enumerate(value)]
+    return change(value, path.removesuffix("."))
 
 
 def entries(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str, str]]:
@@ -162,16 +176,6 @@ def keys_of_all(general: Iterable[str], size: int) -> frozenset[str]:
     return frozenset(keys - mine | of_ranks)
 
 
-def _stored(value: Any, rank: int, pack: Callable[[Any], bytes]) -> Any:
-    if isinstance(value, PerRank):
-        return {_rank_key(rank): pack(value.value)}
-    if isinstance(value, Mapping):
-        return {key: _stored(entry, rank, pack) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_stored(entry, rank, pack) for entry in value]
-    return value
-
-
 def _restored(loaded: Any, value: Any, rank: int) -> Any:
     if isinstance(value, PerRank):
         return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
@@ -210,7 +214,7 @@ def _unusable(leaf: Any) -> str:
         return ""
     if leaf.is_meta:
         return "a tensor on the meta device has no data. Materialize it first"
-    if isinstance(leaf, DTensor) and not has_chunks(leaf) and not is_replicated(leaf):
+    if lacks_chunks(leaf):
         return (
             "a sharded DTensor that carries no chunks. Make it with dtensor_like from the "
             "parameter it was derived from"

@@ -13,7 +13,7 @@ These are the keys that Megatron-LM writes with `--ckpt-format fsdp_dtensor`, de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING, MODEL
@@ -25,14 +25,21 @@ _METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
     """Main weights and persistent buffers of all model chunks (FullyShardedDataParallel) of this
     rank, by key. No collective. Raises ValueError if two chunks have the same key."""
-    merged: dict[str, Any] = {}
-    for chunk in chunks:
-        state = chunk.state_dict_for_save_checkpoint()
-        repeated = sorted(merged.keys() & state.keys())
+    return merged(chunk.state_dict_for_save_checkpoint() for chunk in chunks)
+
+
+def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of several model chunks as one. Raises ValueError if two have the same key."""
+    found: dict[str, Any] = {}
+    for state in states:
+        repeated = sorted(found.keys() & state.keys())
         if repeated:
-            raise ValueError(f"several model chunks of this rank have {', '.join(repeated)}")
-        merged |= state
-    return merged
+            raise ValueError(
+                f"several model chunks of this rank have {', '.join(repeated[:5])} "
+                f"({len(repeated)} keys). Names must be those of the whole model"
+            )
+        found |= state
+    return found
 
 
 def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bool = True) -> None:

@@ -70,7 +70,6 @@ def render(report: Report) -> str:
     lines = [
         f"{report.source_format} -> {report.target_format}: {report.folder}",
         f"iteration {report.iteration}, {report.tensors} tensors, {size_text(report.nbytes)}",
-        f"tensors in memory at most: {size_text(report.memory_bound)}",
     ]
     if report.dropped:
         more = f" and {len(report.dropped) - 8} more" if len(report.dropped) > 8 else ""

@@ -30,23 +30,6 @@ from .progress import progress_lines
 _SHOWN = 20
 
 
-def choose_folder(given: Path, iteration: int | None) -> Path:
-    """The folder of the checkpoint at `given`.
-
-    Raises FileNotFoundError or ValueError, as a load does, if there is no such checkpoint or it is
-    in another format.
-    """
-    if (given / digests.DIGESTS).is_file() or folders.is_checkpoint(given):
-        if iteration is not None:
-            raise ValueError(
-                f"--iteration {iteration}: {given} is one checkpoint. Leave the option out"
-            )
-        folders.require_ours(given.parent, given)
-        return given
-    number = folders.read_tracker(given) if iteration is None else iteration
-    return folders.find_folder(given, number)
-
-
 def examine(folder: Path, jobs: int = 1, quiet: bool = True) -> dict[str, Any]:
     """Checks a folder; returns the report as plain values.
 
@@ -115,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if given.jobs < 1:
             raise ValueError(f"--jobs {given.jobs} must be at least 1")
-        folder = choose_folder(given.folder, given.iteration)
+        folder = folders.find_folder(*folders.locate(given.folder, given.iteration))
         report = examine(folder, given.jobs, given.quiet)
     except (ValueError, FileNotFoundError) as error:
         print(f"verify: {error}", file=sys.stderr)

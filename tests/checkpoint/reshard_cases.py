@@ -6,7 +6,6 @@ model to another is compared with what these rules say.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,10 +49,6 @@ class Split:
     case: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def dp(self) -> int:
-        return self.world // (self.topology.tp * self.topology.cp * self.topology.pp)
-
-    @property
     def kind(self) -> str:
         """dense or moe: only splits of one kind are of the same model."""
         return "moe" if self.topology.experts else "dense"
@@ -67,17 +62,17 @@ def case_of(split: Split) -> Case:
     return sizes.but(**options)
 
 
-def trainer_of(split: Split, strategy: str | None = "", **options: Any) -> TopologyTrainer:
-    """With its groups, in place of those of the split before; collective. strategy: None for stock
-    DDP. options: of `build_topology_trainer`."""
+def trainer_of(split: Split, **options: Any) -> TopologyTrainer:
+    """With its groups, in place of those of the split before; collective. options: of
+    `build_topology_trainer`."""
     destroy_groups()
-    init_topology(split.topology, split.instances if strategy is not None else 1)
+    init_topology(split.topology, split.instances)
     ddp = {
         "num_distributed_optimizer_instances": split.instances,
         "outer_dp_sharding_strategy": split.outer,
     }
-    chosen = split.strategy if strategy == "" else strategy
-    return build_topology_trainer(split.topology, case_of(split), chosen, ddp=ddp, **options)
+    case = case_of(split)
+    return build_topology_trainer(split.topology, case, split.strategy, ddp=ddp, **options)
 
 
 def _global_name(trainer: TopologyTrainer, name: str) -> str:
@@ -122,16 +117,6 @@ def _joined(name: str, parts: list[torch.Tensor], gated: bool) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def _slice(name: str, whole: torch.Tensor, gated: bool) -> torch.Tensor:
-    """What this rank has of a whole tensor."""
-    dim, (rank, size) = _dim(name), _tensor_parallel(name)
-    if dim is None or whole.dim() == 0:
-        return whole
-    if gated and ".linear_fc1." in name:
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim)[rank]
-
-
 def whole_state(trainer: TopologyTrainer) -> Whole:
     """Of one of ours, the same on every rank; collective."""
     trainer.optimizer.sharded_state_dict(
@@ -165,31 +150,6 @@ def _whole_of(everyones: list[Any], gated: bool) -> Whole:
         ordered = [by_rank[rank] for rank in sorted(by_rank)]
         whole.setdefault(name, {})[what] = _joined(name, ordered, gated)
     return whole
-
-
-def stock_from(split: Split, whole: Whole) -> TopologyTrainer:
-    """Stock DDP under the split's topology, with this state; collective."""
-    trainer = trainer_of(split, strategy=None)
-    states = [part.optimizer.state for part in _parts(trainer.optimizer)]
-    owners = {
-        id(param): states[number]
-        for number, part in enumerate(_parts(trainer.optimizer))
-        for group in part.optimizer.param_groups
-        for param in group["params"]
-    }
-    for name, param in trainer._named(lambda chunk: chunk):
-        entry = whole[_global_name(trainer, name)]
-        place = functools.partial(_slice, _global_name(trainer, name), gated=trainer.case.swiglu)
-        with torch.no_grad():
-            param.copy_(place(entry["weight"]))
-        owners[id(param)][param] = {
-            what: place(entry[what]).clone() for what in FIELDS if what != "weight"
-        }
-    return trainer
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def differences(ours: Whole, expected: Whole) -> list[str]:

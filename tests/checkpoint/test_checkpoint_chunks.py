@@ -34,30 +34,6 @@ def rows(local: torch.Tensor, chunks: tuple = ROWS) -> DTensor:
     return uneven_dtensor(local, data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("cut", [0, 1])
-def test_chunks_of_all_ranks_tile_each_tensor(num_shards: int, cut: int) -> None:
-    layout = plan(num_shards, cut=cut)
-    for index, spec in enumerate(layout.specs):
-        counts = torch.zeros(spec.shape or (1,), dtype=torch.int)
-        for rank in range(num_shards):
-            for offsets, sizes in LayoutRef(layout, index, rank).chunks():
-                counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-        assert bool((counts == 1).all()), spec.fqns
-        refs = [LayoutRef(layout, index, rank) for rank in range(num_shards)]
-        bounds = ((0,) * counts.dim(), tuple(counts.shape))
-        assert tile(bounds, (block for ref in refs for block in ref.chunks()))
-
-
-def test_tensor_parallel_offset_moves_the_chunks() -> None:
-    layout = plan(2)
-    index = list(SHAPES).index("fc")
-    plain = LayoutRef(layout, index, 0).chunks()
-    moved = LayoutRef(layout, index, 0, tp_offset=(7, 0)).chunks()
-    assert plain and [(o[0] + 7, *o[1:]) for o, _ in plain] == [o for o, _ in moved]
-    assert [s for _, s in plain] == [s for _, s in moved]
-
-
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [

@@ -257,7 +257,7 @@ TABLE = (
     ),
     Damage(
         "something else", _foreign("notes.txt"), **_all("half-written", "no .metadata"),
-        status=2, told=("no newest checkpoint",),
+        status=2, told=("has no digests.json",),
     ),
 )  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[s
     [
         (["nowhere"], "nowhere does not exist"),
         (["root", "--iteration", "7"], "iter_0000007 does not exist"),
-        (["root/iter_0000001", "--iteration", "1"], "is one checkpoint. Leave the option out"),
+        (["root/iter_0000001", "--iteration", "2"], "is iteration 1, not 2"),
         (["root", "--jobs", "0"], "--jobs 0"),
     ],
 )

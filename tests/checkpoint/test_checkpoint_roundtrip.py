@@ -79,11 +79,6 @@ def test_round_trip_is_bit_equal(saved: tuple[Path, Any], cut: int) -> None:
     assert set(metadata.state_dict_metadata) == set(outcomes[0]["keys"])
 
 
-def test_round_trip_alone_without_a_launcher(one_rank: None, tmp_path: Path) -> None:
-    outcome = _round_trip(0, 1, str(tmp_path), 0)
-    assert outcome["empty"] == 0
-
-
 @pytest.mark.parametrize("cut", CUTS)
 def test_torch_reads_the_folder_as_whole_tensors(saved: tuple[Path, Any], cut: int) -> None:
     """An independent reader, with plain tensors of the whole shape, finds the whole values."""
@@ -98,17 +93,6 @@ def test_torch_reads_the_folder_as_whole_tensors(saved: tuple[Path, Any], cut: i
     )
     for value, (dtype, spec) in zip(plain.values(), names, strict=True):
         assert torch.equal(value, whole(spec.fqns[0], spec.shape, dtype)), (dtype, spec)
-
-
-def test_another_number_of_ranks_loads_the_same_values(saved: tuple[Path, Any]) -> None:
-    run_ranks(_load_and_compare, 2, str(saved[0]))
-
-
-def _load_and_compare(rank: int, size: int, root: str) -> None:
-    for cut in CUTS:
-        target = nested_state(rank, size, poison=True)
-        _, loaded = load_checkpoint(f"{root}/{cut}", target, iteration=10)
-        assert same(loaded, nested_state(rank, size)), cut
 
 
 def test_per_rank_values_come_back_per_rank(tmp_path: Path) -> None:

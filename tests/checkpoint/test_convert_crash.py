@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_cases import names
 from convert_cases import Model, differences, fsdp_state, load_all, save_fsdp
 
 from megatron_fsdp_adapter.checkpoint import folders
@@ -53,13 +53,6 @@ def source(tmp_path: Path) -> Path:
     return save_fsdp(tmp_path / "a", fsdp_state(Model()))
 
 
-def gone() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
 def is_finished(target: Path) -> bool:
     """Whether what is there is taken for a result."""
     return (target / folders.TRACKER).exists()
@@ -88,25 +81,6 @@ def test_killed_anywhere_nothing_unfinished_has_a_final_name(source: Path, tmp_p
         assert is_finished(target)
 
 
-@pytest.mark.parametrize("writer", ["gone", "alive"])
-def test_what_a_killed_conversion_left_is_no_result_of_another(
-    source: Path, tmp_path: Path, writer: str
-) -> None:
-    """Between the tracker's text and the name of its folder, as a kill at any later point."""
-    target = tmp_path / "b"
-    (target / "tmp.iter_0000003.8917dcc5").mkdir(parents=True)
-    owner = gone() if writer == "gone" else os.getpid()
-    tracker = target / f"tmp.{folders.TRACKER}.{folders._place()}-{owner}.7e61d24f"
-    tracker.write_text("3")
-    if writer == "alive":
-        with pytest.raises(ValueError, match="is not empty") as raised:
-            convert(source, target, "torch_dist")
-        assert tracker.name in str(raised.value)
-        return
-    convert(source, target, "torch_dist")
-    assert sorted(path.name for path in target.iterdir()) == ["iter_0000003", folders.TRACKER]
-
-
 def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> None:
     blocks = 0
 
@@ -126,6 +100,17 @@ def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.glob("b/*")) and not list(tmp_path.glob("*tmp*"))
     convert(source, tmp_path / "b", "torch_dist")
     assert is_finished(tmp_path / "b")
+
+
+def test_what_a_killed_conversion_left_is_no_result_of_another(
+    source: Path, tmp_path: Path
+) -> None:
+    """Between the tracker's text and the name of its folder, as a kill at any later point."""
+    target, tracker = tmp_path / "b", f"tmp.{folders.TRACKER}.7e61d24f"
+    (target / "tmp.iter_0000003.8917dcc5").mkdir(parents=True)
+    (target / tracker).write_text("3")
+    convert(source, target, "torch_dist")
+    assert names(target) == sorted(["iter_0000003", folders.TRACKER, tracker])
 
 
 def test_what_is_converted_is_told_block_by_block(source: Path, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     ("no data file", lambda r: without(fsdp(r), "__0_0.distcp"), "torch_dist", "distcp is missing"),
     ("short data file", lambda r: data(fsdp(r), lambda b: b[:-100]), "torch_dist", "bytes"),
     ("zeros in data file", lambda r: data(fsdp(r), lambda b: bytes(len(b))), "torch_dist",
-     "cannot be read from"),
+     "args cannot be read|weight cannot be read"),
     ("no common.pt", lambda r: without(torch_dist(r), "common.pt"), "fsdp_dtensor",
      "has no common.pt"),
     ("damaged common.pt", lambda r: rewritten(torch_dist(r) / ITERATION / "common.pt", "x"),

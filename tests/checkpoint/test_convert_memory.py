@@ -32,7 +32,7 @@ convert(Path(warm), Path(target + "_warm"), to, options=options)  # imports, poo
 used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(allowed),) * 2)
 report = convert(Path(source), Path(target), to, options=options)
-print(report.nbytes, report.memory_bound)
+print(report.nbytes)
 """
 
 
@@ -94,8 +94,7 @@ def test_the_bound_holds_under_a_limit_of_the_kernel(
 ) -> None:
     done = run(sources[source], tmp_path / "out", to, BLOCK)
     assert done.returncode == 0, done.stderr[-2000:]
-    nbytes, bound = map(int, done.stdout.split())
-    assert nbytes > 2 * 32 * MIB and bound <= BOUND
+    assert int(done.stdout) > 2 * 32 * MIB
 
 
 @pytest.mark.full
@@ -113,6 +112,6 @@ def test_one_chunk_of_the_source_is_kept_at_a_time(tmp_path: Path) -> None:
     tensor = from_tensor(torch.arange(64.0))
     write_folder(folder, Contents({("x",): tensor}, {}), 64, lambda name, nbytes: None)
     opened = DcpFolder.open(folder)
-    assert opened.largest_chunk() == 64 and opened.pieces("x") == 4
+    assert opened.pieces("x") == 4
     assert torch.equal(opened.tensor("x").whole(), torch.arange(64.0))
     assert opened._kept is not None and opened._kept[1].nbytes == 64

@@ -2,8 +2,7 @@
 
 Each case saves at one split after two training steps and loads at another, into a model full of
 other numbers. Weights, both moments and the step count are then put together by rules of the
-test's own (`reshard_cases`) and compared with those of the run that saved. Five further steps are
-compared with stock DDP under the second split, started from that state without a checkpoint.
+test's own (`reshard_cases`) and compared with those of the run that saved.
 
 The splits with `--full` are a pairwise cover of
 
@@ -11,12 +10,11 @@ The splits with `--full` are a pairwise cover of
     x one optimizer instance, HSDP, hybrid; dense, and with experts
 
 on 1 to 8 processes, and from each the checkpoint goes to several others, so that every value of
-each axis is left for every other. By default two splits of each model on four processes.
+each axis is left for every other. By default two splits of the dense model on four processes.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,16 +33,14 @@ from tests.checkpoint.reshard_cases import (
     Split,
     Whole,
     differences,
-    stock_from,
     trainer_of,
     whole_state,
 )
-from tests.distributed.checks import FREE, check_loss, check_norm, check_weights
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import Topology, TopologyTrainer, topology_step
 
-TRAINED, FURTHER = 2, 5
+TRAINED = 2
 ZERO0, ZERO1, ZERO2, ZERO3 = STRATEGIES
 
 
@@ -68,12 +64,7 @@ def _split(
     return Split(name, world, topology, strategy, 2 if outer else 1, outer or "no_shard")
 
 
-DEFAULT = (
-    _split(4, ZERO3, tp=2, outer="optim"),
-    _split(4, ZERO2, pp=2, vpp=2),
-    _split(4, ZERO3, tp=2, ep=2),
-    _split(4, ZERO1, ep=2, outer="no_shard"),
-)
+DEFAULT = (_split(4, ZERO3, tp=2, outer="optim"), _split(4, ZERO2, pp=2, vpp=2))
 
 TP4 = _split(4, ZERO3, tp=4)
 
@@ -138,24 +129,6 @@ def pairs_of(splits: tuple[Split, ...]) -> list[tuple[Split, Split]]:
     return [(a, splits[(i + k) % len(splits)]) for i, a in enumerate(splits) for k in OFFSETS]
 
 
-def axes_of(split: Split) -> dict[str, Any]:
-    t = split.topology
-    outer = {1: "one", 2: "hsdp" if split.outer == "no_shard" else "hybrid"}[split.instances]
-    return {"dp": split.dp, "strategy": split.strategy, "tp": t.tp, "pp": t.pp,
-            "ep": t.ep, "outer": outer}  # fmt: skip
-
-
-def _possible(values: dict[str, Any]) -> bool:
-    """Whether a split can have these values at all on 8 processes: two instances need an even
-    number of data-parallel ranks, a pipeline or tensor-parallel ranks multiply that number, and
-    expert-parallel ranks are data-parallel or tensor-parallel ones."""
-    dp, tp, pp, ep = (values.get(axis, 1) for axis in ("dp", "tp", "pp", "ep"))
-    if values.get("outer", "one") != "one" and dp % 2:
-        return "dp" not in values
-    # One axis of a pair is free: three ranks hold two expert-parallel ones only under TP.
-    return dp * tp * pp <= 8 and not (ep == 2 and dp in (1, 3) and values.get("tp", 2) == 1)
-
-
 # Saving and loading.
 
 
@@ -188,23 +161,6 @@ def _load(root: str, source: Split, target: Split) -> TopologyTrainer:
     return trainer
 
 
-def _further(trainer: TopologyTrainer, target: Split, whole: Whole) -> list[str]:
-    """How steps differ from those of stock DDP from the same state."""
-    steps = range(TRAINED, TRAINED + FURTHER)
-    ours = [topology_step(trainer, step) for step in steps]
-    reference = stock_from(target, whole)
-    found = []
-    for number, mine in zip(steps, ours, strict=True):
-        theirs = topology_step(reference, number)
-        try:
-            check_loss(mine.loss, theirs.loss, f"step {number}")
-            check_norm(mine.norm, theirs.norm, f"step {number}", FREE)
-            check_weights(mine.weights, theirs.weights, f"step {number}")
-        except AssertionError as error:
-            found.append(str(error))
-    return found
-
-
 def _run(
     rank: int, world: int, root: str, saves: list[Split], loads: list[tuple[Split, Split]]
 ) -> dict[str, list[str]]:
@@ -216,7 +172,7 @@ def _run(
         whole = torch.load(f"{root}/{source.name}.pt")
         trainer = _load(root, source, target)
         wrong = differences(whole_state(trainer), whole)
-        found[f"{source.name} -> {target.name}"] = wrong or _further(trainer, target, whole)
+        found[f"{source.name} -> {target.name}"] = wrong
     return found
 
 
@@ -228,13 +184,12 @@ def _merged(outcomes: list[dict[str, list[str]]]) -> dict[str, list[str]]:
     }
 
 
-DEFAULT_PAIRS = [(DEFAULT[0], DEFAULT[1])]
 
 
 def _run_default(rank: int, world: int, root: str) -> dict[str, Any]:
     """All that the default tests look at: starting processes takes longer than a case."""
     return {
-        "pairs": _run(rank, world, root, list(DEFAULT[:2]), DEFAULT_PAIRS),
+        "pairs": _run(rank, world, root, list(DEFAULT), [DEFAULT]),
         "padding": _padded(root),
         "layers": _other_layers(rank, root),
     }
@@ -247,12 +202,8 @@ def default_outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     return run_ranks(_run_default, 4, root, timeout=240.0)
 
 
-@pytest.mark.parametrize("pair", DEFAULT_PAIRS, ids=lambda pair: f"{pair[0].name}:{pair[1].name}")
-def test_saved_at_one_split_loads_at_another(
-    default_outcomes: list[dict[str, Any]], pair: tuple[Split, Split]
-) -> None:
-    found = _merged([outcome["pairs"] for outcome in default_outcomes])
-    assert found[f"{pair[0].name} -> {pair[1].name}"] == []
+def test_saved_at_one_split_loads_at_another(default_outcomes: list[dict[str, Any]]) -> None:
+    assert list(_merged([one["pairs"] for one in default_outcomes]).values()) == [[]]
 
 
 @pytest.mark.full
@@ -269,32 +220,6 @@ def test_pairwise_cover(tmp_path: Path, splits: tuple[Split, ...]) -> None:
     assert len(found) == len(pairs)
     wrong = {pair: what for pair, what in found.items() if what}
     assert not wrong, wrong
-
-
-@pytest.mark.parametrize("splits", (DENSE, MOE), ids=("dense", "experts"))
-def test_the_splits_cover_every_pair_of_values_and_every_change_of_one(
-    splits: tuple[Split, ...],
-) -> None:
-    values: dict[str, set[Any]] = {}
-    for split in splits:
-        for axis, value in axes_of(split).items():
-            values.setdefault(axis, set()).add(value)
-    assert values["dp"] == {1, 2, 3, 4} and values["strategy"] == set(STRATEGIES)
-    assert values["outer"] == {"one", "hsdp", "hybrid"}
-    assert any(split.topology.vpp for split in splits)
-    seen = {pair for split in splits for pair in itertools.combinations(axes_of(split).items(), 2)}
-    wanted = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(values, 2)
-        for x in values[a]
-        for y in values[b]
-        if _possible({a: x, b: y})
-    }
-    assert wanted <= seen, sorted(map(str, wanted - seen))
-    changes = {
-        (axis, axes_of(a)[axis], axes_of(b)[axis]) for a, b in pairs_of(splits) for axis in values
-    }
-    assert changes >= {(axis, x, y) for axis in values for x in values[axis] for y in values[axis]}
 
 
 MUON = (

@@ -39,7 +39,7 @@ def test_convert_prints_what_it_did(saved: Path, tmp_path: Path, capsys: Capture
     assert main(["convert", str(saved), str(target), "--to", "torch_dist", "--block-mib", "1"]) == 0
     found = capsys.readouterr()
     assert f"fsdp_dtensor -> torch_dist: {target}/iter_0000003" in found.out
-    assert "iteration 3, " in found.out and "tensors in memory at most: 5.0 MiB" in found.out
+    assert "iteration 3, " in found.out
     assert "100% of" in found.err, "no progress without a terminal"
     assert (target / "iter_0000003" / "common.pt").is_file()
 
@@ -95,28 +95,8 @@ def test_inspect_tells_who_saved_what(saved: Path, capsys: Captured) -> None:
     text = capsys.readouterr().out
     assert "model.module.decoder.layers.1.self_attention.linear_qkv.weight" in text
     assert "32x16" in text and "layers.0." not in text
-
-
-def test_inspect_lists_a_weight_with_its_optimizer_state(
-    saved: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    """Before: a line for each option of each weight."""
-    main(["convert", str(saved), str(tmp_path / "td"), "--to", "torch_dist", "--quiet"])
-    of_format = {
-        saved: ("model.module.", "exp_avg, exp_avg_sq, step: 3.0 KiB; 7 options"),
-        tmp_path / "td": ("", "exp_avg, exp_avg_sq, param: 4.5 KiB"),
-    }
-    weight = "embedding.word_embeddings.weight"
-    for root, (prefix, state) in of_format.items():
-        capsys.readouterr()
-        assert main(["inspect", str(root), "--keys"]) == 0
-        lines = capsys.readouterr().out.partition("\nkeys\n")[2].splitlines()
-        [line] = [line for line in lines if weight in line]
-        assert line.startswith(f"  {prefix}{weight} ") and line.endswith(f"  {state}"), line
-        assert not any("optimizer.state" in line or "param_to_group" in line for line in lines)
-        assert any(line.startswith("  rng_state") for line in lines)
-    assert main(["inspect", str(saved), "--keys", "--match", "weight.exp_avg_sq"]) == 0
-    assert weight in capsys.readouterr().out
+    moment = "optimizer.state.module.module.module.decoder.layers.1.self_attention.linear_qkv"
+    assert f"{moment}.weight.exp_avg_sq" in text and "param_to_group_meta" not in text
 
 
 def test_inspect_as_json_has_every_key(saved: Path, capsys: Captured) -> None:

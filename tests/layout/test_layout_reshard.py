@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from layout_cases import layouts, scatter, specs_of
 
-from megatron_fsdp_adapter.checkpoint.reshard import chunks
+from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
 from megatron_fsdp_adapter.core.layout import GroupLayout, plan_group
 
 
@@ -20,7 +20,7 @@ def test_chunks_of_all_ranks_tile_the_parameter_with_what_each_holds(layout: Gro
         for rank in range(layout.num_shards):
             blocks = [
                 tuple(slice(o, o + s) for o, s in zip(*block, strict=True))
-                for block in chunks(layout, index, rank)
+                for block in LayoutRef(layout, index, rank).chunks()
             ]
             assert len(blocks) <= (1 if spec.whole_rows else 2 * seen.ndim - 1)
             where = layout.shard_item_range(index, rank)
@@ -33,14 +33,14 @@ def test_chunks_of_all_ranks_tile_the_parameter_with_what_each_holds(layout: Gro
 
 def test_chunks_of_a_model_parallel_slice() -> None:
     layout = plan_group(specs_of([(16, 4), (5,)]), 2)
-    rows = [chunks(layout, 0, rank, tp_offset=(16, 0)) for rank in range(2)]
+    rows = [LayoutRef(layout, 0, rank, (16, 0)).chunks() for rank in range(2)]
     sizes = [layout.local_shape(0, rank) for rank in range(2)]
     assert rows == [(((16, 0), sizes[0]),), (((16 + sizes[0][0], 0), sizes[1]),)]
-    assert chunks(layout, 1, layout.holders(1)[0], (100,))[0][0] == (100,)
+    assert LayoutRef(layout, 1, layout.holders(1)[0], (100,)).chunks()[0][0] == (100,)
     with pytest.raises(ValueError, match="tp_offset"):
-        chunks(layout, 0, 0, (16,))
+        LayoutRef(layout, 0, 0, (16,))
 
 
 def test_an_empty_shard_has_no_chunk() -> None:
     layout = plan_group(specs_of([(2, 16)]), 4)
-    assert [len(chunks(layout, 0, rank)) for rank in range(4)] == [1, 1, 0, 0]
+    assert [len(LayoutRef(layout, 0, rank).chunks()) for rank in range(4)] == [1, 1, 0, 0]

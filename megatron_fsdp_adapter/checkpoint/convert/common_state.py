@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder, damage_of
 from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 
 COMMON, CONFIG = "common.pt", "metadata.json"
@@ -83,15 +83,7 @@ def _is_object(folder: DcpFolder) -> bool:
 
 
 def _of_file(path: Path, trusted: bool) -> Any:
-    try:
+    with damage_of(str(path)), path.open("rb") as file:
         if trusted:
-            return torch.load(path, map_location="cpu", weights_only=False)
-        with path.open("rb") as file:
-            return load_inert(file)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{path} holds an object of {error.name}, which is not installed. Install it"
-        ) from error
-    except Exception as error:
-        # pickle may raise any error on damaged bytes
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+            return torch.load(file, map_location="cpu", weights_only=False)
+        return load_inert(file)

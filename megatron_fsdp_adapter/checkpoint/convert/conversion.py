@@ -23,7 +23,6 @@ from megatron_fsdp_adapter.checkpoint.convert import common_state, fsdp_dtensor,
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
     DcpFolder,
     Progress,
-    locate,
     write_folder,
 )
 from megatron_fsdp_adapter.checkpoint.convert.run_config import RUN_CONFIG
@@ -33,6 +32,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     NameStyle,
     TrainingState,
     is_first_linear,
+    moe_layers,
 )
 
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
@@ -67,7 +67,7 @@ class Options:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}")
         if self.block_bytes < 1:
             raise ValueError(f"block_bytes={self.block_bytes} must be at least 1")
 
@@ -76,8 +76,8 @@ class Options:
 class Report:
     """The result of a conversion.
 
-    folder: the written folder; tensors, nbytes: number and size of its tensors; memory_bound: peak
-    memory of tensors in bytes; dropped: keys of the source that the other format does not store.
+    folder: the written folder; tensors, nbytes: number and size of its tensors; dropped: keys of
+    the source that the other format does not store.
     """
 
     source_format: str
@@ -86,21 +86,16 @@ class Report:
     iteration: int
     tensors: int
     nbytes: int
-    memory_bound: int
     dropped: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose structure was read.
-
-    largest_chunk: size in bytes of the largest part that can only be read as a whole.
-    """
+    """A checkpoint whose structure was read."""
 
     format: str
     folder: Path
     state: TrainingState
-    largest_chunk: int
 
 
 def detect_format(path: Path, iteration: int | None = None) -> str:
@@ -111,7 +106,7 @@ def detect_format(path: Path, iteration: int | None = None) -> str:
     if path.is_file():
         raise ValueError(f"{path} is a file. Name the folder of a checkpoint")
     folders.require_ours(path.parent, path, also=common_state.CONFIG)
-    root, number = locate(path, iteration)
+    root, number = folders.locate(path, iteration)
     folder = folders.final_folder(root, number)
     marks = (common_state.CONFIG, common_state.COMMON)
     return TORCH_DIST if any((folder / name).is_file() for name in marks) else FSDP_DTENSOR
@@ -131,10 +126,10 @@ def open_state(
         found = _known(source_format or detect_format(path, iteration))
         folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted)
         read, _ = _READ_AND_CONTENTS[found]
-        state = read(folder, locate(path, iteration)[1], options.weights_only)
+        state = read(folder, folders.locate(path, iteration)[1], options.weights_only)
         if options.params_dtype is not None:
             state = replace(state, params_dtype=options.params_dtype)
-        return Opened(found, folder.folder, state, folder.largest_chunk())
+        return Opened(found, folder.folder, state)
 
 
 def convert(
@@ -189,7 +184,6 @@ def convert(
         iteration=state.iteration,
         tensors=len(contents.tensors),
         nbytes=total,
-        memory_bound=2 * opened.largest_chunk + 5 * options.block_bytes,
         dropped=state.dropped,
     )
 
@@ -198,27 +192,31 @@ def style_of(state: TrainingState, options: Options) -> NameStyle:
     """The target model's style: from the options, else from the source. Raises a ValueError that
     lists missing options if neither defines it."""
     known = state.style
-    fused, grouped, gated = (
-        (known.fused_norms, known.grouped_experts, known.gated) if known else (None, None, None)
-    )
-    if options.transformer_impl is not None:
-        fused = options.transformer_impl == "transformer_engine"
-    if options.experts is not None:
-        grouped = options.experts == "grouped"
-    if options.swiglu is not None:
-        gated = options.swiglu
-    if not state.is_moe:
-        grouped = False
-    if not any(map(is_first_linear, state.weights)):
-        gated = False
-    told = {"--transformer-impl": fused, "--experts": grouped, "--swiglu or --no-swiglu": gated}
-    missing = [option for option, value in told.items() if value is None]
+    has_experts = bool(moe_layers(state.weights))
+    has_first_linears = any(map(is_first_linear, state.weights))
+    told = {
+        "--transformer-impl": (
+            TRANSFORMER_IMPLS.get(options.transformer_impl), known and known.fused_norms
+        ),
+        "--experts": (
+            None if has_experts else False, EXPERT_LAYOUTS.get(options.experts),
+            known and known.grouped_experts,
+        ),
+        "--swiglu or --no-swiglu": (
+            None if has_first_linears else False, options.swiglu, known and known.gated
+        ),
+    }  # fmt: skip
+    chosen = {
+        option: next((value for value in values if value is not None), None)
+        for option, values in told.items()
+    }
+    missing = [option for option, value in chosen.items() if value is None]
     if missing:
         raise ValueError(
             "the checkpoint has no training arguments for the modules of the model. Give "
             + ", ".join(missing)
         )
-    return NameStyle(bool(fused), bool(grouped), bool(gated))
+    return NameStyle(*map(bool, chosen.values()))
 
 
 @contextmanager
@@ -249,9 +247,9 @@ def _check_target(target: Path) -> None:
     if os.path.lexists(target) and not target.is_dir():
         what = "a link that leads nowhere" if target.is_symlink() else "a file"
         raise ValueError(f"{target} is {what}. Name a new folder for the result")
-    # Files of interrupted conversions do not count; the next conversion deletes them.
-    left = folders.leftovers(target) if target.is_dir() else ()
-    taken = sorted({path.name for path in target.glob("*")} - set(left))
+    # What interrupted conversions left does not count.
+    names = sorted(path.name for path in target.glob("*"))
+    taken = [name for name in names if not name.startswith(folders.TEMPORARY)]
     if taken:
         raise ValueError(f"{target} is not empty (it has {taken[0]}). Name a new folder")
 

@@ -11,28 +11,22 @@ you trust.
 from __future__ import annotations
 
 import io
-import math
-import pickle
-import re
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch.distributed import checkpoint as torch_dcp
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -60,22 +54,6 @@ class Contents:
     objects: Mapping[KeyPath, Any]
     files: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
 
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_DAMAGE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
-
-
-def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
-    """The root and the iteration of the checkpoint at `path`: a root, or one of its folders.
-
-    iteration: None for the newest of a root. Raises FileNotFoundError or ValueError as
-    `folders.read_tracker` does, and ValueError if `path` is one iteration and another is named.
-    """
-    match = _ITERATION.fullmatch(path.name)
-    if match is None or (path / folders.TRACKER).exists():
-        return path, folders.read_tracker(path) if iteration is None else iteration
-    if iteration not in (None, int(match[1])):
-        raise ValueError(f"{path} is iteration {int(match[1])}, not {iteration}. Name its parent")
-    return path.absolute().parent, int(match[1])
 
 
 @dataclass
@@ -99,7 +77,7 @@ class DcpFolder:
         """Opens the folder at `path`. Raises FileNotFoundError if there is none, ValueError if it
         is half-written or not one of DCP's. is_torch_dist: accept core's format, which a load
         rejects."""
-        root, number = locate(path, iteration)
+        root, number = folders.locate(path, iteration)
         if is_torch_dist:
             folder = folders.final_folder(root, number)
             metadata = folders.read_metadata(root, folder)
@@ -174,18 +152,6 @@ class DcpFolder:
         """The object under `key`. ValueError if it cannot be read."""
         return self._load(MetadataIndex(key), weights_only=False)
 
-    def largest_chunk(self) -> int:
-        """Bytes of the largest stored chunk, which has to be in memory to read any part of it."""
-        return max(
-            (
-                math.prod(chunk.sizes) * stored.properties.dtype.itemsize
-                for stored in self.metadata.state_dict_metadata.values()
-                if isinstance(stored, TensorStorageMetadata)
-                for chunk in stored.chunks
-            ),
-            default=0,
-        )
-
     def _chunk(self, key: str, chunk: Box) -> torch.Tensor:
         index = MetadataIndex(key, torch.Size(chunk[0]))
         if self._kept is None or self._kept[0] != index:
@@ -206,24 +172,28 @@ class DcpFolder:
                 f"{self.folder}: {index.fqn} is stored with the transforms "
                 f"{info.transform_descriptors} (compression), which are not supported"
             )
-        try:
-            with (self.folder / info.relative_path).open("rb") as file:
-                view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
-                if weights_only or self.trusted:
-                    return torch.load(view, map_location="cpu", weights_only=weights_only)
-                return load_inert(view)
-        except _DAMAGE as error:
-            if "allocate memory" in str(error):
-                raise  # out of memory, for which torch has no error class
-            raise ValueError(
-                f"{self.folder}: {index.fqn} cannot be read from {info.relative_path} "
-                f"({type(error).__name__}: {str(error).splitlines()[0]}). The file is damaged"
-            ) from error
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"{self.folder}: {index.fqn} holds an object of {error.name}, which is not "
-                "installed. Put it on PYTHONPATH"
-            ) from error
+        path = self.folder / info.relative_path
+        with damage_of(f"{path}: {index.fqn}"), path.open("rb") as file:
+            view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+            if weights_only or self.trusted:
+                return torch.load(view, map_location="cpu", weights_only=weights_only)
+            return load_inert(view)
+
+
+@contextmanager
+def damage_of(what: str) -> Iterator[None]:
+    """Replaces the errors of reading `what` by a ValueError that says what is wrong with it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{what} holds an object of {error.name}, which is not installed. Put it on PYTHONPATH"
+        ) from error
+    except Exception as error:  # pickle may raise any error on damaged bytes
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise  # torch has no error class of its own for it
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ValueError(f"{what} cannot be read ({why}). The file is damaged") from error
 
 
 def write_folder(folder: Path, contents: Contents, block_bytes: int, progress: Progress) -> None:
@@ -245,10 +215,11 @@ def dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-class _StreamingPlanner(SavePlanner):
+class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
     """Plans the blocks of lazy tensors. A block is computed when the writer needs it."""
 
     def __init__(self, contents: Contents, block_bytes: int, progress: Progress) -> None:
+        super().__init__()
         tensors, objects = contents.tensors, contents.objects
         self._paths = {dotted(path): path for path in (*tensors, *objects)}
         self._tensors = {dotted(path): tensor for path, tensor in tensors.items()}
@@ -258,14 +229,6 @@ class _StreamingPlanner(SavePlanner):
         self._block_bytes = block_bytes
         self._progress = progress
 
-    def set_up_planner(
-        self,
-        state_dict: Any,
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """No-op: the planner has its state since construction."""
-
     def create_local_plan(self) -> SavePlan:
         items = [
             self._item(key, tensor, box)
@@ -273,15 +236,7 @@ class _StreamingPlanner(SavePlanner):
             for box in blocks(tensor.shape, tensor.dtype.itemsize, self._block_bytes)
         ]
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        metadata.planner_data = dict(self._paths)
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        return SavePlan(items, planner_data=self._paths)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         key = write_item.index.fqn

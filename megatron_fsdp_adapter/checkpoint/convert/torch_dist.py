@@ -164,7 +164,7 @@ class _Keys:
         layers: dict[str, set[str]] = {}
         for match in numbered:
             layers.setdefault(match[1], set()).add(match[2])
-        frequency = state.argument("moe_layer_freq", 1)
+        frequency = argument_of(state.rest, "moe_layer_freq", 1)
         differ = len({frozenset(names) for names in layers.values()}) > 1
         per_layer = differ or isinstance(frequency, (list, tuple)) or frequency > 1
         found = (_COMMON_EXPERT.fullmatch(name) for name in state.weights)

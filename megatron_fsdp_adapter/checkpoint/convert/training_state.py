@@ -26,8 +26,11 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow
 from megatron_fsdp_adapter.checkpoint.names import HALVES, split_depth
 
-TRANSFORMER_IMPLS = ("local", "transformer_engine")
-EXPERT_LAYOUTS = ("sequential", "grouped")
+TRANSFORMER_IMPLS: Mapping[str | None, bool] = {"local": False, "transformer_engine": True}
+"""Layers by name -> whether norms are fused into them."""
+
+EXPERT_LAYOUTS: Mapping[str | None, bool] = {"sequential": False, "grouped": True}
+"""Experts by name -> whether one module holds them."""
 
 _FUSED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -79,15 +82,6 @@ class TrainingState:
     style: NameStyle | None = None
     depth: int | None = None
     dropped: tuple[str, ...] = ()
-
-    def argument(self, name: str, default: Any = None) -> Any:
-        """A training argument that was saved with the checkpoint."""
-        return argument_of(self.rest, name, default)
-
-    @property
-    def is_moe(self) -> bool:
-        """True if any layer has experts."""
-        return any(_EXPERT.fullmatch(name) for name in self.weights)
 
 
 def argument_of(rest: Mapping[str, Any], name: str, default: Any = None) -> Any:
@@ -217,7 +211,7 @@ def check_layers(state: TrainingState, where: object) -> None:
     A checkpoint whose layer numbers count from the start of a pipeline stage lacks layers.
     """
     found = {int(m[1]) for name in state.weights if (m := _LAYER_NUMBER.match(name))}
-    wanted = int(state.argument("num_layers", len(found)))
+    wanted = int(argument_of(state.rest, "num_layers", len(found)))
     missing = sorted(set(range(wanted)) - found)
     if missing or len(found) != wanted:
         raise ValueError(

@@ -182,8 +182,7 @@ class AsyncStrategy:
             self._last.is_over(blocking=True)
         if self._background is None:
             self._background = BackgroundWriter()
-            group = dist.new_group(backend="gloo")
-            self._ranks = Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
+            self._ranks = Coordinator.of(dist.new_group(backend="gloo"))
         assert self._ranks is not None
         folder = storage_writer.folder
         writing = self._background.start(

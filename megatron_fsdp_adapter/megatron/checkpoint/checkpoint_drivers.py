@@ -33,7 +33,7 @@ from ...checkpoint.coordination import coordination
 from ...checkpoint.names import MODEL
 from ...checkpoint.scaling import fit_scaling, taken_over
 from ...checkpoint.state import compare, flatten, from_stored, to_stored
-from ...checkpoint.training import OPTIMIZER
+from ...checkpoint.training import OPTIMIZER, merged
 from ...checkpoint.vocabulary import fit_vocabulary
 from ...sharding.sharded_module import ShardedStateDict
 from ..compat.table import BRIDGE, LM
@@ -78,19 +78,8 @@ def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError if two chunks have a key in common: they were not made by our wrapper.
     """
     chunks = [key for key in state if _CHUNK.fullmatch(key)]
-    if not chunks:
-        return dict(state)
-    merged: dict[str, Any] = {}
-    for chunk in chunks:
-        common = sorted(merged.keys() & state[chunk].keys())
-        if common:
-            raise ValueError(
-                f"{chunk} and the model chunks before it both have {', '.join(common[:5])} "
-                f"({len(common)} keys). Names must be those of the whole model"
-            )
-        merged |= state[chunk]
     rest = {key: value for key, value in state.items() if key not in chunks}
-    return {**rest, MODEL: merged}
+    return {**rest, MODEL: merged(state[key] for key in chunks)} if chunks else rest
 
 
 def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,19 +9,16 @@ never communicate; only those whose purpose it is, to make a whole tensor, do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from megatron_fsdp_adapter.checkpoint.chunks import (
-    LayoutRef,
-    has_chunks,
-)
+from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, lacks_chunks
 from megatron_fsdp_adapter.checkpoint.parts import dtensor_of_piece
-from megatron_fsdp_adapter.dtensor import is_replicated, whole_tensor
+from megatron_fsdp_adapter.checkpoint.state import flatten
+from megatron_fsdp_adapter.dtensor import whole_tensor
 
 LAYOUT_REF = "fsdp_layout_ref"
 _SOURCE = "fsdp_split_source"
@@ -42,7 +39,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     Nothing is left to prepare: what our wrapper and optimizer put into a state dict carries its
     chunks. Raises ValueError naming every sharded DTensor that does not.
     """
-    missing = _without_chunks(state_dict, "")
+    missing = [key for key, leaf in flatten(state_dict).items() if lacks_chunks(leaf)]
     if missing:
         raise ValueError(
             f"{len(missing)} sharded DTensors carry no chunks: {', '.join(missing)}. Take the "
@@ -162,15 +159,3 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
         return None
     explicit = getattr(param, "_tp_partition_dim", None)
     return explicit if explicit is not None else param.partition_dim  # type: ignore[attr-defined]
-
-
-def _without_chunks(value: Any, path: str) -> list[str]:
-    if isinstance(value, DTensor):
-        return [] if has_chunks(value) or is_replicated(value) else [path.removesuffix(".")]
-    if isinstance(value, Mapping):
-        entries = list(value.items())
-    elif isinstance(value, list):
-        entries = list(enumerate(value))
-    else:
-        return []
-    return [key for name, entry in entries for key in _without_chunks(entry, f"{path}{name}.")]
