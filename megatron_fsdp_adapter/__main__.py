@@ -13,7 +13,6 @@ from . import __version__
 
 COMMANDS = {
     "convert": "megatron_fsdp_adapter.cli.convert",
-    "diff": "megatron_fsdp_adapter.cli.diff",
     "doctor": "megatron_fsdp_adapter.cli.doctor",
     "estimate": "megatron_fsdp_adapter.cli.estimate",
     "inspect": "megatron_fsdp_adapter.cli.inspect",
@@ -28,8 +27,13 @@ REMOVED = {
     "estimate --padding-bound": "removed, because no run has the option. Leave it out",
     "estimate --max-segments": "removed, because no run has the option. Leave it out",
     "doctor --no-poison": "removed. Fresh buffers of a proof are filled with NaN. Leave it out",
+    "convert --hf-config": "removed. Megatron-Bridge converts from and to Hugging Face",
 }
 """Options of commands that there were -> why not, and what to do."""
+DIFF = (
+    "removed. Compare two checkpoints with compare-two-checkpoint of Megatron-LM's "
+    "tools/checkpoint/checkpoint_inspector.py"
+)
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
        python -m megatron_fsdp_adapter {{{",".join(COMMANDS)}}} ...
@@ -76,6 +80,9 @@ def main(argv: list[str]) -> int:
         from .launch.runner import run
 
         return run(argv)
+    if argv[:1] == ["diff"]:
+        print(f"diff: {DIFF}", file=sys.stderr)
+        return 2
     if argv == ["--version"]:
         print(f"megatron_fsdp_adapter {__version__}")
         return 0
