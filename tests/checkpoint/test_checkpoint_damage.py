@@ -479,12 +479,3 @@ def test_metadata_of_one_rank_are_not_read(one_rank: None, tmp_path: Path) -> No
     with pytest.raises(CheckpointException, match="it names"):
         torch_dcp.load(_state(0.0), storage_reader=Reader(folder))
     assert not made.exists()
-
-
-def test_a_checkpoint_without_record_and_digests_loads(one_rank: None, tmp_path: Path) -> None:
-    """As torch DCP alone, Megatron, or an older release wrote it."""
-    folder = folders.final_folder(tmp_path, 3)
-    torch_dcp.save(_state(3.0), checkpoint_id=str(folder))
-    folders.write_atomically(tmp_path / folders.TRACKER, "3")
-    iteration, loaded = load_checkpoint(tmp_path, _state(-1.0))
-    assert iteration == 3 and same(loaded, _state(3.0))

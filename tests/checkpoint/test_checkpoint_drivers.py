@@ -110,12 +110,6 @@ def test_model_chunks_are_merged_for_a_save(driver: ModuleType, trainer: Trainer
     assert not [key for key in ready if key in ("model0", "model1")]
 
 
-def test_model_chunks_that_share_a_key_are_refused(driver: ModuleType) -> None:
-    state = {"model0": {"a": 1, "b": 1}, "model1": {"b": 2, "c": 2}}
-    with pytest.raises(ValueError, match=r"several model chunks .* have b \(1 keys\)"):
-        driver.preprocess_fsdp_dtensor_state_dict(None, state, None)
-
-
 def test_model_chunks_are_loaded_and_taken_apart_again(
     driver: ModuleType, trainer: Trainer, tmp_path: Path
 ) -> None:

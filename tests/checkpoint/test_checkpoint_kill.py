@@ -21,6 +21,7 @@ from checkpoint_cases import names, numbered_state, same
 from launch import run_ranks
 
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
+from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import LM, SAVES
 
@@ -100,6 +101,8 @@ def _check_loads(root: Path, allowed: dict[int, tuple[float, ...]]) -> None:
 
 
 def _check_and_save_again(root: Path, allowed: dict[int, tuple[float, ...]], keep: int) -> None:
+    for folder in root.glob("iter_*"):  # Megatron makes an empty one before it saves
+        assert not names(folder) or verify.examine(folder)["intact"], folder
     _check_loads(root, allowed)
     save_checkpoint(root, 10, numbered_state(0, 1, 3.0), keep)
     _check_loads(root, {10: (3.0,)})
