@@ -38,7 +38,7 @@ from ..core.engine.identity import ParamPair
 from ..core.engine.offloaded import OffloadedBuffer
 from ..core.engine.unit import Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
-from .state_init import is_torch_optimizer, make_state
+from .state_init import ADAM, make_state, moments_of
 from .state_view import is_like
 
 OPTION = "chunked_optimizer_state_offload"
@@ -115,8 +115,7 @@ class Residency:
         if not engines:
             return
         self._runtime = engines[0].runtime
-        is_adam = isinstance(optimizer, torch.optim.Adam) or not is_torch_optimizer(optimizer)
-        if not is_adam or "betas" not in optimizer.defaults or len(optimizer.state) > 0:
+        if moments_of(optimizer) != ADAM or len(optimizer.state) > 0:
             raise ValueError(
                 f"{OPTION}=True with optimizer={type(optimizer).__name__}: it is for Adam and "
                 "AdamW, torch's or fused ones, that have taken no step yet; use one of those, or "

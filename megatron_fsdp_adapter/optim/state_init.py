@@ -11,6 +11,9 @@ import torch
 
 COUNT = "step"
 """The option in which fused optimizers count the steps of a group."""
+ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+FUSED = {"FusedAdam": ADAM, "FusedSGD": SGD}
+"""By name of the class, as Transformer Engine and apex have them."""
 
 
 def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
@@ -48,20 +51,24 @@ def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
         if hasattr(optimizer, "initialize_state"):
             optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
         else:
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in ADAM:
                 optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
 
 
-def _has_momentum_alone(optimizer: Any) -> bool:
-    """Whether it is SGD, torch's or the fused one of Transformer Engine or apex."""
-    return "momentum" in optimizer.defaults and (
-        isinstance(optimizer, torch.optim.SGD) or not is_torch_optimizer(optimizer)
-    )
-
-
 def moments_of(optimizer: Any) -> tuple[str, ...]:
-    """What an optimizer that `initialize_state` knows keeps of a parameter's shape."""
-    return ("momentum_buffer",) if _has_momentum_alone(optimizer) else ("exp_avg", "exp_avg_sq")
+    """Names of what Adam or SGD keeps in a parameter's shape: torch's, or the fused one of
+    Transformer Engine or apex. () for any other optimizer."""
+    if isinstance(optimizer, torch.optim.Adam):
+        return ADAM
+    if isinstance(optimizer, torch.optim.SGD):
+        return SGD
+    names = (base.__name__ for base in type(optimizer).__mro__)
+    return next((FUSED[name] for name in names if name in FUSED), ())
+
+
+def is_known(optimizer: Any) -> bool:
+    """Whether `make_state` makes what its first step would."""
+    return is_torch_optimizer(optimizer) or bool(moments_of(optimizer))
 
 
 def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
@@ -87,7 +94,7 @@ def make_state(
     """State for the parameters that `optimizer` has now, without taking a step; not for those of
     groups that it `leaves_out`."""
     init = _init_torch_state if is_torch_optimizer(optimizer) else _init_fused_state
-    if _has_momentum_alone(optimizer):
+    if moments_of(optimizer) == SGD:
         init = _init_momentum
     for group in optimizer.param_groups:
         if not leaves_out(group):

@@ -203,7 +203,7 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             f"optimizer has groups of {sizes}: it belongs to another model or another weight "
             "decay or learning rate rule"
         )
-    if not is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
+    if moments_of(optimizer) and not isinstance(optimizer, torch.optim.SGD):
         initialize_state(optimizer)
     load_values(optimizer, saved, given["state"])
     for group, saved_group in zip(current, saved, strict=True):

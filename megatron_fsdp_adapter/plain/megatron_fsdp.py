@@ -31,7 +31,7 @@ from ..core.config import MixedPrecisionPolicy as Policy
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE
 from ..diagnostics.grad_check import GradCheck
-from ..optim.state_init import is_torch_optimizer
+from ..optim.state_init import is_known
 from ..optim.step import initialize_state
 from ..sharding.distributed_index import FSDPDistributedIndex as Index
 from ..sharding.materialize import target_device
@@ -394,8 +394,7 @@ def fully_shard_optimizer(
     of this package."""
     plain.fully_shard_optimizer(optimizer)
     optimizer.__class__ = _with_keywords(type(optimizer))  # type: ignore[arg-type]
-    fused = any(base.__name__ in ("FusedAdam", "FusedSGD") for base in type(optimizer).__mro__)
-    if fused or is_torch_optimizer(optimizer):
+    if is_known(optimizer):
         initialize_state(optimizer)
     else:
         warn(
