@@ -11,7 +11,7 @@ stages, one at a time. `export_shards` does without all of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from ..core.engine.memory import COMPUTE, MAIN
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
 from ..quantized import dequantized, scales_of
-from ..quantized.blocks import in_blocks
 from .export_source import Described, Source, sources
 from .problems import raise_problems
 from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit_copies
@@ -58,7 +57,7 @@ def export_weights(
     which: str = ALL,
     scope: str = MODEL,
     quantized: bool = False,
-    fp8: Callable[[str], bool] | None = None,
+    fp8: Any = None,
 ) -> Named:
     """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
     parameters that were left alone, persistent buffers (which keep their dtype). The next unit is
@@ -80,18 +79,17 @@ def export_weights(
         quantized: quantized weights come as the bytes that modules compute with, under the weight's
             name, and what to multiply them by, under that name with `_scale_inv`: one number, one
             for each 128 x 128 elements, or (uint8, exponents) for each 32 of a row.
-        fp8: names, as they are exported, of matrices that are cast to bytes with one scale for each
-            128 x 128 elements, where they are not bytes already.
+        fp8: refused: weights that are not quantized come in `dtype`.
 
     Raises:
         ValueError: before anything is gathered: an option with a wrong value, quantized weights
             that cannot be joined.
     """
     chunks = sources(model)
-    _check(hf_config, which, scope, dtype)
+    _check(hf_config, which, scope, dtype, fp8)
     for source in chunks:
         source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantized else [])])
-    plan = _Plan(dtype, quantized, scope == MODEL, fp8)
+    plan = _Plan(dtype, quantized, scope == MODEL)
     exported = [_Chunk(source, which, plan) for source in chunks]
     found = [line for chunk in exported for line in chunk.problems()]
     raise_problems("export_weights", found)
@@ -119,8 +117,15 @@ def export_shards(
     return (shard for chunk in exported for shard in chunk.shards())
 
 
-def _check(hf_config: Any, which: str, scope: str, dtype: torch.dtype | None) -> None:
+def _check(
+    hf_config: Any, which: str, scope: str, dtype: torch.dtype | None, fp8: Any = None
+) -> None:
     found = []
+    if fp8 is not None:
+        found.append(
+            "fp8: not supported, a cast of what comes out needs nothing of the model. Leave it out "
+            "and cast the tensors in the loop, or use quantized=True for quantized weights"
+        )
     if hf_config is not None:
         found.append(
             "hf_config: not supported, an export has the model's names. Leave it out and rename "
@@ -198,20 +203,13 @@ class _Plan:
     dtype: torch.dtype | None
     quantized: bool
     everything: bool
-    fp8: Callable[[str], bool] | None = None
 
-    def presented(self, plane: str, name: str, tensor: torch.Tensor) -> list[Entry]:
-        """Under which names and in which dtypes a tensor of one plane goes out."""
-        if plane in SCALES:
-            return [(name + SCALE_SUFFIX, tensor)]
-        if plane != WEIGHT:
-            return [(name, tensor.view(torch.float8_e4m3fn))]
-        is_matrix = tensor.dim() == 2 and tensor.is_floating_point()
-        if self.fp8 is None or not is_matrix or not self.fp8(name):
-            return [(name, tensor)]
-        stored, inverses = in_blocks(tensor)
-        return [(name, stored), (name + SCALE_SUFFIX, inverses)]
 
+def _presented(plane: str, name: str, tensor: torch.Tensor) -> Entry:
+    """Under which name and in which dtype a tensor of one plane goes out."""
+    if plane in SCALES:
+        return name + SCALE_SUFFIX, tensor
+    return name, tensor if plane == WEIGHT else tensor.view(torch.float8_e4m3fn)
 
 class _Chunk:
     """The export of one model chunk."""
@@ -287,8 +285,7 @@ class _Chunk:
         for plane in list(planes):
             whole = _joined(described, planes.pop(plane))
             parts = _from_all(self.source.experts, whole) if exchange else [whole]
-            for name, part in zip(names, parts, strict=True):
-                found += self.plan.presented(plane, name, part)
+            found += [_presented(plane, *each) for each in zip(names, parts, strict=True)]
         return found[::-1]
 
     def _gathered(self) -> Iterator[tuple[Described, Planes]]:

@@ -76,34 +76,38 @@ def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 class _GroupCopy:
-    """One plane of one group. items: of each parameter, whole as this rank's model has it."""
+    """Of one group. items: by plane, of each parameter, whole as this rank's model has it."""
 
-    def __init__(self, group: ParamGroup, plane: Plane, source: list[torch.Tensor]) -> None:
+    def __init__(self, group: ParamGroup, wanted: Wanted) -> None:
+        self._group, self.items = group, dict[str, list[torch.Tensor]]()
+        self._held_items: dict[str, list[torch.Tensor]] = {}
+        self._held, self._sources = list[torch.Tensor](), list[torch.Tensor]()
+        self.gather_pairs, self.outer_pairs = list[Pair](), list[Pair]()
         specs = (group.full, group.inner, group.held)
-        buffer = ShardedBuffer(group.full, specs, group.staging.runtime, plane=plane)
-        buffer.forget()
-        full, inner, self._held = (buffer.segments(spec) for spec in specs)
-        self._source = source
-        self.gather_pairs: list[Pair] = []
-        self.outer_pairs: list[Pair] = []
-        if group.shards_main:
-            self.gather_pairs += zip(full, inner, strict=True)
-        if group.splits_outer:
-            self.outer_pairs += zip(inner, self._held, strict=True)
-        self.items, self.held_items = buffer.params, buffer.items(group.held)
+        for plane, source in wanted.planes(group):
+            buffer = ShardedBuffer(group.full, specs, group.staging.runtime, plane=plane)
+            buffer.forget()
+            full, inner, held = (buffer.segments(spec) for spec in specs)
+            if group.shards_main:
+                self.gather_pairs += zip(full, inner, strict=True)
+            if group.splits_outer:
+                self.outer_pairs += zip(inner, held, strict=True)
+            self._held += held
+            self._sources += source
+            self.items[plane.name] = buffer.params
+            self._held_items[plane.name] = buffer.items(group.held)
 
     def fill(self) -> None:
         """Casts what this rank holds into its place."""
-        copy_each(self._held, self._source)
+        if WEIGHT not in self.items and self._group.write_planes is not None:  # no shard is kept
+            self._group.write_planes(self._held_items)
+        else:
+            copy_each(self._held, self._sources)
 
 
-@dataclass(frozen=True)
-class _UnitCopy:
-    """The copy of a unit whose gather was launched. event: after which it is there."""
-
-    unit: Unit
-    parts: Mapping[int, Mapping[str, _GroupCopy]]
-    event: Any
+_UnitCopy = tuple[Mapping[int, _GroupCopy], Any]
+"""The copies of a unit's groups, by their ids, whose gather was launched, and the event after which
+they are there."""
 
 
 def unit_copies(
@@ -129,8 +133,8 @@ def unit_copies(
         while launched:
             yield _finish(engine, launched.popleft(), pairs)
     finally:
-        for copy in launched:  # memory that is written to must not go back to the caller's stream
-            engine.runtime.wait(COMPUTE, copy.event)
+        for _, event in launched:  # what is written to must not go back to the caller's stream
+            engine.runtime.wait(COMPUTE, event)
 
 
 def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
@@ -144,47 +148,27 @@ def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
 @torch.no_grad()
 def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
     runtime, gather = engine.runtime, engine.gather
-    parts = {
-        id(group): {
-            plane.name: _GroupCopy(group, plane, source)
-            for plane, source in wanted.planes(group)
-        }
-        for group in unit.groups if wanted.group(group)
-    }
-    groups = [group for group in unit.groups if id(group) in parts]
-
-    def fill() -> None:
-        for group in groups:
-            copies = parts[id(group)]
-            if WEIGHT not in copies and group.write_planes is not None:  # no shard is kept
-                items = {name: copy.held_items for name, copy in copies.items()}
-                group.write_planes(items)
-                continue
-            for copy in copies.values():
-                copy.fill()
-
-    def outer(group: ParamGroup) -> list[Pair]:
-        copies = parts[id(group)].values()
-        return [pair for copy in copies for pair in copy.outer_pairs]
-
-    def inner(group: ParamGroup) -> list[Pair]:
-        copies = parts[id(group)].values()
-        return [pair for copy in copies for pair in copy.gather_pairs]
-
+    groups = list(filter(wanted.group, unit.groups))
+    copies = {id(group): _GroupCopy(group, wanted) for group in groups}
     gather.follow_compute()  # main weights, and the memory of the copies, are compute's
-    over_outer, over_inner = gather.plan(groups, outer, inner)
-    runtime.submit(GATHER, fill, *gather.tasks(over_outer), *gather.tasks(over_inner))
-    return _UnitCopy(unit, parts, runtime.record(GATHER))
+    over_outer, over_inner = gather.plan(
+        groups, lambda group: copies[id(group)].outer_pairs,
+        lambda group: copies[id(group)].gather_pairs,
+    )  # fmt: skip
+    fills = [copy.fill for copy in copies.values()]
+    runtime.submit(GATHER, *fills, *gather.tasks(over_outer), *gather.tasks(over_inner))
+    return copies, runtime.record(GATHER)
 
 
 def _finish(
-    engine: FsdpEngine, copy: _UnitCopy, pairs: Mapping[int, list[ParamPair]]
+    engine: FsdpEngine, launched: _UnitCopy, pairs: Mapping[int, list[ParamPair]]
 ) -> list[tuple[ParamPair, Planes]]:
-    engine.runtime.wait(COMPUTE, copy.event)
+    copies, event = launched
+    engine.runtime.wait(COMPUTE, event)
     found = []
-    for group, parts in copy.parts.items():
+    for group, copy in copies.items():
         for pair in pairs[group]:
-            planes = {name: part.items[pair.index] for name, part in parts.items()}
+            planes = {name: items[pair.index] for name, items in copy.items.items()}
             if WEIGHT not in planes:
                 add_scale(planes, scales_of(pair.unsharded))
             found.append((pair, planes))
