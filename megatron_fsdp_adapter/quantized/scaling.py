@@ -16,7 +16,7 @@ scale that they have, which is not the next one where a step was left out or the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,11 @@ def scaling_of(pair: ParamPair) -> Scaling | None:
         if all(hasattr(state, "amax_history") for state in states):
             return Scaling(owner, pair.unsharded, _product(about), trained)
     return None
+
+
+def scalings_of(pairs: Iterable[ParamPair]) -> list[Scaling]:
+    """Of those of `pairs` that have one."""
+    return [scaling for pair in pairs if (scaling := scaling_of(pair)) is not None]
 
 
 def _product(about: Any) -> int:

@@ -5,7 +5,7 @@ and guards against what would detach its parameters from their buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..dtensor import whole_tensor
 from ..quantized import attributes_of_class, dequantized
-from ..quantized.scaling import Scaling, scaling_of
+from ..quantized.scaling import Scaling, scaling_of, scalings_of
 from .model_state import (
     checkpoint_form,
     chosen_form,
@@ -301,29 +301,19 @@ def take_scaling(
         )
 
 
-def forget_scalings(engine: FsdpEngine) -> None:
-    """Forgets scales: all weights were written without them."""
-    for pair in engine.pairs:
-        scaling = scaling_of(pair)
-        if scaling is not None:
-            scaling.forget()
-
-
 def forget_scaling(
-    engine: FsdpEngine, numbers: Sequence[int], child: nn.Module, state: Mapping[str, Any],
-    prefix: str,
+    pairs: Iterable[ParamPair], child: nn.Module, state: Mapping[str, Any], prefix: str
 ) -> None:
-    """A load into `child` writes weights (pairs `numbers` of the engine), and may say nothing of
-    how they are scaled: TE's module takes its own state, if there is any."""
+    """A load into `child` writes weights, of `pairs`, and may say nothing of how they are scaled:
+    TE's module takes its own state, if there is any."""
     extra = state.get(prefix + EXTRA_STATE)
     if isinstance(extra, torch.Tensor) and extra.numel():
         return
-    for pair in (engine.pairs[number] for number in numbers):
-        slots = pair.managed.slots
-        written = any(owner is child and prefix + name in state for owner, name in slots)
-        scaling = scaling_of(pair) if written else None
-        if scaling is not None:
-            scaling.forget()
+    for scaling in scalings_of(
+        pair for pair in pairs
+        if any(owner is child and prefix + name in state for owner, name in pair.managed.slots)
+    ):  # fmt: skip
+        scaling.forget()
 
 
 def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
@@ -334,6 +324,9 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
     for number, pair in enumerate(engine.pairs):
         for owner, _ in pair.managed.slots:
             owned.setdefault(id(owner), []).append(number)
+
+    def pairs_of(alive: FsdpEngine, child: nn.Module) -> list[ParamPair]:
+        return [alive.pairs[number] for number in owned.get(id(child), ())]
 
     def before_save(*_: Any) -> None:
         alive = ref()
@@ -349,16 +342,14 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise ValueError(ASSIGN)
             alive.to_sharded()
-            forget_scaling(alive, owned.get(id(child), ()), child, state_dict, prefix)
+            forget_scaling(pairs_of(alive, child), child, state_dict, prefix)
             errors += load_own(child, state_dict, prefix)
 
     def after_load(child: nn.Module, *_: Any) -> None:
         alive = ref()
         if alive is not None:
-            for number in owned.get(id(child), ()):
-                scaling = scaling_of(alive.pairs[number])
-                if scaling is not None:
-                    scaling.follow()
+            for scaling in scalings_of(pairs_of(alive, child)):
+                scaling.follow()
             alive.main_weights_changed(loaded=True)
 
     for child in module.modules():

@@ -31,9 +31,9 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.memory import MAIN
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
+from megatron_fsdp_adapter.quantized.scaling import scalings_of
 from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
-from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
 
 TASKS = "build_conversion_tasks"
 
@@ -122,7 +122,8 @@ def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         call.run()
     for engine in call.engines:
         engine.to_sharded()
-        forget_scalings(engine)
+        for scaling in scalings_of(engine.pairs):
+            scaling.forget()
         engine.main_weights_changed(loaded=True)
     return call.models
 
