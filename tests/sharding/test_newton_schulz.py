@@ -1,13 +1,7 @@
-"""Newton-Schulz in half precision, beside the same polynomials in float64, and the kernel that
-computes symmetric products."""
+"""Newton-Schulz in half precision, beside the same polynomials in float64, and symmetric products.
+"""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +15,6 @@ from megatron_fsdp_adapter.optim.muon.newton_schulz import (
     restarts_of,
 )
 from megatron_fsdp_adapter.optim.muon.symmetric import symmetric_product
-
-ROOT = Path(__file__).parents[2]
 
 
 def plain(x: torch.Tensor, coefficients: tuple[Coefficients, ...]) -> torch.Tensor:
@@ -161,45 +153,3 @@ def test_a_symmetric_product_is_the_product(tall: bool) -> None:
     found = symmetric_product(x, None, gram, 0.5, 1e-3, 2.0, tall)
     expected = (0.5 + 1e-3) * gram + 2.0 * torch.eye(gram.shape[1])
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_the_kernel_interpreted_is_the_product_and_exactly_symmetric() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.sharding.interpreted_symmetric"], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, check=True,
-    )  # fmt: skip
-    lines = found.stdout.splitlines()
-    assert len(lines) == 16 and all(line.endswith(": True True") for line in lines), found.stdout
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-    reason="needs Triton's compiler",
-)
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("tall", [False, True])
-def test_the_kernel_compiles_without_the_gpu(tall: bool, capability: int) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    from megatron_fsdp_adapter.optim.muon import triton_symmetric as kernels
-
-    fixed = {
-        "ADDED": True, "TALL": tall, "EVEN": True, "SIDE": kernels.SIDE, "DEPTH": kernels.DEPTH,
-    }  # fmt: skip
-    signature = dict.fromkeys(kernels._product.arg_names, "fp32") | {
-        "x": "*fp16", "y": "*fp16", "added": "*fp16", "out": "*fp16", "n": "i32", "k": "i32",
-        **dict.fromkeys(fixed, "constexpr"),
-    }  # fmt: skip
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(6)}
-    places = {(kernels._product.arg_names.index(name),): value for name, value in fixed.items()}
-    made = compile(
-        ASTSource(kernels._product, signature, places, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": kernels.WARPS, "num_stages": kernels.STAGES},
-    )  # fmt: skip
-    ptx = made.asm["ptx"]
-    assert "wgmma" in ptx or "tcgen05.mma" in ptx
-    assert "cp.async" in ptx and "st.global.v4.b32" in ptx, "tiles are not moved in vectors"
-    assert 2 * made.metadata.shared <= 227 * 1024, "two tiles do not fit beside each other"
