@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, WeightFormat
-from megatron_fsdp_adapter.quantized.weights import QuantizedParams, QuantizedWeight
+from megatron_fsdp_adapter.quantized.weights import QuantizedParams, QuantizedWeight, Quantizers
 
 from .program import Kind
 from .timed_runtime import TimedRuntime
@@ -52,8 +52,8 @@ class TimedParams(QuantizedParams):
     def guard_class(self, original: type) -> type:
         return ReshardedParameter
 
-    def quantizer(self, format: WeightFormat, weights: Sequence[QuantizedWeight]) -> TimedQuantizer:
-        return TimedQuantizer(self._runtime, format, weights)
+    def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
+        return [(TimedQuantizer(self._runtime, self._format, weights), weights)]
 
 
 class TimedQuantizer:

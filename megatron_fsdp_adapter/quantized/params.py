@@ -23,8 +23,8 @@ from megatron_fsdp_adapter.core.layout.format import (
 
 from .checks import check_quantizer, check_recipe
 from .columns import mx_columns, padded, padded_shape
-from .quantizers import make_quantizer
-from .weights import QuantizedParams, QuantizedWeight, Quantizer
+from .quantizers import make_quantizers
+from .weights import QuantizedParams, QuantizedWeight, Quantizers
 
 HIGH_PRECISION = "_high_precision_init_val"
 OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
@@ -233,8 +233,8 @@ class TransformerEngineParams(QuantizedParams):
         assert kind is not None, original
         return resharded_class(original, kind.guarded)
 
-    def quantizer(self, format: WeightFormat, weights: Sequence[QuantizedWeight]) -> Quantizer:
-        return make_quantizer(format, weights)
+    def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
+        return make_quantizers(weights)
 
 
 def _make_columns(param: Any) -> None:

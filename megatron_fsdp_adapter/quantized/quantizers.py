@@ -13,40 +13,38 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8
 
-from .e4m3 import (
-    BlockCast,
-    Kind,
-    MxCast,
-    MxRows,
-    OwnRows,
-    TensorCast,
-    write_scales,
-)
+from .e4m3 import BlockCast, MxCast, MxRows, OwnRows, TensorCast, write_scales
 from .scaling import LAST, NEXT, AfterLoad
-from .weights import QuantizedWeight, Quantizer
+from .weights import QuantizedWeight, Quantizer, Quantizers
 
 Rows = TypeVar("Rows", bound=OwnRows)
 
-Settings = tuple[str, bool, float, torch.dtype]
-"""Class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
+Settings = tuple[str, str, bool, float, torch.dtype]
+"""Format, class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
 
 
-def make_quantizer(format: WeightFormat, weights: Sequence[QuantizedWeight]) -> Quantizer:
-    """Of weights of one format: one for each kind of TE's quantizers, and their settings."""
+def make_quantizers(weights: Sequence[QuantizedWeight]) -> Quantizers:
+    """One for each format, kind of TE's quantizers, and their settings."""
     parts: dict[Settings, list[QuantizedWeight]] = {}
     for weight in weights:
         parts.setdefault(_settings(weight), []).append(weight)
-    made = [_MAKERS[format.name](each, settings) for settings, each in parts.items()]
-    return made[0] if len(made) == 1 else Together(made, list(parts.values()))
+    return [(_quantizer_of(settings)(own, settings), own) for settings, own in parts.items()]
 
 
 def _settings(weight: QuantizedWeight) -> Settings:
     quantizer = _quantizer(weight)
     powers = bool(getattr(quantizer, "force_pow_2_scales", False))
     epsilon = float(getattr(quantizer, "amax_epsilon", 0.0))
-    return type(quantizer).__name__, powers, epsilon, weight.param.dtype
+    kind = type(quantizer).__name__
+    return weight.format.name, kind, powers, epsilon, weight.param.dtype
+
+
+def _quantizer_of(settings: Settings) -> Callable[..., Quantizer]:
+    if settings[0] == MXFP8.name:
+        return Mx
+    return Delayed if settings[1] == "Float8Quantizer" else Current
 
 
 def _quantizer(weight: QuantizedWeight) -> Any:
@@ -67,29 +65,6 @@ def _rows(
     ]  # fmt: skip
 
 
-def _split(cast: Kind, weights: Sequence[QuantizedWeight]) -> tuple[Kind, Kind]:
-    """Of the weights whose planes are kept, and of the others."""
-    kept = [index for index, weight in enumerate(weights) if weight.kept]
-    return cast.only(kept, False), cast.only(set(range(len(weights))).difference(kept), True)
-
-
-def _part(
-    cast: Kind, weights: Sequence[QuantizedWeight], chosen: Sequence[QuantizedWeight],
-    rows: Sequence[OwnRows],
-) -> Kind:
-    """Of the parameters of `chosen`, of which `rows` have the planes."""
-    numbers = {id(weight.param): index for index, weight in enumerate(weights)}
-    places = [numbers[id(weight.param)] for weight in chosen]
-    return cast.only(places, True, dict(zip(places, rows, strict=True)))
-
-
-def _take_scales(weights: Sequence[QuantizedWeight], field: str, views: list[torch.Tensor]) -> None:
-    """Makes `views` the scales of the weights, with the values that they have."""
-    for weight, view in zip(weights, views, strict=True):
-        view.copy_(getattr(weight.param, field).view(view.shape))
-        setattr(weight.param, field, view)
-
-
 def _apart(count: int, device: torch.device) -> torch.Tensor:
     """(count,) float32 ones, of which each is where a matrix product can read its scale: cuBLAS
     refuses a scale that does not begin at a multiple of 16 bytes. The scales of blocks do: a weight
@@ -97,65 +72,53 @@ def _apart(count: int, device: torch.device) -> torch.Tensor:
     return torch.ones(count, 16 // torch.float32.itemsize, device=device)[:, 0]
 
 
-class Together:
-    """Several quantizers as one, with the weights of each."""
+class Scaled:
+    """What quantizers have in common whose scales are beside the planes, on every rank.
+
+    Args:
+        cast: of all weights.
+        inverses: what their planes are multiplied by, of each in its place, which becomes `field`
+            of the parameters.
+    """
 
     def __init__(
-        self, parts: Sequence[Quantizer], weights: Sequence[Sequence[QuantizedWeight]]
-    ) -> None:
-        self._parts, self._weights = parts, weights
-        self.amax_numel = sum(part.amax_numel for part in parts)
-
-    def bind(self, amaxes: torch.Tensor) -> None:
-        counts = [part.amax_numel for part in self._parts]
-        for part, own in zip(self._parts, amaxes.split(counts), strict=True):
-            if part.amax_numel:
-                part.bind(own)
-
-    def begin(self) -> None:
-        for part in self._parts:
-            part.begin()
-
-    def finish(self) -> None:
-        for part in self._parts:
-            part.finish()
-
-    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
-        writers = []
-        for part, own in zip(self._parts, self._weights, strict=True):
-            params = {id(weight.param) for weight in own}
-            found = [weight for weight in weights if id(weight.param) in params]
-            writers += [part.writer(found)] if found else []
-
-        def write() -> None:
-            for each in writers:
-                each()
-
-        return write
-
-
-class Current:
-    """Scales from the amaxes of these main weights: of a weight, or of each of its blocks."""
-
-    def __init__(
-        self, weights: Sequence[QuantizedWeight], settings: Settings, blocks: bool
-    ) -> None:
-        _, self._powers, self._epsilon, rounded = settings
-        self._weights, rows = tuple(weights), _rows(weights, OwnRows)
-        cast = (
-            BlockCast(rows, rounded, self._powers, self._epsilon) if blocks
-            else TensorCast(rows, rounded)
-        )  # fmt: skip
-        self._kept, self._others = _split(cast, weights)
+        self, weights: Sequence[QuantizedWeight], cast: TensorCast | BlockCast,
+        inverses: torch.Tensor, field: str,
+    ) -> None:  # fmt: skip
+        self._weights, self._cast, self._inverses = tuple(weights), cast, inverses
         self.amax_numel = cast.amax_numel
-        device = weights[0].main.device
-        self._scales, self._inverses = torch.ones(2, self.amax_numel, device=device).unbind()
-        self._read = self._inverses if blocks else _apart(self.amax_numel, device)
-        field = "_rowwise_scale_inv" if blocks else "_scale_inv"
-        _take_scales(weights, field, cast.views(self._read))
+        self._scales = torch.ones(self.amax_numel, device=inverses.device)
+        kept = [index for index, weight in enumerate(weights) if weight.kept]
+        others = set(range(len(weights))).difference(kept)
+        self._kept, self._others = cast.only(kept, False), cast.only(others, True)
+        for weight, view in zip(weights, cast.views(inverses), strict=True):
+            view.copy_(getattr(weight.param, field).view(view.shape))
+            setattr(weight.param, field, view)
 
     def bind(self, amaxes: torch.Tensor) -> None:
         self._amaxes = amaxes
+
+    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
+        numbers = {id(weight.param): index for index, weight in enumerate(self._weights)}
+        places = [numbers[id(weight.param)] for weight in weights]
+        rows = dict(zip(places, _rows(weights, OwnRows), strict=True))
+        return partial(self._others.only(places, True, rows).finish, self._scales)
+
+
+class Current(Scaled):
+    """Scales from the amaxes of these main weights: of a weight, or of each of its blocks."""
+
+    def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
+        name, _, self._powers, self._epsilon, rounded = settings
+        rows, device = _rows(weights, OwnRows), weights[0].main.device
+        if name == BLOCK128.name:
+            blocks = BlockCast(rows, rounded, self._powers, self._epsilon)
+            self._found = torch.ones(blocks.amax_numel, device=device)
+            super().__init__(weights, blocks, self._found, "_rowwise_scale_inv")
+        else:
+            self._found = torch.ones(len(rows), device=device)
+            cast = TensorCast(rows, rounded)
+            super().__init__(weights, cast, _apart(len(rows), device), "_scale_inv")
 
     def begin(self) -> None:
         self._amaxes.zero_()
@@ -163,31 +126,23 @@ class Current:
         self._others.begin(self._amaxes)
 
     def finish(self) -> None:
-        write_scales(self._amaxes, self._scales, self._inverses, self._powers, self._epsilon)
-        if self._read is not self._inverses:
-            self._read.copy_(self._inverses)
+        write_scales(self._amaxes, self._scales, self._found, self._powers, self._epsilon)
+        if self._inverses is not self._found:
+            self._inverses.copy_(self._found)
         self._kept.finish(self._scales)
 
-    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
-        rows = _rows(weights, OwnRows)
-        return partial(_part(self._others, self._weights, weights, rows).finish, self._scales)
 
-
-class Delayed:
+class Delayed(Scaled):
     """Scales that TE has made of the amaxes of earlier steps; those of this one go to where it
     looks for them. What has been seen since TE looked last is in the amaxes already. After a load
     bytes are made with the scale that the saved ones had, or, where it is unknown, with one of
     these main weights, which then is TE's too."""
 
+    _kept: TensorCast
+
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
-        self._weights = tuple(weights)
-        self._cast = TensorCast(_rows(weights, OwnRows), settings[3])
-        self._kept, self._others = _split(self._cast, weights)
-        self.amax_numel = len(weights)
-        device = weights[0].main.device
-        self._scales = torch.ones(len(weights), device=device)
-        self._inverses = _apart(len(weights), device)
-        _take_scales(weights, "_scale_inv", self._cast.views(self._inverses))
+        cast = TensorCast(_rows(weights, OwnRows), settings[-1])
+        super().__init__(weights, cast, _apart(len(weights), weights[0].main.device), "_scale_inv")
         self._begin_scales()
 
     def _begin_scales(self) -> None:
@@ -197,9 +152,6 @@ class Delayed:
             own, inverse = _quantizer(weight).scale.view(1), weight.param.__dict__["_scale_inv"]
             scale.copy_(torch.where(own.reciprocal() == inverse, own, scale))
             weight.param.__dict__[LAST] = scale
-
-    def bind(self, amaxes: torch.Tensor) -> None:
-        self._amaxes = amaxes
 
     def begin(self) -> None:
         self._quantizers = [_quantizer(weight) for weight in self._weights]
@@ -223,10 +175,6 @@ class Delayed:
             self._follow_load(amaxes)
         torch._foreach_copy_(self._slots, amaxes)
         torch.reciprocal(self._scales, out=self._inverses)
-
-    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
-        rows = _rows(weights, OwnRows)
-        return partial(_part(self._others, self._weights, weights, rows).finish, self._scales)
 
     def _follow_load(self, amaxes: list[torch.Tensor]) -> None:
         """Finds unknown scales, and makes all bytes once more; the others are the same.
@@ -253,7 +201,7 @@ class Mx:
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
         names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
-        self._cast = MxCast(_rows(weights, MxRows, names), settings[3])
+        self._cast = MxCast(_rows(weights, MxRows, names), settings[-1])
 
     def bind(self, amaxes: torch.Tensor) -> None:
         raise AssertionError("MXFP8 has no amaxes to agree upon")
@@ -266,15 +214,3 @@ class Mx:
 
     def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
         raise AssertionError("MXFP8 planes are kept")
-
-
-def _per_tensor(weights: Sequence[QuantizedWeight], settings: Settings) -> Quantizer:
-    delayed = settings[0] == "Float8Quantizer"
-    return Delayed(weights, settings) if delayed else Current(weights, settings, blocks=False)
-
-
-_MAKERS: dict[str, Callable[[Sequence[QuantizedWeight], Settings], Quantizer]] = {
-    PER_TENSOR.name: _per_tensor,
-    BLOCK128.name: lambda weights, settings: Current(weights, settings, blocks=True),
-    MXFP8.name: Mx,
-}

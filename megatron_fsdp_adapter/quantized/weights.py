@@ -64,7 +64,7 @@ class QuantizedWeight:
 
 
 class Quantizer(Protocol):
-    """Makes planes and scales of weights of one format from their main weights, in two phases.
+    """Makes planes and scales of weights of one kind from their main weights, in two phases.
 
     All ranks of a domain have one over the same weights in the same order, and call it together,
     also those that hold no rows. Everything is enqueued on the current stream; the host waits for
@@ -93,6 +93,9 @@ class Quantizer(Protocol):
         are there. Asked for after `bind`, of parameters of one group that are not kept, whose
         planes may be others than those that this quantizer was made of."""
 
+
+Quantizers = Sequence[tuple[Quantizer, Sequence[QuantizedWeight]]]
+"""With the weights of each."""
 
 Reduction = tuple[Sequence[ParamGroup], torch.Tensor, Communicator]
 """The first group of a domain, its maxima, and an axis that they are reduced over."""
@@ -129,9 +132,9 @@ class QuantizedParams(QuantizedWeights):
         for life. Drops what is derived from fields."""
 
     @abc.abstractmethod
-    def quantizer(self, format: WeightFormat, weights: Sequence[QuantizedWeight]) -> Quantizer:
-        """Of all weights of one domain and format, in an order that is the same on all ranks.
-        Called once, after all units are built."""
+    def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
+        """Of all weights of one domain, each with its own, in an order that is the same on all
+        ranks. Called once, after all units are built."""
 
     # Construction.
 
@@ -190,20 +193,17 @@ class QuantizedParams(QuantizedWeights):
     def _quantizers(
         self, groups: Sequence[ParamGroup]
     ) -> tuple[list[Quantizer], torch.Tensor]:
-        """One for each format, with the maxima of all of them."""
-        weights: dict[str, list[QuantizedWeight]] = {}
-        for group in groups:
-            weights.setdefault(group.key.format.name, []).extend(rows_of(group))
-        made = {name: self.quantizer(each[0].format, each) for name, each in weights.items()}
-        counts = [quantizer.amax_numel for quantizer in made.values()]
+        """With the maxima of all of them."""
+        made = self.quantizers([weight for group in groups for weight in rows_of(group)])
+        counts = [quantizer.amax_numel for quantizer, _ in made]
         amaxes = torch.zeros(sum(counts), device=self._engine_runtime.device)
-        for quantizer, part in zip(made.values(), amaxes.split(counts), strict=True):
+        for (quantizer, _), part in zip(made, amaxes.split(counts), strict=True):
             if part.numel():
                 quantizer.bind(part)
         for group in groups:
             if not (group.keeps_shard or group.keeps_weights):
-                _cast_at_gathers(group, made[group.key.format.name])
-        return list(made.values()), amaxes
+                _cast_at_gathers(group, made)
+        return [quantizer for quantizer, _ in made], amaxes
 
     # Main weights change.
 
@@ -257,12 +257,21 @@ def rows_of(
     ]  # fmt: skip
 
 
-def _cast_at_gathers(group: ParamGroup, quantizer: Quantizer) -> None:
-    own, ref = quantizer.writer(rows_of(group)), weakref.ref(group)
+def _cast_at_gathers(group: ParamGroup, quantizers: Quantizers) -> None:
+    of_param = {id(weight.param): made for made, weights in quantizers for weight in weights}
+
+    def writers(weights: Sequence[QuantizedWeight]) -> list[Callable[[], None]]:
+        parts: dict[Quantizer, list[QuantizedWeight]] = {}
+        for weight in weights:
+            parts.setdefault(of_param[id(weight.param)], []).append(weight)
+        return [quantizer.writer(part) for quantizer, part in parts.items()]
+
+    own, ref = writers(rows_of(group)), weakref.ref(group)
 
     def write(into: PlaneItems = MappingProxyType({})) -> None:
         of = ref()
         if of is not None:
-            (quantizer.writer(rows_of(of, into)) if into else own)()
+            for each in writers(rows_of(of, into)) if into else own:
+                each()
 
     group.write_planes = write

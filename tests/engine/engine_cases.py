@@ -44,7 +44,7 @@ from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
 from tests.engine.side_streams import SIDE, use_side_stream
-from tests.quantized.emulated import CountingParams, quantize_linears
+from tests.quantized.emulated import CountingParams, EmulatedLinear, quantize_linears
 
 HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
 
@@ -547,7 +547,8 @@ def domain_of(setup: Setup, fqn: str) -> str:
 
 
 def writer_of(setup: Setup, managed: ManagedParam) -> WgradProtocol:
-    fused = isinstance(managed.slots[0][0], FusedLinear) and managed.param.ndim == 2
+    kinds = (FusedLinear, EmulatedLinear)
+    fused = isinstance(managed.slots[0][0], kinds) and managed.param.ndim == 2
     return setup.fused if fused and setup.fused else WgradProtocol.AUTOGRAD
 
 

@@ -8,14 +8,28 @@ import torch
 from torch import nn
 
 
-class FusedProduct(torch.autograd.Function):
-    """`x @ weight.T` whose backward writes the weight gradient as core and Transformer Engine do.
+def left_to_autograd(weight: Any, by_weight: torch.Tensor) -> torch.Tensor | None:
+    """None where the weight gradient is written into `main_grad`, as core and Transformer Engine
+    write it; else the gradient.
 
     Checked against Transformer Engine 2.11 (module/linear.py: `main_grad` is what
     `get_main_grad()` returns, overwritten where `overwrite_main_grad` is set) and core 0.16.1 and
     0.19.0 (tensor_parallel/layers.py: the same assignment for `__fsdp_param__`, and then always
     overwritten). Neither returns a gradient of a weight without `grad_added_to_main_grad`.
     """
+    if hasattr(weight, "get_main_grad"):
+        main = weight.main_grad = weight.get_main_grad()
+        write = main.copy_ if weight.overwrite_main_grad else main.add_
+    elif hasattr(weight, "main_grad"):
+        write = weight.main_grad.add_
+    else:
+        return by_weight
+    write(by_weight)
+    return None
+
+
+class FusedProduct(torch.autograd.Function):
+    """`x @ weight.T` whose backward writes the weight gradient by itself."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
@@ -27,15 +41,7 @@ class FusedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x,), weight = ctx.saved_tensors, ctx.weight
         by_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        if hasattr(weight, "get_main_grad"):
-            main = weight.main_grad = weight.get_main_grad()
-            write = main.copy_ if weight.overwrite_main_grad else main.add_
-        elif hasattr(weight, "main_grad"):
-            write = weight.main_grad.add_
-        else:
-            return grad @ weight, by_weight
-        write(by_weight)
-        return grad @ weight, None
+        return grad @ weight, left_to_autograd(weight, by_weight)
 
 
 class FusedLinear(nn.Linear):

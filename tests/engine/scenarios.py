@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.engine.engine_cases import Exploded, Loop, Setup
+from tests.quantized.emulated import RECIPES
 
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = STRATEGIES
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -80,6 +82,19 @@ def gradients_late(rig: Loop) -> None:
         rig.step(microbatches=2)
 
 
+def gathered_while_main_weights_are_shown(rig: Any) -> None:
+    """By a backward, of an engine, before main weights change."""
+    rig.step()
+    rig.zero()
+    loss = rig.loss()
+    rig.weights()
+    loss.backward()
+    if rig.engine.units[2].phase is Phase.SHARDED:
+        rig.engine.gather.launch(rig.engine.units[2])
+    rig.engine.main_weights_changed()
+    rig.step()
+
+
 FORWARDS_IN_FLIGHT = (
     "zero; more; forward 0; forward 1; backward; last; backward; finish; optimizer_step"
 )
@@ -138,6 +153,7 @@ SCRIPTS = {
 EVENTS: dict[str, Callable[[Any], None]] = {
     **{name: functools.partial(play, script) for name, script in SCRIPTS.items()},
     "inner_module_called": inner_module_called, "gradients_late": gradients_late,
+    "gathered_while_shown": gathered_while_main_weights_are_shown,
 }  # fmt: skip
 
 
@@ -173,7 +189,8 @@ class Scenario:
         return Setup(strategy, **(self.options | changes))
 
 
-ONE_AFTER_ANOTHER = tuple(event for event in EVENTS if event != "further_backwards")
+APART = ("further_backwards", "gathered_while_shown")
+ONE_AFTER_ANOTHER = tuple(event for event in EVENTS if event not in APART)
 SHARDED, REDUCED = (ZERO_2, ZERO_3), (ZERO_1, ZERO_2, ZERO_3)
 ONE_RANK_EACH = {"split": True, "whole": True}
 """Two ranks share a layer; one map of each layer has a domain of one rank."""
@@ -343,9 +360,33 @@ SCENARIOS: dict[str, Scenario] = {
     },
     # quantized weights
     **{
-        recipe: Scenario({"recipe": recipe}, ("steps", "exports"), apart=None, weights=1)
-        for recipe in ("current", "block128", "mxfp8")
+        recipe: Scenario({"recipe": recipe}, ("steps", "exports", "weights_loaded", *MIXED),
+                         weights=1)
+        for recipe in RECIPES
     },
+    **{
+        f"{recipe}_in_all": Scenario({"recipe": recipe}, ONE_AFTER_ANOTHER, apart=None, rare=True)
+        for recipe in RECIPES
+    },
+    **{
+        f"{recipe}_{protocol.value}": Scenario({"recipe": recipe, "fused": protocol}, apart=TWICE,
+                                               weights=1)
+        for recipe, protocol in (
+            ("current", WgradProtocol.OVERWRITES), ("mxfp8", WgradProtocol.OVERWRITES_ALWAYS),
+            ("block128", WgradProtocol.ACCUMULATES),
+        )
+    },
+    "mxfp8_shown": Scenario({"recipe": "mxfp8"}, ("gathered_while_shown",), apart=None),
+}  # fmt: skip
+SCENARIOS |= {
+    f"{recipe}_{name}": Scenario(SCENARIOS[name].options | {"recipe": recipe}, MIXED[:2],
+                                 (strategy,), apart=None, rare=is_long)
+    for is_long, names in enumerate((
+        ("tied", "frozen", "non_reentrant", "two_instances"),
+        ("selective", "slots", "two_domains", "far_prefetch", "reentrant", "shared_instances",
+         "slots_recompute"),
+    )) for name in names
+    for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8"), (ZERO_3, "current"))
 }  # fmt: skip
 
 

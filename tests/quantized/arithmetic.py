@@ -1,4 +1,4 @@
-"""How whole weights are quantized, in four recipes: what shards are compared with.
+"""How whole weights are quantized: what shards are compared with. Planes of MXFP8: `float64`.
 
 As Transformer Engine's kernels do it, with torch's operations: values are rounded to the weight's
 dtype, multiplied by a scale, and rounded to 8 bits (E4M3, to nearest even, saturating).
@@ -6,6 +6,7 @@ dtype, multiplied by a scale, and rounded to 8 bits (E4M3, to nearest even, satu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,37 +29,39 @@ def from_e4m3(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous().view(torch.float8_e4m3fn).float()
 
 
-def scale_of(amax: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
+def amax_of(values: torch.Tensor) -> float:
+    """Of numbers: NaN does not count."""
+    return float(values.abs().nan_to_num(0.0, math.inf).max()) if values.numel() else 0.0
+
+
+def scale_of(amax: float, powers: bool = False, epsilon: float = 0.0) -> float:
     """448 / amax; 1 where there is nothing to scale, or too much."""
-    found = torch.full_like(amax, MAX) / amax  # `MAX / amax` rounds twice
-    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), found)
-    scale = torch.where(torch.isinf(scale), torch.full_like(scale, F32_MAX), scale)
-    if power_of_two:
-        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
-    return scale
+    amax = max(amax, epsilon)
+    if amax == 0 or math.isinf(amax):
+        return 1.0
+    found = torch.tensor(MAX) / torch.tensor(amax)
+    scale = min(found.item(), F32_MAX)
+    return 2.0 ** math.floor(math.log2(scale)) if powers else scale
+
+
+def scales_of(amaxes: torch.Tensor, powers: bool = False, epsilon: float = 0.0) -> torch.Tensor:
+    """The scale of each amax."""
+    found = [scale_of(one, powers, epsilon) for one in amaxes.flatten().tolist()]
+    return torch.tensor(found).view(amaxes.shape)
 
 
 def rounded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype).float()
 
 
-# One scale a weight.
-
-
-def per_tensor(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return e4m3(weight * scale)
-
-
 # One scale for 128 x 128.
 
 
-def block_amax(weight: torch.Tensor, shape: tuple[int, int], start: int) -> torch.Tensor:
-    """(ceil(M / 128), ceil(K / 128)): of rows of a weight of `shape` that begin at element `start`;
-    0 where there are none."""
-    rows, columns = shape
+def block_amax(weight: torch.Tensor) -> torch.Tensor:
+    """(ceil(M / 128), ceil(K / 128))."""
+    rows, columns = weight.shape
     padded = torch.zeros(up(rows, 128), up(columns, 128))
-    first = start // columns
-    padded[first : first + weight.shape[0], :columns] = weight.abs()
+    padded[:rows, :columns] = weight.abs().nan_to_num(0.0, math.inf)
     return padded.view(up(rows, 128) // 128, 128, up(columns, 128) // 128, 128).amax((1, 3))
 
 
@@ -71,11 +74,11 @@ def spread(blocks: torch.Tensor, shape: tuple[int, int], rows: int, columns: int
 def block128(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes and inverse scales of a whole weight."""
     shape = (weight.shape[0], weight.shape[1])
-    scale = scale_of(block_amax(weight, shape, 0), True)
+    scale = scales_of(block_amax(weight), True)
     return e4m3(weight * spread(scale, shape, 128, 128)), 1.0 / scale
 
 
-# One scale (E8M0) for 32 elements, along rows and along columns.
+# One scale (E8M0) for 32 elements.
 
 
 def e8m0(value: torch.Tensor) -> torch.Tensor:
@@ -91,26 +94,6 @@ def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
     exponent = scale.to(torch.int32)
     tiny = torch.full_like(exponent, 0x400000)
     return torch.where(exponent == 0, tiny, exponent << 23).view(torch.float32)
-
-
-def inverse_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    exponent = scale.to(torch.int32)
-    tiny = torch.full_like(exponent, 0x400000)
-    return torch.where(exponent == 254, tiny, (254 - exponent) << 23).view(torch.float32)
-
-
-def mxfp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """All planes, of a whole weight or of 32 n rows of one."""
-    rows, columns = weight.shape
-    part = torch.tensor(1.0) / MAX
-    row = e8m0(weight.view(rows, columns // 32, 32).abs().amax(2) * part)
-    column = e8m0(weight.view(rows // 32, 32, columns).abs().amax(1) * part)
-    return {
-        "rowwise": e4m3(weight * inverse_e8m0(row).repeat_interleave(32, 1)),
-        "rowwise_scales": row,
-        "columnwise": e4m3(weight * inverse_e8m0(column).repeat_interleave(32, 0)),
-        "columnwise_scales": column,
-    }
 
 
 # What fields stand for.

@@ -1,7 +1,7 @@
 """Transformer Engine's quantized weights without Transformer Engine: tensor classes of its names,
 with its fields, so that `megatron_fsdp_adapter.quantized` takes them for the real ones. Whole
-weights are quantized by `arithmetic`. And a linear map that reads such weights as Transformer
-Engine's layers do: emulated ones, and those of its own classes (`te_extension`).
+weights are quantized by `arithmetic`, MXFP8 by `float64`. And a linear map that reads such weights
+as Transformer Engine's layers do: emulated ones, and those of its own classes (`te_extension`).
 
 RECIPES: how scales come about. "current" and "delayed" scaling have one format. TE_RECIPES: the
 same in Transformer Engine's own classes.
@@ -25,9 +25,10 @@ from megatron_fsdp_adapter.core.layout import BLOCK128, MXFP8, PER_TENSOR, Weigh
 from megatron_fsdp_adapter.quantized import TransformerEngineParams
 from megatron_fsdp_adapter.quantized.e4m3 import scales_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
-from megatron_fsdp_adapter.quantized.weights import QuantizedWeight, Quantizer
+from megatron_fsdp_adapter.quantized.weights import QuantizedWeight, Quantizers
+from tests.engine.fused_linear import left_to_autograd
 from tests.quantized import arithmetic as math
-from tests.quantized import te_weights
+from tests.quantized import float64, te_weights
 
 RECIPES: Mapping[str, WeightFormat] = {
     "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
@@ -59,7 +60,7 @@ class EmulatedQuantizer:
     def roll(self) -> None:
         """What happens at the end of a forward pass with delayed scaling."""
         used = self.amax > 0
-        self.scale = torch.where(used, math.scale_of(self.amax), self.scale)
+        self.scale = torch.where(used, math.scales_of(self.amax), self.scale)
         self.amax = torch.zeros(1)
 
 
@@ -170,11 +171,18 @@ def whole_fields(
         padded[:, : inverse.shape[1]] = inverse
         return {"_rowwise_data": data, "_rowwise_scale_inv": padded}
     if recipe == "mxfp8":
-        return {PLANES[name]: plane for name, plane in math.mxfp8(weight).items()}
-    amax = weight.abs().max().reshape(1)
-    scale = quantizer.scale if recipe == "delayed" else math.scale_of(amax)
-    quantizer.amax.copy_(amax)
-    return {"_data": math.per_tensor(weight, scale), "_scale_inv": 1.0 / scale}
+        return {PLANES[name]: plane for name, plane in float64.mxfp8(weight).items()}
+    quantizer.amax.fill_(math.amax_of(weight))
+    scale = quantizer.scale if recipe == "delayed" else math.scales_of(quantizer.amax)
+    return {"_data": math.e4m3(weight * scale), "_scale_inv": 1.0 / scale}
+
+
+def whole_weight(value: torch.Tensor, recipe: str, dtype: torch.dtype) -> Any:
+    """A weight in nominal `dtype` that is not sharded, by one of `RECIPES` or `TE_RECIPES`."""
+    if recipe in TE_RECIPES:
+        return te_weights.te_whole(TE_RECIPES[recipe], value, dtype)
+    quantizer = quantizer_of(recipe)
+    return make(value.shape, dtype, quantizer, whole_fields(value, quantizer, dtype))
 
 
 def quantize_whole(param: Any, value: torch.Tensor) -> None:
@@ -238,7 +246,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         weight.update_usage(columnwise_usage=True)
         flat = grad.flatten(0, -2)
-        of_weight = flat.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = left_to_autograd(weight, flat.t() @ x.flatten(0, -2))
         of_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return grad @ _values(weight, columns=True), of_weight, of_bias
 
@@ -286,8 +296,13 @@ class CountingParams(TransformerEngineParams):
     def __init__(self) -> None:
         self.finished, self.written = 0, 0
 
-    def quantizer(self, format: WeightFormat, weights: Sequence[QuantizedWeight]) -> Quantizer:
-        made = super().quantizer(format, weights)
+    def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
+        found = super().quantizers(weights)
+        for made, _ in found:
+            self._count(made)
+        return found
+
+    def _count(self, made: Any) -> None:
         finish, writer = made.finish, made.writer
 
         def finished() -> None:
@@ -303,5 +318,4 @@ class CountingParams(TransformerEngineParams):
 
             return written
 
-        made.finish, made.writer = finished, counted  # type: ignore[method-assign]
-        return made
+        made.finish, made.writer = finished, counted

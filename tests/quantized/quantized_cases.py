@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tests.engine.engine_cases import Setup, make_net, microbatch
+from tests.engine.engine_cases import Loop, Setup, make_net
 from tests.quantized.emulated import quantize_whole, roll
 from tests.quantized.te_weights import KNOWS
 
 
-class PlainQuantizedRig:
-    """The surface of `engine_cases.Rig`. Data of `ranks` ranks; `separately`: the gradients of each
+class PlainQuantizedRig(Loop):
+    """Data of `ranks` ranks; `separately`: the gradients of each
     microbatch are added up over ranks first, as with sharded gradients; `rolls`: delayed scales
     move with every forward."""
 
@@ -36,7 +36,7 @@ class PlainQuantizedRig:
         for param in self.quantized.values():
             KNOWS.drop_derived(param)
             KNOWS.prepare(param)
-        return self.model(microbatch(index)).float().square().mean()  # type: ignore[no-any-return]
+        return super().loss(index)
 
     def forward_backward(self, microbatches: int = 1, first: int = 0) -> None:
         indices = range(first, first + microbatches)
@@ -66,22 +66,9 @@ class PlainQuantizedRig:
         for param in self.quantized.values() if self.rolls else ():
             roll(param)
 
-    def evaluate(self) -> torch.Tensor:
-        with torch.no_grad():
-            return self.loss(77)
-
     def zero(self) -> None:
         self.grads = {}
         self._taken()
-
-    def finish(self) -> None:
-        """Gradients are where they are."""
-
-    def sync(self, wait: bool) -> None:
-        """There is one copy of the weights."""
-
-    def last(self, is_last: bool) -> None:
-        """Gradients always accumulate."""
 
     @torch.no_grad()
     def optimizer_step(self) -> None:
@@ -90,18 +77,11 @@ class PlainQuantizedRig:
             self.main[name].sub_(grad / self.ranks, alpha=0.1)
         self._follow(frozen=False)
 
-    def step(self, microbatches: int = 1, sync: bool = True) -> None:
-        self.zero()
-        self.forward_backward(microbatches)
-        self.optimizer_step()
-
     @torch.no_grad()
-    def load(self) -> None:
+    def write(self) -> None:
         for value in self.main.values():
             value.mul_(0.5)
         self._follow(frozen=True)
-
-    write = load
 
     def _follow(self, frozen: bool) -> None:
         for name, param in self.params.items():

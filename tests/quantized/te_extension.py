@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import run_ranks
-from tests.quantized.arithmetic import decoded, e4m3, e8m0
+from tests.quantized.arithmetic import amax_of, decoded, e4m3, e8m0, scales_of
 
 FOLDERS = tuple(
     Path(folder) for folder in os.environ.get("TRANSFORMER_ENGINE_PYTHON", "").split(os.pathsep)
@@ -38,7 +38,6 @@ RELEASES = [
     for number, folder in enumerate(FOLDERS)
 ]
 """For long tests: the first of them by default."""
-LARGEST = torch.finfo(torch.float32).max
 OURS = ("transformer_engine", "transformer_engine_torch", "pydantic")
 
 
@@ -108,20 +107,6 @@ def _dequantize_on_the_host() -> None:
     module = "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage"
     function = importlib.import_module(module)._FromMXFP8Func
     function.forward = staticmethod(lambda ctx, *given: Extension.dequantize(*given))
-
-
-def amax_of(values: torch.Tensor) -> float:
-    found = [abs(value) for value in values.flatten().tolist() if not math.isnan(value)]
-    return max(found, default=0.0)
-
-
-def scale_of(amax: float, powers: bool, epsilon: float) -> float:
-    amax = max(amax, epsilon)
-    if amax == 0 or math.isinf(amax):
-        return 1.0
-    found = torch.tensor(448.0) / torch.tensor(amax)
-    scale = min(found.item(), LARGEST)
-    return 2.0 ** math.floor(math.log2(scale)) if powers else scale
 
 
 class Extension(types.ModuleType):
@@ -201,8 +186,7 @@ class Extension(types.ModuleType):
         size: int, noop: Any, lists: Any, most: float, powers: bool, epsilon: float
     ) -> None:
         for amax, scale, inverse in zip(*lists, strict=True):
-            found = [scale_of(one, powers, epsilon) for one in amax.flatten().tolist()]
-            scale.copy_(torch.tensor(found).view(scale.shape))
+            scale.copy_(scales_of(amax, powers, epsilon).view(scale.shape))
             inverse.copy_(torch.ones_like(scale) / scale)
 
     @staticmethod

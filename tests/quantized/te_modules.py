@@ -51,7 +51,7 @@ def quantizers_are_te(rank: int, world: int, recipe: str) -> str:
     own_slots = [slots.clone() for _ in range(ranks)]
     params = [te_params(recipe, shapes, own) for own in own_slots]
     weights = [weights_of(recipe, params[r], mains, ranges[r]) for r in range(ranks)]
-    made = [KNOWS.quantizer(FORMATS[recipe], each) for each in weights]
+    made = [KNOWS.quantizers(each)[0][0] for each in weights]
     amaxes = torch.full((ranks, made[0].amax_numel), 9.0, device=device)
     for one, vector in zip(made, amaxes, strict=True):
         if one.amax_numel:
@@ -151,7 +151,7 @@ class Pointed:
                 param, name.fqns[0], FORMATS[recipe], 0, main, True, {"rowwise": view}
             ))  # fmt: skip
             self.mains.append(main)
-        self.quantizer = KNOWS.quantizer(FORMATS[recipe], weights)
+        [(self.quantizer, _)] = KNOWS.quantizers(weights)
         self.quantizer.bind(torch.empty(self.quantizer.amax_numel, device="cuda"))
 
     def come_and_go(self) -> None:

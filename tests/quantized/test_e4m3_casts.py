@@ -1,14 +1,9 @@
-"""Casts of the rows of many weights: every element against arithmetic one by one, and the kernels,
-interpreted, against torch."""
+"""Casts of the rows of many weights: every element against arithmetic one by one."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,33 +18,23 @@ from megatron_fsdp_adapter.quantized.e4m3 import (
     OwnRows,
     TensorCast,
     kernels_for,
-    scales_shape,
     write_scales,
 )
-from tests.quantized import arithmetic, float64
+from tests.quantized import float64
+from tests.quantized.arithmetic import scale_of
+from tests.quantized.emulated import quantizer_of, whole_fields
 from tests.quantized.te_checks import SCALE, Shard, quantize
-from tests.quantized.te_extension import Extension, amax_of, scale_of
+from tests.quantized.te_extension import Extension
 from tests.quantized.te_weights import NASTY, Case, random_case
 
-ROOT = Path(__file__).parents[2]
 PLANES = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
 
 
-def whole(case: Case, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def whole(case: Case, index: int) -> list[torch.Tensor]:
     """Bytes, and inverses of scales, of a weight that nobody has cut."""
-    values = case.mains[index].bfloat16().float()
-    if case.recipe in ("current", "delayed"):
-        found = SCALE if case.recipe == "delayed" else scale_of(amax_of(values), False, 0.0)
-        scale = torch.tensor([found])
-        return arithmetic.e4m3(values * scale), torch.ones(1) / scale
-    scale = torch.ones(scales_shape(tuple(values.shape)))
-    factors = torch.ones_like(values)
-    for row in range(0, values.shape[0], 128):
-        for column in range(0, values.shape[1], 128):
-            part = (slice(row, row + 128), slice(column, column + 128))
-            found = scale_of(amax_of(values[part]), True, 0.0)
-            scale[row // 128, column // 128] = factors[part] = found
-    return arithmetic.e4m3(values * factors), torch.ones(1) / scale.view(-1)
+    recipe = {"blockwise": "block128"}.get(case.recipe, case.recipe)
+    quantizer = quantizer_of(recipe, scale=torch.tensor([SCALE]))
+    return list(whole_fields(case.mains[index], quantizer, torch.bfloat16).values())
 
 
 @settings(max_examples=30, deadline=None)
@@ -62,7 +47,7 @@ def test_bytes_of_shards_are_those_of_whole_weights(recipe, seed, dtype, nasty):
     shards = [Shard(case, number, 64) for number in range(case.shards)]
     inverses = quantize(recipe, shards)["inverses"]
     expected = [whole(case, index) for index in range(len(case.mains))]
-    assert torch.equal(inverses, torch.cat([scale for _, scale in expected]))
+    assert torch.equal(inverses, torch.cat([scale.view(-1) for _, scale in expected]))
     for shard in shards:
         shard.check_untouched()
         for own, (start, stop), (data, _) in zip(shard.rows, shard.ranges, expected, strict=True):
@@ -94,15 +79,6 @@ def test_mxfp8_of_shards_is_that_of_whole_weights_in_float64(seed, nasty):
         for number, plane in enumerate(expected, 1):
             parts = [shard.rows[index].tensors[number] for shard in shards]
             assert torch.equal(torch.cat(parts), plane)
-
-
-@pytest.mark.parametrize("nasty", [name for name in NASTY if name != "NaN"])
-def test_the_emulated_library_computes_the_same_mxfp8(nasty):
-    for seed in range(5):
-        for main in random_case("mxfp8", seed, torch.float32, nasty, "cpu").mains:
-            value = main.bfloat16()
-            expected, found = float64.mxfp8(value), arithmetic.mxfp8(value.float())
-            assert all(torch.equal(found[name], expected[name]) for name in PLANES)
 
 
 def test_columns_of_mxfp8_that_were_left_out_are_made_of_the_value():
@@ -170,14 +146,3 @@ def test_where_triton_cannot_run_torch_casts_and_a_warning_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="quantized by torch.*Triton cannot be used here"):
         assert kernels_for.__wrapped__(torch.device("cuda")) is None
     assert kernels_for(torch.device("cpu")) is None
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_kernels_write_what_torch_writes():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.quantized.interpreted"], cwd=ROOT, capture_output=True,
-        text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == 18, done.stderr
-    assert all(line.endswith(": 0 bytes differ") for line in lines), done.stdout

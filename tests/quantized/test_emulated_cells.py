@@ -1,6 +1,6 @@
 """Quantized weights in the combinations of the matrix, on CPUs: Megatron's wrapper over a GPT whose
-linear weights are of the emulated library, beside stock DDP over plain weights that are given,
-after each step, the values that quantized ones stand for."""
+linear weights are of the emulated library, or in Transformer Engine's own classes, beside stock DDP
+over plain weights that are given, after each step, the values that quantized ones stand for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.distributed.launch import run_ranks
 from tests.matrix import cells, training
 from tests.matrix.table import broken_rules, cell_named, name_of
-from tests.quantized.emulated import emulated_parameter, make, quantizer_of, whole_fields
+from tests.quantized.emulated import quantized_parameter, whole_weight
+from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -30,7 +32,7 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def quantize_linears(model: nn.Module, recipe: str) -> None:
     for _, module in linears(model):
         param: Any = module._parameters["weight"]
-        made: Any = emulated_parameter(param.detach(), recipe)
+        made: Any = quantized_parameter(param.detach(), recipe)
         made.__dict__.update(param.__dict__)
         module._parameters["weight"] = made.requires_grad_(param.requires_grad)
 
@@ -45,10 +47,7 @@ def stand_for_quantized(trainer: Any, recipe: str, values: dict[str, torch.Tenso
             key = f"{number}.{training.plain_name(name)}.weight"
             main = getattr(param, "main_param", None)
             value = values.setdefault(key, param.detach().clone()) if main is None else main
-            quantizer = quantizer_of(recipe)
-            fields = whole_fields(value, quantizer, param.dtype)
-            whole = make(value.shape, param.dtype, quantizer, fields)
-            param.data.copy_(whole.dequantize())
+            param.data.copy_(whole_weight(value, recipe, param.dtype).dequantize())
 
 
 @contextlib.contextmanager
@@ -73,6 +72,9 @@ def emulated(recipe: str, theirs: str) -> Iterator[None]:
             return trainer
         groups = [group for chunk in trainer.chunks for group in chunk.engine.groups]
         assert any(group.key.quantized for group in groups), "nothing is quantized"
+        pairs = [pair for chunk in trainer.chunks for pair in chunk.engine.pairs]
+        writers = {pair.managed.writer for pair in pairs if pair.group.key.quantized}
+        assert (WgradProtocol.ACCUMULATES in writers) is (cell["fusion"] == "on"), writers
         return trainer
 
     def updated(trainer: Any) -> float:
@@ -146,6 +148,27 @@ def test_quantized_weights_train_as_what_they_stand_for() -> None:
 @pytest.mark.parametrize("ranks", (2, 3, 4))
 def test_quantized_weights_of_every_cell_and_recipe(ranks: int) -> None:
     check_all(ranks, quantized_cells(ranks), RECIPES)
+
+
+OF_TE = {
+    2: {
+        "te blockwise": ("trained=tied", "strategy=optim recompute=full", "recompute=mlp",
+                         "trained=adapter"),
+        "te current": ("layers=moe ep=2", "fusion=on", "strategy=no_shard fusion=on"),
+    },
+    4: {"te current": ("strategy=no_shard tp=2 sp=on ranks=4", "tp=2 sp=on ranks=4")},
+}  # fmt: skip
+"""By ranks and recipe."""
+
+
+@pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
+@pytest.mark.parametrize("ranks", OF_TE)
+def test_weights_of_te_train_as_what_they_stand_for(ranks: int) -> None:
+    for recipe, named in OF_TE[ranks].items():
+        names = [name_of(cell_named(f"cpu precision=bf16 {name}")) for name in named]
+        assert not [name for name in names if broken_rules(cell_named(name))]
+        for outcome in run_te(FOLDERS[0], check, ranks, names, [recipe], timeout=500):
+            assert len(outcome) == len(names) and not any(outcome.values()), outcome
 
 
 def test_the_comparison_sees_weights_of_another_recipe() -> None:

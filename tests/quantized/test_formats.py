@@ -71,7 +71,7 @@ class Shards:
             ]
             self.buffers.append(buffers)
             self.params.append(params)
-            self.quantizers.append(TransformerEngineParams().quantizer(self.format, weights))
+            self.quantizers.append(TransformerEngineParams().quantizers(weights)[0][0])
 
     def _weight(
         self, rank: int, index: int, param: nn.Parameter, planes: dict[str, torch.Tensor]
@@ -149,11 +149,10 @@ def test_shards_quantized_by_themselves_are_the_whole_weight_quantized(recipe, s
                 assert plane.nbytes(segment.shard_numel) % 16 == 0
 
 
-@pytest.mark.parametrize("shards", [64, 512])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_many_ranks_of_which_most_have_no_rows_of_a_weight(recipe, shards):
-    made = check(some_weights(7, 3), recipe, shards)
-    assert any(made.layout.shard_range(0, rank).empty for rank in range(shards))
+def test_many_ranks_of_which_most_have_no_rows_of_a_weight(recipe):
+    made = check(some_weights(7, 3), recipe, 64)
+    assert sum(made.layout.shard_range(0, rank).empty for rank in range(64)) > 32
 
 
 EXTREMES = {

@@ -1,5 +1,5 @@
-"""The engine with quantized weights in one process: races, values, when what is quantized, and
-launches."""
+"""The engine with quantized weights in one process: when what is quantized, and launches. Order and
+values: the rows of recipes in `tests/engine/scenarios.py`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine import gather
-from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
-from megatron_fsdp_adapter.quantized import weights
 from tests.engine.engine_cases import Rig, Setup, build, make_net
 from tests.engine.pretended import LateCommunicator, pretended_world
-from tests.engine.recording import RaceError, RecordingRuntime, who_asks
-from tests.engine.scenarios import EVENTS, ONE_AFTER_ANOTHER, SCENARIOS
+from tests.engine.scenarios import EVENTS
 from tests.engine.traces import collectives, steady
 from tests.quantized.emulated import PLANES, RECIPES, CountingParams, EmulatedTensor
 from tests.quantized.quantized_cases import PlainQuantizedRig
@@ -31,121 +27,7 @@ def world():
         yield
 
 
-# Races.
-
-RACES = ("microbatches", "evaluation_between", "layer_twice", "backward_raises", "weights_loaded")
-CHANGED = ("tied", "frozen", "reentrant", "non_reentrant", "selective", "far_prefetch", "slots",
-           "two_domains", "two_instances", "shared_instances", "slots_recompute")  # fmt: skip
-
-
-def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup, runtime)
-        with rig.watch():
-            EVENTS[scenario](rig)
-        return rig
-
-
-@pytest.mark.parametrize(
-    ("strategy", "recipe"),
-    [(s, r) for s in STRATEGIES for r in RECIPES if s == ZERO_3 or r in ("current", "mxfp8")],
-)
-def test_every_access_is_ordered(strategy, recipe):
-    for scenario in RACES:
-        run(Setup(strategy, recipe=recipe), scenario)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_access_is_ordered_in_all_scenarios(strategy, recipe):
-    for scenario in ONE_AFTER_ANOTHER:
-        run(Setup(strategy, recipe=recipe), scenario)
-
-
-LONG = ("selective", "slots", "two_domains", "far_prefetch", "reentrant", "shared_instances")
-
-
-@pytest.mark.parametrize(
-    "variant", [pytest.param(one, marks=pytest.mark.full if one in LONG else ()) for one in CHANGED]
-)
-def test_every_access_is_ordered_in_variants(variant):
-    for strategy, recipe, scenarios in (
-        (ZERO_1, "block128", RACES[:2]), (ZERO_3, "mxfp8", RACES[:2]),
-        (ZERO_3, "current", RACES[:1]),
-    ):  # fmt: skip
-        for scenario in scenarios:
-            run(Setup(strategy, recipe=recipe, **SCENARIOS[variant].options), scenario)
-
-
-class Deaf(RecordingRuntime):
-    """Does not let compute wait for gathers, or gathers for compute, in a function of `module`."""
-
-    def __init__(self, module: Any, function: str) -> None:
-        super().__init__()
-        self.place, self.missed = (module.__file__, function), 0
-
-    def wait(self, role: str, event: Any) -> None:
-        code = who_asks().f_code
-        if (code.co_filename, code.co_name) == self.place:
-            self.missed += 1
-        else:
-            super().wait(role, event)
-
-
-@pytest.mark.parametrize(
-    ("module", "function"),
-    [(weights, "catch_up"), (gather, "follow_compute"), (gather, "_finish"),
-     (gather, "_drop")],
-)  # fmt: skip
-def test_each_wait_is_needed_and_missed(module, function):
-    """Of the quantization, that for gathers is: a backward gathers while main weights are shown."""
-    deaf = Deaf(module, function)
-    with pretended_world(2), pytest.raises(RaceError, match="without waiting for"):
-        rig = build(Setup(recipe="mxfp8"), deaf)
-        with rig.watch():
-            rig.step()
-            if function == "catch_up":
-                gathers_while_main_weights_are_shown(rig)
-            rig.step()
-    assert deaf.missed
-
-
-def gathers_while_main_weights_are_shown(rig: Rig) -> None:
-    rig.zero()
-    loss = rig.loss()
-    rig.weights()
-    loss.backward()
-    if rig.engine.units[2].phase is Phase.SHARDED:
-        rig.engine.gather.launch(rig.engine.units[2])
-    rig.engine.main_weights_changed()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gathers_while_main_weights_are_shown_are_ordered(world, strategy):
-    rig = build(Setup(strategy, recipe="mxfp8"))
-    with rig.watch():
-        rig.step()
-        gathers_while_main_weights_are_shown(rig)
-        rig.step()
-
-
 # Values, on the slowest network there can be.
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_equal_those_of_a_plain_model(strategy, recipe):
-    setup = Setup(strategy, world=1, dtype=torch.float32, recipe=recipe)
-    for scenario in ("steps", "evaluation_between", "weights_loaded", "backward_raises"):
-        with pretended_world(1):
-            rig = build(setup, HostRuntime(), LateCommunicator)
-            EVENTS[scenario](rig)
-            found = rig.weights()
-        plain = PlainQuantizedRig(setup, rolls=False)
-        EVENTS[scenario](plain)
-        for name, value in plain.weights().items():
-            assert torch.equal(found[name], value), (scenario, name)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

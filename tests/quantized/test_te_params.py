@@ -18,7 +18,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
 from megatron_fsdp_adapter.core.engine.guard import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
-from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR
+from megatron_fsdp_adapter.core.layout.format import MXFP8
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.quantized.columns import padded_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
@@ -286,11 +286,12 @@ def test_weights_of_several_recipes_are_quantized_together(te: Path, alone: Any)
     params[2]._quantizer.force_pow_2_scales = theirs[2]._quantizer.force_pow_2_scales = True
     whole = [[(0, main.numel()) for main in mains]]
     weights = weights_of("current", params, mains, whole[0])
-    made = KNOWS.quantizer(PER_TENSOR, weights)
-    amaxes = torch.zeros(made.amax_numel)
-    made.bind(amaxes)
-    made.begin()
-    made.finish()
+    made = KNOWS.quantizers(weights)
+    assert [len(own) for _, own in made] == [1, 1, 1]
+    for quantizer, _ in made:
+        quantizer.bind(torch.zeros(quantizer.amax_numel))
+        quantizer.begin()
+        quantizer.finish()
     for index, main in enumerate(mains):
         te_quantize([theirs[index]], [main])
         one = slice(index, index + 1)
