@@ -13,6 +13,7 @@ from . import __version__
 
 COMMANDS = {
     "convert": "megatron_fsdp_adapter.cli.convert",
+    "diff": "megatron_fsdp_adapter.cli.diff",
     "doctor": "megatron_fsdp_adapter.cli.doctor",
     "estimate": "megatron_fsdp_adapter.cli.estimate",
     "inspect": "megatron_fsdp_adapter.cli.inspect",
@@ -30,10 +31,6 @@ REMOVED = {
     "convert --hf-config": "removed. Megatron-Bridge converts from and to Hugging Face",
 }
 """Options of commands that there were -> why not, and what to do."""
-DIFF = (
-    "removed. Compare two checkpoints with compare-two-checkpoint of Megatron-LM's "
-    "tools/checkpoint/checkpoint_inspector.py"
-)
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
        python -m megatron_fsdp_adapter {{{",".join(COMMANDS)}}} ...
@@ -80,9 +77,6 @@ def main(argv: list[str]) -> int:
         from .launch.runner import run
 
         return run(argv)
-    if argv[:1] == ["diff"]:
-        print(f"diff: {DIFF}", file=sys.stderr)
-        return 2
     if argv == ["--version"]:
         print(f"megatron_fsdp_adapter {__version__}")
         return 0

@@ -56,8 +56,8 @@ BUNDLED_IMPORTERS = {f"{PACKAGE}/megatron/compat/table.py", "scripts/lib/bench_b
 MAX_FILE, MAX_FUNCTION = 500, 60
 BUDGETS = {
     # package: statements, classes
-    "checkpoint": (2_231, 41),
-    "cli": (531, 2),
+    "checkpoint": (2_309, 43),
+    "cli": (568, 2),
     "comm": (135, 3),
     "core": (2_800, 63),
     "diagnostics": (393, 11),

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, without loading them.
+"""Contents of a checkpoint, and differences of two, without loading them.
 
 No code that a checkpoint names is executed (`unpickling.py`): it may not be trusted yet.
 """
@@ -6,7 +6,7 @@ No code that a checkpoint names is executed (`unpickling.py`): it may not be tru
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,19 @@ import torch
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.common_state import (
     COMMON,
+    OBJECT,
     has_common,
     load_common,
 )
-from megatron_fsdp_adapter.checkpoint.convert.conversion import TORCH_DIST, detect_format
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
+from megatron_fsdp_adapter.checkpoint.convert.conversion import (
+    MIB,
+    TORCH_DIST,
+    Options,
+    detect_format,
+    open_state,
+)
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder, Progress
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
@@ -38,6 +46,7 @@ MODEL = (
 
 WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,35 @@ class Description:
         return found
 
 
+@dataclass(frozen=True)
+class ValueDifference:
+    """Two tensors of one shape and dtype that differ in bits. largest: the largest absolute
+    difference (NaN if an element is NaN)."""
+
+    key: str
+    elements: int
+    differing: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The differences of checkpoint A from checkpoint B; falsy if there are none.
+
+    shapes, dtypes: "KEY: in A, in B"; objects: keys of values that are not tensors.
+    """
+
+    only_a: tuple[str, ...] = ()
+    only_b: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    values: tuple[ValueDifference, ...] = ()
+    objects: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
 def describe(path: Path, iteration: int | None = None) -> Description:
     """Reads the structure of the checkpoint at `path`, and its training arguments.
 
@@ -100,6 +138,45 @@ def describe(path: Path, iteration: int | None = None) -> Description:
     _, number = folders.locate(path, iteration)
     return Description(
         found, str(folder.folder), number, saved_by, _known(rest, MODEL), tuple(entries)
+    )
+
+
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    iterations: tuple[int | None, int | None] = (None, None),
+    weights_only: bool = False,
+    values: bool = True,
+    block_bytes: int = 64 * MIB,
+    begin: Callable[[int], Progress] | None = None,
+) -> Difference:
+    """The differences of the checkpoints at `a` and `b`, compared bit by bit, a block at a time.
+
+    Checkpoints of one format are compared by key, those of two formats by parameter name in the
+    whole model (weights, including their dtypes, and optimizer state). values: False compares keys,
+    shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters do.
+    """
+    formats = [detect_format(path, n) for path, n in zip((a, b), iterations, strict=True)]
+    read = _by_key if formats[0] == formats[1] else _by_name
+    (left, objects_a), (right, objects_b) = (
+        read(path, n, found, weights_only)
+        for path, n, found in zip((a, b), iterations, formats, strict=True)
+    )
+    common = [key for key in left if key in right]
+    shapes = [key for key in common if left[key].shape != right[key].shape]
+    dtypes = [key for key in common if left[key].dtype != right[key].dtype]
+    comparable = [key for key in common if key not in {*shapes, *dtypes}] if values else []
+    progress = begin(sum(left[key].nbytes for key in comparable)) if begin else None
+    compared = (_compare(k, left[k], right[k], block_bytes, progress) for k in comparable)
+    keys_a, keys_b = {**left, **objects_a}, {**right, **objects_b}
+    return Difference(
+        only_a=tuple(key for key in keys_a if key not in keys_b),
+        only_b=tuple(key for key in keys_b if key not in keys_a),
+        shapes=tuple(f"{key}: {left[key].shape}, {right[key].shape}" for key in shapes),
+        dtypes=tuple(f"{k}: {_short(left[k].dtype)}, {_short(right[k].dtype)}" for k in dtypes),
+        values=tuple(found for found in compared if found is not None),
+        objects=tuple(_different_objects(objects_a, objects_b)) if values else (),
     )
 
 
@@ -140,6 +217,81 @@ def _entry(folder: DcpFolder, key: str) -> Entry:
     return Entry(
         key, part, tensor.shape, _short(tensor.dtype), tensor.nbytes, folder.pieces(key)
     )
+
+
+_Contents = tuple[dict[str, LazyTensor], dict[str, Callable[[], Any]]]
+
+
+def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted=False)
+
+    def wanted(key: str) -> bool:
+        return not weights_only or _entry(folder, key).part == WEIGHTS
+
+    objects: dict[str, Callable[[], Any]] = {
+        key: (lambda key=key: folder.object(key))  # type: ignore[misc]
+        for key in folder.object_keys
+        if not weights_only and key != OBJECT
+    }
+    if not weights_only and has_common(folder):
+        for name, value in load_common(folder).items():
+            objects[f"common state: {name}"] = lambda value=value: value  # type: ignore[misc]
+    return {key: folder.tensor(key) for key in folder.tensor_keys if wanted(key)}, objects
+
+
+def _by_name(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
+    options = Options(weights_only=weights_only)
+    state = open_state(path, found, iteration, options, trusted=False).state
+    tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
+    for name, moments in state.moments.items():
+        tensors.update({f"{kind}.{name}": moment for kind, moment in moments.items()})
+    return tensors, {f"step.{name}": step.item for name, step in state.steps.items()}
+
+
+def _compare(
+    key: str, a: LazyTensor, b: LazyTensor, block_bytes: int, progress: Progress | None
+) -> ValueDifference | None:
+    differing, largest = 0, 0.0
+    for box in blocks(a.shape, a.dtype.itemsize, block_bytes):
+        x, y = a.block(box), b.block(box)
+        if progress is not None:
+            progress(key, x.nbytes)
+        if torch.equal(_bits(x), _bits(y)):
+            continue
+        differing += int((_bits(x) != _bits(y)).sum())
+        gap = (x.double() - y.double()).abs().max().item()
+        largest = gap if gap != gap else max(largest, gap)
+    return ValueDifference(key, a.numel, differing, largest) if differing else None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def _different_objects(
+    a: Mapping[str, Callable[[], Any]], b: Mapping[str, Callable[[], Any]]
+) -> Iterator[str]:
+    for key in a:
+        if key in b and not same(a[key](), b[key]()):
+            yield key
+
+
+def same(a: Any, b: Any) -> bool:
+    """True if two values are equal; tensors and arrays in them are compared bit by bit."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        fits = a.dtype == b.dtype and a.shape == b.shape
+        return fits and torch.equal(_bits(a), _bits(b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "tobytes"):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if hasattr(a, "__dict__") and type(a).__eq__ is object.__eq__:
+        return same(vars(a), vars(b))
+    return bool(a == b)
 
 
 def _short(dtype: torch.dtype) -> str:

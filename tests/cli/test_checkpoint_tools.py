@@ -1,4 +1,4 @@
-"""The commands convert and inspect: what they print, as text and JSON, and exit statuses."""
+"""The commands convert, inspect and diff: what they print, as text and JSON, and exit statuses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint.record import SaveRecord, write_record
@@ -23,6 +24,14 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return save_fsdp(tmp_path / "saved", fsdp_state(Model(experts=2)))
+
+
+def changed(root: Path, **changes: float) -> Path:
+    """The same checkpoint with other values: the first element of a key, by key."""
+    state = fsdp_state(Model(experts=2))
+    for name, value in changes.items():
+        state["model"][f"module.{name}.weight"][0, 0] = value
+    return save_fsdp(root, state)
 
 
 def test_convert_prints_what_it_did(saved: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -114,17 +123,61 @@ def test_inspect_shows_what_the_save_itself_noted(saved: Path, capsys: Captured)
     assert found["saved_at"] == "2026"
 
 
-def test_diff_is_refused_by_name(capsys: Captured) -> None:
-    assert main(["diff", "a", "b"]) == 2
-    assert "compare-two-checkpoint" in capsys.readouterr().err
-
-
 def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: Captured) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
     assert "latest_checkpointed_iteration.txt does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["convert", "inspect"])
+def test_diff_of_the_same_is_the_same(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    changed(tmp_path / "b")
+    assert main(["diff", str(saved), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == "diff: the same\n"
+
+
+def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    changed(tmp_path / "b", **{"decoder.layers.1.self_attention.linear_proj": 100.0})
+    assert main(["diff", str(saved), str(tmp_path / "b"), "--json", "--quiet"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["different"] and len(found["values"]) == 1
+    value = found["values"][0]
+    assert value["key"] == "model.module.decoder.layers.1.self_attention.linear_proj.weight"
+    assert value["differing"] == 1 and 90 < value["largest"] < 110
+    assert main(["diff", str(saved), str(tmp_path / "b"), "--no-values"]) == 0
+    # By common names too, though one of them is of another format.
+    assert main(["convert", str(saved), str(tmp_path / "td"), "--to", "torch_dist"]) == 0
+    assert main(["diff", str(tmp_path / "td"), str(tmp_path / "b"), "--quiet"]) == 1
+    assert "weights.decoder.layers.1.self_attention.linear_proj.weight: 1 of" in (
+        capsys.readouterr().out
+    )
+    assert main(["diff", str(tmp_path / "td"), str(saved), "--quiet"]) == 0
+
+
+def test_diff_tells_a_sign_of_zero_and_nan_from_their_bits(tmp_path: Path) -> None:
+    from megatron_fsdp_adapter.checkpoint.inspection import diff
+
+    def save(name: str, values: list[float]) -> Path:
+        return save_fsdp(tmp_path / name, {"model": {"module.w": torch.tensor(values)}})
+
+    nan = save("a", [float("nan"), 0.0])
+    assert not diff(nan, save("b", [float("nan"), 0.0]))
+    assert diff(nan, save("c", [float("nan"), -0.0])).values[0].differing == 1
+
+
+def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captured) -> None:
+    def save(name: str, **state: object) -> str:
+        return str(save_fsdp(tmp_path / name, {"model": {"module.x": torch.ones(1)}, **state}))
+
+    a = save("a", only=torch.ones(2), s=torch.ones(2), d=torch.ones(2), o=1)
+    b = save("b", new=torch.ones(2), s=torch.ones(3), d=torch.ones(2).double(), o=2)
+    assert main(["diff", a, b]) == 1
+    text = capsys.readouterr().out
+    for line in ("only in A (1)\n  only", "only in B (1)\n  new", "s: (2,), (3,)",
+                 "d: float32, float64", "objects with other values (1)\n  o"):  # fmt: skip
+        assert line in text, text
+    assert text.splitlines()[-1] == "diff: they differ (above)"
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "diff"])
 def test_every_command_explains_itself(command: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

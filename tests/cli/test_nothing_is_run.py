@@ -1,10 +1,8 @@
-"""inspect, verify and the reader of base weights run nothing of a checkpoint, whichever of its
-files names what."""
+"""inspect, diff and verify run nothing of a checkpoint, whichever of its files names what."""
 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import io
 import json
 import os
@@ -16,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -24,8 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint import digests, unpickling
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
-from megatron_fsdp_adapter.checkpoint.convert.conversion import open_state
+from megatron_fsdp_adapter.checkpoint.convert import convert
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
@@ -117,14 +115,15 @@ def _with_digests(folder: Path) -> None:
     digests.write_digests(folder, files)
 
 
-def _run_all(root: Path) -> list[int]:
-    """Every tool on it."""
-    found = [main(["inspect", str(root), option]) for option in ("--keys", "--json")]
-    with contextlib.suppress(ValueError):
-        for weights_only in (True, False):
-            state = open_state(root, options=Options(weights_only), trusted=False).state
-            for weight in state.weights.values():
-                weight.whole()
+def _run_all(root: Path, clean: dict[bool, Path]) -> list[int]:
+    """Every tool on it, also beside one of each format."""
+    found = [
+        main(["inspect", str(root), "--keys"]),
+        main(["inspect", str(root), "--json"]),
+        main(["diff", str(root), str(root), "--quiet"]),
+        *(main(["diff", str(other), str(root), "--quiet"]) for other in clean.values()),
+        main(["diff", str(root), str(clean[False]), "--quiet", "--weights-only"]),
+    ]
     _with_digests(root / FOLDER)
     for damaged in (DATA, ".metadata"):
         path = root / FOLDER / damaged
@@ -143,7 +142,7 @@ def test_nothing_is_run(
         made = tmp_path / "made"
         root = _copied(clean[is_torch_dist], tmp_path / name.replace(" ", "_"))
         put(root / FOLDER, Evil(*payload(str(made))))
-        statuses = _run_all(root)
+        statuses = _run_all(root, clean)
         assert set(statuses) <= {0, 1, 2}
         assert not made.exists(), f"{name} in {place} was run"
         # And it would have been.
@@ -163,9 +162,10 @@ def test_what_metadata_names_and_may_not_is_told(
 ) -> None:
     root = _copied(clean[False], tmp_path / "root")
     PLACES[".metadata"][0](root / FOLDER, Evil(os.system, "true"))
-    assert main(["inspect", str(root)]) == 2
-    told = capsys.readouterr().err
-    assert "not to be trusted" in told and "posix.system" in told and "half" not in told
+    for command in (["inspect", str(root)], ["diff", str(root), str(clean[False])]):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        assert "not to be trusted" in told and "posix.system" in told and "half" not in told
 
 
 class Backend(Enum):
@@ -173,6 +173,15 @@ class Backend(Enum):
 
     auto = 1
     other = 2
+
+
+def _objects(backend: Backend, seed: int) -> dict[str, Any]:
+    return {
+        **fsdp_state(Model()),
+        "args": Namespace(num_layers=2, attention_backend=backend, path=Path("/a")),
+        "numpy": np.random.RandomState(seed).get_state(),
+        "kind": Backend,
+    }
 
 
 @pytest.fixture
@@ -183,14 +192,23 @@ def safe_globals() -> Iterator[None]:
     torch.serialization.add_safe_globals(before)
 
 
-def test_objects_of_unknown_classes_are_shown(
+def test_objects_of_unknown_classes_are_shown_and_compared(
     safe_globals: None, tmp_path: Path, capsys: Captured
 ) -> None:
     # Whatever the process takes for safe: importing Megatron adds to it.
     torch.serialization.add_safe_globals([Path, Namespace, Backend])
-    args = Namespace(num_layers=2, attention_backend=Backend.auto, path=Path("/a"))
-    root = save_fsdp(tmp_path / "a", {**fsdp_state(Model()), "args": args})
-    assert main(["inspect", str(root), "--json"]) == 0
+    a, same, b = (
+        save_fsdp(tmp_path / name, _objects(backend, seed))
+        for name, backend, seed in (
+            ("a", Backend.auto, 1), ("same", Backend.auto, 1), ("b", Backend.other, 2)
+        )
+    )  # fmt: skip
+    assert main(["diff", str(a), str(same), "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(a), str(b), "--quiet", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(key.split(".")[0] for key in found["objects"]) == ["args", "numpy"]
+    assert main(["inspect", str(a), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["num_layers"] == 2
     assert Backend in torch.serialization.get_safe_globals()
 
