@@ -66,7 +66,7 @@ BUDGETS = {
     "megatron": (3_175, 40),
     "models": (406, 4),
     "optim": (1_523, 20),
-    "plain": (915, 11),
+    "plain": (906, 10),
     "planning": (1_518, 32),
     "prove": (920, 13),
     "quantized": (907, 19),

@@ -196,7 +196,18 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
                 param._fsdp_reach = _gathered_by(engine, unit.ordinal)  # type: ignore[attr-defined]
     _distribute_rows()
     mark_shards(engine, root, root)
+    _tell_apart(engine)
     return engine
+
+
+def _tell_apart(engine: UserLoopEngine) -> None:
+    """Gives each parameter an address of its own: accelerate finds the parameters of an optimizer
+    by those of their local tensors, and torch says 0 for all that are empty."""
+    for number, pair in enumerate(engine.pairs):
+        local = pair.sharded._local_tensor  # type: ignore[attr-defined]
+        if local.numel() == 0:
+            local.data_ptr = lambda own=-1 - number: own
+        pair.sharded.data_ptr = local.data_ptr  # type: ignore[method-assign]
 
 
 def _gathered_by(engine: UserLoopEngine, ordinal: int) -> Callable[[], bool]:

@@ -385,6 +385,11 @@ def _methods(rank: int, world: int) -> None:
     assert isinstance(made, FSDPModule) and isinstance(made.blocks[0], FSDPModule)
     assert type(made.blocks[0]).__name__ == "FSDPBlock" and isinstance(made.blocks[0], Block)
     made.set_gradient_divide_factor(4.0 * world)
+    local = [param._local_tensor for param in made.parameters()]
+    assert sum(one.numel() == 0 for one in local) > 1
+    addresses = [one.data_ptr() for one in local]
+    assert addresses == [param.data_ptr() for param in made.parameters()]
+    assert len({*addresses}) == len(addresses)
     for name in HINTS:
         getattr(made, name)(True)
     block, before = made.blocks[1], dict(model().named_parameters())
@@ -411,6 +416,10 @@ def _methods(rank: int, world: int) -> None:
     found, expected = (one.features(tokens(0, 0, rank)) for one in (made, model()))
     assert torch.equal(found, expected)
     found.mean().backward()
+    made.chosen = lambda of: made(of).detach().argmax()
+    register_fsdp_forward_method(made, "chosen")
+    made.chosen(tokens(0, 0, rank))
+    assert all(isinstance(param, DTensor) for param in made.parameters())
     made.set_reshard_after_forward(False)
     with torch.no_grad():
         made(tokens(0, 0, rank))

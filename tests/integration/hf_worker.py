@@ -162,8 +162,11 @@ def trainer(case: str, folder: Path) -> Run:
     weights = load_file(file) if not dist.get_rank() else {}
     generated = second.model.generate(torch.arange(5)[None], max_new_tokens=3, do_sample=False)
     assert generated.shape == (1, 8)
+    resumed = list(again.found)
+    second.train()  # prepares the same model and optimizer again
+    more = again.found[len(resumed):]
     half = len(logged.found) // 2
-    return logged.found[half:], again.found, weights
+    return logged.found[half:] + more, resumed + more, weights
 
 
 def _tokenizer() -> Any:
