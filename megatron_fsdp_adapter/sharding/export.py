@@ -85,15 +85,9 @@ def export_weights(
         ValueError: before anything is gathered: an option with a wrong value, quantized weights
             that cannot be joined.
     """
-    chunks = sources(model)
     _check(hf_config, which, scope, dtype, fp8)
-    for source in chunks:
-        source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantized else [])])
     plan = _Plan(dtype, quantized, scope == MODEL)
-    exported = [_Chunk(source, which, plan) for source in chunks]
-    found = [line for chunk in exported for line in chunk.problems()]
-    raise_problems("export_weights", found)
-    return _run(exported, which)
+    return _run(_chunks("export_weights", model, which, plan))
 
 
 def export_shards(
@@ -107,14 +101,20 @@ def export_shards(
     weights'), in unit order. Nothing is communicated. Ranks that are replicas of each other have
     the same ones; a rank has none of some weights, and several blocks of others. Arguments and
     errors are those of `export_weights`."""
-    chunks = sources(model)
     _check(hf_config, which, MODEL, dtype)
-    for source in chunks:
-        source.engine.memory.check("export_shards", [MAIN])
-    plan = _Plan(dtype, False, False)
-    exported = [_Chunk(source, which, plan) for source in chunks]
-    raise_problems("export_shards", [line for chunk in exported for line in chunk.problems()])
-    return (shard for chunk in exported for shard in chunk.shards())
+    chunks = _chunks("export_shards", model, which, _Plan(dtype, False, False))
+    return (shard for chunk in chunks for shard in chunk.shards())
+
+
+def _chunks(action: str, model: Any, which: str, plan: _Plan) -> list[_Chunk]:
+    """The exports of a model's chunks. RuntimeError if memory is away that they need, ValueError
+    for a weight that cannot be exported as asked."""
+    given = sources(model)
+    for source in given:
+        source.engine.memory.check(action, [MAIN, *([COMPUTE] if plan.quantized else [])])
+    chunks = [_Chunk(source, which, plan) for source in given]
+    raise_problems(action, [line for chunk in chunks for line in chunk.problems()])
+    return chunks
 
 
 def _check(
@@ -149,7 +149,7 @@ def _with_frozen(source: Source, which: str) -> bool:
     return which == ALL or (which == CHANGED and engine.exported_loads != engine.loads)
 
 
-def _run(chunks: Sequence[_Chunk], which: str) -> Named:
+def _run(chunks: Sequence[_Chunk]) -> Named:
     stages = chunks[0].source.stages
     across = chunks[0].plan.everything and stages is not None and dist.get_world_size(stages) > 1
     yield from _over_stages(chunks, stages) if across else _in_turn(chunks)
@@ -254,20 +254,15 @@ class _Chunk:
 
     def problems(self) -> list[str]:
         """One line for each weight that cannot be exported as asked."""
-        found = []
-        for described, shape, format in self._listed():
-            if self.plan.quantized and format is not None:
-                found += _quantized_problems(described, shape, format)
-        return found
-
-    def _listed(self) -> Iterator[tuple[Described, tuple[int, ...], Any]]:
-        for pair in self.source.engine.pairs:
-            described = self._described[id(pair)]
-            if self._is_chosen(pair.group) and not self._is_left_out(described):
-                shape = pair.group.layout.specs[pair.index].shape
-                yield described, shape, pair.group.key.quantized
-        for described, tensor in self._rest():
-            yield described, tuple(tensor.shape), None
+        return [
+            line for pair in self.source.engine.pairs
+            if self.plan.quantized and pair.group.key.quantized and self._is_chosen(pair.group)
+            and not self._is_left_out(self._described[id(pair)])
+            for line in _quantized_problems(
+                self._described[id(pair)], pair.group.layout.specs[pair.index].shape,
+                pair.group.key.quantized,
+            )
+        ]  # fmt: skip
 
     def tensors(self, meta: bool = False) -> Named:
         """Names and tensors of this chunk; on the meta device nothing is communicated."""
@@ -284,7 +279,7 @@ class _Chunk:
         found: list[Entry] = []
         for plane in list(planes):
             whole = _joined(described, planes.pop(plane))
-            parts = _from_all(self.source.experts, whole) if exchange else [whole]
+            parts = _all_gathered(self.source.experts, whole).unbind(0) if exchange else [whole]
             found += [_presented(plane, *each) for each in zip(names, parts, strict=True)]
         return found[::-1]
 
@@ -413,10 +408,6 @@ def _joined(described: Described, tensor: torch.Tensor) -> torch.Tensor:
     if described.halves == 1:
         return found.flatten(0, 1)
     return found.unflatten(1, (described.halves, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def _from_all(group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-    return list(_all_gathered(group, tensor).unbind(0))
 
 
 def _all_gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
