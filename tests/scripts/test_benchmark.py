@@ -457,92 +457,72 @@ def test_a_result_survives_its_json() -> None:
 # Runs
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
-    """Two ranks; (the process, the rows of its JSON)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    path = tmp_path / "rows.json"
+FAULT = """
+import sys, importlib.abc
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != 'megatron_fsdp_adapter.megatron.domains': return None
+        sys.meta_path.remove(self)
+        from importlib.util import find_spec
+        spec = find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            scale = module.grad_scale
+            module.grad_scale = lambda *a: 1.1 * scale(*a)
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder())
+"""
+"""Scales gradients of ours by 1.1, as a `sitecustomize.py`."""
+
+RUNS = {
+    # Every wrapper that runs on gloo; one that fails in its first backward takes nothing with it.
+    "interleaved": (
+        "--wrappers=bundled,floor,ddp,ours:optim,ours:optim_grads_params,fsdp2 "
+        "--num-microbatches=2 --bf16", "", {"bundled:optim_grads_params": "PREMUL_SUM"}, set()),
+    # The table marks a wrapper that trains differently, and the status says so.
+    "isolated, of which one is faulty": (
+        "--wrappers=ddp,bundled,ours:optim_grads,floor --isolated --calculate-per-token-loss",
+        FAULT, {}, {"ours:optim_grads"}),
+    # Without bundled, whose norm is another one where experts have one data-parallel rank.
+    "experts of their own": (
+        "--wrappers=ddp,ours:optim_grads_params,ours-ag:optim_grads_params,fsdp2,floor "
+        "--calculate-per-token-loss --num-experts=4 --expert-model-parallel-size=2 "
+        "--disable-bias-linear --moe-aux-loss-coeff=0.01 --moe-token-dispatcher-type=alltoall", "",
+        {"fsdp2": "one mesh for all parameters"}, set()),
+}
+"""Options, what is put into the processes, errors by wrapper, and wrappers that are marked."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "interleaved")) for name in RUNS],
+)
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    """A row for each wrapper, with its numbers or why it has none; all others train alike."""
+    words, fault, errors, marked = RUNS[name]
+    (tmp_path / "sitecustomize.py").write_text(fault)
+    path = os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path
+    }
     command = [
         sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node=2", str(ROOT / "scripts/benchmark.py"), *TINY, f"--json={path}",
-        *arguments,
+        "--nproc-per-node=2", str(ROOT / "scripts/benchmark.py"), *TINY, *words.split(),
+        f"--json={tmp_path / 'rows.json'}",
     ]  # fmt: skip
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
-    assert path.is_file(), done.stdout + done.stderr
-    return done, json.loads(path.read_text())["rows"]
-
-
-@pytest.mark.timeout(300)
-def test_two_ranks_interleaved(tmp_path: Path) -> None:
-    """Every wrapper that runs on gloo, with its numbers; the others say why they did not."""
-    done, rows = run(
-        tmp_path, "--wrappers=bundled,floor,ddp,ours:optim,ours:optim_grads_params,fsdp2",
-        "--num-microbatches=2", "--bf16",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    by_name = {row["subject"]: row for row in rows}
-    able = ["floor", "ddp", "ours:optim", "ours:optim_grads_params", "fsdp2"]
-    for name in able:
-        row = by_name[name]
-        assert row["error"] is None, row
-        assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
-        assert len(row["steps"]) == 3  # one of warm-up, two rounds of one
-        assert name in done.stdout
-    # A wrapper that fails in its first backward takes nothing with it.
-    assert "PREMUL_SUM" in by_name["bundled:optim_grads_params"]["error"]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_two_ranks_isolated_and_a_faulty_wrapper(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With gradients of ours scaled by 1.1, the table marks ours and the status says so; results
-    of wrappers that were finished are in the JSON."""
-    fault = tmp_path / "sitecustomize.py"
-    fault.write_text(
-        "import sys, importlib.abc\n"
-        "class Finder(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name != 'megatron_fsdp_adapter.megatron.domains': return None\n"
-        "        sys.meta_path.remove(self)\n"
-        "        from importlib.util import find_spec\n"
-        "        spec = find_spec(name)\n"
-        "        load = spec.loader.exec_module\n"
-        "        def exec_module(module):\n"
-        "            load(module)\n"
-        "            scale = module.grad_scale\n"
-        "            module.grad_scale = lambda *a: 1.1 * scale(*a)\n"
-        "        spec.loader.exec_module = exec_module\n"
-        "        return spec\n"
-        "sys.meta_path.insert(0, Finder())\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done, rows = run(
-        tmp_path, "--wrappers=ddp,bundled,ours:optim_grads,floor", "--isolated",
-        "--calculate-per-token-loss",
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert {row["subject"]: row["flag"] for row in rows} == {
-        "ddp": False, "bundled:optim_grads_params": False, "ours:optim_grads": True, "floor": False,
-    }  # fmt: skip
-    assert "DIFFERS" in done.stdout
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_two_ranks_with_experts_of_their_own(tmp_path: Path) -> None:
-    """A mixture of experts with EP 2: all that run train alike, fsdp2 tells why it does not.
-    Without bundled, whose norm is another one where experts have one data-parallel rank."""
-    wrappers = "ddp,ours:optim_grads_params,ours-ag:optim_grads_params,fsdp2,floor"
-    done, rows = run(
-        tmp_path, f"--wrappers={wrappers}", "--calculate-per-token-loss", "--num-experts=4",
-        "--expert-model-parallel-size=2", "--disable-bias-linear", "--moe-aux-loss-coeff=0.01",
-        "--moe-token-dispatcher-type=alltoall",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    errors = {row["subject"]: row["error"] for row in rows if row["error"] is not None}
-    assert list(errors) == ["fsdp2"] and "one mesh for all parameters" in errors["fsdp2"]
-    assert "4 experts of 128, top 2, EP 2" in done.stdout
+    assert done.returncode == bool(marked), done.stdout + done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {row["subject"] for row in rows if row["flag"]} == marked
+    assert ("DIFFERS" in done.stdout) is bool(marked)
+    for row in rows:
+        error = errors.get(row["subject"])
+        assert (row["error"] is None) is (error is None) and (error or "") in (row["error"] or "")
+        # One step of warm-up, two rounds of one.
+        assert error or (len(row["seconds"]) == 2 and len(row["steps"]) == 3), row
+        assert row["subject"] in done.stdout

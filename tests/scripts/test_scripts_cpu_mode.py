@@ -111,26 +111,21 @@ def _patched_places() -> list[tuple[str, str, object]]:
 
 @pytest.mark.usefixtures("cpu_mode_off")
 def test_is_idempotent_and_restores_everything() -> None:
+    """Inside of the context manager as well, which leaves the mode as it was."""
     before = _patched_places()
     cpu_mode.enable_cpu_mode()
     once = _patched_places()
-    cpu_mode.enable_cpu_mode()
-    assert _patched_places() == once
+    with cpu_mode.cpu_mode():
+        assert _patched_places() == once
+    assert cpu_mode.cpu_mode_enabled() and _patched_places() == once
     changed = ((old, new) for (*_, old), (*_, new) in zip(before, once, strict=True))
     assert all(new is not old or new is None for old, new in changed)  # 0.19 binds one itself
-    cpu_mode.disable_cpu_mode()
-    assert _patched_places() == before
-    cpu_mode.disable_cpu_mode()
-    assert _patched_places() == before
-
-
-@pytest.mark.usefixtures("cpu_mode_off")
-def test_context_manager_leaves_the_mode_as_it_was() -> None:
+    for _ in range(2):
+        cpu_mode.disable_cpu_mode()
+        assert _patched_places() == before
     with cpu_mode.cpu_mode():
-        with cpu_mode.cpu_mode():
-            assert cpu_mode.cpu_mode_enabled()
         assert cpu_mode.cpu_mode_enabled()
-    assert not cpu_mode.cpu_mode_enabled()
+    assert not cpu_mode.cpu_mode_enabled() and _patched_places() == before
 
 
 @pytest.mark.usefixtures("cpu_mode_off")
