@@ -224,6 +224,7 @@ _REFUSED: Mapping[str, Any] = {
 }
 """Unsupported options that change the parameters, and their neutral values."""
 
+
 def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
     """The model, dense or not, described by Megatron's options. Raises ValueError for missing
     options and for options that make no GPT."""

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change
+from megatron_fsdp_adapter.models.spec import flag
 from megatron_fsdp_adapter.prove.scale_down import ranks_over
 
 BASE: Mapping[str, Any] = {
@@ -60,7 +61,8 @@ def of_options(options: Mapping[str, Any], source: str, world_size: int | None) 
     """The recipe of a preset with defaults. world_size: None if unknown. Raises ValueError if it is
     invalid."""
     args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
-    return _finished(source, args, [], [], world_size, None)
+    written = [flag(name) for name in options]  # they stay, as on a command line
+    return _finished(source, args, written, [], world_size, None)
 
 
 def _parsed(script: Path, arguments: Sequence[str]) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.engine import engine
+from megatron_fsdp_adapter.core.engine import construction
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
 from megatron_fsdp_adapter.core.engine.reduction import Reduction
 
@@ -17,7 +17,7 @@ UNIT = "decoder.layers.1"
 
 def scale_twice() -> None:
     """1 / ranks is applied to what came out of a reduction, and once more."""
-    original = engine.domain_reduces
+    original = construction.domain_reduces
 
     def twice(*args: Any) -> Any:
         return {
@@ -25,7 +25,7 @@ def scale_twice() -> None:
             for name, one in original(*args).items()
         }
 
-    engine.domain_reduces = twice
+    construction.domain_reduces = twice
 
 
 def lose_last_microbatch_of_a_unit() -> None:

@@ -166,8 +166,10 @@ def test_sizes_that_are_kept_stay_and_what_cannot_be_is_refused() -> None:
 def test_a_preset_is_completed_like_a_command_line() -> None:
     recipe = source.of_options(
         {"num-layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 8,
-         "disable_bias_linear": True, "bf16": True, "grad_reduce_in_bf16": True}, "it", 1,
+         "disable_bias_linear": True, "bf16": True, "grad_reduce_in_bf16": True,
+         "data_parallel_sharding_strategy": "optim"}, "it", 1,
     )  # fmt: skip
+    assert recipe.options["data_parallel_sharding_strategy"] == "optim", "it was said"
     assert recipe.options["add_bias_linear"] is False
     assert str(recipe.options["megatron_fsdp_grad_comm_dtype"]) == "torch.bfloat16"
     with pytest.raises(ValueError, match="num_layers, hidden_size"):
