@@ -105,10 +105,12 @@ def run_rank(rank: int, world: int, plan: Plan) -> None:
     from megatron_fsdp_adapter.prove import build
 
     options = plan.shrunk.options
-    device = build.start(options)
+    # Stock DDP without a distributed optimizer would reduce over the ranks of one instance.
+    device = build.start({**options, "num_distributed_optimizer_instances": 1})
     reference = build.build_trainer(options, device, False)
     _record(plan, REFERENCE, rank, reference, 0, plan.steps + plan.more)
     del reference
+    build.start(options)
     if plan.prepare is not None:
         plan.prepare()
     trainer = build.build_trainer(options, device, True)

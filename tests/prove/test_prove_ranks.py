@@ -24,9 +24,11 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def prove(folder: Path, prepare: Callable[[], None] | None, **options: Any) -> list[Row]:
-    recipe = source.of_options({**MODEL, **options}, "a test", 1)
-    plan = run.Plan(shrink(recipe.options, Room(2, False, False)), folder, 2, 1, prepare)
+def prove(
+    folder: Path, prepare: Callable[[], None] | None, ranks: int = 2, **options: Any
+) -> list[Row]:
+    recipe = source.of_options({**MODEL, **options}, "a test", ranks)
+    plan = run.Plan(shrink(recipe.options, Room(ranks, False, False)), folder, 2, 1, prepare)
     return run.prove(plan, "gloo", 300.0)
 
 
@@ -55,6 +57,15 @@ def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert status == 0 and "step 1  gradients of" in out
     assert re.fullmatch(r"doctor --prove: (\d+) of \1 .* hold: proven", out.splitlines()[-1])
+
+
+def test_two_instances_are_proven(tmp_path: Path) -> None:
+    """The reference reduces over all ranks, not over those of an instance."""
+    rows = prove(
+        tmp_path, None, 4, data_parallel_sharding_strategy="optim_grads_params",
+        num_distributed_optimizer_instances=2, outer_dp_sharding_strategy="optim",
+    )  # fmt: skip
+    assert [row for row in rows if not row.holds] == []
 
 
 def test_a_rank_that_fails_is_said_in_the_last_line(
