@@ -13,7 +13,6 @@ from .announcement import announcement
 from .construction_problems import Arguments, checked_domains
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion
-from .grad_checks import chosen_check
 from .inner_module import ParamAndGradBuffer
 from .model_plan import ModelPlan, plan_model
 from .options import capability, ddp_options, staging_options
@@ -57,7 +56,7 @@ def build(given: Arguments, domains: ModelDomains) -> Built:
         plan.config,
         given.device,
         given.initializer_of,
-        grad_check=chosen_check(ddp_config),
+        grad_check=ddp_options.grad_check(ddp_config),
         allocate_slots=None if memory is None else memory.allocate,
         quantized=TransformerEngineParams() if plan.is_quantized else None,
     )

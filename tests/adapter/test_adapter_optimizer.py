@@ -1,20 +1,14 @@
-"""The seam to Megatron's optimizer: installed and undone, state without a step, clipping, norms of
-units, SGD."""
+"""The seam to Megatron's optimizer: installed and undone, overrides, state without a step, clip."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
-import logging
-import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import rerun_state_machine
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import (
     ParamKey,
@@ -24,7 +18,6 @@ from megatron.core.optimizer.optimizer_config import (
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import install, uninstall
-from megatron_fsdp_adapter.megatron import grad_checks
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import OPTIMIZER
 from tests.distributed.checks import free_run
@@ -57,10 +50,6 @@ def not_installed() -> Iterator[None]:
 
 def data(number: int = 0) -> list[torch.Tensor]:
     return batches(CASE, number, 0, DEVICE)
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return trainer.params()
 
 
 def _methods() -> dict[str, Any]:
@@ -152,50 +141,34 @@ def _mark_final_norm(model: Any) -> None:
         param.small_lr = True
 
 
-@pytest.mark.parametrize("name", ("module.module.decoder.*", "module.decodr.*"))
-def test_a_name_that_matches_no_parameter_is_told(name: str) -> None:
-    """The first one is as with one wrapper more. A pattern of any depth may match nothing."""
-    trainer = build_trainer(CASE, "optim", DEVICE)
-    make = functools.partial(
-        get_megatron_optimizer, optimizer_config(CASE), [trainer.wrapper],
-        use_gloo_process_groups=False,
-    )  # fmt: skip
-    with pytest.warns(UserWarning, match="config_overrides: .*matches no.*'module.embedding"):
-        make(config_overrides={ParamKey(name=name): {"max_lr": 1e-6}})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="config_overrides")
-        make(config_overrides={ParamKey(name="*.adapter.*"): {"max_lr": 1e-6}})
-        make(config_overrides={ParamKey(name="module.decoder.*"): {"max_lr": 1e-6}})
-
-
 @pytest.mark.parametrize("is_loading", (False, True))
 def test_making_state_takes_no_step(trainer: Trainer, is_loading: bool) -> None:
     """Trap M8: core made it by a step with zero gradients, which decays weights and counts. Before
     a load, and for a checkpoint of an optimizer that has not stepped yet."""
     fresh = build_trainer(CASE, trainer.strategy, DEVICE)
-    before = weights(trainer)
+    before = trainer.params()
     inner = distributed_optimizer(trainer)
     trainer.wrapper.stop_communication()
     if is_loading:
         inner._init_optimizer_states_with_dummy_values()
     else:
         inner.sharded_param_state_fsdp_dtensor()
-    after = weights(trainer)
+    after = trainer.params()
     assert all(torch.equal(after[name], before[name]) for name in before)
     for param in trainer.wrapper.parameters():
         state = inner.optimizer.state[param]
         assert float(state["step"]) == 0 and not state["exp_avg"]._local_tensor.any()
         assert param.grad is None
     assert train_step(trainer, data()) == train_step(fresh, data())
-    mine, theirs = weights(trainer), weights(fresh)
+    mine, theirs = trainer.params(), fresh.params()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_a_step_changes_every_weight_tensor(trainer: Trainer) -> None:
     """Trap M3: fused optimizers skip a parameter without a gradient, and nothing trains."""
-    before = weights(trainer)
+    before = trainer.params()
     train_step(trainer, data())
-    after = weights(trainer)
+    after = trainer.params()
     unchanged = [name for name in before if torch.equal(before[name], after[name])]
     assert not unchanged
 
@@ -243,10 +216,10 @@ def test_weights_that_were_loaded_without_the_optimizer_are_trained_on(strategy:
     on it refuses to under FSDP."""
     trainer = build_trainer(CASE.but(bf16=True), strategy, DEVICE)
     source = build_trainer(CASE.but(bf16=True, seed=77), strategy, DEVICE)
-    before, wanted = weights(trainer), weights(source)
+    before, wanted = trainer.params(), source.params()
     trainer.wrapper.load_state_dict(source.wrapper.state_dict())
     trainer.optimizer.reload_model_params()
-    after = weights(trainer)
+    after = trainer.params()
     assert all(torch.equal(after[name], wanted[name]) for name in wanted)
     assert any(not torch.equal(before[name], wanted[name]) for name in wanted)
     assert train_step(trainer, data()) == train_step(source, data())
@@ -256,88 +229,3 @@ def test_every_replaced_function_is_as_expected(not_installed: None) -> None:
     """Of the installed release: names and parameters, one by one."""
     assert patches.missing(OPTIMIZER) == []
     assert len(_methods()) >= len(OPTIMIZER) - 3
-
-
-# `check_for_large_grads`: norms of gradients go to core's rerun state machine, which judges.
-
-
-TWO = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
-SAMPLES = 100  # of which core takes the largest, before it judges
-
-
-@pytest.fixture
-def machine() -> Iterator[Any]:
-    """Core's, new and without reruns, as it is by default."""
-    rerun_state_machine.destroy_rerun_state_machine()
-    yield rerun_state_machine.get_rerun_state_machine()
-    rerun_state_machine.destroy_rerun_state_machine()
-
-
-def _scaled(trainer: Trainer, factor: float) -> None:
-    """Gradients of the next steps are `factor` times as large: those of a larger loss."""
-    trainer.wrapper.config.grad_scale_func = lambda loss: loss * factor
-
-
-def _noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    notes: list[tuple[str, float]] = []
-    judge: Callable[..., None] = grad_checks.judge_norm
-    monkeypatch.setattr(
-        grad_checks, "judge_norm",
-        lambda name, norm: (notes.append((name, norm.item())), judge(name, norm)),
-    )  # fmt: skip
-    return notes
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("bf16", [False, True])
-def test_norms_of_the_units_are_those_of_the_gradients(
-    one_rank: torch.device, machine: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, bf16: bool
-) -> None:
-    """Together they are the norm that core finds for clipping."""
-    case = TWO.but(microbatches=1, bf16=bf16)
-    notes = _noted(monkeypatch)
-    trainer = build_trainer(case, strategy, one_rank, ddp={"check_for_large_grads": True})
-    for step in range(3):
-        notes.clear()
-        _, norm = train_step(trainer, batches(case, step, 0, one_rank))
-        assert len({name for name, _ in notes}) == len(notes) > 1
-        together = math.sqrt(sum(value**2 for _, value in notes))
-        assert together == pytest.approx(norm, rel=1e-5)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_norm_far_above_the_first_ones_is_a_warning_that_names_the_unit(
-    one_rank: torch.device, machine: Any, caplog: pytest.LogCaptureFixture, strategy: str
-) -> None:
-    """And training goes on. No warning before, nor for one that is somewhat larger."""
-    trainer = build_trainer(TWO, strategy, one_rank, ddp={"check_for_large_grads": True})
-    step = 0
-    with caplog.at_level(logging.WARNING, logger=rerun_state_machine.__name__):
-        while machine.large_value_counts.get("grads", 0) < SAMPLES:
-            train_step(trainer, batches(TWO, step, 0, one_rank))
-            step += 1
-        for factor, found in ((1.0, False), (2.0, False), (1e4, True)):
-            caplog.clear()
-            _scaled(trainer, factor)
-            train_step(trainer, batches(TWO, step, 0, one_rank))
-            said = [text for text in caplog.messages if "unexpectedly large" in text]
-            assert bool(said) == found, (factor, said)
-        assert any("unit decoder.layers.0 " in text for text in said)
-
-
-def test_an_infinite_gradient_is_left_to_the_other_check(
-    one_rank: torch.device, machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"check_for_large_grads": True, "check_for_nan_in_grad": True}
-    notes = _noted(monkeypatch)
-    trainer = build_trainer(TWO, "optim_grads_params", one_rank, ddp=options)
-    train_step(trainer, batches(TWO, 0, 0, one_rank))
-    assert notes
-    _scaled(trainer, math.inf)
-    with pytest.raises(RuntimeError, match="not finite before communication"):
-        train_step(trainer, batches(TWO, 1, 0, one_rank))
-
-
-def test_without_the_option_nothing_is_looked_at(one_rank: torch.device) -> None:
-    trainer = build_trainer(TWO, "optim_grads_params", one_rank)
-    assert grad_checks.chosen_check(trainer.wrapper.ddp_config) is None

@@ -11,6 +11,7 @@ import torch
 
 from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, strategy_named
 from ...core.runtime.rank_warnings import warn
+from ...diagnostics.grad_check import GradCheck
 from ...sharding.unsharded_budget import GIB
 from .rules import is_on
 from .table import (
@@ -40,6 +41,13 @@ def unsharded_budget(ddp_config: Any) -> int:
 def decouples_grads(ddp_config: Any) -> bool:
     """True if the optimizer reads `decoupled_grad`, which may have another dtype than `grad`."""
     return is_on(ddp_config, DECOUPLED)
+
+
+def grad_check(ddp_config: Any) -> GradCheck | None:
+    """What looks at gradients before they are communicated; None if no option asks for it."""
+    by_param = is_on(ddp_config, "report_nan_in_param_grad")
+    asked = by_param or is_on(ddp_config, "check_for_nan_in_grad")
+    return GradCheck(by_param) if asked else None
 
 
 def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:

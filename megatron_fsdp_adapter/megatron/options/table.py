@@ -408,7 +408,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "check_for_large_grads", bool, False, in_core=True,
-        excludes={ITERATION: "a captured step reads no norms on the host"},
+        refused=((_asked,
+                  "norms of units are not compared with those of earlier steps. Set it to False; "
+                  "check_for_nan_in_grad finds gradients that are not finite"),),
     ),
     Option(
         "report_nan_in_param_grad", bool, False, plain="report_nan_in_param_grad",
