@@ -1,23 +1,130 @@
-"""Core's gradient norm and clipping, on local tensors; the clip where the optimizer's step reads
-gradients anyway, if it can be there."""
+"""Core's gradient norm, count of zeros and clipping, on local tensors; the clip where the
+optimizer's step reads gradients anyway, if it can be there."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     get_grad_norm_fp32,
 )
+from megatron.core.transformer.module import param_is_not_shared
 
+from ..core.topology import TP_DIM
 from ..optim.local_shards import Clip, LocalPair, LocalShards
 from .compat import core_api
-from .inner_module import our_chunks
+from .inner_module import Chunks, for_ours, our_chunks
 
 EPS = 1e-6
 """What core adds to a norm before it divides by it."""
+
+
+# Which elements are counted, and over which ranks.
+
+
+def _instance_group(original: Callable[..., Any], self: Any, chunk: Any) -> Any:
+    """The ranks of an optimizer instance. With 'no_shard' 0.18 gives its optimizer the
+    model-parallel ranks, over which replicas counted on one data-parallel rank (`_replicas`) are
+    missing from the others' norm, and which misses experts of other expert-parallel ranks."""
+    if chunk.engine.config.strategy.shard_main or chunk.optimizer_groups is None:
+        return original(self)
+    return chunk.optimizer_groups["intra_dist_opt_group"]
+
+
+def grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
+    """The ranks over which each gradient element is counted once: an optimizer instance, or all of
+    them where they split the shards again, which core does not know."""
+    ours = our_chunks(self)
+    if not ours:
+        return original(self)
+    instance = _instance_group(original, self, ours[0])
+    if not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
+        return instance
+    instances = ours[0].ddp_config.num_distributed_optimizer_instances
+    counted = dist.get_world_size(instance) * instances
+    if counted != dist.get_world_size():
+        raise ValueError(
+            f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
+            f"ranks of a world of {dist.get_world_size()}, but the gradient norm needs a group of "
+            "the whole world. Use outer_dp_sharding_strategy='no_shard'"
+        )
+    return dist.group.WORLD
+
+
+def _is_counted(pair: Any, shards_main: bool) -> bool:
+    """Whether this rank counts the gradient of a parameter: without sharding every rank of a domain
+    holds the whole gradient, and the first one counts it; what tensor-parallel ranks hold alike,
+    the first of them, in the mesh of the parameter's own kind. Core of 0.16.1 takes the dense ranks
+    for that of experts too, and misses some where the sizes differ. Whether a parameter is split is
+    told by core's mark, and where there is none by ours."""
+    domain, param = pair.group.domain, pair.sharded
+    has_tensor_axis = (domain.mesh.mesh_dim_names or (None,))[-1] == TP_DIM
+    is_split = getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False))
+    is_first = is_split or not has_tensor_axis or domain.mesh.get_local_rank(TP_DIM) == 0
+    return is_first and (shards_main or domain.axis.rank == 0)
+
+
+@for_ours
+def norm_grads(ours: Chunks, self: Any, grad_norm_group: str | None = None) -> Any:
+    """Each gradient element on one rank of the group that core adds up over, as stock DDP's shards
+    are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the model-parallel
+    group was rejected, as expert and dense parameters have different ones.
+
+    Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
+    tensor, so the norm came out too small and nothing was clipped."""
+    counted = set()
+    for chunk in ours:
+        engine = chunk.engine
+        engine.gather.updates.order_compute()  # of a step before, on the same gradients
+        shards_main = engine.config.strategy.shard_main
+        counted |= {id(p.sharded) for p in engine.pairs if _is_counted(p, shards_main)}
+    grads = [
+        param.grad._local_tensor
+        for param in self.get_parameters()
+        if param.grad is not None
+        and id(param) in counted
+        and param_is_not_shared(param)
+        and core_api.norm_group(param) == grad_norm_group
+    ]
+    return [grad for grad in grads if grad.numel() > 0]
+
+
+def gradients(optimizer: Any, group: str | None) -> list[torch.Tensor]:
+    """The gradients that a norm counts on this rank: the model's, or that of a group."""
+    found = getattr(optimizer, core_api.NORM_GRADIENTS)
+    return found() if group is None else found(group)
+
+
+def norm_of(optimizer: Any, group: str | None) -> Any:
+    """The norm of the model's gradients (None), or of those of a group: a number, or float32 (1,)
+    on the device. Collective over the optimizer's ranks."""
+    return get_grad_norm_fp32(
+        gradients(optimizer, group),
+        grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group(),
+    )
+
+
+@for_ours
+def count_zeros(ours: Chunks, self: Any) -> Any:
+    """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
+    shards = _shards(self)
+    if shards is not None:
+        shards.clip_now()  # gradients are read before the step clips them
+    norm_groups = (None, *core_api.SEPARATE_NORMS)
+    grads = [grad for group in norm_groups for grad in gradients(self, group)]
+    zeros = torch.zeros(1, dtype=torch.float32, device=ours[0].engine.runtime.device)
+    for grad in grads:
+        zeros += grad.numel() - torch.count_nonzero(grad)
+    dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
+    return zeros.item()
+
+
+# The clip, and the step behind it.
 
 
 def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) -> Clip:
@@ -47,25 +154,9 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
     return Clip(apply, factor if len(norms) == 1 else None)
 
 
-def gradients(optimizer: Any, group: str | None) -> list[torch.Tensor]:
-    """The gradients that a norm counts on this rank: the model's, or that of a group."""
-    found = getattr(optimizer, core_api.NORM_GRADIENTS)
-    return found() if group is None else found(group)
-
-
-def norm_of(optimizer: Any, group: str | None) -> Any:
-    """The norm of the model's gradients (None), or of those of a group: a number, or float32 (1,)
-    on the device. Collective over the optimizer's ranks."""
-    return get_grad_norm_fp32(
-        gradients(optimizer, group),
-        grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group(),
-    )
-
-
 def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
-    """Core's own norm and clipping, given local tensors: none is empty (`optimizer._norm_grads`),
-    and none pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it.
-    """
+    """Core's own norm and clipping, given local tensors: none is empty (`norm_grads`), and none
+    pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
     if not our_chunks(self) or self.is_stub_optimizer:
         return original(self, clip_grad)
     norms = {
@@ -79,13 +170,6 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     return total
 
 
-def clip_now(optimizer: Any) -> None:
-    """Gradients are read before the step clips them."""
-    shards = _shards(optimizer)
-    if shards is not None:
-        shards.clip_now()
-
-
 def step(original: Callable[..., Any], self: Any) -> Any:
     """Inside, gradients between clipping and the inner optimizer's step are read only by code that
     reports it. A step that is left out leaves clipped ones, as without this."""
@@ -97,6 +181,16 @@ def step(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
     finally:
         shards.clip_now()
+
+
+def step_unless_large(original: Callable[..., bool], self: Any) -> bool:
+    """Leaves the step out, on all ranks, where the norm is above `grad_norm_skip_threshold`. Core
+    asks that only of a chain of optimizers, which ours is not in."""
+    threshold = core_api.norm_threshold(self.config)
+    if not our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
+        return original(self)
+    norm = self.clipped_norm if self.config.clip_grad > 0.0 else norm_of(self, None)
+    return False if norm > threshold else original(self)
 
 
 def _shards(optimizer: Any) -> LocalShards | None:

@@ -3,7 +3,8 @@ wrappers show to Megatron's optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
@@ -114,6 +115,10 @@ class ShardedModule(ShardedStateDict, MegatronModule):
         self.engine.main_weights_changed(loaded=True)
 
 
+Chunks = Sequence[Any]
+"""Model chunks that are ours."""
+
+
 def ours_among(chunks: Sequence[Any]) -> list[Any]:
     """The model chunks that our wrapper holds."""
     return [chunk for chunk in chunks if isinstance(getattr(chunk, "module", None), ShardedModule)]
@@ -122,3 +127,15 @@ def ours_among(chunks: Sequence[Any]) -> list[Any]:
 def our_chunks(optimizer: Any) -> list[Any]:
     """The model chunks of one of core's optimizers that are ours."""
     return ours_among(getattr(optimizer, "model_chunks", None) or [])
+
+
+def for_ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of a method of core's optimizer: `function`, given the model chunks that are
+    ours in front of the call's own arguments, where there are such; else the original."""
+
+    @functools.wraps(function)
+    def chosen(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = our_chunks(self)
+        return function(ours, self, *args, **kwargs) if ours else original(self, *args, **kwargs)
+
+    return chosen

@@ -9,47 +9,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.engine.engine import FsdpEngine
-from ..core.runtime.rank_warnings import warn
-from ..core.topology import TP_DIM
 from ..optim.memory import local_shards, park_state, take_state, trim
 from ..optim.residency import Residency
 from ..optim.step import adopt, initialize_state
 from ..sharding.problems import raise_problems
-from . import clipping, emerging, optimizer_state
-from .compat import core_api
-from .inner_module import our_chunks, ours_among
+from . import emerging, optimizer_state
+from .inner_module import Chunks, for_ours, our_chunks, ours_among
 from .options.rules import Joined, is_on, problems
 from .options.settings import OPTIMIZER, settle
 from .options.support import CORES_OFFLOAD, OPTIMIZER_CONFIG_RULES
 from .options.table import OFFLOAD
 
-Chunks = Sequence[Any]
-"""Model chunks that are ours."""
-
 # In the place of core's functions (`compat/table.py`).
-
-
-def _for_ours(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of a method of core's optimizer: `function`, given the model chunks that are
-    ours in front of the call's own arguments, where there are such; else the original."""
-
-    @functools.wraps(function)
-    def chosen(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = our_chunks(self)
-        return function(ours, self, *args, **kwargs) if ours else original(self, *args, **kwargs)
-
-    return chosen
 
 
 def _param_groups(
@@ -79,25 +59,7 @@ def _param_groups(
     # Overrides go by names. Those under DDP are the inner wrapper's, one "module." shorter.
     named = [chunk.module if chunk in ours else chunk for chunk in model_chunks]
     groups = original(named, *args, **kwargs)
-    overrides = kwargs["config_overrides"] if "config_overrides" in kwargs else args[1]
-    _warn_of_unmatched(overrides or {}, groups, next(named[0].named_parameters())[0])
     return groups if asked is None else emerging.prepared(groups, ours, asked)
-
-
-def _warn_of_unmatched(
-    overrides: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], example: str
-) -> None:
-    """Warns, on one rank, of names that match nothing. groups: core lists those of all ranks. A
-    pattern that begins with "*", as core's own do, fits names of any depth, and is not meant."""
-    for key, override in overrides.items():
-        names = [key.name] if isinstance(key.name, str) else list(key.name)
-        used = any(override.items() <= group.items() for group in groups)
-        if names and not used and not any(name.startswith("*") for name in names):
-            warn(
-                f"config_overrides: {', '.join(map(repr, names))} matches no trainable parameter "
-                f"on any rank. Names are those under DDP, like {example!r}. Write it like that, "
-                "or begin it with '*'."
-            )
 
 
 def _complete(config: Any) -> None:
@@ -169,7 +131,7 @@ def _refuse_whole_matrices(
     return original(model_chunks, *args, **kwargs)
 
 
-@_for_ours
+@for_ours
 def _offload_state(ours: Chunks, self: Any) -> None:
     """Main weights, which core moves as well, stay: gathers read them, also for generation."""
     for shards in local_shards(self):
@@ -177,7 +139,7 @@ def _offload_state(ours: Chunks, self: Any) -> None:
     trim(ours[0].engine.runtime)
 
 
-@_for_ours
+@for_ours
 def _restore_state(ours: Chunks, self: Any) -> None:
     for shards in local_shards(self):
         take_state(shards)
@@ -223,42 +185,13 @@ def _remember_groups(
     return groups
 
 
-def _instance_group(original: Callable[..., Any], self: Any, chunk: Any) -> Any:
-    """The ranks of an optimizer instance. With 'no_shard' 0.18 gives its optimizer the
-    model-parallel ranks, over which replicas counted on one data-parallel rank (`_replicas`) are
-    missing from the others' norm, and which misses experts of other expert-parallel ranks."""
-    if chunk.engine.config.strategy.shard_main or chunk.optimizer_groups is None:
-        return original(self)
-    return chunk.optimizer_groups["intra_dist_opt_group"]
-
-
-def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
-    """The ranks over which each gradient element is counted once: an optimizer instance, or all of
-    them where they split the shards again, which core does not know."""
-    ours = our_chunks(self)
-    if not ours:
-        return original(self)
-    instance = _instance_group(original, self, ours[0])
-    if not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
-        return instance
-    instances = ours[0].ddp_config.num_distributed_optimizer_instances
-    counted = dist.get_world_size(instance) * instances
-    if counted != dist.get_world_size():
-        raise ValueError(
-            f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
-            f"ranks of a world of {dist.get_world_size()}, but the gradient norm needs a group of "
-            "the whole world. Use outer_dp_sharding_strategy='no_shard'"
-        )
-    return dist.group.WORLD
-
-
-@_for_ours
+@for_ours
 def _init_states(ours: Chunks, self: Any) -> None:
     """0.16.1 takes a step with zero gradients, which decays weights and advances Adam's count."""
     initialize_state(self.optimizer)
 
 
-@_for_ours
+@for_ours
 def _unscaling_data(ours: Chunks, self: Any) -> Any:
     """Local tensors: the inf check is one fused kernel over plain tensors. It writes them."""
     for chunk in ours:
@@ -271,85 +204,12 @@ def _unscaling_data(ours: Chunks, self: Any) -> Any:
     ]
 
 
-def _tensor_parallel_rank(mesh: Any) -> int:
-    """In the mesh of a parameter's own kind: of experts, another than of dense layers."""
-    names = mesh.mesh_dim_names or ()
-    return mesh.get_local_rank(TP_DIM) if names and names[-1] == TP_DIM else 0
-
-
-def _is_split(param: Any) -> bool:
-    """Over tensor-parallel ranks: by core's mark, and where there is none by ours."""
-    return bool(getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False)))
-
-
-def _replicas(chunks: Sequence[Any]) -> set[int]:
-    """Ids of the sharded parameters whose gradient another rank counts: without sharding every
-    rank of a domain holds the whole gradient, and the first one counts it; what tensor-parallel
-    ranks hold alike, the first of them. Core of 0.16.1 takes the dense ranks for that of experts
-    too, and misses some where the sizes differ."""
-    found = set()
-    for chunk in chunks:
-        is_single_rank = not chunk.engine.config.strategy.shard_main
-        for pair in chunk.engine.pairs:
-            domain = pair.group.domain
-            is_duplicate = not _is_split(pair.sharded) and _tensor_parallel_rank(domain.mesh) != 0
-            if is_duplicate or (is_single_rank and domain.axis.rank != 0):
-                found.add(id(pair.sharded))
-    return found
-
-
-@_for_ours
-def _norm_grads(ours: Chunks, self: Any, grad_norm_group: str | None = None) -> Any:
-    """Each gradient element on one rank of the group that core adds up over, as stock DDP's shards
-    are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the model-parallel
-    group was rejected, as expert and dense parameters have different ones.
-
-    Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
-    tensor, so the norm came out too small and nothing was clipped."""
-    for chunk in ours:
-        chunk.engine.gather.updates.order_compute()  # of a step before, on the same gradients
-    elsewhere = _replicas(ours)
-    grads = [
-        param.grad._local_tensor
-        for param in self.get_parameters()
-        if param.grad is not None
-        and id(param) not in elsewhere
-        and param_is_not_shared(param)
-        and core_api.norm_group(param) == grad_norm_group
-    ]
-    return [grad for grad in grads if grad.numel() > 0]
-
-
-@_for_ours
-def _count_zeros(ours: Chunks, self: Any) -> Any:
-    """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
-    clipping.clip_now(self)
-    norm_groups = (None, *core_api.SEPARATE_NORMS)
-    grads = [grad for group in norm_groups for grad in clipping.gradients(self, group)]
-    zeros = torch.zeros(1, dtype=torch.float32, device=ours[0].engine.runtime.device)
-    for grad in grads:
-        zeros += grad.numel() - torch.count_nonzero(grad)
-    dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
-    return zeros.item()
-
-
-def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
-    """Leaves the step out, on all ranks, where the norm is above `grad_norm_skip_threshold`. Core
-    asks that only of a chain of optimizers, which ours is not in."""
-    threshold = core_api.norm_threshold(self.config)
-    if not our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
-        return original(self)
-    norm = self.clipped_norm if self.config.clip_grad > 0.0 else clipping.norm_of(self, None)
-    return False if norm > threshold else original(self)
-
-
-@_for_ours
+@for_ours
 def _param_name(ours: Chunks, self: Any, param: Any) -> Any:
     """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
     model chunks of a rank have the same names."""
     if not hasattr(self, "param_to_name"):
-        self.param_to_name = optimizer_state.parameter_names(ours)
-        self.halved_names = optimizer_state.halved_names(ours)
+        self.param_to_name, self.halved_names = optimizer_state.parameter_names(ours)
     return self.param_to_name[param]
 
 
@@ -400,7 +260,7 @@ def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, 
     original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
 
 
-@_for_ours
+@for_ours
 def _reload(ours: Chunks, self: Any, *args: Any, **kwargs: Any) -> None:
     """Main weights should follow the model's, which were loaded without the optimizer. Here a load
     writes the main weights themselves; 0.18 refuses to reload under FSDP."""

@@ -29,31 +29,24 @@ expert parameters are marked so only under expert parallelism, and one that is l
 with another kind would be in a group that is not its own."""
 
 
-def parameter_names(chunks: Sequence[Any]) -> dict[Any, str]:
-    """Names of all sharded parameters of the model chunks, as in the whole model.
+def parameter_names(chunks: Sequence[Any]) -> tuple[dict[Any, str], frozenset[str]]:
+    """Names of all sharded parameters of the model chunks, as in the whole model, and those of them
+    whose parameters are saved in halves.
 
     Raises ValueError if two chunks have a parameter of the same name.
     """
     named: dict[Any, str] = {}
+    halved: set[str] = set()
     for chunk in chunks:
         chunk.engine.to_sharded()
-        names = global_names(chunk)
+        names: GlobalNames = global_names(chunk)
         for local, param in chunk.named_parameters():
             named[param] = names.of(local)
+            halved |= {named[param]} if names.suffixes(local) == HALVES else set()
     repeated = sorted(name for name, count in Counter(named.values()).items() if count > 1)
     if repeated:
         raise ValueError(f"several model chunks have parameters named {', '.join(repeated)}")
-    return named
-
-
-def halved_names(chunks: Sequence[Any]) -> frozenset[str]:
-    """The names among `parameter_names` whose parameters are saved in halves."""
-    found = set()
-    for chunk in chunks:
-        names: GlobalNames = global_names(chunk)
-        local_names = [local for local, _ in chunk.named_parameters()]
-        found |= {names.of(local) for local in local_names if names.suffixes(local) == HALVES}
-    return frozenset(found)
+    return named, frozenset(halved)
 
 
 def in_pieces(
