@@ -20,13 +20,9 @@ from .compat import core_api
 from .core_init import core_initializers
 from .core_support import require_supported_core
 from .domains import ModelDomains, read_index
+from .group_problems import group_problems, group_ranks
 from .model_problems import model_problems
-from .options import (
-    arguments,
-    capability,
-    ddp_options,
-    validation,
-)
+from .options import capability, ddp_options, validation
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def checked_domains(given: Arguments) -> ModelDomains:
         *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, given.initializer_of),
         *given.placements.problems(module),
-        *arguments.group_problems(config, arguments.group_ranks(given.pg_collection)),
+        *group_problems(config, group_ranks(given.pg_collection)),
     ]  # fmt: skip
     index, of_groups = read_index(module, config, ddp_config, given.device, given.pg_collection)
     raise_problems("FullyShardedDataParallel", found + of_groups)

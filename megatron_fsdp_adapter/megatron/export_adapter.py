@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import nn
 
 from ..checkpoint.names import global_names, split_depth
@@ -16,6 +15,7 @@ from ..core.topology import EXPERT
 from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.export_source import Described, Source, beside_engine
 from .domains import kind_of
+from .process_groups import group_named
 
 
 def export_source(
@@ -24,7 +24,7 @@ def export_source(
     """Of the module inside of both wrappers. pg_collection: the groups; None: `parallel_state`'s.
     ValueError for layers that tensor parallelism splits in a way that cannot be undone."""
     names = global_names(module)
-    experts, stages = (_group(pg_collection, name) for name in ("ep", "pp"))
+    experts, stages = (group_named(pg_collection, name) for name in ("ep", "pp"))
     # The first one has the embedding, those behind it copies: of a tied output layer, of
     # multi-token prediction.
     is_later_stage = stages is not None and dist.get_rank(stages) > 0
@@ -54,13 +54,3 @@ def export_source(
         else:
             rest.append((described(fqn, value), value))
     return Source(engine, of_pair, rest, experts, stages)
-
-
-def _group(pg_collection: Any, name: str) -> dist.ProcessGroup | None:
-    if pg_collection is not None:
-        return getattr(pg_collection, name, None)
-    getters = {
-        "ep": parallel_state.get_expert_model_parallel_group,
-        "pp": parallel_state.get_pipeline_model_parallel_group,
-    }
-    return getters[name](check_initialized=False)

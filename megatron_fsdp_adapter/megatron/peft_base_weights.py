@@ -30,7 +30,7 @@ from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, GlobalNames, glo
 from megatron_fsdp_adapter.checkpoint.vocabulary import is_table
 from megatron_fsdp_adapter.core.layout.ranges import Box
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
-from megatron_fsdp_adapter.megatron.tensor_parallel import tensor_parallel_mode
+from megatron_fsdp_adapter.megatron.tensor_parallel import DIMS, tensor_parallel_mode
 from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.sharded_module import ShardedStateDict
 
@@ -154,10 +154,10 @@ def _plan(
             yield name, "is not in the checkpoint"
             continue
         owner, _, last = name.rpartition(".")
-        mode = tensor_parallel_mode(value, owners[owner], last)  # type: ignore[arg-type]
+        dim = DIMS[tensor_parallel_mode(value, owners[owner], last)]  # type: ignore[arg-type]
         split = dense if getattr(value, "allreduce", True) else expert
         gated = len(names.suffixes(name)) > 1
-        yield name, _read(names, name, value, stored, mode.dim, split, gated, vocab_size)
+        yield name, _read(names, name, value, stored, dim, split, gated, vocab_size)
 
 
 def _read(

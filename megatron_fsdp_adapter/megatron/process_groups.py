@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state as ps
 
 from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.duplicate_groups import duplicate_group
 from .compat import core_api
+
+Groups = dict[str, dist.ProcessGroup | None]
 
 GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
     # role in the index -> attributes of ProcessGroupCollection, first present one wins
@@ -30,72 +33,81 @@ GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
 GATHER_SOURCES: Mapping[str, str] = {"fsdp_group": "dp_cp_ag", "expt_fsdp_group": "expt_dp_ag"}
 """Role of a shard group -> attribute for the gather group with the same ranks."""
 
+_dense = partial(core_api.data_parallel_group, with_context_parallel=True)
 
-def groups_of(pg_collection: Any) -> dict[str, dist.ProcessGroup | None]:
-    """The groups in `pg_collection` by role, None where absent.
+
+def _experts(**options: Any) -> Any:
+    has_any = ps._EXPERT_DATA_PARALLEL_GROUP is not None
+    return core_api.expert_data_parallel_group(**options) if has_any else None
+
+
+def _gathers() -> Any:
+    """Megatron-LM's --create-all-gather-group."""
+    has_any = core_api.has_separate_all_gather_group()
+    return _dense(independent_all_gather=True) if has_any else None
+
+
+GETTERS: Mapping[str, Callable[[], Any]] = {
+    "tp": ps.get_tensor_model_parallel_group,
+    "pp": partial(ps.get_pipeline_model_parallel_group, False),
+    "cp": ps.get_context_parallel_group,
+    "ep": partial(ps.get_expert_model_parallel_group, False),
+    "expt_tp": partial(ps.get_expert_tensor_parallel_group, False),
+    "dp_cp": _dense,
+    "intra_dp_cp": partial(_dense, partial_data_parallel=True),
+    "dp_cp_ag": _gathers,
+    "expt_dp": _experts,
+    "intra_expt_dp": partial(_experts, partial_expert_data_parallel=True),
+    "expt_dp_ag": lambda: None,
+    "inter_dist_opt": partial(ps.get_inter_distributed_optimizer_instance_group, False),
+}
+"""An attribute of ProcessGroupCollection -> the same group of `parallel_state`."""
+
+
+def has_groups(pg_collection: Any) -> bool:
+    """Whether there is a collection, or `parallel_state` is set up."""
+    return pg_collection is not None or ps.model_parallel_is_initialized()
+
+
+def group_named(pg_collection: Any, name: str) -> dist.ProcessGroup | None:
+    """A group of the collection, or without one of `parallel_state`; None where there is none.
 
     Attributes are read with `getattr`: megatron-core 0.16.1's class has no `dp_cp_ag` field but
     takes one by assignment, and fields that were never set do not exist.
     """
-    return {
-        role: next(
-            (
-                group
-                for group in (getattr(pg_collection, name, None) for name in names)
-                if group is not None
-            ),
-            None,
-        )
+    return GETTERS[name]() if pg_collection is None else getattr(pg_collection, name, None)
+
+
+def groups_of(pg_collection: Any) -> Groups:
+    """The groups by role, of the collection or of `parallel_state`; None where absent."""
+    found = {
+        role: [group_named(pg_collection, name) for name in names]
         for role, names in GROUP_SOURCES.items()
     }
+    return {role: next((g for g in groups if g is not None), None)
+            for role, groups in found.items()}  # fmt: skip
 
 
-def groups_from_parallel_state(instances: int = 1) -> dict[str, dist.ProcessGroup | None]:
-    """The groups by role of a process that set up `parallel_state` and passes no collection.
-
-    ValueError when there are none.
-    """
-    if not parallel_state.model_parallel_is_initialized():
-        raise ValueError(
-            "pg_collection=None, and parallel_state has no groups. Pass a ProcessGroupCollection, "
-            "or call parallel_state.initialize_model_parallel() first"
-        )
-    dense, expert = core_api.data_parallel_group, core_api.expert_data_parallel_group
-    has_expert = parallel_state._EXPERT_DATA_PARALLEL_GROUP is not None
-    outer = parallel_state.get_inter_distributed_optimizer_instance_group
-    # Megatron-LM's --create-all-gather-group; the group spans all optimizer instances.
-    has_gather_group = instances == 1 and core_api.has_separate_all_gather_group()
-    return {
-        "dp_group": dense(with_context_parallel=True),
-        "fsdp_group": dense(with_context_parallel=True, partial_data_parallel=True),
-        "fsdp_group_ag": (
-            dense(with_context_parallel=True, independent_all_gather=True)
-            if has_gather_group
-            else None
-        ),
-        "expt_dp_group": expert() if has_expert else None,
-        "expt_fsdp_group": expert(partial_expert_data_parallel=True) if has_expert else None,
-        "expt_fsdp_group_ag": None,
-        "outer_fsdp_group": outer(check_initialized=False) if instances > 1 else None,
-        "tp_group": parallel_state.get_tensor_model_parallel_group(),
-        "expt_tp_group": parallel_state.get_expert_tensor_parallel_group(check_initialized=False),
-    }
-
-
-def read_groups(
-    pg_collection: Any | None, instances: int, separate_gathers: bool
-) -> dict[str, dist.ProcessGroup | None]:
-    """The groups by role: of the collection, or without one of `parallel_state`.
+def read_groups(pg_collection: Any | None, instances: int, separate_gathers: bool) -> Groups:
+    """The groups by role: of the collection, or without one of `parallel_state`. ValueError when
+    there are none.
 
     separate_gathers: those for gathers are made where there are none, collectively, and are given
     to the collection, for the wrapper of the next model chunk. Megatron-LM's
     --create-all-gather-group makes them by itself only until 0.17, and those of experts never.
     """
+    if not has_groups(pg_collection):
+        raise ValueError(
+            "pg_collection=None, and parallel_state has no groups. Pass a ProcessGroupCollection, "
+            "or call parallel_state.initialize_model_parallel() first"
+        )
     if pg_collection is not None:
         return groups_of(
             create_all_gather_groups(pg_collection) if separate_gathers else pg_collection
         )
-    groups = groups_from_parallel_state(instances)
+    groups = groups_of(None)
+    if instances > 1:  # parallel_state's spans all of them
+        groups["fsdp_group_ag"] = None
     for role, name in GATHER_SOURCES.items() if separate_gathers else ():
         if groups[f"{role}_ag"] is None:
             groups[f"{role}_ag"] = duplicate_group(groups[role], name)

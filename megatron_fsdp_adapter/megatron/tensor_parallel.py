@@ -9,51 +9,37 @@ for them (experts) or where the weights are whole (`TELinear` without a parallel
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
-
-class TensorParallelMode(enum.Enum):
-    """Which dimension of a parameter is split over the tensor-parallel ranks, if any."""
-
-    COLUMN = "column"
-    ROW = "row"
-    REPLICATED = "replicated"
-
-    @property
-    def dim(self) -> int | None:
-        return {"column": 0, "row": 1, "replicated": None}[self.value]
+COLUMN, ROW, REPLICATED = "column", "row", "replicated"
+"""Modes: which dimension of a parameter is split over the tensor-parallel ranks, if any."""
+DIMS: Mapping[str, int | None] = {COLUMN: 0, ROW: 1, REPLICATED: None}
 
 
-@dataclass(frozen=True)
-class LayerRule:
+class LayerRule(NamedTuple):
     """Modes of a layer's `weight*` and `bias*`; whatever else it holds is replicated.
 
     `marks_tell`: the attributes on its parameters are right where there are any.
     """
 
-    weight: TensorParallelMode
-    bias: TensorParallelMode
-    marks_tell: bool
-
-
-def _rule(weight: str, bias: str, marks_tell: bool = False) -> LayerRule:
-    return LayerRule(TensorParallelMode(weight), TensorParallelMode(bias), marks_tell)
+    weight: str
+    bias: str
+    marks_tell: bool = False
 
 
 LAYER_RULES: Mapping[str, LayerRule] = {
-    "ColumnParallelLinear": _rule("column", "column", marks_tell=True),
-    "RowParallelLinear": _rule("row", "replicated", marks_tell=True),
-    "VocabParallelEmbedding": _rule("column", "column", marks_tell=True),
-    "TELayerNormColumnParallelLinear": _rule("column", "column"),
-    "TEColumnParallelLinear": _rule("column", "column"),
-    "TERowParallelLinear": _rule("row", "replicated"),
-    "TEColumnParallelGroupedLinear": _rule("column", "column"),
-    "TERowParallelGroupedLinear": _rule("row", "replicated"),
-    "TELinear": _rule("replicated", "replicated"),
+    "ColumnParallelLinear": LayerRule(COLUMN, COLUMN, marks_tell=True),
+    "RowParallelLinear": LayerRule(ROW, REPLICATED, marks_tell=True),
+    "VocabParallelEmbedding": LayerRule(COLUMN, COLUMN, marks_tell=True),
+    "TELayerNormColumnParallelLinear": LayerRule(COLUMN, COLUMN),
+    "TEColumnParallelLinear": LayerRule(COLUMN, COLUMN),
+    "TERowParallelLinear": LayerRule(ROW, REPLICATED),
+    "TEColumnParallelGroupedLinear": LayerRule(COLUMN, COLUMN),
+    "TERowParallelGroupedLinear": LayerRule(ROW, REPLICATED),
+    "TELinear": LayerRule(REPLICATED, REPLICATED),
 }
 """By class name, so that Transformer Engine need not be there."""
 
@@ -62,17 +48,16 @@ SPLIT_WITHOUT_MARKS = ("softmax_offset",)
 for replicated ones, a checkpoint would hold one rank's."""
 
 
-def _marked_mode(param: nn.Parameter) -> TensorParallelMode | None:
+def _marked_mode(param: nn.Parameter) -> str | None:
     """What the attributes say; None where there are none."""
     if not hasattr(param, "tensor_model_parallel"):
         return None
     if not param.tensor_model_parallel:
-        return TensorParallelMode.REPLICATED
-    dim = getattr(param, "partition_dim", None)
-    return {0: TensorParallelMode.COLUMN, 1: TensorParallelMode.ROW}.get(dim)  # type: ignore[arg-type]
+        return REPLICATED
+    return {0: COLUMN, 1: ROW}.get(getattr(param, "partition_dim", None))  # type: ignore[arg-type]
 
 
-def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> TensorParallelMode:
+def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> str:
     """The mode of `param`, which is `owner`'s attribute `name`.
 
     The nearest class of `owner` in `LAYER_RULES` decides where the parameter is not marked or the
@@ -84,18 +69,15 @@ def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> Te
     if marked is not None and (rule is None or rule.marks_tell):
         return marked
     if marked is None and name in SPLIT_WITHOUT_MARKS:
-        return TensorParallelMode.COLUMN
+        return COLUMN
     if rule is not None and name.startswith("weight"):
         return rule.weight
-    if rule is not None and name.startswith("bias"):
-        return rule.bias
-    return TensorParallelMode.REPLICATED
+    return rule.bias if rule is not None and name.startswith("bias") else REPLICATED
 
 
-def mark_tensor_parallel(param: nn.Parameter, mode: TensorParallelMode) -> None:
+def mark_tensor_parallel(param: nn.Parameter, mode: str) -> None:
     """Sets what Megatron's checkpoint code of 0.16.1 and of later versions reads."""
-    param._tensor_parallel_mode = mode.value  # type: ignore[attr-defined]
-    param._mcore_tp = mode.dim is not None  # type: ignore[attr-defined]
-    param._tp_duplicated = mode.dim is None  # type: ignore[attr-defined]
-    if mode.dim is not None:
-        param._tp_partition_dim = mode.dim  # type: ignore[attr-defined]
+    dim = DIMS[mode]
+    marks = {"_tensor_parallel_mode": mode, "_mcore_tp": dim is not None,
+             "_tp_duplicated": dim is None}  # fmt: skip
+    vars(param).update(marks if dim is None else {**marks, "_tp_partition_dim": dim})

@@ -347,8 +347,8 @@ def quantized_precision(config: Any) -> Precision | None:
     recipe = without_reductions(getattr(core, f"get_{option}_recipe")(config))
     return Precision(
         f"{option.upper()} {getattr(config, option)} {name}",
-        functools.partial(_quantized, recipe),
-        functools.partial(_quantized_weights, recipe),
+        functools.partial(te_context, "autocast", recipe),
+        functools.partial(te_context, "quantized_model_init", recipe),
     )
 
 
@@ -362,20 +362,11 @@ def without_reductions(recipe: Any) -> Any:
     return alone
 
 
-def _quantized(recipe: Any) -> AbstractContextManager[Any]:
-    import transformer_engine.pytorch as te
-
-    if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=recipe)
-    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
-
-
-def _quantized_weights(recipe: Any) -> AbstractContextManager[Any]:
-    import transformer_engine.pytorch as te
-
-    name = "quantized_model_init" if hasattr(te, "quantized_model_init") else "fp8_model_init"
-    made: AbstractContextManager[Any] = getattr(te, name)(enabled=True, recipe=recipe)
-    return made
+def te_context(name: str, recipe: Any) -> AbstractContextManager[Any]:
+    """A context of Transformer Engine with a recipe."""
+    made = getattr(importlib.import_module("transformer_engine.pytorch"), name)
+    context: AbstractContextManager[Any] = made(enabled=True, recipe=recipe)
+    return context
 
 
 @functools.cache

@@ -58,40 +58,29 @@ def asks(recipe: str = "delayed") -> SimpleNamespace:
     return SimpleNamespace(fp8="hybrid", fp8_recipe=Fp8Recipe(recipe), fp4=None)
 
 
-def pretend_te(monkeypatch: pytest.MonkeyPatch, older: bool, able: bool = False) -> list[str]:
-    """A Transformer Engine that is asked, under the names of its releases. Returns what it was
-    asked about.
-
-    Checked against pytorch/fp8.py of 2.3, whose functions take nothing, and
-    pytorch/quantization.py of 2.11, whose reason has to be asked for.
-    """
+def pretend_te(monkeypatch: pytest.MonkeyPatch, able: bool = False) -> list[str]:
+    """A Transformer Engine that is asked. Returns what it was asked about. Checked against
+    pytorch/quantization.py of 2.11, whose reason has to be asked for."""
     asked: list[str] = []
-    package, deprecated = ModuleType("transformer_engine.pytorch"), ModuleType("fp8")
+    package = ModuleType("transformer_engine.pytorch")
     for question in set(NAMES.values()):
 
-        def check(question: str = question) -> tuple[bool, str]:
+        def is_available(return_reason: bool = False, question: str = question) -> Any:
             asked.append(question)
-            return able, "" if able else f"no {question} before compute capability 10.0"
+            reason = "" if able else f"no {question} before compute capability 10.0"
+            return (able, reason) if return_reason else able
 
-        def is_available(return_reason: bool = False, check: Any = check) -> Any:
-            return check() if return_reason else check()[0]
-
-        if older:
-            setattr(deprecated, f"check_{question}_support", check)
-        else:
-            setattr(package, f"is_{question}_available", is_available)
+        setattr(package, f"is_{question}_available", is_available)
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", deprecated)
     return asked
 
 
-@pytest.mark.parametrize("older", (False, True))
 @pytest.mark.parametrize("recipe", NAMES)
 def test_what_the_device_cannot_compute_names_it_the_recipe_and_the_reason(
-    recipe: str, older: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+    recipe: str, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = pretend_te(monkeypatch, older)
+    asked = pretend_te(monkeypatch)
     option, value = ("fp4", "e2m1") if recipe == "nvfp4" else ("fp8", "hybrid")
     assert capability.device_problems(asks(recipe), GPU) == [
         f"{option}={value!r} with {option}_recipe={recipe!r}: NVIDIA H200 (compute capability 9.0) "
@@ -102,7 +91,7 @@ def test_what_the_device_cannot_compute_names_it_the_recipe_and_the_reason(
 
 
 def test_what_it_can_compute_is_no_problem(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = pretend_te(monkeypatch, older=False, able=True)
+    asked = pretend_te(monkeypatch, able=True)
     assert capability.device_problems(asks(), GPU) == [] and asked == ["fp8"]
     assert capability.device_problems(SimpleNamespace(), GPU) == [] and len(asked) == 1
     assert capability.device_problems(asks("custom"), GPU) == [], "refused by a rule"
@@ -111,10 +100,10 @@ def test_what_it_can_compute_is_no_problem(hopper: None, monkeypatch: pytest.Mon
 def test_a_release_that_cannot_be_asked_and_none_at_all_are_named(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_te(monkeypatch, older=False)
+    pretend_te(monkeypatch)
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "is_mxfp8_available")
     [line] = capability.device_problems(asks("mxfp8"), GPU)
-    assert "no capability check" in line and "check_mxfp8_support" in line
+    assert "no capability check" in line and "is_mxfp8_available" in line
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     [line] = capability.device_problems(asks(), GPU)
     assert "Transformer Engine has no capability check" in line

@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.compat import core_api, patches, releases
 from megatron_fsdp_adapter.megatron.compat.patches import Patch
 from megatron_fsdp_adapter.megatron.compat.table import installed
-from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_from_parallel_state
+from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_of
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")
@@ -36,7 +37,8 @@ NEWER = ("0.16.10", "0.19.3", "0.20.0", "0.20.0rc0", "1.0")
 
 def _construct() -> Any:
     """With nothing that construction could use: the version is looked at before anything else."""
-    return FullyShardedDataParallel(SimpleNamespace(), SimpleNamespace(), torch.nn.Linear(1, 1))
+    with suppress(AttributeError, TypeError):
+        FullyShardedDataParallel(SimpleNamespace(), SimpleNamespace(), torch.nn.Linear(1, 1))
 
 
 ACTS = pytest.mark.parametrize("act", [install, _construct])
@@ -80,24 +82,14 @@ def _warnings_of(act: Callable[[], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("version", NEWER)
+@ACTS
 def test_a_newer_release_is_tried_with_one_warning_that_says_what_was_not_tested(
-    monkeypatch: pytest.MonkeyPatch, version: str
+    monkeypatch: pytest.MonkeyPatch, version: str, act: Any
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
-    said = _warnings_of(install)
-    assert len(said) == 1
+    said = _warnings_of(act)
+    assert len(said) == 1 and installed() is (act is install)
     assert f"megatron-core {version} is not tested" in said[0] and "gradient norms" in said[0]
-    assert installed()
-
-
-def test_construction_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", "0.99")
-
-    def construct() -> None:
-        with pytest.raises((AttributeError, TypeError)):
-            _construct()
-
-    assert len(_warnings_of(construct)) == 1
 
 
 @pytest.mark.parametrize("version", releases.TESTED[releases.CORE])
@@ -179,43 +171,28 @@ def test_groups_are_asked_for_ranks_that_hold_the_same_weights(
 ) -> None:
     """From 0.19 on core's data-parallel groups contain ranks that hold other parts of a weight."""
 
-    def newer(check: bool = True, with_gtp_remat: bool = True, partial: bool = False) -> Any:
-        return check, with_gtp_remat, partial
-
-    def older(check: bool = True, partial: bool = False) -> Any:
-        return check, partial
-
     for name in ("data_parallel_group", "expert_data_parallel_group"):
-        ours = getattr(core_api, name)
-        monkeypatch.setattr(parallel_state, f"get_{name}", newer)
-        assert ours(False, partial=True) == (False, False, True)
-        monkeypatch.setattr(parallel_state, f"get_{name}", older)
-        assert ours(False, partial=True) == (False, True)
+        for function, given in (
+            (lambda check, with_gtp_remat=True, partial=False: (check, with_gtp_remat, partial),
+             (False, False, True)),
+            (lambda check, partial=False: (check, partial), (False, True)),
+        ):  # fmt: skip
+            monkeypatch.setattr(parallel_state, f"get_{name}", function)
+            assert getattr(core_api, name)(False, partial=True) == given
 
 
-def test_a_gather_group_of_parallel_state_is_used_where_there_can_be_one(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("known", [(), ("mtp",)])
+def test_a_tag_that_core_knows_no_norm_for_is_the_model_s(
+    monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...]
 ) -> None:
-    name = "has_separate_all_gather_group"
-    monkeypatch.setattr(parallel_state, name, lambda: True, raising=False)
-    assert core_api.has_separate_all_gather_group() is True
-    monkeypatch.delattr(parallel_state, name)
-    assert core_api.has_separate_all_gather_group() is False
-
-
-def test_a_tag_that_core_knows_no_norm_for_is_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    tagged = torch.nn.Parameter(torch.zeros(1))
+    tagged, plain = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     tagged.grad_norm_group = "mtp"  # type: ignore[attr-defined]
-    monkeypatch.setattr(core_api, "SEPARATE_NORMS", ())
-    assert core_api.norm_group(tagged) is None
-    optimizer = SimpleNamespace(has_grad_norm_group=lambda name: True)
-    assert core_api.present_norm_groups(optimizer) == []
-    monkeypatch.setattr(core_api, "SEPARATE_NORMS", ("mtp",))
-    assert core_api.norm_group(tagged) == "mtp"
-    assert core_api.norm_group(torch.nn.Parameter(torch.zeros(1))) is None
-    assert core_api.present_norm_groups(optimizer) == ["mtp"]
-    optimizer.has_grad_norm_group = lambda name: False
-    assert core_api.present_norm_groups(optimizer) == []
+    monkeypatch.setattr(core_api, "SEPARATE_NORMS", known)
+    assert core_api.norm_group(tagged) == (known or (None,))[0]
+    assert core_api.norm_group(plain) is None
+    for has, present in ((True, list(known)), (False, [])):
+        optimizer = SimpleNamespace(has_grad_norm_group=lambda name, has=has: has)
+        assert core_api.present_norm_groups(optimizer) == present
 
 
 def test_without_the_option_no_step_is_left_out() -> None:
@@ -223,23 +200,18 @@ def test_without_the_option_no_step_is_left_out() -> None:
     assert core_api.norm_threshold(SimpleNamespace(grad_norm_skip_threshold=3)) == 3.0
 
 
-@pytest.mark.parametrize("takes_more", (True, False))
 def test_a_context_rank_s_batch_is_of_its_own_group_in_any_release(
-    monkeypatch: pytest.MonkeyPatch, takes_more: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From 0.18 on no group means the world, and an argument has no default."""
-
-    def newer(batch: Any, is_hybrid_cp: bool, cp_group: Any = None) -> Any:
-        return is_hybrid_cp, cp_group, batch
-
-    def older(batch: Any, cp_group: Any = None) -> Any:
-        return False, cp_group, batch
-
     monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: "context ranks")
-    function = newer if takes_more else older
-    monkeypatch.setattr(core_api.core_utils, "get_batch_on_this_cp_rank", function)
-    found = core_api.batch_of_context_rank({"tokens": 1})
-    assert found == (False, "context ranks", {"tokens": 1})
+    for function in (
+        lambda batch, is_hybrid_cp, cp_group=None: (is_hybrid_cp, cp_group, batch),
+        lambda batch, cp_group=None: (False, cp_group, batch),
+    ):
+        monkeypatch.setattr(core_api.core_utils, "get_batch_on_this_cp_rank", function)
+        found = core_api.batch_of_context_rank({"tokens": 1})
+        assert found == (False, "context ranks", {"tokens": 1})
 
 
 # Megatron-LM's --create-all-gather-group: the second communicator is used for gathers.
@@ -258,7 +230,7 @@ def has_group(four_fake_ranks: None, request: pytest.FixtureRequest) -> Iterator
 
 
 def test_dense_weights_are_gathered_on_it(has_group: bool) -> None:
-    groups = groups_from_parallel_state()
+    groups = groups_of(None)
     assert (groups["fsdp_group_ag"] is not None) == has_group
     assert groups["fsdp_group_ag"] is not groups["fsdp_group"]
     index = build_index(groups, device=torch.device("cpu"), grad_scale_of=lambda ranks: 1 / ranks)

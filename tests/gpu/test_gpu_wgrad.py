@@ -53,14 +53,14 @@ def _recipe(name: str) -> Any:
 def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
     if name == "bf16":
         return nullcontext
-    return functools.partial(wgrad_probe._quantized, _recipe(name))
+    return functools.partial(wgrad_probe.te_context, "autocast", _recipe(name))
 
 
 def precision_of(name: str) -> Precision:
     recipe = name.removesuffix(" weights")
     if name not in WEIGHTS:
         return Precision(name, context_of(name))
-    made = functools.partial(wgrad_probe._quantized_weights, _recipe(recipe))
+    made = functools.partial(wgrad_probe.te_context, "quantized_model_init", _recipe(recipe))
     return Precision(name, context_of(recipe), made)
 
 

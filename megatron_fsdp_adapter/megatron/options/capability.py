@@ -7,9 +7,8 @@ error.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,21 +70,10 @@ def reason_against(recipe: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "Transformer Engine requires a GPU"
     try:
-        ask = _question(QUESTIONS[recipe])
+        package = importlib.import_module(PACKAGE)
+        ask = getattr(package, f"is_{QUESTIONS[recipe]}_available")
         with torch.cuda.device(device):
-            is_able, reason = ask()
+            is_able, reason = ask(return_reason=True)
     except (ImportError, AttributeError) as error:
         return f"Transformer Engine has no capability check ({error})"
     return None if is_able else str(reason)
-
-
-def _question(name: str) -> Callable[[], tuple[bool, str]]:
-    """TE's function that returns whether the current device supports `name`, and why not. Raises
-    ImportError without TE, AttributeError if TE has no such function."""
-    package = importlib.import_module(PACKAGE)
-    public = getattr(package, f"is_{name}_available", None)
-    if public is not None:
-        return functools.partial(public, return_reason=True)
-    older = importlib.import_module(f"{PACKAGE}.fp8")
-    found: Callable[[], tuple[bool, str]] = getattr(older, f"check_{name}_support")
-    return found

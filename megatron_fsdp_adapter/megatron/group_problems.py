@@ -6,49 +6,24 @@ Each function returns one line for each problem, so that the wrapper can raise a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state as ps
 
-from ..compat import core_api
+from .process_groups import group_named, has_groups
 
 Ranks = Mapping[str, tuple[int, ...]]
 """Global ranks of this rank's groups, by their names in ProcessGroupCollection."""
 
-
-@dataclass(frozen=True)
-class GroupRow:
-    """A process group: its getter in `parallel_state`, and the field of the model config with its
-    size."""
-
-    name: str
-    from_parallel_state: Callable[[], Any]
-    option: str | None = None
-    only_with_experts: bool = False
-
-
-GROUP_ROWS: tuple[GroupRow, ...] = (
-    GroupRow("tp", ps.get_tensor_model_parallel_group, "tensor_model_parallel_size"),
-    GroupRow("pp", ps.get_pipeline_model_parallel_group, "pipeline_model_parallel_size"),
-    GroupRow("cp", ps.get_context_parallel_group, "context_parallel_size"),
-    GroupRow(
-        "ep", partial(ps.get_expert_model_parallel_group, False), "expert_model_parallel_size"
-    ),
-    GroupRow(
-        "expt_tp",
-        partial(ps.get_expert_tensor_parallel_group, False),
-        "expert_tensor_parallel_size",
-        only_with_experts=True,
-    ),
-    GroupRow("dp_cp", partial(core_api.data_parallel_group, with_context_parallel=True)),
-    GroupRow(
-        "expt_dp", partial(core_api.expert_data_parallel_group, False), only_with_experts=True
-    ),
-)
+SIZES: Mapping[str, str] = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
+    "expt_tp": "expert_tensor_parallel_size",
+}  # fmt: skip
+"""A group -> the field of the model config with its size."""
+CHECKED = (*SIZES, "dp_cp", "expt_dp")
+ONLY_WITH_EXPERTS = ("expt_tp", "expt_dp")
 
 CROSSING: tuple[tuple[str, str], ...] = (
     ("tp", "dp_cp"), ("pp", "dp_cp"), ("tp", "pp"),
@@ -59,16 +34,8 @@ CROSSING: tuple[tuple[str, str], ...] = (
 
 def group_ranks(pg_collection: Any | None) -> Ranks:
     """The ranks of the groups that exist, in the collection or in `parallel_state`."""
-    if pg_collection is None and not ps.model_parallel_is_initialized():
-        return {}
-    groups = {
-        row.name: (
-            row.from_parallel_state()
-            if pg_collection is None
-            else getattr(pg_collection, row.name, None)
-        )
-        for row in GROUP_ROWS
-    }
+    names = CHECKED if has_groups(pg_collection) else ()
+    groups = {name: group_named(pg_collection, name) for name in names}
     return {
         name: tuple(dist.get_process_group_ranks(group))
         for name, group in groups.items()
@@ -80,8 +47,10 @@ def group_problems(config: Any, ranks: Ranks) -> list[str]:
     """Groups that contradict the model config, or are not of one grid of ranks. Without these
     checks training would run with different weights on ranks of other axes."""
     with_experts = bool(getattr(config, "num_moe_experts", None))
-    names = {row.name for row in GROUP_ROWS if with_experts or not row.only_with_experts}
-    used = {name: found for name, found in ranks.items() if name in names}
+    used = {
+        name: found for name, found in ranks.items()
+        if with_experts or name not in ONLY_WITH_EXPERTS
+    }  # fmt: skip
     return [
         *_sizes_unlike_config(config, used),
         *_overlapping(used),
@@ -92,12 +61,11 @@ def group_problems(config: Any, ranks: Ranks) -> list[str]:
 
 def _sizes_unlike_config(config: Any, ranks: Ranks) -> list[str]:
     return [
-        f"{row.option}={getattr(config, row.option, 1)}, but the {row.name} process group has "
-        f"{len(ranks[row.name])} ranks {list(ranks[row.name])}. Initialize the groups with the "
-        "sizes of the model config"
-        for row in GROUP_ROWS
-        if row.option and row.name in ranks
-        and len(ranks[row.name]) != getattr(config, row.option, 1)
+        f"{option}={getattr(config, option, 1)}, but the {name} process group has "
+        f"{len(ranks[name])} ranks {list(ranks[name])}. Initialize the groups with the sizes of "
+        "the model config"
+        for name, option in SIZES.items()
+        if name in ranks and len(ranks[name]) != getattr(config, option, 1)
     ]
 
 
