@@ -37,6 +37,7 @@ AGAIN = (
     "checkpoint/test_metadata.py",
     "checkpoint/test_resume.py::test_a_run_is_resumed_bit_for_bit_and_read_elsewhere[2 ranks]",
     # Training beside stock DDP: each strategy and axis, and what core's loop or optimizer calls.
+    "distributed/test_adapter_ranks.py",
     "distributed/test_experts.py::test_biases_of_experts_are_in_the_norm",
     "distributed/test_experts.py::test_fewer_expert_tensor_ranks_train_like_stock_ddp_or_are_refused",
     *(f"distributed/test_experts.py::test_options_of_experts_train_like_stock_ddp[{row}]"
@@ -49,6 +50,7 @@ AGAIN = (
     "distributed/test_numerics.py::test_trains_like_stock_ddp[each step, 2 ranks]",
     "distributed/test_numerics.py::test_trains_like_stock_ddp[fp16, one microbatch]",
     "distributed/test_precision_aware.py::test_gradients_moments_and_main_weights_in_bf16",
+    "distributed/test_qk_clip_ranks.py::test_every_rank_scales_the_rows_that_it_has[latent]",
     "distributed/test_release.py::test_training_of_a_gpt_goes_on_bit_for_bit",
     "distributed/test_release.py::test_weights_that_are_left_alone_go_and_return",
     *(f"distributed/test_topologies.py::test_topology[{row}]" for row in OF_AXES),

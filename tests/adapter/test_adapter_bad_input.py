@@ -104,13 +104,6 @@ class Bad:
 
 
 BAD: dict[str, Bad] = {
-    "unknown strategy": Bad(
-        ("data_parallel_sharding_strategy='zero3'", "use one of", "optim_grads_params"),
-        ddp={"data_parallel_sharding_strategy": "zero3"},
-    ),
-    "not switched on": Bad(
-        ("use_megatron_fsdp=False", "Set it to True"), ddp={"use_megatron_fsdp": False}
-    ),
     "several optimizer instances in groups of one": Bad(
         ("num_distributed_optimizer_instances=2", "4 ranks [0, 1, 2, 3]", "shard group"),
         ddp={"num_distributed_optimizer_instances": 2},
@@ -126,14 +119,6 @@ BAD: dict[str, Bad] = {
         groups=lambda: groups(
             intra_dp_cp=[0, 1], intra_expt_dp=[0, 1], inter_dist_opt=[0, 1]
         ),
-    ),
-    "a sharded outer axis without one": Bad(
-        ("outer_dp_sharding_strategy='optim'", "num_distributed_optimizer_instances=1"),
-        ddp={"outer_dp_sharding_strategy": "optim"},
-    ),
-    "an outer strategy that does not exist": Bad(
-        ("outer_dp_sharding_strategy='optim_grads'", "['no_shard', 'optim']"),
-        ddp={"outer_dp_sharding_strategy": "optim_grads"},
     ),
     "groups made for several optimizer instances": Bad(
         ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "Initialize"),

@@ -1,10 +1,11 @@
 """What Megatron and a user read from the wrapper, call on it and do to it. One rank; see also
-`test_adapter_ranks`."""
+tests/distributed/test_adapter_ranks.py."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -55,9 +56,10 @@ def data(number: int = 0) -> list[torch.Tensor]:
     return batches(CASE, number, 0, DEVICE)
 
 
-def backward(trainer: Trainer, number: int = 0) -> None:
+def backward(trainer: Trainer, tokens: torch.Tensor | None = None) -> None:
     """Forward and backward of one microbatch, without the end of the step."""
-    output, loss_func = forward_step(CASE, iter(data(number)), trainer.wrapper)
+    given = data()[0] if tokens is None else tokens
+    output, loss_func = forward_step(CASE, iter([given]), trainer.wrapper)
     loss_func(output)[0].backward()
 
 
@@ -82,14 +84,14 @@ def test_wrapper_depth(bf16: bool) -> None:
     assert isinstance(get_attr_wrapped_model(wrapper, "decoder"), nn.Module)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ("pre_process", "decoder", "share_embeddings_and_output_weights", "set_input_tensor",
-     "model_type", "xattn_needed", "pg_collection", "build_schedule_plan", "vp_stage"),
-)  # fmt: skip
-def test_attributes_that_megatron_must_find_on_the_model(sharded: Trainer, name: str) -> None:
+def test_attributes_that_megatron_must_find_on_the_model(sharded: Trainer) -> None:
     """`get_attr_wrapped_model` takes them from the first level that has them (trap S4)."""
-    assert not hasattr(sharded.wrapper, name) and not hasattr(sharded.wrapper.module, name)
+    names = {
+        "pre_process", "decoder", "share_embeddings_and_output_weights", "set_input_tensor",
+        "model_type", "xattn_needed", "pg_collection", "build_schedule_plan", "vp_stage",
+    }  # fmt: skip
+    for level in (sharded.wrapper, sharded.wrapper.module):
+        assert {name for name in names if hasattr(level, name)} == set()
 
 
 def test_attributes_that_megatron_reads_on_the_wrapper(trainer: Trainer) -> None:
@@ -101,19 +103,6 @@ def test_attributes_that_megatron_reads_on_the_wrapper(trainer: Trainer) -> None
     wrapper.param_and_grad_buffer.manual_buffer_registration()
     wrapper.force_all_reduce = True
     wrapper.set_is_first_microbatch()
-
-
-def test_getters_of_the_index(sharded: Trainer) -> None:
-    """What Megatron's checkpoint path and tools ask `megatron_fsdp_dist_index`."""
-    index = sharded.wrapper.megatron_fsdp_dist_index
-    assert (index.dp_shard_dim, index.tp_dim, index.dp_outer_dim) == ("dp_cp", "tp", None)
-    assert index.use_hybrid_fsdp is index.hsdp_outer_dp_shard is False
-    assert index.get_submesh("dp_cp") is index.get_submesh(["dp_cp"]) is index.get_root_mesh()
-    assert index.get_submesh("tp", is_expert_parallel=True).mesh.numel() == 1
-    assert index.get_dp_group() is index.get_fsdp_group() is index.get_submesh("dp_cp").get_group()
-    assert index.get_outer_fsdp_group() is None
-    with pytest.raises(ValueError, match=r"'ep'.* not registered"):
-        index.get_submesh("ep")
 
 
 @pytest.mark.parametrize(
@@ -202,20 +191,18 @@ def test_tied_weights_are_one_object_under_both_names() -> None:
 
 
 def test_attributes_of_optimizer_parameters(trainer: Trainer) -> None:
-    model = trainer.wrapper.module.module
-    for name, param in model.named_parameters():
+    """A `main_grad` would go before `.grad` in finalize_model_grads."""
+    index = trainer.wrapper.megatron_fsdp_dist_index
+    kept = Replicate() if trainer.strategy == "no_shard" else Shard(0)
+    for name, param in trainer.wrapper.module.module.named_parameters():
         raw = param.orig_param
         assert isinstance(param, nn.Parameter) and isinstance(param, DTensor), name
-        assert param.shape == raw.shape and param.dtype == torch.float32, name
-        assert param.requires_grad and param.is_leaf, name
-        assert param.__fsdp_param__ is True
-        assert param.megatron_fsdp_dist_index is trainer.wrapper.megatron_fsdp_dist_index
+        assert (param.shape, param.dtype) == (raw.shape, torch.float32), name
+        assert param.requires_grad and param.is_leaf and param._local_tensor.is_contiguous(), name
+        assert param.__fsdp_param__ is True and param.megatron_fsdp_dist_index is index
         assert param.megatron_fsdp_slice == slice(0, param.numel()), name
-        kept = Replicate() if trainer.strategy == "no_shard" else Shard(0)
         assert list(param.placements) == [kept]
-        assert param.device_mesh.mesh_dim_names == ("dp_cp",)
-        assert param._local_tensor.is_contiguous()
-        assert not hasattr(param, "main_grad"), "finalize_model_grads would prefer it to .grad"
+        assert param.device_mesh.mesh_dim_names == ("dp_cp",) and not hasattr(param, "main_grad")
 
 
 def test_attributes_of_raw_parameters(trainer: Trainer) -> None:
@@ -223,8 +210,8 @@ def test_attributes_of_raw_parameters(trainer: Trainer) -> None:
     `grad_added_to_main_grad` would make fused kernels return a placeholder as gradient."""
     trainer.wrapper.start_param_sync()
     for name, raw in trainer.wrapper.named_parameters():
-        assert not isinstance(raw, DTensor) and not hasattr(raw, "__fsdp_param__"), name
-        assert not hasattr(raw, "grad_added_to_main_grad"), name
+        found = {one for one in ("__fsdp_param__", "grad_added_to_main_grad") if hasattr(raw, one)}
+        assert not isinstance(raw, DTensor) and not found, name
 
 
 MARKED = (
@@ -289,31 +276,6 @@ def test_weight_decay_exclusion_sees_the_original_shapes(trainer: Trainer) -> No
 # Gradients.
 
 
-def test_gradients_are_dtensors_that_alias_what_is_scaled(trainer: Trainer) -> None:
-    """Trap: `finalize_model_grads` writes into `.grad` and then scales; both must be the values
-    that the optimizer reads. A one-element tensor is what it scales by."""
-    backward(trainer)
-    trainer.wrapper.finish_grad_sync(force_all_reduce=False)
-    params = dict(trainer.wrapper.named_parameters())
-    before = {}
-    for name, param in params.items():
-        assert isinstance(param.grad, DTensor) and param.grad.dtype == torch.float32, name
-        assert param.grad.shape == param.shape and param.grad.placements == param.placements
-        param.grad._local_tensor.add_(1.0)  # as the embedding all-reduce does, in place
-        before[name] = param.grad._local_tensor.clone()
-    trainer.wrapper.scale_gradients(torch.tensor([0.25]))
-    trainer.wrapper.scale_gradients(2.0)
-    for name, param in params.items():
-        assert torch.equal(param.grad._local_tensor, before[name] * 0.5), name
-
-
-def test_the_optimizer_reads_the_scaled_gradients(trainer: Trainer) -> None:
-    forward_backward(trainer, data())
-    trainer.wrapper.scale_gradients(0.0)
-    _, norm, _ = trainer.optimizer.step()
-    assert norm == 0.0
-
-
 def test_zero_grad_buffer_can_be_called_again(trainer: Trainer) -> None:
     """Megatron's loop calls it on the chunk and through the optimizer."""
     backward(trainer)
@@ -373,16 +335,16 @@ def test_force_all_reduce(trainer: Trainer) -> None:
 
 def test_no_sync_is_a_fresh_context_each_time(trainer: Trainer) -> None:
     """Schedules enter and leave by hand, with nothing inside when there is one microbatch."""
-    engine = trainer.wrapper.engine
+    engine, told = trainer.wrapper.engine, []
     for _ in range(2):
         context = trainer.wrapper.no_sync()
         context.__enter__()
-        assert engine.is_last_microbatch is False
+        told.append(engine.is_last_microbatch)
         context.__exit__(None, None, None)
-        assert engine.is_last_microbatch is True
+        told.append(engine.is_last_microbatch)
     with pytest.raises(KeyError), trainer.wrapper.no_sync():
         raise KeyError
-    assert engine.is_last_microbatch is True
+    assert [*told, engine.is_last_microbatch] == [False, True, False, True, True]
 
 
 def test_a_wrapped_model_is_not_wrapped_again(trainer: Trainer) -> None:
@@ -390,44 +352,13 @@ def test_a_wrapped_model_is_not_wrapped_again(trainer: Trainer) -> None:
     model = trainer.wrapper.module.module
     for show in (trainer.wrapper.stop_communication, trainer.wrapper.start_param_sync):
         show()
-        for wrap in (
-            lambda: FullyShardedDataParallel(model.config, trainer.wrapper.ddp_config, model),
-            lambda: fully_shard_model(model),
-        ):
-            with pytest.raises(ValueError, match="sharded already. Wrap a module once"):
-                wrap()
+        with pytest.raises(ValueError, match="sharded already. Wrap a module once"):
+            FullyShardedDataParallel(model.config, trainer.wrapper.ddp_config, model)
+        with pytest.raises(ValueError, match="sharded already. Wrap a module once"):
+            fully_shard_model(model)
     with pytest.raises(ValueError, match="Use get_megatron_optimizer"):
         trainer.wrapper.stop_communication()
         fully_shard_optimizer(torch.optim.AdamW(trainer.wrapper.parameters()))
-
-
-def test_a_backward_inside_sync_ends_with_gradients(trainer: Trainer) -> None:
-    """As in a plain loop; outside it `finish_grad_sync` is what attaches them."""
-    trainer.wrapper.zero_grad_buffer()
-    output, loss_func = forward_step(CASE, iter(data()), trainer.wrapper)
-    with trainer.wrapper.sync():
-        loss_func(output)[0].backward()
-    params = list(trainer.wrapper.parameters())
-    assert shown(trainer) == "optimizer"
-    assert all(param.grad is param.decoupled_grad is not None for param in params)
-    trainer.wrapper.zero_grad_buffer()
-    assert all(param.grad is param.decoupled_grad is None for param in params)
-    output, loss_func = forward_step(CASE, iter(data()), trainer.wrapper)
-    loss_func(output)[0].backward()
-    assert all(param.grad is None for param in params)
-    trainer.wrapper.finish_grad_sync()
-    assert all(param.grad is not None for param in params)
-
-
-@pytest.mark.parametrize("strategy", ("no_shard", "optim"))
-def test_a_backward_after_the_reduction_is_an_error(strategy: str) -> None:
-    """It would add to gradients that have been averaged already."""
-    trainer = build_trainer(CASE, strategy, DEVICE)
-    backward(trainer)
-    with pytest.raises(RuntimeError, match=r"no_sync\(\).*clear the gradients"):
-        backward(trainer, 1)
-    trainer.wrapper.zero_grad_buffer()
-    backward(trainer, 2)
 
 
 def test_gradients_of_one_rank_do_not_double_with_each_microbatch(trainer: Trainer) -> None:
@@ -444,16 +375,6 @@ def test_gradients_of_one_rank_do_not_double_with_each_microbatch(trainer: Train
 
 
 # Resharded parameters and conversions.
-
-
-def test_reading_a_resharded_parameter_names_unit_and_phase(sharded: Trainer) -> None:
-    train_step(sharded, data())
-    raw = get_attr_wrapped_model(sharded.wrapper, "decoder").layers[0].mlp.linear_fc1.weight
-    for read in (lambda: raw + 1, lambda: raw.sum(), lambda: raw.data, lambda: raw.tolist()):
-        with pytest.raises(RuntimeError, match=r"linear_fc1.weight of unit .*layers.0.*SHARDED"):
-            read()
-    assert raw.shape == (CASE.ffn, CASE.hidden) and raw.grad is None
-    assert "linear_fc1.weight" in repr(raw)
 
 
 def test_weights_of_the_last_step_are_never_read_in_silence(trainer: Trainer) -> None:
@@ -499,43 +420,35 @@ def test_units_by_default_and_by_name() -> None:
 
 
 def test_dtypes_can_be_read_under_megatrons_name() -> None:
-    options = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
-    policy = build_trainer(CASE, "optim", DEVICE, ddp=options).wrapper.mp_policy
-    assert (policy.main_params_dtype, policy.main_grads_dtype) == (torch.float32, None)
-    assert policy.grad_comm_dtype == torch.bfloat16
-    assert build_trainer(CASE, "optim", DEVICE).wrapper.mp_policy.grad_comm_dtype == torch.float32
+    bf16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
+    for options, comm in (({}, torch.float32), (bf16, torch.bfloat16)):
+        policy = build_trainer(CASE, "optim", DEVICE, ddp=options).wrapper.mp_policy
+        assert (policy.main_params_dtype, policy.grad_comm_dtype) == (torch.float32, comm)
 
 
 # What is done to a wrapped module from outside: conversions, hooks, compilation.
 
 
-CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "half": lambda module: module.half(),
-    "bfloat16": lambda module: module.bfloat16(),
-    "double": lambda module: module.double(),
-    "to dtype": lambda module: module.to(torch.float16),
-    "to meta": lambda module: module.to("meta"),
-    "to empty memory": lambda module: module.to_empty(device="cpu"),
-    "to_empty": lambda module: module.to_empty(device="meta"),
-}
+CONVERSIONS: tuple[Callable[[nn.Module], nn.Module], ...] = (
+    lambda module: module.half(), lambda module: module.bfloat16(), lambda module: module.double(),
+    lambda module: module.to(torch.float16), lambda module: module.to("meta"),
+    lambda module: module.to_empty(device="cpu"), lambda module: module.to_empty(device="meta"),
+)  # fmt: skip
+CHANGE_NOTHING: tuple[Callable[[nn.Module], nn.Module], ...] = (
+    lambda module: module.float(), lambda module: module.to("cpu"),
+    lambda module: module.to(torch.float32), lambda module: module.cpu(),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_conversion_after_wrapping_is_refused(trainer: Trainer, name: str) -> None:
+def test_conversion_after_wrapping_is_refused_unless_it_changes_nothing(trainer: Trainer) -> None:
     """Of the wrapper and of every module below: it would detach parameters from their buffers."""
     layer = get_attr_wrapped_model(trainer.wrapper, "decoder").layers[0]
     for module in (trainer.wrapper, trainer.wrapper.module, layer, layer.mlp.linear_fc1):
-        with pytest.raises(RuntimeError, match="Convert the module before wrapping it"):
-            CONVERSIONS[name](module)
+        for convert in CONVERSIONS:
+            with pytest.raises(RuntimeError, match="Convert the module before wrapping it"):
+                convert(module)
+        assert all(convert(module) is module for convert in CHANGE_NOTHING)
     assert train_step(trainer, data())[0] > 0
-
-
-def test_conversion_that_changes_nothing_passes(trainer: Trainer) -> None:
-    for module in (trainer.wrapper, get_attr_wrapped_model(trainer.wrapper, "decoder")):
-        assert module.float() is module
-        assert module.to("cpu") is module
-        assert module.to(torch.float32) is module
-        assert module.cpu() is module
 
 
 def test_hooks_of_the_user_on_the_model_run(trainer: Trainer) -> None:
@@ -583,55 +496,56 @@ def test_an_embedding_that_computes_has_its_weights_in_backward() -> None:
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
 
 
-# The wrapper's own first step shows a training loop that tested it against another class.
+# A training loop that tests the wrapper against another class does not wire `no_sync`: an error in
+# its first step.
 
 
-@pytest.fixture
-def installed_wrapper() -> Iterator[None]:
-    install()
-    yield
-    uninstall()
+def _by_hand(trainer: Trainer) -> None:
+    """A loop of one's own that calls no_sync."""
+    first, last = data()
+    trainer.wrapper.zero_grad_buffer()
+    with trainer.wrapper.no_sync():
+        backward(trainer, first)
+    backward(trainer, last)
+    trainer.wrapper.finish_grad_sync()
 
 
-def unwired(strategy: str) -> Trainer:
-    """As Megatron leaves it when its isinstance test fails."""
-    trainer = build_trainer(CASE, strategy, DEVICE)
-    trainer.wrapper.config.no_sync_func = None
-    return trainer
-
-
-@pytest.mark.parametrize("strategy", ("optim", "optim_grads_params"))
-def test_an_unwired_loop_is_an_error_in_its_first_step(
-    one_rank: torch.device, installed_wrapper: None, strategy: str
-) -> None:
-    trainer = unwired(strategy)
-    with pytest.raises(RuntimeError, match=r"Call megatron_fsdp_adapter\.install\(\) after"):
-        train_step(trainer, batches(CASE, 0, 0, DEVICE))
-
-
-def test_a_wired_loop_trains(one_rank: torch.device, installed_wrapper: None) -> None:
-    trainer = build_trainer(CASE, "optim", DEVICE)
+def _steps(trainer: Trainer) -> None:
     for step in range(2):
-        train_step(trainer, batches(CASE, step, 0, DEVICE))
+        train_step(trainer, batches(trainer.case, step, 0, DEVICE))
 
 
-def test_whoever_did_not_install_may_leave_it_unwired(one_rank: torch.device) -> None:
-    """ZeRO-2 and 3 reduce every microbatch anyway."""
-    train_step(unwired("optim_grads_params"), batches(CASE, 0, 0, DEVICE))
+def _evaluates(trainer: Trainer) -> None:
+    with torch.no_grad():
+        forward_backward(trainer, data(), forward_only=True)
 
 
-def test_a_loop_of_ones_own_may_call_no_sync(
-    one_rank: torch.device, installed_wrapper: None
-) -> None:
-    wrapper = unwired("optim").wrapper
-    first, last = batches(CASE, 0, 0, DEVICE)
+ONE = CASE.but(microbatches=1)
+LOOPS: dict[str, tuple[Case, str, bool, bool, Callable[[Trainer], None], bool]] = {
+    "unwired": (CASE, "optim", True, False, _steps, True),
+    "unwired, ZeRO-3": (CASE, "optim_grads_params", True, False, _steps, True),
+    "wired": (CASE, "optim", True, True, _steps, False),
+    # ZeRO-2 and 3 reduce every microbatch anyway.
+    "not installed": (CASE, "optim_grads_params", False, False, _steps, False),
+    "by hand": (CASE, "optim", True, False, _by_hand, False),
+    "evaluation": (CASE, "optim", True, False, _evaluates, False),
+    "one microbatch": (ONE, "optim", True, False, _steps, False),
+}
+"""Case and strategy, whether install() was called, whether the loop wires, what it does, and
+whether that is an error."""
 
-    def backward(tokens: torch.Tensor) -> None:
-        losses, loss_func = forward_step(CASE, iter([tokens]), wrapper)
-        loss_func(losses)[0].backward()
 
-    wrapper.zero_grad_buffer()
-    with wrapper.no_sync():
-        backward(first)
-    backward(last)
-    wrapper.finish_grad_sync()
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_is_not_wired_is_an_error_in_its_first_step(name: str) -> None:
+    case, strategy, is_installed, is_wired, act, is_error = LOOPS[name]
+    if is_installed:
+        install()
+    try:
+        trainer = build_trainer(case, strategy, DEVICE)
+        if not is_wired:  # as Megatron leaves it when its isinstance test fails
+            trainer.wrapper.config.no_sync_func = None
+        says = pytest.raises(RuntimeError, match=r"Call megatron_fsdp_adapter\.install\(\) after")
+        with says if is_error else nullcontext():
+            act(trainer)
+    finally:
+        uninstall()

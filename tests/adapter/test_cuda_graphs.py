@@ -21,6 +21,7 @@ from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.options import cuda_graphs, support
 from tests.distributed.checks import free_run, recorded_step
 from tests.distributed.gpt import (
+    STRATEGIES,
     Case,
     Trainer,
     batches,
@@ -30,27 +31,17 @@ from tests.distributed.gpt import (
 )
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 CPU = torch.device("cpu")
 
 
-class Capturing:
-    """Stands for `is_current_stream_capturing` of torch 2.11 and 2.13: a flag, no capture."""
-
-    def __init__(self) -> None:
-        self.now = False
-
-    def __call__(self) -> bool:
-        return self.now
-
-
-def capturing_trainer(strategy: str) -> tuple[Trainer, Capturing]:
-    trainer, flag = build_trainer(CASE, strategy, CPU), Capturing()
-    trainer.wrapper.captures = FullIterationGraphs(trainer.wrapper.engine, flag)
+def capturing_trainer(strategy: str) -> tuple[Trainer, Any]:
+    """And what stands for `is_current_stream_capturing` of torch 2.11 and 2.13: a flag `now`."""
+    trainer, flag = build_trainer(CASE, strategy, CPU), SimpleNamespace(now=False)
+    trainer.wrapper.captures = FullIterationGraphs(trainer.wrapper.engine, lambda: flag.now)
     return trainer, flag
 
 
-def capture(trainer: Trainer, flag: Capturing, step: int) -> None:
+def capture(trainer: Trainer, flag: Any, step: int) -> None:
     """As core does: gradients are forgotten outside, all microbatches and the end inside."""
     trainer.wrapper.zero_grad_buffer()
     flag.now = True
@@ -58,28 +49,41 @@ def capture(trainer: Trainer, flag: Capturing, step: int) -> None:
     flag.now = False
 
 
-def captured_trainer(strategy: str) -> tuple[Trainer, Capturing]:
-    """After an eager step and one that was captured."""
-    trainer, flag = capturing_trainer(strategy)
-    free_run(trainer, 0, 1, CPU)
-    capture(trainer, flag, 1)
-    return trainer, flag
-
-
-def pieces(trainer: Trainer) -> list[torch.Tensor]:
-    return [pair.sharded.grad._local_tensor for pair in trainer.wrapper.engine.pairs]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nothing_is_gathered_outside_of_a_graph_that_gathers_itself(
+def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
     one_rank: torch.device, strategy: str
 ) -> None:
-    trainer, _ = captured_trainer(strategy)
-    trainer.optimizer.step()
-    trainer.wrapper.start_param_sync()
-    units = [unit for unit in trainer.wrapper.engine.units if unit.groups]
-    assert {unit.phase for unit in units} == {Phase.SHARDED}
-    assert all(unit.stale for unit in units)
+    """What the training loop does around a replay, which itself runs no Python and gathers by
+    itself. Evaluations may be captured, too. Not even an eager step that forgets gradients takes
+    their storage: the next replay writes to the same addresses."""
+    trainer, flag = capturing_trainer(strategy)
+    engine = trainer.wrapper.engine
+    free_run(trainer, 0, 1, CPU)
+    capture(trainer, flag, 1)
+
+    def gradients() -> list[tuple[int, int]]:
+        grads = [pair.sharded.grad for pair in engine.pairs]
+        assert all(grad._local_tensor.untyped_storage().nbytes() > 0 for grad in grads)
+        return [(id(grad), grad._local_tensor.data_ptr()) for grad in grads]
+
+    bound = gradients()
+    for replay in range(8):
+        trainer.optimizer.step()
+        trainer.wrapper.start_param_sync()
+        states = {(unit.phase, unit.stale) for unit in engine.units if unit.groups}
+        assert states == {(Phase.SHARDED, True)}
+        if replay % 2:
+            flag.now = replay % 4 == 1
+            with torch.no_grad():
+                forward_backward(trainer, batches(CASE, 90 + replay, 0, CPU), forward_only=True)
+            flag.now = False
+        trainer.wrapper.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        for pair in engine.pairs:
+            pair.sharded.grad._local_tensor.normal_()  # the replay
+        assert gradients() == bound, f"replay {replay}"
+    engine.zero_grads()
+    assert all(group.grad.allocated for group in engine.groups)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -121,45 +125,6 @@ def test_eager_steps_after_a_capture_start_from_no_gradients(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_that_a_graph_writes_never_lose_their_storage(
-    one_rank: torch.device, strategy: str
-) -> None:
-    """Not even when an eager step forgets them: the next replay writes to the same addresses."""
-    trainer, _ = captured_trainer(strategy)
-    trainer.wrapper.engine.zero_grads()
-    assert all(group.grad.allocated for group in trainer.wrapper.engine.groups)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_twenty_replays_with_evaluations_between_bind_no_gradient_anew(
-    one_rank: torch.device, strategy: str
-) -> None:
-    """What the training loop does around a replay, which itself runs no Python. Evaluations may be
-    captured, too."""
-    trainer, flag = captured_trainer(strategy)
-
-    def gradients() -> list[tuple[int, int]]:
-        grads = [pair.sharded.grad for pair in trainer.wrapper.engine.pairs]
-        assert all(grad._local_tensor.untyped_storage().nbytes() > 0 for grad in grads)
-        return [(id(grad), grad._local_tensor.data_ptr()) for grad in grads]
-
-    bound = gradients()
-    for replay in range(20):
-        trainer.optimizer.step()
-        trainer.wrapper.start_param_sync()
-        if replay % 2:
-            flag.now = replay % 4 == 1
-            with torch.no_grad():
-                forward_backward(trainer, batches(CASE, 90 + replay, 0, CPU), forward_only=True)
-            flag.now = False
-        trainer.wrapper.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        for piece in pieces(trainer):
-            piece.normal_()  # the replay
-        assert gradients() == bound, f"replay {replay}"
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_node_that_accumulates_a_gradient_outlives_its_graph(
     one_rank: torch.device, strategy: str
 ) -> None:
@@ -186,8 +151,8 @@ def test_no_node_that_accumulates_a_gradient_outlives_its_graph(
     assert len(held) == sum(bool(node.metadata) for node in nodes())
 
 
-def model(impl: str, scope: Any) -> Any:
-    return SimpleNamespace(cuda_graph_impl=impl, cuda_graph_scope=scope)
+def model(impl: str, scope: Any, name: str = "cuda_graph_scope") -> Any:
+    return SimpleNamespace(**{"cuda_graph_impl": impl, name: scope})
 
 
 FULL = [CudaGraphScope.full_iteration]
@@ -196,20 +161,22 @@ FULL = [CudaGraphScope.full_iteration]
 @pytest.mark.parametrize(
     ("config", "captures"),
     [
-        (model("local", FULL), True),
-        (model("local", "full_iteration"), True),
-        (model("full_iteration", None), True),
-        (model("local", []), False),
-        (model("local", [CudaGraphScope.attn]), False),
-        (model("transformer_engine", [CudaGraphScope.attn]), False),
-        (model("none", None), False),
-        (SimpleNamespace(), False),
+        (model("local", FULL), "iterations"),
+        (model("local", "full_iteration"), "iterations"),
+        (model("full_iteration", None), "iterations"),
+        (model("local", []), "layers"),
+        (model("local", [CudaGraphScope.attn]), "layers"),
+        (model("local", ["mlp"], "cuda_graph_modules"), "layers"),
+        (model("transformer_engine", [CudaGraphScope.attn]), "refused"),
+        (model("none", None), ""),
+        (SimpleNamespace(), ""),
     ],
 )
-def test_whole_iterations_are_told_from_other_captures(config: Any, captures: bool) -> None:
-    assert cuda_graphs.captures_iteration(config) is captures
+def test_whole_iterations_are_told_from_other_captures(config: Any, captures: str) -> None:
+    assert cuda_graphs.captures_iteration(config) is (captures == "iterations")
+    assert cuda_graphs.captures_layers(config) is (captures == "layers")
     (rule,) = [rule for rule in support.MODEL_CONFIG_RULES if rule.option == "cuda_graph_impl"]
-    assert rule.broken(config) is (getattr(config, "cuda_graph_impl", "") == "transformer_engine")
+    assert rule.broken(config) is (captures == "refused")
 
 
 def test_core_s_own_config_is_understood_by_its_older_and_its_newer_name() -> None:

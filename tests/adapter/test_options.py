@@ -234,6 +234,10 @@ def test_each_option_is_a_field_and_a_flag_with_its_default(option: Option) -> N
         bool: ([], True), int: (["3"], 3), float: (["1.5"], 1.5), str: (["a"], "a"),
     }.get(option.type, (["bf16"], torch.bfloat16))  # fmt: skip
     assert getattr(parser.parse_args([option.flag, *given]), option.name) == expected
+    if expected is torch.bfloat16:
+        assert getattr(parser.parse_args([f"{option.flag}=auto"]), option.name) is None
+        with pytest.raises(SystemExit):
+            parser.parse_args([option.flag, "int8"])
     own = argparse.ArgumentParser()
     own.add_argument(option.flag, default="its own")
     assert getattr(megatron_lm.add_missing_flags(own).parse_args([]), option.name) == "its own"

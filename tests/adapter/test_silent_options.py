@@ -15,15 +15,12 @@ from megatron.core.extensions import transformer_engine as extension
 from megatron.core.optimizer import get_megatron_optimizer, muon
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import experts
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.megatron.tensor_parallel import TensorParallelMode, tensor_parallel_mode
 from tests.distributed.gpt import (
     Case,
     batches,
@@ -31,7 +28,6 @@ from tests.distributed.gpt import (
     build_trainer,
     ddp_config,
     forward_backward,
-    model_config,
     optimizer_config,
     train_step,
 )
@@ -65,22 +61,6 @@ def test_experts_in_one_tensor_are_refused_however_they_were_asked_for(
     model.decoder.layers[0].mlp = cls(2, config, groups)
     with pytest.raises(ValueError, match=r"module decoder\.layers\.0\.mlp .*one tensor.*moe_group"):
         FullyShardedDataParallel(config, ddp_config(CASE, "no_shard"), model)
-
-
-# Learnable softmax offsets.
-
-
-def test_softmax_offsets_are_split_by_heads(one_rank: torch.device) -> None:
-    """Core does not mark them: a checkpoint would have held one tensor-parallel rank's."""
-    config = model_config(CASE)
-    config.softmax_type = "learnable"
-    attention = DotProductAttention(
-        config, 1, AttnMaskType.causal, "self",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )  # fmt: skip
-    [(name, param)] = attention.named_parameters()
-    assert name == "softmax_offset" and not hasattr(param, "tensor_model_parallel")
-    assert tensor_parallel_mode(param, attention, name) is TensorParallelMode.COLUMN
 
 
 # Optimizers that need whole matrices, or move weights.

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.prove.gather_full import plain_name
-from tests.adapter.test_sgd import FusedSGD
 from tests.distributed.checks import Step, check_run_bits, recorded_step
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -60,6 +60,25 @@ class Lion(torch.optim.Optimizer):
                 weight.copy_(weight * (1 - group["lr"] * group["weight_decay"]))
                 weight.sub_(group["lr"] * direction)
                 self.state[weight]["exp_avg"] = second * average + (1 - second) * weight.grad
+
+
+class FusedSGD(torch.optim.Optimizer):
+    """Stands for Transformer Engine's: a kernel over lists of tensors, none of them empty, and a
+    buffer for each parameter, with a momentum and without. Not derived from a class of torch's."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                assert param.numel() > 0 and type(param) is not DTensor
+                state = self.state[param]
+                buffer = state.setdefault("momentum_buffer", torch.zeros_like(param))
+                buffer.mul_(group["momentum"]).add_(param.grad)
+                buffer.add_(param, alpha=group["weight_decay"])
+                param.sub_(group["lr"] * buffer)
 
 
 def is_lions(name: str, weight: torch.Tensor) -> bool:

@@ -225,41 +225,6 @@ def check_meta(folder: Path) -> None:
         print(f"checked meta {strategy}", flush=True)
 
 
-def check_tasks(folder: Path) -> None:
-    """Tasks that were built before serve several exports, in any part, with training between."""
-    hf_model("llama", folder)
-    bridge = AutoBridge.from_hf_pretrained(str(folder))
-    [model] = wrapped(provider_of(bridge, 2), "optim_grads_params")
-    tasks = bridge.get_conversion_tasks([model])
-    for _ in range(2):
-        bridge.load_hf_weights([model])
-        logits(model)
-        model.state_dict()  # shows sharded parameters
-        state, found = load_file(folder / "model.safetensors"), {}
-        for part in (tasks[:5], tasks[5:]):
-            stream = bridge.export_hf_weights([model], conversion_tasks=part, show_progress=False)
-            for name, value in stream:
-                found[name] = value
-                model.state_dict()
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[name], value) for name, value in state.items())
-    print("checked tasks", flush=True)
-
-
-def check_shapes(folder: Path) -> None:
-    """Weights of another model are an error, whatever their number of elements."""
-    hf_model("llama", folder)
-    bridge = AutoBridge.from_hf_pretrained(str(folder))
-    provider = provider_of(bridge)
-    provider.vocab_size = 2 * provider.vocab_size
-    [model] = wrapped(provider, "optim_grads_params")
-    try:
-        bridge.load_hf_weights([model])
-    except ValueError as error:
-        assert "embed_tokens" in str(error), error
-        print("checked shapes", flush=True)
-
-
 def check_adapters(folder: Path, tp: int) -> None:
     """Adapters of a sharded model, merged into what is exported, and by themselves."""
     from megatron.bridge.peft.lora import LoRA
@@ -305,8 +270,6 @@ CASES: dict[str, Callable[[Path], None]] = {
     "memory": functools.partial(check_memory, tp=1),
     "memory-tp2": functools.partial(check_memory, tp=2),
     "meta": check_meta,
-    "tasks": check_tasks,
-    "shapes": check_shapes,
     "adapters": functools.partial(check_adapters, tp=1),
     "adapters-tp2": functools.partial(check_adapters, tp=2),
 }  # fmt: skip

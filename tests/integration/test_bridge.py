@@ -99,17 +99,42 @@ def test_recipe_trains_as_with_ddp(stock: lm_log.Values, strategy: str) -> None:
     assert lm_log.differences(stock, run.values, last_digit=1) == []
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_saves_and_resumes(strategy: str, tmp_path: Path) -> None:
-    """In every printed digit, against the run that was not interrupted."""
-    saved = str(tmp_path / "saved")
-    asked = ["--strategy", strategy]
-    common = [*asked, f"checkpoint.save={saved}", "checkpoint.save_interval=2"]
-    whole = train_recipe(EXAMPLE, asked)
-    first = train_recipe(EXAMPLE, [*common, "train.exit_interval=2"])
-    assert first.status == 0, first.end
-    assert (tmp_path / "saved" / "iter_0000002" / ".metadata").is_file()
-    resumed = train_recipe(EXAMPLE, [*common, f"checkpoint.load={saved}"])
+OLDER, FROM_0_6 = "", (
+    "b.importlib.import_module('megatron.bridge.training.config').CheckpointConfig.async_strategy"
+)
+ASYNC = ("checkpoint.async_save=true", "checkpoint.save_interval=1")
+DECENTRALIZED = ("dist.use_decentralized_pg=true", "dist.use_gloo_process_groups=false")
+RESUMES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    **{name: (name, (), OLDER) for name in STRATEGIES},
+    "optim_grads_params, asynchronous": ("optim_grads_params", ASYNC, FROM_0_6),
+    "optim, asynchronous": ("optim", ASYNC, FROM_0_6),
+    # `parallel_state` has no groups.
+    **{f"{name}, groups of Bridge alone": (name, DECENTRALIZED, FROM_0_6) for name in STRATEGIES},
+}
+"""Strategy, overrides, and what Megatron-Bridge has to allow."""
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_run_that_saves_trains_and_resumes_as_one_that_does_not(
+    stock: lm_log.Values, name: str, tmp_path: Path
+) -> None:
+    """In every printed digit; digits of training as in `test_recipe_trains_as_with_ddp`. Where
+    saves are asynchronous there is one in each step, each while the next step runs."""
+    strategy, overrides, needs = RESUMES[name]
+    if needs and (reason := missing_bridge(needs)):
+        pytest.skip(reason)
+    root = tmp_path / "saved"
+    saving = ["--strategy", strategy, "checkpoint.save_interval=2", *overrides,
+              f"checkpoint.save={root}"]  # fmt: skip
+    whole = train_recipe(EXAMPLE, saving)
+    assert whole.status == 0, whole.end
+    assert lm_log.differences(stock, whole.values, last_digit=1) == []
+    saved = (1, 2, 3, 4) if overrides is ASYNC else (2, 4)
+    assert folders.complete_iterations(root) == saved and folders.half_written(root) == ()
+    assert all(verify.examine(folders.final_folder(root, one))["intact"] for one in saved)
+    assert (overrides is ASYNC) == ("scheduled an async checkpoint save" in whole.log)
+    assert (overrides is DECENTRALIZED) == ("initialized HyperCommGrid" in whole.log)
+    resumed = train_recipe(EXAMPLE, [*saving, f"checkpoint.load={root}", "checkpoint.ckpt_step=2"])
     assert resumed.status == 0, resumed.end
     assert (2, "grad norm") not in resumed.values
     assert lm_log.differences(whole.values, resumed.values, start=3) == []
@@ -119,64 +144,14 @@ def test_resumes_where_tensor_parallelism_splits_the_model(tmp_path: Path) -> No
     """Losses are those of the run that was not interrupted, but for the order of sums."""
     saving = [f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2"]
     whole = train_recipe(EXAMPLE, saving)
-    assert whole.status == 0, whole.end
     resumed = train_recipe(EXAMPLE, [f"checkpoint.load={tmp_path / 'saved'}",
                                      "checkpoint.ckpt_step=2",
                                      "model.tensor_model_parallel_size=2"])  # fmt: skip
-    assert resumed.status == 0, resumed.end
+    assert (whole.status, resumed.status) == (0, 0), whole.end + resumed.end
     assert (2, "grad norm") not in resumed.values
     for step in (3, 4):
         losses = [float(run.values[step, "lm loss"]) for run in (whole, resumed)]
         assert abs(losses[0] - losses[1]) < 1e-4, (step, losses)
-
-
-@pytest.fixture(scope="module")
-def from_0_6(bridge: None) -> None:
-    reason = missing_bridge("b.importlib.import_module('megatron.bridge.training.config')"
-                            ".CheckpointConfig.async_strategy")  # fmt: skip
-    if reason is not None:
-        pytest.skip(reason)
-
-
-@pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))
-def test_a_run_that_saves_asynchronously_trains_and_resumes_as_one_that_does_not(
-    from_0_6: None, strategy: str, tmp_path: Path
-) -> None:
-    """In every printed digit, with a save in each step, each while the next step runs."""
-    asked, root = ["--strategy", strategy], tmp_path / "saved"
-    saving = [*asked, f"checkpoint.save={root}", "checkpoint.save_interval=1",
-              "checkpoint.async_save=true"]  # fmt: skip
-    plain = train_recipe(EXAMPLE, asked)
-    whole = train_recipe(EXAMPLE, saving)
-    assert whole.status == 0, whole.end
-    assert lm_log.differences(plain.values, whole.values) == []
-    assert "scheduled an async checkpoint save" in whole.log
-    assert folders.complete_iterations(root) == (1, 2, 3, 4)
-    assert folders.half_written(root) == () and folders.read_tracker(root) == 4
-    for iteration in (1, 4):
-        assert verify.examine(folders.final_folder(root, iteration))["intact"]
-    resumed = train_recipe(EXAMPLE, [*saving, f"checkpoint.load={root}", "checkpoint.ckpt_step=2"])
-    assert resumed.status == 0, resumed.end
-    assert (2, "grad norm") not in resumed.values
-    assert lm_log.differences(plain.values, resumed.values, start=3) == []
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_and_resumes_on_process_groups_that_only_bridge_has(
-    from_0_6: None, stock: lm_log.Values, strategy: str, tmp_path: Path
-) -> None:
-    """`parallel_state` has none. Digits as in `test_recipe_trains_as_with_ddp`."""
-    root = tmp_path / "saved"
-    asked = ["--strategy", strategy, "dist.use_decentralized_pg=true",
-             "dist.use_gloo_process_groups=false"]  # fmt: skip
-    whole = train_recipe(EXAMPLE, [*asked, f"checkpoint.save={root}", "checkpoint.save_interval=2"])
-    assert whole.status == 0, whole.end
-    assert "initialized HyperCommGrid" in whole.log
-    assert lm_log.differences(stock, whole.values, last_digit=1) == []
-    resumed = train_recipe(EXAMPLE, [*asked, f"checkpoint.load={root}", "checkpoint.ckpt_step=2"])
-    assert resumed.status == 0, resumed.end
-    assert (2, "grad norm") not in resumed.values
-    assert lm_log.differences(whole.values, resumed.values, start=3) == []
 
 
 @pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))
@@ -211,24 +186,6 @@ def test_overrides_make_a_recipe_that_bridge_accepts() -> None:
     """)
     assert "checkpoint.ckpt_format" in printed and "torch_dist -> fsdp_dtensor" in printed
     assert "dist.use_megatron_fsdp" in printed
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("dist.use_torch_fsdp2=true", "dist.use_torch_fsdp2=True"),
-        ("dist.use_tp_pp_dp_mapping=true", "dist.use_tp_pp_dp_mapping=True"),
-    ],
-)
-def test_pitfalls_are_named(override: str, named: str) -> None:
-    printed = in_process(f"""
-        from megatron_fsdp_adapter import apply_fsdp_overrides
-        try:
-            apply_fsdp_overrides(recipe({override!r}))
-        except ValueError as error:
-            print(error)
-    """)
-    assert f"  - {named}: " in printed
 
 
 def test_install_last_and_back() -> None:

@@ -70,11 +70,5 @@ def test_a_model_from_the_meta_device_takes_weights_and_is_saved(tmp_path: Path)
     assert run(tmp_path, "meta").count("checked ") == 2 * 2
 
 
-def test_tasks_serve_several_exports_and_weights_of_another_model_are_refused(
-    tmp_path: Path
-) -> None:
-    assert run(tmp_path, "tasks", "shapes").count("checked ") == 2 * 2
-
-
 def test_adapters_are_merged_into_what_is_exported(tmp_path: Path) -> None:
     assert run(tmp_path, "adapters", "adapters-tp2").count("checked ") == 2 * 2

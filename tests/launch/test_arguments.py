@@ -21,6 +21,13 @@ from megatron_fsdp_adapter.megatron.options.support import EMERGING
 FSDP = ["--use-megatron-fsdp"]
 
 
+def _complete(**changed: Any) -> argparse.Namespace:
+    args = parsed_arguments(**changed)
+    written = [f"--{name.replace('_', '-')}" for name in changed]
+    megatron_lm.complete(args, [*FSDP, *written])
+    return args
+
+
 def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
     args = parsed_arguments()
     changes = megatron_lm.complete(args, FSDP)
@@ -34,20 +41,6 @@ def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
     assert validation.launch_problems(args, {}) == []
 
 
-@pytest.mark.parametrize(
-    ("strategy", "reduce", "gather"),
-    [("no_shard", False, False), ("optim", False, False), ("optim_grads", True, False),
-     ("optim_grads_params", True, True)],
-)  # fmt: skip
-def test_overlap_is_set_where_the_strategy_needs_it(
-    strategy: str, reduce: bool, gather: bool
-) -> None:
-    args = parsed_arguments(data_parallel_sharding_strategy=strategy)
-    megatron_lm.complete(args, [*FSDP, f"--data-parallel-sharding-strategy={strategy}"])
-    assert args.data_parallel_sharding_strategy == strategy
-    assert (args.overlap_grad_reduce, args.overlap_param_gather) == (reduce, gather)
-
-
 @pytest.mark.parametrize("written", (["--ckpt-format", "torch_dist"], ["--ckpt-format=torch_dist"]))
 def test_what_the_user_wrote_is_refused_and_not_overwritten(written: list[str]) -> None:
     args = parsed_arguments()
@@ -59,8 +52,7 @@ def test_what_the_user_wrote_is_refused_and_not_overwritten(written: list[str]) 
 
 
 def test_bf16_reduction_becomes_the_dtype_on_the_wire() -> None:
-    args = parsed_arguments(grad_reduce_in_bf16=True)
-    megatron_lm.complete(args, [*FSDP, "--grad-reduce-in-bf16"])
+    args = _complete(grad_reduce_in_bf16=True)
     assert args.megatron_fsdp_grad_comm_dtype is torch.bfloat16
     assert validation.launch_problems(args, {}) == []
 
@@ -72,13 +64,6 @@ def test_gradients_in_bf16_are_told_to_megatron_too(given: object, option: str) 
     args = parsed_arguments(bf16=True, **{f"megatron_fsdp_{option}_dtype": given})
     megatron_lm.complete(args, [*FSDP, "--megatron-fsdp-grad-comm-dtype", "bf16"])
     assert args.grad_reduce_in_bf16 and validation.launch_problems(args, {}) == []
-
-
-def _complete(**changed: Any) -> argparse.Namespace:
-    args = parsed_arguments(**changed)
-    written = [f"--{name.replace('_', '-')}" for name in changed]
-    megatron_lm.complete(args, [*FSDP, *written])
-    return args
 
 
 def test_cores_flag_for_offload_of_the_optimizer_becomes_ours() -> None:
@@ -166,22 +151,6 @@ def test_one_hardware_queue_is_set_right_or_refused() -> None:
     assert megatron_lm.complete_environment(environment) == []
     [problem] = validation.launch_problems(_complete(), environment)
     assert problem.startswith("CUDA_DEVICE_MAX_CONNECTIONS='1': ")
-
-
-def test_flags_of_main_are_added_only_where_they_are_missing() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--outer-dp-sharding-strategy", default="of its own")
-    megatron_lm.add_missing_flags(parser)
-    megatron_lm.add_missing_flags(parser)
-    args = parser.parse_args(
-        ["--megatron-fsdp-main-params-dtype", "bf16", "--megatron-fsdp-main-grads-dtype=auto"]
-    )
-    assert args.outer_dp_sharding_strategy == "of its own"
-    assert args.megatron_fsdp_main_params_dtype is torch.bfloat16
-    assert args.megatron_fsdp_main_grads_dtype is None
-    assert args.megatron_fsdp_version == 1
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--megatron-fsdp-grad-comm-dtype", "int8"])
 
 
 def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks(

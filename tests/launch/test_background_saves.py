@@ -116,8 +116,9 @@ def _state(value: float) -> dict[str, Any]:
     return {"model": {"w": torch.full((5, 3), value)}, "iteration": int(value)}
 
 
-def _late(rank: int, size: int, root: str) -> None:
-    loop, gate, state = Loop(Path(root)), Gate(), _state(7.0)
+def _late(rank: int, loop: Loop) -> None:
+    """The tracker names a save once all ranks have written it."""
+    gate, state = Gate(), _state(7.0)
     loop.save(7, state)
     state["model"]["w"].zero_()  # training goes on
     for _ in range(3):
@@ -142,12 +143,9 @@ def _late(rank: int, size: int, root: str) -> None:
     assert folders.half_written(loop.root) == ()
 
 
-def test_the_tracker_names_a_save_once_all_ranks_have_written_it(tmp_path: Path) -> None:
-    run_ranks(_late, 2, str(tmp_path))
-
-
-def _one_after_the_other(rank: int, size: int, root: str) -> None:
-    loop = Loop(Path(root))
+def _one_after_the_other(rank: int, loop: Loop) -> None:
+    """A save that is asked for early would overwrite the copy that is being written; and the
+    tracker goes up, never down."""
     for iteration in (1, 2, 3):
         loop.save(iteration, _state(float(iteration)))  # waits for the one before
     assert loop.queue.get_num_unfinalized_calls() == 3 and loop.tracked is None
@@ -157,11 +155,6 @@ def _one_after_the_other(rank: int, size: int, root: str) -> None:
     for iteration in (1, 2, 3):
         loaded = load_checkpoint(loop.root, _state(0.0), iteration=iteration)[1]
         assert bool((loaded["model"]["w"] == iteration).all())
-
-
-def test_a_save_that_is_asked_for_early_waits_for_the_one_before(tmp_path: Path) -> None:
-    """It would overwrite the copy that is being written; and the tracker goes up, never down."""
-    run_ranks(_one_after_the_other, 2, str(tmp_path))
 
 
 class Told(io.StringIO):
@@ -175,8 +168,8 @@ class Told(io.StringIO):
         self.flushed.set()
 
 
-def _one_rank_fails(rank: int, size: int, root: str) -> None:
-    loop = Loop(Path(root))
+def _one_rank_fails(rank: int, loop: Loop) -> None:
+    """An error on all ranks, and the tracker names the save before."""
     loop.save(1, _state(1.0))
     loop.queue.maybe_finalize_async_calls(blocking=True)
     Gate(fails=rank == 1).opened.set()
@@ -193,10 +186,22 @@ def _one_rank_fails(rank: int, size: int, root: str) -> None:
     assert not list(loop.root.glob(f"{folders.TEMPORARY}*"))
 
 
-def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_is_not_tracked(
+CHECKS = (_late, _one_after_the_other, _one_rank_fails)
+
+
+def _all(rank: int, size: int, root: str) -> None:
+    for check in CHECKS:
+        folder = Path(root, check.__name__)
+        folder.mkdir(exist_ok=True)
+        check(rank, Loop(folder))
+        dist.barrier()
+
+
+def test_a_save_is_tracked_once_all_ranks_have_written_it_and_never_if_one_has_failed(
     tmp_path: Path,
 ) -> None:
-    run_ranks(_one_rank_fails, 2, str(tmp_path))
+    """One start of ranks runs all of `CHECKS`; a failure has the check in its traceback."""
+    run_ranks(_all, 2, str(tmp_path))
 
 
 def test_a_request_that_is_no_save_is_done_before_its_functions_are_called() -> None:
