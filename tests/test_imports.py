@@ -60,7 +60,7 @@ BUDGETS = {
     "cli": (568, 2),
     "comm": (135, 3),
     "core": (2_800, 63),
-    "diagnostics": (393, 11),
+    "diagnostics": (389, 12),
     "graphs": (425, 8),
     "launch": (283, 2),
     "megatron": (3_175, 40),

@@ -18,11 +18,6 @@ from .options.rules import is_on
 FINE_GRAINED = "fine_grained_activation_offloading"
 
 
-def sets_hooks_inside_units(config: Any) -> bool:
-    """Whether the model config asks for that."""
-    return is_on(config, FINE_GRAINED)
-
-
 def problems(config: Any) -> list[str]:
     """One line if core would find out in the first forward that it cannot offload."""
     if not is_on(config, FINE_GRAINED) or _has_te_offload():

@@ -29,9 +29,10 @@ from ..core.topology import ShardDomain
 from ..quantized import format_of
 from ..sharding.unit_classes import classes_of
 from ..sharding.unsharded_budget import UnshardedUnits, policy_precision, unsharded_units
-from .activation_offload import sets_hooks_inside_units
+from .activation_offload import FINE_GRAINED
 from .domains import ModelDomains, domain_name
 from .fused_wgrad import asks_fusion, grad_writer
+from .options.rules import is_on
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .wgrad_probe import Observer, precisions_of, quantized_precision, read_by_operations
 
@@ -69,14 +70,11 @@ def _default_units(module: nn.Module) -> dict[str, nn.Module]:
             not tied and isinstance(child, LanguageModelEmbedding)
         )
 
-    units = unit_modules(module, is_unit)
-    if not tied:
-        outputs = unit_modules(module, lambda child: False)
-        for name, child in module.named_modules():
-            if name.split(".")[-1] == "output_layer":
-                outputs[name] = child
-        units.update(outputs)
-    return units
+    outputs = {
+        name: child for name, child in module.named_modules()
+        if name.split(".")[-1] == "output_layer" and not tied
+    }  # fmt: skip
+    return unit_modules(module, is_unit) | outputs
 
 
 def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
@@ -191,5 +189,5 @@ def _observer(
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
     return Observer(
         precisions_of(config), written, device, quantized_precision(config),
-        read_by_operations(module), sets_hooks_inside_units(config),
+        read_by_operations(module), is_on(config, FINE_GRAINED),
     )  # fmt: skip

@@ -518,6 +518,8 @@ def _steps(trainer: Trainer) -> None:
 def _evaluates(trainer: Trainer) -> None:
     with torch.no_grad():
         forward_backward(trainer, data(), forward_only=True)
+    trainer.wrapper.eval()
+    forward_backward(trainer, data(), forward_only=True)
 
 
 ONE = CASE.but(microbatches=1)

@@ -121,9 +121,9 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 RULES: Mapping[str, Rule] = {
     "SGD with momentum": Rule(SGD, of_sgd, lambda *unused: ["momentum_buffer"], {"lr": 0.05}),
     "SGD": Rule({**SGD, "sgd_momentum": 0.0}, of_sgd, lambda *unused: [], {"lr": 0.05}),
-    "a fused SGD": Rule(
-        SGD, of_sgd, lambda *unused: ["momentum_buffer"], {"lr": 0.05}, FusedSGD
-    ),
+    **{name: Rule({**SGD, "sgd_momentum": momentum}, of_sgd,
+                  lambda *unused: ["momentum_buffer"], {"lr": 0.05}, FusedSGD)
+       for name, momentum in (("a fused SGD", 0.9), ("a fused SGD without momentum", 0.0))},
     "Lion": Rule(LION, of_lion, _lions_state),
     "Lion in bf16": Rule(LION, of_lion, _lions_state, {"bf16": True}),
 }  # fmt: skip

@@ -69,15 +69,10 @@ def test_options_are_set_as_asked_for() -> None:
 
 
 def test_cores_offload_of_the_optimizer_becomes_ours(capsys: Any) -> None:
-    cfg = recipe()
-    cfg.optimizer.optimizer_cpu_offload, cfg.optimizer.optimizer_offload_fraction = True, 1.0
+    cfg = recipe(optimizer__optimizer_cpu_offload=True, optimizer__optimizer_offload_fraction=1.0)
     apply_fsdp_overrides(cfg, environment={})
     assert cfg.ddp.chunked_optimizer_state_offload and not cfg.optimizer.optimizer_cpu_offload
     assert "optimizer.optimizer_cpu_offload" in capsys.readouterr().out
-    part = recipe()
-    part.optimizer.optimizer_cpu_offload, part.optimizer.optimizer_offload_fraction = True, 0.0
-    with pytest.raises(ValueError, match="optimizer_offload_fraction=0.0: .* Use 1.0"):
-        apply_fsdp_overrides(part, environment={})
 
 
 def test_a_recipe_that_reduces_in_bf16_itself_no_longer_asks_for_float32(capsys: Any) -> None:
@@ -110,6 +105,9 @@ BREAKING: dict[str, dict[str, Any]] = {
     },
     "model.fp4_recipe": {"model__fp4": "e2m1", "model__fp4_recipe": "custom"},
     "optimizer.optimizer": {"optimizer__optimizer": "muon"},
+    "optimizer.optimizer_offload_fraction": {
+        "optimizer__optimizer_cpu_offload": True, "optimizer__optimizer_offload_fraction": 0.0
+    },
     "comm_overlap.defer_embedding_wgrad_compute": {
         "comm_overlap": SimpleNamespace(defer_embedding_wgrad_compute=True)
     },
@@ -126,31 +124,38 @@ def test_what_cannot_be_set_right_is_named(
     nothing_is_installed.assert_not_called()
 
 
-@pytest.mark.parametrize(
-    ("save", "installed", "wrong"),
-    [
-        ("folder", True, None),
-        ("folder", False, "nvidia_resiliency_ext"),
-        ("msc://bucket", True, "rename"),
-    ],
-)
-def test_a_bridge_that_saves_asynchronously_may(
-    save: str, installed: bool, wrong: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 0.6 on, told by an option; it needs a package, and a folder."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
-    cfg = recipe(checkpoint__async_save=True, checkpoint__async_strategy="nvrx",
-                 checkpoint__save=save)  # fmt: skip
-    if wrong is None:
-        apply_fsdp_overrides(cfg, environment={})
-    else:
+FROM_0_6 = {"checkpoint__async_strategy": "nvrx"}
+ASYNC = {**FROM_0_6, "checkpoint__async_save": True}
+BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
+LATER: dict[str, tuple[dict[str, Any], str]] = {
+    # From 0.6 on, told by an option; asynchronous saves need a package, and a folder.
+    "asynchronous": ({**ASYNC, "checkpoint__save": "folder"}, ""),
+    "without the package": (
+        {**ASYNC, "checkpoint__save": "folder", "is_installed": None}, "nvidia_resiliency_ext"),
+    "at an address": ({**ASYNC, "checkpoint__save": "msc://bucket"}, "rename"),
+    "groups of its own": ({**FROM_0_6, "dist__use_decentralized_pg": True}, ""),
+    # As mixed precision leaves them when training starts.
+    "quantized weights": (
+        {"model__fp8": "e4m3", "model__fp8_recipe": "mxfp8", "model__fp8_param": True,
+         "ddp__fp8_param_gather": True, f"ddp__{BUFFER}": True, f"optimizer__{BUFFER}": True}, ""),
+}  # fmt: skip
+"""Recipes that are accepted, or what is wrong with them."""
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_later_releases_have_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer that MXFP8 weights share with gradients elsewhere is not asked for any more."""
+    changed, wrong = LATER[name]
+    cfg = recipe(**changed)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: changed.get("is_installed", True))
+    if wrong:
         with pytest.raises(ValueError, match=f"  - checkpoint.async_save=True: .*{wrong}"):
             apply_fsdp_overrides(cfg, environment={})
-
-
-def test_process_groups_that_only_bridge_has_may_be_used_from_0_6_on() -> None:
-    changed = {"dist__use_decentralized_pg": True, "checkpoint__async_strategy": "nvrx"}
-    apply_fsdp_overrides(recipe(**changed), environment={})
+    else:
+        apply_fsdp_overrides(cfg, environment={})
+        assert not getattr(cfg.ddp, BUFFER) and not getattr(cfg.optimizer, BUFFER)
+        kept = getattr(cfg.ddp, "fp8_param_gather", False)
+        assert kept is (name == "quantized weights")
 
 
 @pytest.mark.parametrize("file", ("config.json", ".metadata", "iter_0000001/metadata.json"))
@@ -164,18 +169,6 @@ def test_adapters_may_start_from_a_folder_of_any_format(tmp_path: Path, file: st
     if path.name == "metadata.json":
         with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint=.*Convert it"):
             apply_fsdp_overrides(recipe(**changed), environment={})
-
-
-def test_recipes_of_quantized_weights_are_accepted() -> None:
-    """As Megatron-Bridge's mixed precision leaves them when training starts; the buffer that MXFP8
-    weights share with gradients elsewhere is not asked for any more."""
-    buffer = "reuse_grad_buf_for_mxfp8_param_ag"
-    cfg = recipe(model__fp8="e4m3", model__fp8_recipe="mxfp8", model__fp8_param=True,
-                 ddp__fp8_param_gather=True,
-                 **{f"ddp__{buffer}": True, f"optimizer__{buffer}": True})  # fmt: skip
-    apply_fsdp_overrides(cfg, environment={})
-    assert cfg.ddp.fp8_param_gather and cfg.model.fp8_param
-    assert not getattr(cfg.ddp, buffer) and not getattr(cfg.optimizer, buffer)
 
 
 def test_every_rule_of_a_recipe_has_its_case() -> None:
