@@ -63,7 +63,7 @@ BUDGETS = {
     "diagnostics": (389, 12),
     "graphs": (425, 8),
     "launch": (283, 2),
-    "megatron": (3_175, 40),
+    "megatron": (3_117, 39),
     "models": (406, 4),
     "optim": (1_523, 20),
     "plain": (906, 10),
