@@ -131,11 +131,6 @@ class Plain:
         self.hidden, self.me = hidden, self
 
 
-class ReturnsDataclass(Block):
-    def forward(self, x: Any) -> Any:
-        return Answer(self.compute(getattr(x, "hidden", x)))
-
-
 class ReturnsNested(Block):
     def forward(self, x: Any) -> Any:
         hidden = x.inner[0].hidden if isinstance(x, Nested) else x
@@ -267,12 +262,6 @@ def gradient_penalty(model: nn.Module, step: int, rank: int, no_sync: NoSync) ->
     (out.mean() - other.mean() + (grad.norm(dim=-1) - 1).square().mean()).backward()
 
 
-def penalty_alone(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
-    x = inputs(step, 0, rank).requires_grad_()
-    [grad] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    (grad.norm(dim=-1) - 1).square().mean().backward()
-
-
 # Units that are embeddings, and whose backward reads the table.
 
 
@@ -385,23 +374,18 @@ def with_blocks(kind: type[nn.Module], model: type[Chain] = Chain) -> type[Chain
 
 
 HABITS: dict[str, Habit] = {
-    "plain": Habit(),
     "teacher first": Habit(drive=teacher_first),
     "microbatches in one autocast": Habit(drive=microbatches_in_one_context),
     "evaluation in between": Habit(Repeating, evaluation_in_between),
-    "dataclass": Habit(with_blocks(ReturnsDataclass, Unpacked)),
     "dataclass in a list in a dataclass": Habit(with_blocks(ReturnsNested, Unpacked)),
     "object": Habit(with_blocks(ReturnsObject, Unpacked)),
-    "view": Habit(with_blocks(ReturnsView)),
     "view changed in place": Habit(ChangesInPlace),
     "view of what was given": Habit(with_blocks(ReturnsViewOfInput)),
     "list and dict are filled": Habit(Collecting),
     "list in a tuple": Habit(Tupled),
     "saliency between backwards": Habit(drive=saliency_between),
-    "saliency of the trained pass": Habit(drive=saliency_of_the_trained_pass),
     "saliency with frozen layers": Habit(drive=saliency_of_frozen_layers),
     "gradient penalty": Habit(drive=gradient_penalty),
-    "penalty alone": Habit(drive=penalty_alone),
     "table that computes": Habit(with_blocks(Computes)),
     "table with adapters": Habit(with_blocks(Adapted)),
     "forces": Habit(Forces, evaluated_too),

@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import full_all
 from tests.distributed.shared_ranks import on_ranks
-from tests.distributed.variants import Variant, compare, marked
+from tests.distributed.variants import ZERO_1, ZERO_3, Variant, compare, marked
 
 
 def _moments(trainer: Any, metadata: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -44,8 +44,8 @@ def same_checkpoints(ours: Any, reference: Any, strategy: str) -> None:
 WITHOUT = {"use_distributed_optimizer": False}
 ROWS = tuple(
     Variant(
-        name, case=case, ddp=WITHOUT, optimizer=WITHOUT, compare="bits", expect=same_checkpoints,
-        reference={"strategy": "own", "optimizer": {}},
+        name, (ZERO_1, ZERO_3), case=case, ddp=WITHOUT, optimizer=WITHOUT, compare="bits",
+        expect=same_checkpoints, reference={"strategy": "own", "optimizer": {}},
     )
     for name, case in (
         ("fp32", {"seed": 77, "clip": 0.3}),
