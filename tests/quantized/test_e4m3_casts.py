@@ -118,26 +118,32 @@ def test_a_table_is_made_anew_when_memory_has_moved():
     assert cast.table() is not table and not cast.table().aligned
 
 
-def test_what_cannot_be_cast_is_an_error():
-    main, data = torch.randn(64), torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="64 elements from 1 are not in"):
-        OwnRows((4, 16), 1, main, data)
-    with pytest.raises(ValueError, match=r"torch.float64.*what is cast"):
-        OwnRows((4, 16), 0, main.double(), data)
-    with pytest.raises(ValueError, match=r"must both be \(n,\)"):
-        OwnRows((4, 16), 0, main, data[:32])
-    with pytest.raises(ValueError, match="contiguous"):
-        OwnRows((4, 16), 0, main[::2], data[::2])
-    with pytest.raises(ValueError, match="not rows of a matrix"):
-        BlockCast([OwnRows((4, 32), 8, main, data)], torch.bfloat16).begin(torch.zeros(4))
-    with pytest.raises(ValueError, match="MXFP8 needs rows and columns in multiples of 32"):
-        MxRows((4, 16), 0, main, data, data, data[:2], data[:2])
-    with pytest.raises(ValueError, match=r"Size\(\[16\]\).*not \(32,\) uint8"):
-        planes = [torch.zeros(size, dtype=torch.uint8) for size in (1024, 1024, 32, 16)]
-        MxRows((32, 32), 0, torch.randn(1024), *planes)
-    with pytest.raises(ValueError, match="one dtype and device"):
-        rows = [OwnRows((4, 16), 0, one, data) for one in (main, main.bfloat16())]
-        TensorCast(rows, torch.bfloat16)
+MAIN, DATA = torch.randn(64), torch.zeros(64, dtype=torch.uint8)
+BAD = {
+    "64 elements from 1 are not in": lambda: OwnRows((4, 16), 1, MAIN, DATA),
+    r"torch.float64.*what is cast": lambda: OwnRows((4, 16), 0, MAIN.double(), DATA),
+    r"must both be \(n,\)": lambda: OwnRows((4, 16), 0, MAIN, DATA[:32]),
+    "contiguous": lambda: OwnRows((4, 16), 0, MAIN[::2], DATA[::2]),
+    "not rows of a matrix": lambda: BlockCast(
+        [OwnRows((4, 32), 8, MAIN, DATA)], torch.bfloat16
+    ).begin(torch.zeros(4)),
+    "MXFP8 needs rows and columns in multiples of 32": lambda: MxRows(
+        (4, 16), 0, MAIN, DATA, DATA, DATA[:2], DATA[:2]
+    ),
+    r"Size\(\[16\]\).*not \(32,\) uint8": lambda: MxRows(
+        (32, 32), 0, torch.randn(1024),
+        *(torch.zeros(size, dtype=torch.uint8) for size in (1024, 1024, 32, 16)),
+    ),
+    "one dtype and device": lambda: TensorCast(
+        [OwnRows((4, 16), 0, one, DATA) for one in (MAIN, MAIN.bfloat16())], torch.bfloat16
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_cast_is_an_error(message):
+    with pytest.raises(ValueError, match=message):
+        BAD[message]()
 
 
 def test_where_triton_cannot_run_torch_casts_and_a_warning_says_so(monkeypatch):

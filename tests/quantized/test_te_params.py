@@ -153,23 +153,24 @@ def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> 
     assert format_of(managed(made, quantized)) is None
 
 
-def test_what_cannot_be_represented_is_an_early_error(te: Path) -> None:
-    for setting, recipe, message in (
-        ("block_scaling_dim=1", "blockwise", "block_scaling_dim=1.*w_block_scaling_dim=2"),
-        ("with_2d_quantization=1", "mxfp8", "use enable_2d_quantization=False"),
-    ):
-        param, (name, value) = make(recipe), setting.split("=")
-        setattr(param._quantizer, name, int(value or 0))
-        with pytest.raises(NotImplementedError, match=f"layer.weight.*{message}"):
-            format_of(managed(param))
-    other = make("mxfp8")
-    other._quantizer.dtype = SimpleNamespace(name="kFloat8E5M2")
-    with pytest.raises(NotImplementedError, match="is quantized to kFloat8E5M2.*are kFloat8E4M3"):
-        format_of(managed(other))
-    swizzled = make("mxfp8")
-    swizzled._with_gemm_swizzled_scales = True
-    with pytest.raises(NotImplementedError, match="order of matrix products.*optimize_for_gemm"):
-        format_of(managed(swizzled))
+REFUSED = {
+    "block_scaling_dim=1.*w_block_scaling_dim=2": ("blockwise", "block_scaling_dim", 1),
+    "use enable_2d_quantization=False": ("mxfp8", "with_2d_quantization", 1),
+    "is quantized to kFloat8E5M2.*are kFloat8E4M3": (
+        "mxfp8", "dtype", SimpleNamespace(name="kFloat8E5M2"),
+    ),
+    "order of matrix products.*optimize_for_gemm": ("mxfp8", "_with_gemm_swizzled_scales", True),
+}  # fmt: skip
+"""By message: a recipe, and what its quantizer, or a weight, is set to."""
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_represented_is_an_early_error(te: Path, message: str) -> None:
+    recipe, name, value = REFUSED[message]
+    param = make(recipe)
+    setattr(param if name.startswith("_") else param._quantizer, name, value)
+    with pytest.raises(NotImplementedError, match=f"layer.weight.*{message}"):
+        format_of(managed(param))
 
 
 OPTIONS = {
