@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from .megatron.process_groups import create_all_gather_groups
     from .optim.memory import release_memory, return_memory
     from .plain.fsdp2 import fully_shard
-    from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
+    from .plain.fully_shard import fully_shard_model
     from .plain.megatron_fsdp_package import use_as_megatron_fsdp
+    from .plain.optimizer import fully_shard_optimizer
     from .plain.torch_fsdp import leave_fsdp2, use_as_fsdp2
     from .sharding.distributed_index import FSDPDistributedIndex
     from .sharding.export import export_shards, export_weights
@@ -39,7 +40,7 @@ _HOMES = {
     "export_weights": "sharding.export",
     "fully_shard": "plain.fsdp2",
     "fully_shard_model": "plain.fully_shard",
-    "fully_shard_optimizer": "plain.fully_shard",
+    "fully_shard_optimizer": "plain.optimizer",
     "install": "launch.installation",
     "leave_fsdp2": "plain.torch_fsdp",
     "release_memory": "optim.memory",

@@ -12,7 +12,6 @@ No Megatron is imported. A module is sharded here or by `FullyShardedDataParalle
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +29,6 @@ from ..core.runtime.comm import REDUCE_SCATTER
 from ..core.topology import DENSE, ShardDomain
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
-from ..optim.local_shards import INNER, LocalShards, UpdateRule
-from ..optim.muon.torch_muon import is_torch_muon, torch_muon
-from ..optim.residency import OPTION, Residency
-from ..optim.step import adopt, end_step
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.distributed_index import FSDPDistributedIndex
@@ -48,9 +43,6 @@ from ..sharding.unsharded_budget import GIB
 from .casts import cast_inputs_of
 from .mesh import data_parallel_groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
-
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
-"""Optimizers of torch whose step needs whole tensors, and not only their rows."""
 
 
 class FullyShardedModel(GradSync, ShardedStateDict):
@@ -299,119 +291,3 @@ def fully_shard_model(
     engine = engine_for(module, fsdp_unit_modules, index.domains, config, check)
     engine.auto_sync = sync_model_each_microbatch
     return FullyShardedModel(module, engine)
-
-
-def _engines_of(params: Sequence[torch.Tensor]) -> list[UserLoopEngine]:
-    """The engines that an optimizer's parameters belong to; ValueError if some are of none."""
-    if any(getattr(param, "__fsdp_param__", False) for param in params):
-        raise ValueError(
-            "optimizer: parameters of FullyShardedDataParallel require Megatron's optimizer. Use "
-            "get_megatron_optimizer"
-        )
-    refs = [getattr(param, "_fsdp_engine", None) for param in params]
-    if not params or None in refs:
-        raise ValueError(
-            f"optimizer: {refs.count(None)} of its {len(params)} parameters are not from a "
-            "sharded model. Make it from fully_shard_model(...).parameters()"
-        )
-    engines = {id(engine): engine for engine in (ref() for ref in refs)}  # type: ignore[misc]
-    return list(engines.values())
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _engines_now(optimizer: Any) -> list[UserLoopEngine]:
-    """The engines of the parameters that the groups have now. ValueError if some are of none."""
-    known, engines = optimizer._fsdp_engines
-    shards: LocalShards = optimizer._fsdp_shards
-    shards.follow_groups(optimizer)
-    if shards.pairs is not known:
-        engines = _engines_of(_params_of(optimizer))
-        optimizer._fsdp_engines = shards.pairs, engines
-    return engines
-
-
-def _complete_gradients(optimizer: Any) -> None:
-    """Finishes gradients before a step."""
-    for engine in _engines_now(optimizer):
-        engine.complete_grads()
-        engine.to_sharded()
-
-
-def _weights_changed(optimizer: Any, *unused: Any) -> None:
-    """Marks gathered weights stale after a step."""
-    for engine in _engines_now(optimizer):
-        engine.main_weights_changed(stepped=True)
-
-
-def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
-    """Forgets the gradients of this optimizer's parameters, with either `set_to_none`."""
-    end_step(optimizer)
-    params = _params_of(optimizer)
-    for engine in _engines_now(optimizer):
-        engine.zero_grads_of(params)
-
-
-@functools.cache
-def _training_class(base: type) -> type:
-    """A subclass of an adopted optimizer's class, with methods for which torch has no hooks."""
-
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        base.add_param_group(self, param_group)  # type: ignore[attr-defined]
-        try:
-            _engines_of(_params_of(self))
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    return type(
-        base.__name__, (base,), {"zero_grad": _zero_grad, "add_param_group": add_param_group}
-    )
-
-
-def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine]) -> UpdateRule:
-    """How `optimizer` steps on shards. ValueError if it cannot step on any."""
-    kind = type(optimizer)
-    if is_torch_muon(kind):
-        if any(engine.config.offload for engine in engines):
-            raise ValueError(
-                f"optimizer={kind.__name__} with {OPTION}=True: only Adam is supported. Use "
-                "AdamW, or set it to False"
-            )
-        return torch_muon(engines)
-    if kind.__name__ in NOT_ELEMENTWISE or issubclass(kind, torch.optim.Muon):
-        raise ValueError(
-            f"optimizer={kind.__name__}: its step needs whole tensors, but shards are rows. Use "
-            "torch.optim.Muon itself, or an elementwise one (Adam, AdamW, SGD, ...)"
-        )
-    return INNER
-
-
-def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Makes `optimizer`, over the parameters of one or several sharded models, step on this rank's
-    shards; returns it. State is of local shape and shown as DTensors. `zero_grad` frees the
-    gradients of its parameters, and those of no others.
-
-    `torch.optim.Muon` steps on whole matrices, each on one of the ranks that share it
-    (docs/muon.md).
-
-    Where main gradients have another dtype than main weights, a step makes a copy of the gradient
-    shards in the weights' dtype for its duration, since torch's optimizers take no other. Step
-    hooks that were registered before see DTensors, and those registered later local shards.
-
-    Raises:
-        ValueError: parameters that are not of `fully_shard_model`, now or in a later
-            `add_param_group`, an optimizer that is sharded already, or one whose step needs whole
-            tensors.
-    """
-    if hasattr(optimizer, "_fsdp_engines"):
-        raise ValueError("optimizer: it is sharded already. Shard it once")
-    engines = _engines_of(_params_of(optimizer))
-    rule = _rule_for(optimizer, engines)
-    adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, asks=False))
-    optimizer._fsdp_engines = None, engines  # type: ignore[attr-defined]
-    optimizer.register_step_post_hook(_weights_changed)
-    optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]
-    return optimizer

@@ -39,6 +39,7 @@ from ..sharding.problems import raise_problems
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, unit_problems
 from . import fully_shard as plain
+from . import optimizer as plain_optimizer
 
 SUBJECT = "megatron_fsdp"
 Units = Sequence[type[nn.Module] | str] | None
@@ -392,7 +393,7 @@ def fully_shard_optimizer(
     returns it. Its state is there from the start, so that `state_dict()` is what torch DCP loads
     into; no weight and no step count changes by that. ValueError as from `fully_shard_optimizer`
     of this package."""
-    plain.fully_shard_optimizer(optimizer)
+    plain_optimizer.fully_shard_optimizer(optimizer)
     optimizer.__class__ = _with_keywords(type(optimizer))  # type: ignore[arg-type]
     if is_known(optimizer):
         initialize_state(optimizer)
