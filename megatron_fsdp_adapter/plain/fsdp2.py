@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     UnshardHandle,
 )
 
-from ..core.engine.hooks import has_grad_output
 from ..sharding.problems import raise_problems
 from .casts import cast
 from .fsdp2_model import (
@@ -203,10 +202,7 @@ class ShardedModule(FSDPModule):
         if mark.ordinal != engine.root.ordinal:
             engine.post_forward(engine.units[mark.ordinal], output, args)
         else:
-            counted = engine.running_root == METHOD and engine.counts_calls
             engine.root_post_forward(METHOD, output)
-            if counted and not has_grad_output(output):  # `generate`: no backward follows
-                engine.in_flight = max(0, engine.in_flight - 1)
         return cast(mark.options.policy.output_dtype, output)
 
     def __deepcopy__(self, memo: Any) -> Any:

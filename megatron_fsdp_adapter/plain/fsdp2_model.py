@@ -150,7 +150,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
     names = {one.fqns[0] for one in managed_params(root) if id(one.param) in ignored}
     raise_problems(SUBJECT, [
         *_options_that_differ(marks),
-        *module_problems(root, None, None, None, lambda name: name not in names),
+        *module_problems(root, None, None, None, lambda name: name not in names, True),
     ])  # fmt: skip
     config = _config(root, mark.options)
     (shard, outer), device = mark.options.groups, target_device(root, None)
@@ -173,6 +173,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         manages=lambda managed: id(managed.param) not in ignored,
         format_of=format_of,
         compute_dtype=config.policy.compute_dtype,
+        may_be_frozen=True,
     )
     plans = _joined_by_call([
         replace(plan, strategy=STRATEGIES["optim_grads"])

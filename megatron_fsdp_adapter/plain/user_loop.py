@@ -55,8 +55,11 @@ class UserLoopEngine(FsdpEngine):
         self._follow_user()
 
     def end_evaluation(self) -> None:
-        """Shows sharded parameters again if they were shown before."""
+        """Shows sharded parameters again if they were shown before. Without `no_grad` too: what it
+        gave needs no gradient, as all is frozen, or tokens were generated."""
         super().end_evaluation()
+        if self.counts_calls:
+            self.in_flight = max(0, self.in_flight - 1)
         if not self._found_unsharded and not torch.is_grad_enabled():
             self.to_sharded()
 

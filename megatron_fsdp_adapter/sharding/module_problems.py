@@ -24,13 +24,14 @@ def module_problems(
     device: torch.device | str | None,
     main_params_dtype: torch.dtype | None,
     is_managed: Callable[[str], bool] = lambda fqn: True,
+    may_be_frozen: bool = False,
 ) -> list[str]:
     """Problems of the model, of the unit classes named for it, of the device asked for, and of the
     main weights' dtype (None: of each parameter). Parameters whose name `is_managed` refuses are
     not to be sharded, and may be anything."""
     return [
         *_sharded_already(module),
-        *_frozen(module),
+        *(() if may_be_frozen else _frozen(module)),
         *_parameters(module, is_managed),
         *_sparse_gradients(module),
         *_tables_that_forwards_write(module, is_managed),

@@ -123,6 +123,17 @@ def _frozen(shard: Shards, made: Any, **options: Any) -> Any:
     return _bottom_up(shard, made, **options)
 
 
+def _runs_only(rank: int, world: int) -> None:
+    """A model of which nothing is trained, as a reference model of preferences is."""
+    made = _bottom_up(ours, model().requires_grad_(False).eval())
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            assert torch.equal(made(tokens(0, 0, rank)), model()(tokens(0, 0, rank)))
+    check(whole(made), dict(model().named_parameters()), "frozen")
+    held = sum(param._local_tensor.numel() for param in made.parameters())
+    assert held < 0.6 * sum(param.numel() for param in made.parameters())
+
+
 def _ignored(shard: Shards, made: Any, **options: Any) -> Any:
     """The rest is trained by gradients that the loop sums."""
     made.head.requires_grad_(False)
@@ -493,6 +504,7 @@ def test_what_torch_does_and_this_does_not_is_an_early_error(one_rank: None, nam
 def _rest(rank: int, world: int) -> None:
     parts = (
         _interchange, _meta_start, _backwards_inside_of_a_pass, _in_host_memory, _methods,
+        _runs_only,
     )  # fmt: skip
     for part in parts:
         part(rank, world)

@@ -181,6 +181,7 @@ def partition(
     manages: Callable[[ManagedParam], bool] = lambda managed: True,
     format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
     compute_dtype: torch.dtype | None = None,
+    may_be_frozen: bool = False,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -195,13 +196,14 @@ def partition(
         format_of: how a parameter is represented; None in its own dtype.
         compute_dtype: of the compute weights of floating-point parameters that are not quantized;
             None for each parameter's own.
+        may_be_frozen: whether all parameters may be, of a model that only runs.
 
     Raises:
-        ValueError: no parameter below `module` requires a gradient; or a parameter cannot be
-            represented in its format.
+        ValueError: no parameter below `module` requires a gradient, unless that may be; or one
+            cannot be represented in its format.
     """
     params = [managed for managed in managed_params(module) if manages(managed)]
-    if not any(managed.param.requires_grad for managed in params):
+    if not (may_be_frozen or any(managed.param.requires_grad for managed in params)):
         raise ValueError(
             f"module={type(module).__name__} has no trainable parameter: nothing can be sharded "
             "or trained; set requires_grad on at least one parameter, or do not wrap the module"
