@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.distributed.utils import _apply_to_tensors
 
 
 def cast_inputs_of(module: nn.Module, dtype: torch.dtype) -> None:
@@ -22,10 +22,11 @@ def cast_outputs_of(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast(dtype: torch.dtype | None, values: Any) -> Any:
-    """`values`, of which floating-point tensors are in `dtype`, if that is not None, inside of any
-    containers."""
+    """`values`, of which floating-point tensors are in `dtype`, if that is not None, inside of
+    containers and dataclasses too, by FSDP2's own function. Other objects (a cache of keys and
+    values, say) stay what they are: the caller may look at them afterwards."""
     if dtype is None:
         return values
-    return tree_map_only(
-        torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
+    return _apply_to_tensors(
+        lambda value: value.to(dtype) if value.is_floating_point() else value, values
     )

@@ -105,7 +105,8 @@ class ShardedModule(FSDPModule):
         engine.to_unsharded()
         mark.hold(True)
         engine.gather.launch_unshard(unit)
-        handle = _Handle(lambda: engine.gather.wait_unshard(unit))
+        handle = UnshardHandle()
+        handle.wait = functools.partial(engine.gather.wait_unshard, unit)  # type: ignore[method-assign]
         if async_op:
             return handle
         handle.wait()
@@ -230,14 +231,6 @@ for _name in HINTS:
 
 METHOD = "a method of the root"
 """Under which name the engine knows its call; the root may be called inside of it."""
-
-
-class _Handle(UnshardHandle):
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        self._wait()
 
 
 def _no_counterpart(what: str) -> RuntimeError:

@@ -51,6 +51,9 @@ class Options:
     offload: bool
     ignored: frozenset[nn.Parameter]
 
+    def __post_init__(self) -> None:
+        Policy(compute_dtype=self.policy.param_dtype)  # ValueError for a dtype that it has not
+
     @property
     def input_dtype(self) -> torch.dtype | None:
         """To which inputs are cast; None for no casts."""
@@ -59,8 +62,8 @@ class Options:
     def of_the_model(self) -> dict[str, Any]:
         """What is the same for all modules of a model."""
         return {
-            "mesh": self.groups, "mp_policy.param_dtype": self.policy.param_dtype,
-            "mp_policy.reduce_dtype": self.policy.reduce_dtype, "offload_policy": self.offload,
+            "mesh": self.groups, "mp_policy.reduce_dtype": self.policy.reduce_dtype,
+            "offload_policy": self.offload,
         }  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         *_options_that_differ(marks),
         *module_problems(root, None, None, None, lambda name: name not in names, True),
     ])  # fmt: skip
-    config = _config(root, mark.options)
+    config = _config(root, [each.options for each in marks])
     (shard, outer), device = mark.options.groups, target_device(root, None)
     divide_by = mark.divide_factor or rank_count(mark.options.groups)
     index = FSDPDistributedIndex(
@@ -172,7 +175,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         backward_reads_weights=lambda unit: not only_looks_up(unit, look_ups),
         manages=lambda managed: id(managed.param) not in ignored,
         format_of=format_of,
-        compute_dtype=config.policy.compute_dtype,
+        compute_dtype_of=lambda name: mark_on(units.get(name, root)).options.policy.param_dtype,
         may_be_frozen=True,
     )
     plans = _joined_by_call([
@@ -245,20 +248,22 @@ def _options_that_differ(marks: Sequence[Mark]) -> list[str]:
     ][:1]
 
 
-def _config(root: nn.Module, options: Options) -> EngineConfig:
+def _config(root: nn.Module, options: Sequence[Options]) -> EngineConfig:
     """The engine's configuration. Gradients and optimizer state have the parameters' dtype, as
-    under FSDP2, if gradients may have it."""
-    compute, wire = options.policy.param_dtype, options.policy.reduce_dtype
+    under FSDP2, if gradients may have it. Gradients are sent in bfloat16 if it is asked for, or all
+    modules compute in it."""
     dtypes = {param.dtype for param in root.parameters() if param.requires_grad}
     own = dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32
-    wire = wire or (torch.bfloat16 if (compute or own) == torch.bfloat16 else None)
+    computes = {one.policy.param_dtype or own for one in options}
+    alike = torch.bfloat16 if computes == {torch.bfloat16} else None
+    wire = options[0].policy.reduce_dtype or alike
     return EngineConfig(
         strategy=STRATEGIES["optim_grads_params"],
         policy=Policy(
             main_params_dtype=None, main_grads_dtype=own,
-            grad_comm_dtype=None if wire == torch.float16 else wire, compute_dtype=compute,
+            grad_comm_dtype=None if wire == torch.float16 else wire,
         ),
-        offload=options.offload,
+        offload=options[0].offload,
     )  # fmt: skip
 
 

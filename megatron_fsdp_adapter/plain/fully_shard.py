@@ -173,7 +173,7 @@ def engine_for(
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not only_looks_up(unit, {nn.Embedding}),
         format_of=format_of,
-        compute_dtype=config.policy.compute_dtype,
+        compute_dtype_of=lambda unit: config.policy.compute_dtype,
     )
     engine = build_engine(
         UserLoopEngine, "fully_shard_model", module, plans, dict(domains),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from megatron_fsdp_adapter import (
     use_as_fsdp2,
 )
 from megatron_fsdp_adapter.plain.by_environment import VARIABLE
+from megatron_fsdp_adapter.plain.casts import cast
 from megatron_fsdp_adapter.plain.fsdp2 import HINTS
 from megatron_fsdp_adapter.plain.mesh import data_parallel_groups
 from tests.distributed.launch import run_ranks
@@ -118,6 +119,15 @@ def _by_methods(shard: Shards, made: Any, **options: Any) -> Any:
     return made
 
 
+def _dtypes(shard: Shards, made: Any, **options: Any) -> Any:
+    """Norms compute in float32, and give bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for block in made.blocks:
+        shard(block.norm, mp_policy=replace(policy, param_dtype=None, output_dtype=BF16))
+        shard(block, mp_policy=policy)
+    return shard(made, mp_policy=policy)
+
+
 def _frozen(shard: Shards, made: Any, **options: Any) -> Any:
     made.blocks[0].requires_grad_(False)
     return _bottom_up(shard, made, **options)
@@ -185,6 +195,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "output": (_output, {}),
     "fused": (_fused, {}),
     "fused in a list": (_listed, {}),
+    "dtypes of modules": (_dtypes, {}),
 }  # fmt: skip
 
 
@@ -451,7 +462,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda made: (list(ours(made.blocks[0]).parameters()), ours(made)),
     ),
     "policies": (
-        "mp_policy.param_dtype",
+        "mp_policy.reduce_dtype",
         lambda made: list(_mixed(made).parameters()),
     ),
     "hook": ("set_all_reduce_hook", lambda made: ours(made).set_all_reduce_hook(print)),
@@ -467,7 +478,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def _mixed(made: Any) -> Any:
-    ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     return ours(made)
 
 
@@ -486,6 +497,19 @@ def _read(made: Any) -> Any:
 def _step(optimizer: Any, made: Any) -> None:
     made(tokens(0, 0, 0)).mean().backward()
     optimizer.step()
+
+
+@dataclass
+class Given:
+    x: torch.Tensor
+    cache: Any
+
+
+def test_inputs_in_dataclasses_are_cast_and_other_objects_stay() -> None:
+    given = Given(torch.ones(1), types.SimpleNamespace(keys=torch.ones(1)))
+    (found,), options = cast(BF16, ((given,), {"mask": torch.ones(1, dtype=torch.int64)}))
+    assert (found.x.dtype, options["mask"].dtype) == (BF16, torch.int64)
+    assert found.cache is given.cache and given.x.dtype == FP32
 
 
 def test_a_list_with_a_forward_is_a_module(one_rank: None) -> None:

@@ -180,7 +180,7 @@ def partition(
     writer_of: Callable[[ManagedParam], WgradProtocol] = lambda managed: WgradProtocol.AUTOGRAD,
     manages: Callable[[ManagedParam], bool] = lambda managed: True,
     format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype_of: Callable[[str], torch.dtype | None] = lambda unit: None,
     may_be_frozen: bool = False,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
@@ -194,8 +194,8 @@ def partition(
         writer_of: `ManagedParam.writer` of a parameter.
         manages: whether a parameter is to be sharded at all; others stay as they are.
         format_of: how a parameter is represented; None in its own dtype.
-        compute_dtype: of the compute weights of floating-point parameters that are not quantized;
-            None for each parameter's own.
+        compute_dtype_of: by the name of a unit, the dtype of the compute weights of its
+            floating-point parameters that are not quantized; None for each parameter's own.
         may_be_frozen: whether all parameters may be, of a model that only runs.
 
     Raises:
@@ -219,13 +219,13 @@ def partition(
     names = list(units)
     for managed in params:
         format, own = _checked(format_of(managed), managed), managed.param.dtype
-        casts = compute_dtype is not None and own.is_floating_point and format is None
-        dtype = compute_dtype if casts and compute_dtype is not None else own
+        plan = plans[_common_owner(managed.fqns, names)]
+        casts = own.is_floating_point and format is None
+        dtype = (compute_dtype_of(plan.name) if casts else None) or own
         key = GroupKey(
             domain_of(managed.param, managed.fqns[0]), dtype, managed.param.requires_grad, format,
             None if dtype == own else own,
         )  # fmt: skip
-        plan = plans[_common_owner(managed.fqns, names)]
         split = split_of(managed.param, managed.fqns[0])
         entry = replace(managed, split=split, writer=writer_of(managed))
         plan.groups.setdefault(key, []).append(entry)

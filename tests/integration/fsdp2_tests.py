@@ -1,0 +1,103 @@
+"""A pytest plugin for PyTorch's own tests of FSDP2, unmodified, with `fully_shard` of this package
+in the place of torch's; or torch's own under the same conditions, with FSDP2_SIDE=torch.
+
+Ranks are processes that fork from pytest, where the tests would start threads or interpreters.
+Without GPUs they are of gloo, and a machine of them is taken to have four. Shards are compared as
+whole tensors: which rows a rank has is not the same.
+"""
+
+from __future__ import annotations
+
+import os
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch.distributed.tensor import DTensor
+from torch.testing._internal import common_distributed, common_fsdp
+
+from megatron_fsdp_adapter import use_as_fsdp2
+
+RANKS = torch.cuda.device_count() or 4
+OURS = os.environ.get("FSDP2_SIDE", "ours") == "ours"
+
+INTERNALS = "it looks into torch's FSDP2: at its state, hooks or counts of collectives"
+APART = {
+    "largest_dim": "Shard(1)",
+    "shard_placement_fn": "Shard(1)",
+    "NDTraining": "tensor parallelism",
+    "3DTraining": "tensor parallelism",
+    "_2d": "tensor parallelism",
+    "2d_": "tensor parallelism",
+    "_tp_": "tensor parallelism",
+    "cudagraph": "a graph of CUDA",
+    "test_share_comm_context": INTERNALS,
+    "test_modules_to_run_forward": INTERNALS,
+    "test_partial_group_reshard_toggle": INTERNALS,
+}
+"""By parts of names: tests that are skipped, as they are about something else."""
+
+DIFFERS: dict[str, str] = {}
+"""By parts of names: tests that fail, and have to, as long as this is so."""
+
+
+def pytest_configure(config: Any) -> None:
+    """Replaces what the tests import, before any of them is imported."""
+    common_fsdp.FSDPTestMultiThread = common_fsdp.FSDPTest  # type: ignore[misc,assignment]
+    common_distributed.MultiProcessTestCase._spawn_processes = _fork  # type: ignore[method-assign]
+    if not torch.cuda.is_available():
+        common_distributed.skip_if_lt_x_gpu = _skip_if_fewer
+        common_distributed.requires_nccl_version = lambda *args: lambda test: test
+        torch.cpu.device_count = torch.accelerator.device_count = lambda: RANKS
+        torch.accelerator.current_accelerator = lambda check_available=False: (
+            None if check_available else torch.device("cpu")
+        )
+        torch.nn.Module.cuda = lambda self, *unused: self  # type: ignore[method-assign,assignment]
+        torch.Tensor.cuda = lambda self, *unused: self  # type: ignore[method-assign,assignment]
+    if OURS:
+        common_fsdp.check_sharded_parity = _check_whole_parity
+        use_as_fsdp2()
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Leaves tests out, and says which fail; gives no test more ranks than there are."""
+    for item in items:
+        for part, reason in APART.items():
+            if part in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+        for part, reason in DIFFERS.items():
+            if OURS and part in item.nodeid:
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    for case in {item.cls for item in items}:
+        asked = case.world_size
+        case.world_size = property(lambda self, asked=asked: min(asked.fget(self), RANKS))
+
+
+def _fork(self: Any) -> None:
+    self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
+def _skip_if_fewer(count: int, **unused: Any) -> Callable[[Any], Any]:
+    if count <= RANKS:
+        return lambda test: test
+    return unittest.skip(f"it needs {count} ranks")
+
+
+def _check_whole_parity(
+    case: Any, replicated: Any, sharded: Any, prefixes_to_ignore: tuple[str, ...] = ()
+) -> None:
+    """Whether names, values and gradients are equal."""
+    found = dict(sharded.named_parameters())
+    for prefix in prefixes_to_ignore:
+        found = {name.replace(prefix, ""): param for name, param in found.items()}
+    expected = dict(replicated.named_parameters())
+    case.assertEqual(list(found), list(expected))
+    for name, param in found.items():
+        for one, other in ((param, expected[name]), (param.grad, expected[name].grad)):
+            case.assertEqual(one is None, other is None)
+            if one is not None:
+                case.assertIsInstance(one, DTensor)
+                case.assertEqual(one.full_tensor(), other)
