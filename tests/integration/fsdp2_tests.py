@@ -24,24 +24,49 @@ from megatron_fsdp_adapter import use_as_fsdp2
 RANKS = torch.cuda.device_count() or 4
 OURS = os.environ.get("FSDP2_SIDE", "ours") == "ours"
 
-INTERNALS = "it looks into torch's FSDP2: at its state, hooks or counts of collectives"
+PARALLEL = "tensor parallelism"
+INTERNALS = "it looks into torch's FSDP2: at its state, its hooks, or counts of its collectives"
 APART = {
     "largest_dim": "Shard(1)",
     "shard_placement_fn": "Shard(1)",
-    "NDTraining": "tensor parallelism",
-    "3DTraining": "tensor parallelism",
-    "_2d": "tensor parallelism",
-    "2d_": "tensor parallelism",
-    "_tp_": "tensor parallelism",
+    "NDTraining": PARALLEL,
+    "3DTraining": PARALLEL,
+    "_2d": PARALLEL,
+    "_tp_": PARALLEL,
     "cudagraph": "a graph of CUDA",
     "test_share_comm_context": INTERNALS,
     "test_modules_to_run_forward": INTERNALS,
     "test_partial_group_reshard_toggle": INTERNALS,
+    "test_gradient_accumulation": INTERNALS,
+    "test_train_mixed_requires_grad": INTERNALS,
 }
 """By parts of names: tests that are skipped, as they are about something else."""
 
-DIFFERS: dict[str, str] = {}
-"""By parts of names: tests that fail, and have to, as long as this is so."""
+FOR_GPUS = {
+    "test_dp_state_dict_cpu_offload": "weights on another device than the model's",
+    "test_cached_state_dict": "weights on another device than the model's",
+    "test_norm_modules": "an error of a kernel for GPUs",
+}
+"""Those that tell nothing on a CPU: torch's own fails as well."""
+
+PACKED = "rows are packed: a rank's shard may be empty, and depends on the parameters beside it"
+UNUSED = "gradients of parameters that no loss reads are zeros, not None"
+SUMS = "four ranks add up bfloat16 in another order"
+DIFFERS = {
+    "test_clip_grad_norm_1d": PACKED,
+    "test_dp_state_dict_save_load": PACKED,
+    "test_partial_group_forward": PACKED,
+    "test_unused_forward": UNUSED,
+    "test_double_partial_forward_then_backward": UNUSED,
+    "test_compute_dtype": SUMS,
+    "test_reduce_dtype": SUMS,
+    "test_param_registration_after_forward": "unsharded until the backward",
+    "test_to_float64_after_init": "refused: float64",
+    "test_root_move_forward_input": "refused: a model without parameters",
+    "test_train_parity_hsdp": "refused: replicas are summed once a step",
+    "test_shared_params_separate": "weights that units share are trained, not refused",
+}
+"""By parts of names: tests that fail, and have to as long as this is so; docs/fsdp2.md says it."""
 
 
 def pytest_configure(config: Any) -> None:
@@ -65,7 +90,7 @@ def pytest_configure(config: Any) -> None:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Leaves tests out, and says which fail; gives no test more ranks than there are."""
     for item in items:
-        for part, reason in APART.items():
+        for part, reason in {**APART, **({} if torch.cuda.is_available() else FOR_GPUS)}.items():
             if part in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason=reason))
         for part, reason in DIFFERS.items():

@@ -43,8 +43,9 @@ def test_the_peers_tests_pass_with_our_wrapper(megatron_lm: Path, test: str) -> 
 OF_FULLY_SHARD = {
     # ranks, tests: how many pass on each rank; newer releases have more
     (2, "ez or root_module or frozen or loss_curve"): 7,
-    # all strategies, FSDP, HSDP and HFSDP, with ranks of other axes, and DCP
-    (8, "cnn"): 36,
+    # all strategies, FSDP, HSDP and HFSDP, with ranks of other axes, and DCP; other meshes by
+    # themselves, as the tests leave the process groups of each, with their threads
+    (8, "cnn and mesh_dim_config0"): 15,
 }
 
 
