@@ -45,7 +45,7 @@ OF_FULLY_SHARD = {
     (2, "ez or root_module or frozen or loss_curve"): 7,
     # all strategies, FSDP, HSDP and HFSDP, with ranks of other axes, and DCP; other meshes by
     # themselves, as the tests leave the process groups of each, with their threads
-    (8, "cnn and mesh_dim_config0"): 15,
+    (8, "cnn and mesh_dim_config0"): 19,
 }
 
 
