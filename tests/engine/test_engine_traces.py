@@ -15,7 +15,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.engine.engine_cases import HIDDEN, Setup, build
 from tests.engine.pretended import pretended_world
-from tests.engine.scenarios import EVENTS, ZERO_1, ZERO_2, ZERO_3
+from tests.engine.scenarios import EVENTS, SCENARIOS, ZERO_1, ZERO_2, ZERO_3
 from tests.engine.traces import FOLDER, GOLDEN, collectives, golden, schedule, steady, traced
 
 
@@ -57,6 +57,29 @@ def test_collectives_are_counted_by_unit_and_not_by_parameter(width):
         expected = Counter({f"{kind} {unit}": 3 if row.shard_grads else 1 for unit in units})
         expected += Counter({f"all_gather {unit}": n for unit, n in gathers[strategy].items()})
         assert collectives(steady(Setup(strategy, width=width), microbatches=3)) == expected
+
+
+def test_evaluations_before_and_after_a_forward_delay_no_reduction():
+    """Of units that keep gradients, and of those that do not."""
+    found = []
+    for evaluates in (False, True):
+        with pretended_world(2):
+            rig = build(SCENARIOS["kept"].setup(ZERO_3))
+            with rig.watch():
+                rig.step()
+                rig.zero()
+                if evaluates:
+                    rig.evaluate()
+                loss = rig.loss()
+                if evaluates:
+                    rig.evaluate()
+                rig.runtime.log.clear()
+                loss.backward()
+            found.append([
+                line for line in schedule(rig.runtime)
+                if line.startswith(("reduce ", "compute backward "))
+            ])  # fmt: skip
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
