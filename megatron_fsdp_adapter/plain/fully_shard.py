@@ -13,8 +13,7 @@ No Megatron is imported. A module is sharded here or by `FullyShardedDataParalle
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,23 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
-from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.runtime.comm import REDUCE_SCATTER
-from ..core.topology import DENSE, ShardDomain
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
-from ..quantized import TransformerEngineParams, format_of
-from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.export_source import Described, Source, beside_engine
-from ..sharding.materialize import meta_problems, own_initializer, target_device
-from ..sharding.module_problems import module_problems
-from ..sharding.problems import raise_problems
+from ..sharding.materialize import target_device
 from ..sharding.sharded_module import GradSync, ShardedStateDict, refuse_compilation
-from ..sharding.unit_classes import OPTION as UNITS
-from ..sharding.unit_classes import classes_of, repeated_layers
-from ..sharding.unsharded_budget import GIB
-from .casts import cast_inputs_of
+from .building import engine_for, raise_model_problems
 from .mesh import data_parallel_groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
@@ -156,79 +146,6 @@ def _index_over(
         outer_fsdp_group=outer,
         hsdp_outer_dp_shard=OUTER_STRATEGIES[outer_name],
     )
-
-
-def engine_for(
-    module: nn.Module,
-    named: Sequence[type[nn.Module] | str] | None,
-    domains: Mapping[str, ShardDomain],
-    config: EngineConfig,
-    check: GradCheck | None,
-) -> UserLoopEngine:
-    """The engine that shards `module`. Collective. Call `raise_model_problems` first."""
-    units = _chosen_units(module, named)
-    plans = partition(
-        module,
-        units,
-        domain_of=lambda param, fqn: DENSE,
-        backward_reads_weights=lambda unit: not only_looks_up(unit, {nn.Embedding}),
-        format_of=format_of,
-        compute_dtype_of=lambda unit: config.policy.compute_dtype,
-    )
-    engine = build_engine(
-        UserLoopEngine, "fully_shard_model", module, plans, dict(domains),
-        with_single_rank_domains(config, domains),
-        target_device(module, None), own_initializer, grad_check=check,
-        quantized=TransformerEngineParams(),
-    )
-    if config.policy.compute_dtype is not None:
-        for each in (*units.values(), module):
-            cast_inputs_of(each, config.policy.compute_dtype)
-    if named is None:
-        _announce(module, list(units.values()), engine)
-    return engine
-
-
-def _chosen_units(
-    module: nn.Module, named: Sequence[type[nn.Module] | str] | None
-) -> dict[str, nn.Module]:
-    if named is None:
-        layers = {id(layer) for layer in repeated_layers(module)}
-        return unit_modules(module, lambda child: id(child) in layers)
-    classes = classes_of(module, named)
-    return unit_modules(module, lambda child: isinstance(child, classes))
-
-
-def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEngine) -> None:
-    """Prints, on one rank, the units that were chosen where no class was named."""
-    if dist.get_rank() != 0:
-        return
-    sizes = [unit.weight_bytes / GIB for unit in engine.units]
-    if len(sizes) == 1:
-        said = (
-            f"1 unit, whose weights, {sizes[0]:.3f} GiB, are gathered at once: "
-            f"{type(module).__name__} has no layers that repeat (_no_split_modules, a ModuleList, "
-            f"ModuleDict or Sequential). Name their class in {UNITS}"
-        )
-    else:
-        kinds = Counter(type(unit).__name__ for unit in units)
-        counted = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        said = (
-            f"{len(sizes)} units ({counted}, root) of at most {max(sizes):.3f} GiB of weights; "
-            f"{UNITS} names others"
-        )
-    print(f"fully_shard_model: {said}", flush=True)
-
-
-def raise_model_problems(
-    module: nn.Module, classes: Sequence[type[nn.Module] | str] | None, main: torch.dtype | None,
-    on_meta: bool,
-) -> None:
-    """ValueError with all problems of `module`, its unit classes, the dtype of main weights, and
-    parameters on the meta device."""
-    found = module_problems(module, classes, None, main)
-    found += meta_problems(module, on_meta, own_initializer)
-    raise_problems("fully_shard_model", found)
 
 
 def fully_shard_model(

@@ -38,8 +38,9 @@ from ..sharding.materialize import target_device
 from ..sharding.problems import raise_problems
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, unit_problems
-from . import fully_shard as plain
 from . import optimizer as plain_optimizer
+from .building import engine_for, raise_model_problems
+from .fully_shard import FullyShardedModel
 
 SUBJECT = "megatron_fsdp"
 Units = Sequence[type[nn.Module] | str] | None
@@ -187,7 +188,7 @@ def _ddp_config(**given: Any) -> SimpleNamespace:
     })  # fmt: skip
 
 
-class MegatronFSDP(plain.FullyShardedModel):
+class MegatronFSDP(FullyShardedModel):
     """A sharded module. Arguments are those of `fully_shard_model`, but for what `dist_index` and
     `ddp_config` hold; those after `report_nan_in_param_grad` have no effect.
 
@@ -217,7 +218,7 @@ class MegatronFSDP(plain.FullyShardedModel):
             raise ValueError(f"module={type(module).__name__}: it has experts; " + OF_EXPERTS)
         policy = _policy(mixed_precision_policy, module)
         named = _units(module, fsdp_unit_modules)
-        plain.raise_model_problems(
+        raise_model_problems(
             module, named, policy.main_params_dtype, init_model_with_meta_device
         )
         if device is not None and not init_model_with_meta_device:
@@ -225,7 +226,7 @@ class MegatronFSDP(plain.FullyShardedModel):
         domain = dist_index.domain(DENSE)
         ranks = domain.axis.size * domain.outer_size
         scale = 1.0 if calculate_per_token_loss else 1.0 / ranks
-        engine = plain.engine_for(
+        engine = engine_for(
             module, named, {DENSE: replace(domain, grad_scale=scale)},
             _config(given, policy, dist_index),
             GradCheck(True) if report_nan_in_param_grad else None,
