@@ -32,7 +32,7 @@ def with_single_rank_domains(
     may: Callable[[str], bool] = lambda name: True,
 ) -> EngineConfig:
     """`config` with the names of domains of one rank in `whole`, of those that `may` accepts: their
-    parameters are not sharded, gathered or reduced, under any strategy."""
+    parameters are not sharded, gathered or reduced. Unchanged where gradients are not sharded."""
     if not config.strategy.shard_grads:
         return config
     alone = [name for name, domain in domains.items() if has_one_rank(domain) and may(name)]
