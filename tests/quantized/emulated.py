@@ -171,7 +171,8 @@ def whole_fields(
         padded[:, : inverse.shape[1]] = inverse
         return {"_rowwise_data": data, "_rowwise_scale_inv": padded}
     if recipe == "mxfp8":
-        return {PLANES[name]: plane for name, plane in float64.mxfp8(weight).items()}
+        planes = float64.mxfp8(weight)
+        return {PLANES[name]: plane.clone() for name, plane in planes.items()}  # of numpy's memory
     quantizer.amax.fill_(math.amax_of(weight))
     scale = quantizer.scale if recipe == "delayed" else math.scales_of(quantizer.amax)
     return {"_data": math.e4m3(weight * scale), "_scale_inv": 1.0 / scale}

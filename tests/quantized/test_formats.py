@@ -152,7 +152,7 @@ def test_shards_quantized_by_themselves_are_the_whole_weight_quantized(recipe, s
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_many_ranks_of_which_most_have_no_rows_of_a_weight(recipe):
     made = check(some_weights(7, 3), recipe, 64)
-    assert sum(made.layout.shard_range(0, rank).empty for rank in range(64)) > 32
+    assert sum(made.layout.shard_range(0, rank).empty for rank in range(64)) >= 32
 
 
 EXTREMES = {

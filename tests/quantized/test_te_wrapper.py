@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 
 from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from megatron_fsdp_adapter.quantized.weights import QuantizedParams
-from tests.adapter.test_cuda_graphs import Capturing
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -47,8 +47,8 @@ def check_weights(trainer: Trainer, recipe: str, label: str) -> int:
 def _step_after_capture(trainer: Trainer, rank: int) -> None:
     """The optimizer's step behind an iteration that was captured: what follows may be a replay,
     in which nothing of Python runs."""
-    flag = Capturing()
-    trainer.wrapper.captures = FullIterationGraphs(trainer.wrapper.engine, flag)
+    flag = SimpleNamespace(now=False)
+    trainer.wrapper.captures = FullIterationGraphs(trainer.wrapper.engine, lambda: flag.now)
     flag.now = True
     trainer.wrapper.zero_grad_buffer()
     forward_backward(trainer, batches(CASE, 1, rank, torch.device("cpu")))

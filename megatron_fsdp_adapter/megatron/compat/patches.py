@@ -145,7 +145,9 @@ def install(patches: Sequence[Patch]) -> None:
             swept[id(original)] = ours, patch.but_in
     for module, name, value in _holders(swept):
         _put(module, name, value)
-    _rebind_defaults(swept)
+    for function, defaults in _functions_elsewhere(swept):
+        setattr(function, _KEPT, (function.__defaults__, defaults))
+        function.__defaults__ = defaults
 
 
 def uninstall(patches: Sequence[Patch]) -> None:
@@ -164,7 +166,10 @@ def uninstall(patches: Sequence[Patch]) -> None:
             _give_back(module, name)
         elif _is_megatron(module.__name__):
             setattr(module, name, value)
-    _rebind_defaults(swept)
+    for function, _ in _functions_elsewhere(swept):
+        had, given = getattr(function, _KEPT, (None, None))
+        if function.__defaults__ is given:
+            function.__defaults__ = had
 
 
 def is_installed(patch: Patch) -> bool:
@@ -321,12 +326,14 @@ def _globals_elsewhere() -> Iterator[tuple[str, ModuleType, str, Any]]:
             yield from ((name, module, *item) for item in list(vars(module).items()))
 
 
-def _rebind_defaults(replaced: Mapping[int, Any]) -> None:
-    """Replaces the objects in defaults of functions too: verl's `unwrap_model` has the wrapper's
-    class in one."""
+def _functions_elsewhere(replaced: Mapping[int, Any]) -> Iterator[tuple[FunctionType, Any]]:
+    """Functions that have one of the objects in a default, with the defaults that they should have:
+    verl's `unwrap_model` has the wrapper's class there."""
     for at, _, _, value in _globals_elsewhere() if replaced else ():
         if isinstance(value, FunctionType) and value.__defaults__:
-            value.__defaults__ = _replaced(value.__defaults__, replaced, at)
+            new = _replaced(value.__defaults__, replaced, at)
+            if new is not value.__defaults__:
+                yield value, new
 
 
 def _replaced(value: Any, replaced: Mapping[int, Any], module: str) -> Any:
