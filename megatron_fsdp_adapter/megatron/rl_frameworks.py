@@ -51,20 +51,12 @@ def device_of_model(original: Callable[..., str], models: Sequence[Any]) -> str:
 
 def offload_optimizer(original: Callable[..., Any], optimizer: Any) -> None:
     """Moves the optimizer's state to the host."""
-    ours = [one for one in _each(optimizer) if our_chunks(one)]
-    for one in ours:
-        one.offload_to_cpu()
-    if not ours:
-        original(optimizer)
+    _of_ours("offload_to_cpu", original, optimizer)
 
 
 def load_optimizer(original: Callable[..., Any], optimizer: Any) -> None:
     """Moves it back."""
-    ours = [one for one in _each(optimizer) if our_chunks(one)]
-    for one in ours:
-        one.restore_from_cpu()
-    if not ours:
-        original(optimizer)
+    _of_ours("restore_from_cpu", original, optimizer)
 
 
 def move_optimizer(original: Callable[..., Any], worker: Any, device: str) -> None:
@@ -79,8 +71,14 @@ def _apart(models: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return ours, [model for model in models if not any(model is one for one in ours)]
 
 
-def _each(optimizer: Any) -> Sequence[Any]:
-    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
+def _of_ours(method: str, original: Callable[..., Any], optimizer: Any) -> None:
+    """Calls a method of each of core's optimizers that is over ours; `original` if none is."""
+    each = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    ours = [one for one in each if our_chunks(one)]
+    for one in ours:
+        getattr(one, method)()
+    if not ours:
+        original(optimizer)
 
 
 class LocalRows:

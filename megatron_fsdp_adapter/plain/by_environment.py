@@ -14,7 +14,7 @@ VARIABLE = "MEGATRON_FSDP_ADAPTER_USE_AS"
 
 
 def select() -> None:
-    """`use_as_fsdp2()` where the environment asks for it, which is told on rank 0.
+    """Calls `use_as_fsdp2()` where the environment asks for it, and prints that on rank 0.
 
     Raises:
         ValueError: the environment asks for something else. torch makes it a RuntimeError.
