@@ -27,6 +27,7 @@ REMOVED = {
     "plan --bf16-wire": "removed. Give --megatron-fsdp-grad-comm-dtype bf16, or leave it out",
     "estimate --padding-bound": "removed, because no run has the option. Leave it out",
     "estimate --max-segments": "removed, because no run has the option. Leave it out",
+    "doctor --plan": "removed. Give the model and the run to `plan`",
     "doctor --no-poison": "removed. Fresh buffers of a proof are filled with NaN. Leave it out",
     "convert --hf-config": "removed. Megatron-Bridge converts from and to Hugging Face",
 }

@@ -4,7 +4,6 @@ configuration. Without --prove it starts no training and no process group.
     doctor                                              versions, machine, environment, bindings
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...              and this command line
     doctor --set data_parallel_sharding_strategy=optim --set ...        and these options
-    doctor --plan h200 path/to/pretrain_gpt.py ...     and configurations that are 10% faster
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
 """
 
@@ -29,8 +28,6 @@ from megatron_fsdp_adapter.megatron.compat import patches, releases
 from megatron_fsdp_adapter.megatron.compat.table import NAMES
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
-from megatron_fsdp_adapter.planning import advice
-from megatron_fsdp_adapter.planning.machine import GPUS
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -66,8 +63,8 @@ def bindings() -> dict[str, Any]:
 
 
 def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
-    """Changes, problems and advice for the script's command line or the options of `--set`;
-    None if neither is given."""
+    """Changes and problems for the script's command line or the options of `--set`; None if
+    neither is given."""
     if given.script is None and not given.set:
         return None
     args: Any
@@ -83,7 +80,6 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         changes = megatron_lm.complete(args, given.arguments)
     options = validation.launch_options(args)
     return {
-        "advises": _advice({**vars(args), **vars(options)}, given),
         "sets": [vars(change) for change in changes],
         "ranks": given.world_size or "unknown. Give --world-size",
         "refuses": [
@@ -91,20 +87,6 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
             *sizes.size_problems(vars(options), given.world_size),
         ],
     }
-
-
-def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
-    """Advice of `plan` for the GPU of --plan or of this machine, if `plan` knows it. If planning
-    fails, the advice is the error, because the rest of the report is valid."""
-    gpu, device = given.plan, machine.device()
-    if gpu is None and device.type == "cuda":
-        gpu = advice.gpu_in_tables(torch.cuda.get_device_name(device))
-    if gpu is None:
-        return []
-    try:
-        return advice.advice(options, given.world_size or 1, gpu)
-    except (ValueError, RuntimeError) as error:
-        return [f"none: it cannot be planned: {error}"]
 
 
 def examine(given: argparse.Namespace) -> dict[str, Any]:
@@ -176,8 +158,6 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
         return ["configuration", f"  {found['note']}"]
     changes = [Change(**row) for row in found["sets"]]
     lines = [format_changes("configuration: sets", changes), f"  ranks: {found['ranks']}"]
-    if found["advises"]:
-        lines += ["configuration: plan expects", *(f"  - {line}" for line in found["advises"])]
     refuses = [f"  - {line}" for line in found["refuses"]]
     return [*lines, "configuration: refuses", *(refuses or ["  nothing"])]
 
@@ -197,9 +177,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
                         help="an option by its name in Megatron's configs")  # fmt: skip
-    parser.add_argument("--plan", choices=sorted(GPUS), help=(
-        "GPU of the run, for `plan`'s advice; default: that of this machine, if known"
-    ))  # fmt: skip
     prove.add_arguments(parser)
     parser.add_argument("script", nargs="?", help="a training script of Megatron-LM")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.models import quantization
+from megatron_fsdp_adapter.models.quantization import STRINGS, SWITCHES, quantization
 from megatron_fsdp_adapter.models.sources import (
     add_arguments,
     from_options,
@@ -24,7 +25,6 @@ from megatron_fsdp_adapter.models.sources import (
 from megatron_fsdp_adapter.models.spec import flag
 
 from . import report
-from .features import UNMODELED, features_of
 from .machine import GPUS, NETWORKS, machine_named
 from .search import Wanted, plan
 
@@ -37,6 +37,27 @@ FIXED = {
     "expert_model_parallel_size": ("expert", int),
 }
 """Option that fixes a field of a configuration -> the field, and its type."""
+
+UNMODELED = {
+    "tp_comm_overlap": (
+        "tensor-parallel communication beside GEMMs: a plan would overestimate the time"
+    ),
+    "optimizer_cpu_offload": "an optimizer on the host; `estimate` counts its memory",
+    "chunked_optimizer_state_offload": "a streamed optimizer; `estimate` counts its memory",
+    "overlap_moe_expert_parallel_comm": (
+        "exchanges between experts beside another microbatch: a plan would overestimate the time"
+    ),
+    "cpu_offloading": "activations in host memory",
+    "fp4_format": "FP4 GEMMs and weights: there are no measurements",
+    "cuda_graph_modules": (
+        "graphs of parts of layers; graphs of layers and of an iteration are planned"
+    ),
+    "fsdp_unsharded_budget_gib": "units that stay unsharded; `estimate` counts their memory",
+    "suggested_communication_unit_size": (
+        "layers in units of another size than the default; `estimate` counts their memory"
+    ),
+}
+"""Options that are not modeled, and what they do."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,24 +88,30 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_features(parser: argparse.ArgumentParser) -> None:
     told = parser.add_argument_group("features (fixed, not searched)")
-    for name, text in quantization.STRINGS.items():
+    for name, text in STRINGS.items():
         if name.startswith("fp8"):
             told.add_argument(flag(name), metavar="NAME", help=text)
     told.add_argument("--fp8-param-gather", action="store_true",
-                      help=quantization.SWITCHES["fp8_param_gather"])  # fmt: skip
+                      help=SWITCHES["fp8_param_gather"])  # fmt: skip
     told.add_argument("--megatron-fsdp-grad-comm-dtype", choices=("fp32", "bf16"),
                       help="gradients on the wire; bf16 ones are summed in fp32")  # fmt: skip
-    told.add_argument("--fsdp-unsharded-budget-gib", type=float, default=0.0, metavar="GIB",
-                      help="for units that stay unsharded over a step")  # fmt: skip
-    told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
-                      help=(
-                          "elements up to which neighboring layers are grouped into one unit; 0: "
-                          "each layer is one; default: the wrapper's"
-                      ))  # fmt: skip
     for name, what in UNMODELED.items():
         told.add_argument(flag(name), nargs="?", const=True, help=f"not modeled: {what}")
     told.add_argument("--cuda-graph-impl", choices=["local"],
                       help="layer graphs; full-iteration graphs are searched")  # fmt: skip
+
+
+def features_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a configuration that are given, not searched. Raises ValueError for options that
+    are not modeled."""
+    for name, what in UNMODELED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{name}={options[name]!r} is not modeled: {what}. Leave it out")
+    return {
+        "quantized": quantization(options, "bf16"),
+        "bf16_wire": options.get("megatron_fsdp_grad_comm_dtype") == "bf16",
+        "layer_graphs": options.get("cuda_graph_impl") == "local",
+    }
 
 
 def run(given: argparse.Namespace) -> str:

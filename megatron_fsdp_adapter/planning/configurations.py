@@ -13,7 +13,6 @@ from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
     MixedPrecisionPolicy,
-    Strategy,
 )
 from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
@@ -25,14 +24,15 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     PERSISTENT,
     REDUCE_BUCKET,
     UNIT_IN_USE,
+    Precision,
 )
 from megatron_fsdp_adapter.megatron.options import unit_grouping
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION, LOCAL
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
+from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization
 from megatron_fsdp_adapter.models.spec import DENSE, EXPERT, ModelSpec, Parallel
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
-from .features import NO_FEATURES, Features, problem
 from .machine import Group, Machine
 from .planned import PlannedModel, layer_numels, planned_units
 from .shapes import BF16, activation_bytes, captured_bytes
@@ -47,8 +47,9 @@ class Configuration:
     """A user's choices.
 
     instances: optimizer instances (the outer axis); outer_optim: they also shard main weights and
-    state. microbatch: sequences. copies: copy engines for weights and gradients. features: further
-    options."""
+    state. microbatch: sequences. copies: copy engines for weights and gradients. graph: one CUDA
+    graph for the whole step; layer_graphs: one for each layer. quantized: GEMMs and weights of
+    layers in FP8. bf16_wire: bf16 gradients on the wire, summed in fp32."""
 
     gpus: int
     parallel: Parallel = field(default_factory=Parallel)
@@ -60,7 +61,9 @@ class Configuration:
     graph: bool = False
     separate_gathers: bool = False
     fused: bool = True
-    features: Features = NO_FEATURES
+    quantized: Quantization = PLAIN
+    bf16_wire: bool = False
+    layer_graphs: bool = False
 
     def __post_init__(self) -> None:
         split = self.parallel.tensor * self.parallel.pipeline
@@ -74,9 +77,10 @@ class Configuration:
                 f"num_distributed_optimizer_instances={self.instances} does not divide the "
                 f"{self.sharded_over} (experts: {self.experts_over}) data-parallel ranks"
             )
-        wrong = problem(self.features, STRATEGIES[self.strategy], self.graph)
-        if wrong is not None:
-            raise ValueError(f"{self.name}: {wrong}")
+        if self.bf16_wire and self.strategy == "no_shard":
+            raise ValueError("fp32 accumulation of bf16 gradients requires a sharded reduction")
+        if self.graph and self.layer_graphs:
+            raise ValueError("layer graphs are incompatible with a full-iteration graph")
 
     @property
     def data_parallel(self) -> int:
@@ -116,7 +120,7 @@ class Configuration:
     @property
     def fixed(self) -> bool:
         """True if CUDA graphs need fixed addresses."""
-        return self.graph or self.features.layer_graphs
+        return self.graph or self.layer_graphs
 
     @property
     def slots(self) -> dict[str, Any]:
@@ -126,25 +130,29 @@ class Configuration:
             fsdp_copy_engine_all_gather=self.copies,
             fsdp_copy_engine_reduce_scatter=self.copies,
             reduce_scatter_with_fp32_accumulation=(
-                self.features.bf16_wire and STRATEGIES[self.strategy].shard_main
+                self.bf16_wire and STRATEGIES[self.strategy].shard_main
             ),
         ))  # fmt: skip
 
     @property
     def engine(self) -> EngineConfig:
         """The engine config that the wrapper would pass."""
-        row, features = STRATEGIES[self.strategy], self.features
-        wire = torch.bfloat16 if features.bf16_wire else None
+        wire = torch.bfloat16 if self.bf16_wire else None
         return EngineConfig(
-            row, MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
-            shard_outer=self.outer_optim and self.instances > 1,
-            prefetch_bytes=BF16 * (features.unit_numel or 0), whole=self._whole, **self.slots,
+            STRATEGIES[self.strategy], MixedPrecisionPolicy(grad_comm_dtype=wire),
+            poison_buffers=False, shard_outer=self.outer_optim and self.instances > 1,
+            whole=self._whole, **self.slots,
         )  # fmt: skip
+
+    @property
+    def precision(self) -> Precision:
+        """Precision for the memory formula."""
+        return Precision(comm=torch.bfloat16 if self.bf16_wire else torch.float32)
 
     @property
     def _whole(self) -> tuple[str, ...]:
         """Domains of one rank, as in `with_single_rank_domains`."""
-        kinds = (EXPERT,) if self.features.layer_graphs else (DENSE, EXPERT)
+        kinds = (EXPERT,) if self.layer_graphs else (DENSE, EXPERT)
         shards = STRATEGIES[self.strategy].shard_grads
         return tuple(kind for kind in kinds if shards and self.shards[kind][0] == 1)
 
@@ -159,34 +167,30 @@ class Configuration:
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
         flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
                  "graph": self.graph, "gather groups": self.separate_gathers,
-                 "recompute": self.parallel.recompute}  # fmt: skip
-        return ", ".join([*parts, *(key for key, on in flags.items() if on), *self.features.words])
+                 "recompute": self.parallel.recompute, self.quantized.name: self.quantized.name,
+                 "bf16 wire": self.bf16_wire, "layer graphs": self.layer_graphs}  # fmt: skip
+        return ", ".join([*parts, *(key for key, on in flags.items() if on)])
 
 
 def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
     """Elements up to which layers of a pipeline stage are grouped, in each of its model chunks; 0:
     not grouped."""
-    features, virtual = chosen.features, chosen.parallel.virtual
-    impl = FULL_ITERATION if chosen.graph else LOCAL if features.layer_graphs else None
-    asked = {"cuda_graph_impl": impl, unit_grouping.UNIT_NUMEL: features.unit_numel}
+    impl = FULL_ITERATION if chosen.graph else LOCAL if chosen.layer_graphs else None
+    asked = Namespace(cuda_graph_impl=impl)
     numels = layer_numels(spec, chosen.parallel.split, stage)
-    of_chunk = numels[: -(-len(numels) // virtual)]
-    return unit_grouping.unit_numel(Namespace(**asked), Namespace(**asked), of_chunk)
+    of_chunk = numels[: -(-len(numels) // chosen.parallel.virtual)]
+    return unit_grouping.unit_numel(asked, asked, of_chunk)
 
 
 def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
     """The planned model of a rank of a pipeline stage."""
     dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
-    features = chosen.features
     units = planned_units(
-        spec, dense, expert, torch.bfloat16, features.quantized.weights,
+        spec, dense, expert, torch.bfloat16, chosen.quantized.weights,
         unit_numel(spec, chosen, stage), chosen.fused, chosen.parallel.split, stage,
     )
-    quantized = replace(features.quantized, recomputes=chosen.parallel.recompute)
-    return PlannedModel(
-        units, chosen.slots, quantized, features.budget, features.unit_numel or 0,
-        features.layer_graphs,
-    )
+    quantized = replace(chosen.quantized, recomputes=chosen.parallel.recompute)
+    return PlannedModel(units, chosen.slots, quantized, graphs=chosen.layer_graphs)
 
 
 def memory(
@@ -206,7 +210,7 @@ def _stage_memory(
 ) -> dict[str, int]:
     model = planned(spec, chosen, stage)
     strategy = STRATEGIES[chosen.strategy]
-    held = model.bytes_held(strategy, chosen.features.precision, 0)
+    held = model.bytes_held(strategy, chosen.precision, 0)
     if chosen.engine.shard_outer:
         if strategy.shard_weights:
             whole = model.is_single_rank(strategy)
@@ -215,9 +219,9 @@ def _stage_memory(
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
     in_flight = chosen.parallel.in_flight(stage, microbatches)
-    fp8 = bool(chosen.features.quantized.name)
+    fp8 = bool(chosen.quantized.name)
     activations = activation_bytes(spec, chosen.parallel, chosen.microbatch, in_flight, fp8)
-    if chosen.features.layer_graphs:
+    if chosen.layer_graphs:
         held[POOLS] = captured_bytes(spec, chosen.parallel, chosen.microbatch, in_flight, fp8)
         activations -= held[POOLS]
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
@@ -263,12 +267,3 @@ def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
         f"{EXPERT} outer": spread(eouter, einner * parallel.expert),
     }
 
-
-def kept_rows(spec: ModelSpec, chosen: Configuration, stage: int) -> dict[str, Strategy]:
-    """The strategies of units that the budget keeps unsharded."""
-    if not chosen.features.budget:
-        return {}
-    model, strategy = planned(spec, chosen, stage), STRATEGIES[chosen.strategy]
-    rows = model.kept(strategy, chosen.features.precision).rows
-    pairs = zip(model.units, rows, strict=True)
-    return {unit.name: row for unit, row in pairs if row != strategy}

@@ -42,7 +42,7 @@ def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int
     optimizer."""
     parallel, row, gpu = chosen.parallel, STRATEGIES[chosen.strategy], machine.gpu
     where = groups(chosen, machine)
-    each = stage_seconds(spec, parallel, chosen.microbatch, chosen.features.quantized, gpu)
+    each = stage_seconds(spec, parallel, chosen.microbatch, chosen.quantized, gpu)
     compute, layers = count * each, max(1, spec.num_layers // parallel.pipeline)
     link, own = _link(spec, chosen, machine, layers, count), 0.0
     if parallel.tensor > 1:
@@ -67,8 +67,8 @@ def _link(
     row, where = STRATEGIES[chosen.strategy], groups(chosen, machine)
     gathers = (2 * count if row.shard_weights else 1) if row.shard_main else 0
     reduces = count if row.shard_grads else 1
-    wire, weight = 2 if chosen.features.bf16_wire else 4, 2
-    if chosen.features.quantized.weights:
+    wire, weight = 2 if chosen.bf16_wire else 4, 2
+    if chosen.quantized.weights:
         weight = 1
     link = 0.0
     for domain, elements in _numel(spec, chosen.parallel).items():
@@ -87,7 +87,7 @@ def _link(
 
 def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
     """A lower bound on bytes of states and activations, without planning."""
-    row, features, parallel = STRATEGIES[chosen.strategy], chosen.features, chosen.parallel
+    row, parallel = STRATEGIES[chosen.strategy], chosen.parallel
     in_flight = parallel.in_flight(0, count)
     total = float(activation_bytes(spec, parallel, chosen.microbatch, in_flight))
     for domain, elements in _numel(spec, parallel).items():
@@ -98,7 +98,7 @@ def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
         if count > 1 or not row.shard_grads:
             total += 4 * (part if row.shard_grads else elements)
         if not row.shard_weights:
-            total += (1 if features.quantized.weights else 2) * elements
+            total += (1 if chosen.quantized.weights else 2) * elements
     return total
 
 

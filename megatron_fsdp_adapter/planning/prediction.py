@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_fsdp_adapter.models.spec import ModelSpec, is_layer, layers_of
 
-from .configurations import Configuration, groups, kept_rows, memory, planned, unit_numel
+from .configurations import Configuration, groups, memory, planned, unit_numel
 from .machine import Machine
 from .program import Program
 from .shapes import BF16, units, waits_for_longer
@@ -113,7 +113,7 @@ def _stage(
     run = min(count, 3 + warmup_of(chosen, stage, count))
     joined = max(unit.layers for unit in planned(spec, chosen, stage).units)
     least, most = FEW * joined, MORE * joined
-    if layers <= most or chosen.features.every_layer_counts:
+    if layers <= most:
         ran = _ran(spec, chosen, machine, run, stage, layers)
     else:
         few, more = (_ran(spec, chosen, machine, run, stage, n) for n in (least, most))
@@ -158,14 +158,13 @@ def program_of(
 ) -> Program:
     """The program of two steps of a rank of a stage, with its last `layers` layers: the first ones
     of a mixture of experts may be dense."""
-    quantized = chosen.features.quantized
-    mine = units(spec, chosen.parallel, chosen.microbatch, stage, quantized)
+    mine = units(spec, chosen.parallel, chosen.microbatch, stage, chosen.quantized)
     numbers = [unit.name for unit in mine if is_layer(unit.name)]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
     return record_step(
         mine, chosen, microbatches, warmup_of(chosen, stage, microbatches),
-        kept_rows(spec, chosen, stage), unit_numel(spec, chosen, stage),
+        unit_numel(spec, chosen, stage),
     )
 
 

@@ -72,14 +72,7 @@ class Program:
     """Recorded operations.
 
     operations: in launch order. marks: name and number of operations before it, e.g. the begin of a
-    step. live_bytes: (number of operations before, bytes of the engine's buffers) after each
-    change."""
+    step."""
 
     operations: Sequence[Operation]
     marks: Sequence[tuple[str, int]]
-    live_bytes: Sequence[tuple[int, int]] = ()
-
-    @property
-    def most_bytes(self) -> int:
-        """Peak bytes of the engine's buffers."""
-        return max((count for _, count in self.live_bytes), default=0)

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.description import aligned
 from megatron_fsdp_adapter.models.sources import parallel_options
 from megatron_fsdp_adapter.models.spec import ModelSpec
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
-from . import features
 from .configurations import Configuration
 from .prediction import Prediction
 from .search import Plan
@@ -32,7 +32,9 @@ def ddp_options(chosen: Configuration) -> dict[str, Any]:
     if chosen.copies:
         options["fsdp_copy_engine_all_gather"] = True
         options["fsdp_copy_engine_reduce_scatter"] = True
-    options |= features.ddp_options(chosen.features)
+    if chosen.bf16_wire:
+        options["megatron_fsdp_grad_comm_dtype"] = "bf16"
+        options["reduce_scatter_with_fp32_accumulation"] = True
     if chosen.separate_gathers:
         options["create_all_gather_group"] = True
     return options
@@ -47,7 +49,18 @@ def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
                     "recompute_num_layers": 1}  # fmt: skip
     if chosen.graph:
         options["cuda_graph_impl"] = "full_iteration"
-    return options | features.model_options(chosen.features)
+    if chosen.layer_graphs:
+        options["cuda_graph_impl"] = "local"
+    form = chosen.quantized.weights or chosen.quantized.products
+    if form is not None:
+        options |= {"fp8_format": "hybrid", "fp8_recipe": RECIPE_OF[form.name]}
+    if chosen.quantized.weights is not None:
+        options["fp8_param_gather"] = True
+    return options
+
+
+RECIPE_OF = {PER_TENSOR.name: "tensorwise", BLOCK128.name: "blockwise", MXFP8.name: "mxfp8"}
+"""A recipe for each format whose GEMMs are modeled."""
 
 
 def megatron_flags(spec: ModelSpec, chosen: Configuration) -> str:

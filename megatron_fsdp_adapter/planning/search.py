@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.models.sources import split_problems
@@ -14,7 +15,6 @@ from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from .configurations import Configuration, memory
-from .features import NO_FEATURES, Features, problem
 from .guesses import at_least_bytes, seconds
 from .machine import Machine
 from .prediction import Prediction, predict
@@ -30,7 +30,7 @@ FEW_TRIES = 6
 @dataclass(frozen=True)
 class Wanted:
     """The input of a plan. fixed: fields of a `Configuration` or `Parallel` that the user has
-    chosen."""
+    chosen; features: fields that are not searched."""
 
     spec: ModelSpec
     machine: Machine
@@ -39,7 +39,7 @@ class Wanted:
     memory_gib: float
     fixed: Mapping[str, object]
     tries: int = 10
-    features: Features = NO_FEATURES
+    features: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch", "tries"):
@@ -110,15 +110,17 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
         return  # one rank: all strategies are the same
     inside = wanted.machine.network.domain // parallel.tensor
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
-    graphs = [False, True] if parallel.pipeline == 1 and not wanted.spec.num_experts else [False]
-    told, row = wanted.features, STRATEGIES[strategy]
+    alone = parallel.pipeline == 1 and not wanted.spec.num_experts
+    graphs = [False, True] if alone and not wanted.features.get("layer_graphs") else [False]
+    if wanted.features.get("bf16_wire") and strategy == "no_shard":
+        return
     for count, graph in product(instances, graphs):
-        if over % count or base.experts_over % count or problem(told, row, graph) is not None:
+        if over % count or base.experts_over % count:
             continue
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
-                base, instances=count, outer_optim=split, graph=graph, features=told,
-                separate_gathers=bool(wanted.spec.num_experts),
+                base, instances=count, outer_optim=split, graph=graph,
+                separate_gathers=bool(wanted.spec.num_experts), **wanted.features,
             )  # fmt: skip
             yield chosen
             near = strategy == "optim_grads_params" and over // count <= inside and over > 1

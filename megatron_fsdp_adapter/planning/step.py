@@ -3,17 +3,17 @@ with modules that record their work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_fsdp_adapter.comm.all_to_all_sum import launch
-from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
@@ -23,7 +23,7 @@ from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 
 from .configurations import Configuration
 from .program import Kind, Program
-from .timed_modules import LayerModule, UnitModel, UnitWork, flat_name, full_name
+from .timed_modules import UnitWork, flat_name, full_name, unit_model
 from .timed_quantized import TimedParams
 from .timed_runtime import TimedCommunicator, TimedRuntime
 
@@ -59,7 +59,7 @@ def _domain(name: str, inner: int, outer: int, scale: float) -> ShardDomain:
     if outer > 1:
         others = _axis(OUTER_DIM, dist.new_group(list(range(0, inner * outer, inner))))
     mesh = mesh_over([axis for axis in (others, shard) if axis is not None], "cpu")
-    # A separate group distinguishes gathers from reductions. `_Maker` chooses the communicators.
+    # A separate group distinguishes gathers from reductions.
     gather = dist.new_group(list(range(inner)))
     return ShardDomain(name, shard, gather, shard.group, mesh, scale, others)
 
@@ -79,72 +79,59 @@ def pretended_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@dataclass
-class _Run:
-    """An engine over units on a recording runtime."""
+def _run_step(
+    engine: FsdpEngine, model: nn.Module, runtime: TimedRuntime, count: int, warmup: int
+) -> None:
+    """Runs a step of `count` microbatches like Megatron's training loop, with 1F1B order in a
+    pipeline."""
+    waiting: list[torch.Tensor] = []
 
-    microbatches: int
-    warmup: int
-    runtime: TimedRuntime
-    model: UnitModel
-    engine: FsdpEngine
-    _waiting: list[torch.Tensor] = field(default_factory=list)
-
-    def forward(self) -> None:
-        value = torch.zeros(1, device="meta", requires_grad=True)
-        self._waiting.append(self.model(value * 1.0))
-
-    def backward(self) -> None:
-        torch.autograd.backward(self._waiting.pop(0).sum())
-
-    def step(self) -> None:
-        """Runs a step like Megatron's training loop, with 1F1B order in a pipeline."""
-        runtime, count, warmup = self.runtime, self.microbatches, self.warmup
-        runtime.mark("step")
-        runtime.part = "clear"
-        self.engine.zero_grads()
+    def forward() -> None:
         runtime.part = "forward"
-        for _ in range(warmup):
-            self.forward()
-        for index in range(count):
-            runtime.mark("microbatch")
-            runtime.part = "forward"
-            if index + warmup < count:
-                self.forward()
-            self.engine.is_last_microbatch = index == count - 1
-            runtime.part = "backward"
-            self.backward()
-        runtime.mark("finish")
-        runtime.part = "finish"
-        self.engine.finish_grads()
-        runtime.mark("optimizer")
-        self._optimizer()
-        runtime.part = "sync"
-        self.engine.main_weights_changed(stepped=True)
-        self.engine.sync_weights(wait=False)
+        value = torch.zeros(1, device="meta", requires_grad=True)
+        waiting.append(model(value * 1.0))
 
-    def _optimizer(self) -> None:
-        """Records the optimizer's passes, in launch order. The real optimizers cannot run, because
-        their kernels do not support the meta device."""
-        groups = (group for unit in self.engine.units for group in unit.groups)
-        numel = sum(group.held.layout.shard_numel for group in groups)
-        self.runtime.spend(LAUNCHES)
-        for nbytes, label, part, read in PASSES:
-            self.runtime.write(
-                Kind.MEMORY, round(numel * nbytes), label=label, part=part, read=read
-            )
+    runtime.mark("step")
+    runtime.part = "clear"
+    engine.zero_grads()
+    for _ in range(warmup):
+        forward()
+    for index in range(count):
+        runtime.mark("microbatch")
+        if index + warmup < count:
+            forward()
+        engine.is_last_microbatch = index == count - 1
+        runtime.part = "backward"
+        torch.autograd.backward(waiting.pop(0).sum())
+    runtime.mark("finish")
+    runtime.part = "finish"
+    engine.finish_grads()
+    runtime.mark("optimizer")
+    _optimizer(engine, runtime)
+    runtime.part = "sync"
+    engine.main_weights_changed(stepped=True)
+    engine.sync_weights(wait=False)
+
+
+def _optimizer(engine: FsdpEngine, runtime: TimedRuntime) -> None:
+    """Records the optimizer's passes, in launch order. The real optimizers cannot run, because
+    their kernels do not support the meta device."""
+    groups = (group for unit in engine.units for group in unit.groups)
+    numel = sum(group.held.layout.shard_numel for group in groups)
+    runtime.spend(LAUNCHES)
+    for nbytes, label, part, read in PASSES:
+        runtime.write(Kind.MEMORY, round(numel * nbytes), label=label, part=part, read=read)
 
 
 def record_step(
     units: Sequence[UnitWork], chosen: Configuration, microbatches: int = 1, warmup: int = 0,
-    rows: Mapping[str, Strategy] | None = None, unit_numel: int = 0, steps: int = 2,
+    unit_numel: int = 0, steps: int = 2,
 ) -> Program:
     """The program of `steps` steps of the engine. The first step learns the order of units.
 
     units: in the order in which they compute, including the root's unit, named "root"; warmup:
-    forwards before the first backward, as in a pipeline stage; rows: unit name -> strategy, for
-    units that keep more than the engine's strategy; unit_numel: elements up to which neighboring
-    layers are grouped into a unit.
+    forwards before the first backward, as in a pipeline stage; unit_numel: elements up to which
+    neighboring layers are grouped into a unit.
 
     Raises:
         RuntimeError: in a process that has a process group.
@@ -156,14 +143,13 @@ def record_step(
         scale = 1.0 / world
         domains = {name: _domain(name, *sizes, scale) for name, sizes in shards.items()}
         runtime = TimedRuntime()
-        model, engine = _build(units, chosen, runtime, domains, rows or {}, unit_numel)
-        run = _Run(microbatches, warmup, runtime, model, engine)
+        model, engine = _build(units, chosen, runtime, domains, unit_numel)
         with runtime.watching():
             for _ in range(steps):
-                run.step()
+                _run_step(engine, model, runtime, microbatches, warmup)
         runtime.mark("end")
         program = runtime.program
-        del run, model, engine
+        del model, engine
     if chosen.graph:
         program = replace(program, operations=tuple(_replayed(program)))
     return program
@@ -178,24 +164,21 @@ def _replayed(program: Program) -> Iterator[Any]:
 
 def _build(
     units: Sequence[UnitWork], chosen: Configuration, runtime: TimedRuntime,
-    domains: Mapping[str, ShardDomain], rows: Mapping[str, Strategy], unit_numel: int,
-) -> tuple[UnitModel, FsdpEngine]:
-    model = UnitModel(units, runtime, DTYPE)
-    layers = [child for child in model.children_in_order if isinstance(child, LayerModule)]
-    for layer in layers:
-        layer.replayed = chosen.features.layer_graphs
+    domains: Mapping[str, ShardDomain], unit_numel: int,
+) -> tuple[nn.Module, FsdpEngine]:
+    model = unit_model(units, runtime, DTYPE, chosen.layer_graphs)
     of_domain = {
-        f"children_in_order.{i}.{flat_name(fqn)}": domain
+        f"{i}.{flat_name(fqn)}": domain
         for i, unit in enumerate(units) for fqn, _, domain in unit.params
     }  # fmt: skip
     modules = {
-        f"children_in_order.{i}": child
-        for i, child in enumerate(model.children_in_order)
+        str(i): child
+        for i, child in enumerate(model)
         if units[i].name != ROOT and units[i].params
     }
-    pairs = zip(model.children_in_order, units, strict=True)
+    pairs = zip(model, units, strict=True)
     reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
-    form = chosen.features.quantized.weights
+    form = chosen.quantized.weights
     writer = WgradProtocol.OVERWRITES if chosen.fused else WgradProtocol.AUTOGRAD
     plans = partition(
         model, modules,
@@ -204,41 +187,38 @@ def _build(
         writer_of=lambda managed: writer if managed.param.ndim > 1 else WgradProtocol.AUTOGRAD,
         format_of=lambda managed: form if is_linear_weight(full_name(managed.fqns[0])) else None,
     )  # fmt: skip
-    names = {f"children_in_order.{i}": unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
+    names = {str(i): unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
     plans = [
         replace(plan, name=TO.join(names[one] for one in plan.name.split(TO)))
         for plan in group_layers(plans, unit_numel)
     ]
-    plans = [replace(plan, strategy=rows.get(plan.name)) for plan in plans]
     config = chosen.engine
     if config.reduce_scatter.launch is launch:
         launched = partial(launch, sum_rows=runtime.sum_rows)
         config = replace(config, reduce_scatter=replace(config.reduce_scatter, launch=launched))
     engine = FsdpEngine(
         model, plans, domains, config, runtime,  # type: ignore[arg-type]
-        make_communicator=_Maker(chosen, runtime, domains),  # type: ignore[arg-type]
+        make_communicator=_communicators(chosen, runtime, domains),
         quantized=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
     return model, engine
 
 
-@dataclass
-class _Maker:
-    """Makes the communicators of an engine: maps each group to its axis and channel."""
+def _communicators(
+    chosen: Configuration, runtime: TimedRuntime, domains: Mapping[str, ShardDomain]
+) -> Callable[[Any, torch.device], TimedCommunicator]:
+    """What makes the communicators of an engine: each group has its axis and channel."""
+    apart = chosen.separate_gathers or chosen.copies
 
-    chosen: Configuration
-    runtime: TimedRuntime
-    domains: Mapping[str, ShardDomain]
-
-    def __call__(self, group: Any, device: torch.device) -> TimedCommunicator:
-        copies = self.chosen.copies
-        apart = self.chosen.separate_gathers or copies
-        for name, domain in self.domains.items():
+    def make(group: Any, device: torch.device) -> TimedCommunicator:
+        for name, domain in domains.items():
             if domain.outer is not None and group is domain.outer.group:
-                return TimedCommunicator(group, self.runtime, f"{name} outer", f"{name} outer")
+                return TimedCommunicator(group, runtime, f"{name} outer", f"{name} outer")
             if group is domain.gather_group:
                 channel = f"{name} gathers" if apart else name
-                return TimedCommunicator(group, self.runtime, name, channel, copies)
+                return TimedCommunicator(group, runtime, name, channel, chosen.copies)
             if group is domain.reduce_group:
-                return TimedCommunicator(group, self.runtime, name, name, copies)
+                return TimedCommunicator(group, runtime, name, name, chosen.copies)
         raise RuntimeError("the engine requests a communicator for an unknown group")
+
+    return make

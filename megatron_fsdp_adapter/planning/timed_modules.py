@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.models.spec import is_layer
+
 from .program import Kind
 from .timed_runtime import TimedRuntime
 
@@ -83,13 +85,13 @@ class _Charged(torch.autograd.Function):
 
 class UnitModule(nn.Module):
     """A unit's module: parameters without values, work without results. replayed: True if its
-    kernels are in CUDA graphs."""
+    kernels are in a CUDA graph."""
 
-    replayed = False
-
-    def __init__(self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype) -> None:
+    def __init__(
+        self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype, replayed: bool
+    ) -> None:
         super().__init__()
-        self.unit, self._runtime = unit, runtime
+        self.unit, self._runtime, self._replayed = unit, runtime, replayed
         for fqn, shape, _ in unit.params:
             empty = torch.empty(shape, dtype=dtype, device="meta")
             self.register_parameter(flat_name(fqn), nn.Parameter(empty))
@@ -98,7 +100,7 @@ class UnitModule(nn.Module):
         runtime, unit = self._runtime, self.unit
         host = unit.host * (1.0 if part == "forward" else BACKWARD_HOST)
         works = unit.forward if part == "forward" else unit.backward
-        if self.replayed:
+        if self._replayed:
             host = REPLAY
         for work in works:
             runtime.spend(host / len(works))
@@ -132,20 +134,12 @@ def full_name(fqn: str) -> str:
     return fqn.split(".")[-1].replace("__", ".")
 
 
-class UnitModel(nn.Module):
-    """A model of units in order of computation."""
-
-    def __init__(
-        self, units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        layers = {u.name for u in units if u.name.startswith("decoder.layers.")}
-        self.children_in_order = nn.ModuleList(
-            (LayerModule if unit.name in layers else UnitModule)(unit, runtime, dtype)
-            for unit in units
-        )
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for child in self.children_in_order:
-            value = child(value)
-        return value
+def unit_model(
+    units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype, replayed: bool
+) -> nn.Sequential:
+    """A model of units in order of computation. replayed: True if layers are in CUDA graphs."""
+    return nn.Sequential(*(
+        LayerModule(unit, runtime, dtype, replayed) if is_layer(unit.name)
+        else UnitModule(unit, runtime, dtype, False)
+        for unit in units
+    ))  # fmt: skip

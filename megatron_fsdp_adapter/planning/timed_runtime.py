@@ -50,13 +50,11 @@ class TimedRuntime:
         self._waits: dict[str, set[int]] = {}
         self._host = 0.0
         self._marks: list[tuple[str, int]] = []
-        self._live: dict[int, int] = {}
-        self._bytes: list[tuple[int, int]] = []
 
     @property
     def program(self) -> Program:
         """The program recorded so far."""
-        return Program(tuple(self._operations), tuple(self._marks), tuple(self._bytes))
+        return Program(tuple(self._operations), tuple(self._marks))
 
     def mark(self, name: str) -> None:
         """Adds a mark at the current place in the program."""
@@ -128,20 +126,11 @@ class TimedRuntime:
         if storage_bytes(flat) == 0:
             self.spend(CALL)
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-            self._note(flat)
 
     def release(self, flat: torch.Tensor) -> None:
         if storage_bytes(flat):
             self.spend(CALL)
         flat.untyped_storage().resize_(0)
-        self._note(flat)
-
-    def _note(self, flat: torch.Tensor) -> None:
-        key, nbytes = id(flat), storage_bytes(flat)
-        before = self._live.get(key, 0)
-        total = (self._bytes[-1][1] if self._bytes else 0) + nbytes - before
-        self._live[key] = nbytes
-        self._bytes.append((len(self._operations), total))
 
     def synchronize(self) -> None:
         """No-op: nothing runs asynchronously."""

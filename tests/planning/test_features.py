@@ -1,4 +1,4 @@
-"""What is turned on beside how a run is sharded: FP8, budgets, wires, offload, Muon, graphs."""
+"""What is turned on beside how a run is sharded: FP8, graphs, experts; what is refused."""
 
 from __future__ import annotations
 
@@ -13,29 +13,24 @@ from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.models.quantization import NVFP4, Quantization
 from megatron_fsdp_adapter.models.spec import Parallel, listing
 from megatron_fsdp_adapter.planning import step
+from megatron_fsdp_adapter.planning.command import UNMODELED, features_of
 from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
     memory,
     planned,
 )
-from megatron_fsdp_adapter.planning.features import Features, features_of
 from megatron_fsdp_adapter.planning.machine import machine_named
 from megatron_fsdp_adapter.planning.prediction import predict, program_of
-from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
-from megatron_fsdp_adapter.planning.search import Wanted, plan
+from megatron_fsdp_adapter.planning.program import PRODUCTS, Kind
 from megatron_fsdp_adapter.planning.shapes import units
 from tests.planning.presets import model_named
 
 H200 = machine_named("h200")
 LAYERS = replace(model_named("llama3-8b"), num_layers=24, seq_length=4096)
 SPEC = replace(LAYERS, num_layers=4)
-FP8 = Features(Quantization(PER_TENSOR))
+FP8 = Quantization(PER_TENSOR)
 GIB = 1 << 30
 PLAIN = Configuration(2, fused=False)
-
-
-def with_features(**given) -> Configuration:
-    return replace(PLAIN, features=Features(**given))
 
 
 def step_of(chosen: Configuration, microbatches: int = 1):
@@ -52,26 +47,26 @@ def amounts(operations) -> Counter:
 
 
 def test_fp8_weights_halve_what_is_gathered_of_them_and_all_products_but_the_heads():
-    plain, fp8 = amounts(step_of(PLAIN)), amounts(step_of(replace(PLAIN, features=FP8)))
+    plain, fp8 = amounts(step_of(PLAIN)), amounts(step_of(replace(PLAIN, quantized=FP8)))
     linear = 4 * SPEC.active_numel(0)
     assert plain[Kind.ALL_GATHER] - fp8[Kind.ALL_GATHER] == pytest.approx(2 * linear, rel=0.01)
     head = 6 * 4096 * SPEC.embedding_rows * SPEC.hidden_size
     assert fp8[Kind.PRODUCT] == head and fp8[Kind.FP8_PRODUCT] == plain[Kind.PRODUCT] - head
-    labels = {one.label for one in step_of(replace(PLAIN, features=FP8))}
+    labels = {one.label for one in step_of(replace(PLAIN, quantized=FP8))}
     assert {"largest values of weights", "casts to per_tensor"} < labels
     assert "transposes of FP8 weights" in labels
 
 
 @pytest.mark.parametrize("form", [PER_TENSOR, BLOCK128, MXFP8])
 def test_formats_are_run_by_the_engine(form):
-    found = step_of(replace(PLAIN, features=Features(Quantization(form))))
+    found = step_of(replace(PLAIN, quantized=Quantization(form)))
     assert {Kind.FP8_PRODUCT, Kind.BLOCK_PRODUCT} & {one.kind for one in found}
     assert {Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT} < set(PRODUCTS)
 
 
 def test_a_format_without_numbers_is_an_error_that_lists_those_with():
     with pytest.raises(ValueError, match="nvfp4 GEMMs.*mxfp8"):
-        step_of(replace(PLAIN, features=Features(Quantization(products=NVFP4))))
+        step_of(replace(PLAIN, quantized=Quantization(products=NVFP4)))
 
 
 PASSES_THEN = (
@@ -81,12 +76,12 @@ PASSES_THEN = (
 
 @pytest.mark.parametrize(
     ("chosen", "batch", "ms", "gib"),
-    [(replace(PLAIN, features=FP8), 2, 311.6, 50.69),
-     (replace(PLAIN, copies=True, features=FP8), 2, 292.8, 55.75),
-     (replace(PLAIN, copies=True, graph=True, features=FP8), 2, 280.2, 55.79),
-     (replace(PLAIN, copies=True, graph=True, features=FP8, fused=True), 2, 269.1, 55.85),
-     (replace(PLAIN, features=Features(Quantization(BLOCK128))), 2, 319.0, 50.80),
-     (replace(PLAIN, features=FP8), 8, 1069.0, 61.52)],
+    [(replace(PLAIN, quantized=FP8), 2, 311.6, 50.69),
+     (replace(PLAIN, copies=True, quantized=FP8), 2, 292.8, 55.75),
+     (replace(PLAIN, copies=True, graph=True, quantized=FP8), 2, 280.2, 55.79),
+     (replace(PLAIN, copies=True, graph=True, quantized=FP8, fused=True), 2, 269.1, 55.85),
+     (replace(PLAIN, quantized=Quantization(BLOCK128)), 2, 319.0, 50.80),
+     (replace(PLAIN, quantized=FP8), 8, 1069.0, 61.52)],
 )  # fmt: skip
 def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch):
     """Before Adam's kernel was one that clips."""
@@ -96,46 +91,12 @@ def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch
     assert found.peak_bytes / GIB - H200.gpu.reserved_gib == pytest.approx(gib, rel=0.07)
 
 
-def test_a_budget_keeps_the_units_that_estimate_says_and_saves_their_communication():
-    chosen = with_features(budget_gib=2.0)
-    kept = planned(SPEC, chosen).kept(STRATEGIES["optim_grads_params"], chosen.features.precision)
-    assert 0 < kept.weights < len(kept.rows)
-    less, more = (
-        sum(one.kind in COLLECTIVES for one in step_of(one_, 4)) for one_ in (chosen, PLAIN)
-    )
-    assert less < more
-    times = [predict(SPEC, with_features(budget_gib=gib), H200, 8).ms for gib in (0.0, 2.0, 20.0)]
-    assert times == sorted(times, reverse=True)
-    every = predict(SPEC, replace(PLAIN, strategy="optim"), H200, 8).ms
-    assert times[-1] == pytest.approx(every, rel=0.02)
-
-
 def test_graphs_of_layers_leave_the_host_what_is_around_them():
     eager, layers, whole = (
         sum(one.host for one in step_of(chosen))
-        for chosen in (PLAIN, with_features(layer_graphs=True), replace(PLAIN, graph=True))
+        for chosen in (PLAIN, replace(PLAIN, layer_graphs=True), replace(PLAIN, graph=True))
     )
     assert whole < layers < 0.5 * eager
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [({"budget_gib": -1.0}, "must be 0 or more"),
-     ({"unit_numel": 9, "layer_graphs": True}, "Leave it out"),
-     ({"unit_numel": -1}, "0 or more")],
-)  # fmt: skip
-def test_features_that_exclude_each_other_are_an_error(given, reason):
-    with pytest.raises(ValueError, match=reason):
-        Features(**given)
-
-
-def test_a_plan_with_features_tries_only_what_goes_with_them():
-    fixed = {"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1}
-    found = plan(Wanted(SPEC, H200, 2, 8, 140.0, fixed, 3, Features(budget_gib=1.0)))
-    assert {one.configuration.strategy for one in found.predictions} <= {
-        "optim_grads", "optim_grads_params"
-    }
-    assert all(one.configuration.features.budget_gib == 1.0 for one in found.predictions)
 
 
 def test_experts_are_joined_in_one_parameter_with_all_their_elements():
@@ -145,57 +106,24 @@ def test_experts_are_joined_in_one_parameter_with_all_their_elements():
     assert sum(map(math.prod, params)) == sum(math.prod(full) for _, _, full, _ in rows)
 
 
-TWO_LAYERS = 300_000_000
-"""Elements: more than one layer has, fewer than two."""
-
-
-def test_joined_layers_are_gathered_together_and_the_engine_holds_no_more_than_is_counted():
-    chosen = with_features(unit_numel=TWO_LAYERS)
-    plain, joined, budget = (
-        Counter(one.kind for one in step_of(one_, 4) if one.amount > 1e6)
-        for one_ in (PLAIN, chosen, with_features(unit_numel=TWO_LAYERS, budget_gib=2.0))
-    )
-    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-        assert budget[kind] <= joined[kind] < plain[kind]
-    assert budget[Kind.ALL_GATHER] < joined[Kind.ALL_GATHER]
-    row, precision = STRATEGIES["optim_grads_params"], chosen.features.precision
-    small = replace(SPEC, vocab_size=1024, num_layers=5)
-    apart, held = (planned(small, one).bytes_held(row, precision, 0) for one in (PLAIN, chosen))
-    assert held["gathered weights"] == pytest.approx(2 * apart["gathered weights"], rel=0.01)
-    passing = program_of(small, chosen, 1, 0, 5).most_bytes - held["gradient shard"]
-    assert 0.99 * held["reduce bucket"] < passing < held["gathered weights"] + held["reduce bucket"]
-
-
 def test_small_layers_are_joined_where_the_wrapper_joins_them():
-    """Of a stage, in each of its model chunks; in no graph, and not where it is said."""
+    """Of a stage, in each of its model chunks; in no graph."""
     few, longer = (replace(model_named("llama-1.5b"), num_layers=count) for count in (20, 40))
-    apart = with_features(unit_numel=0)
     for spec, chosen, joined in (
-        (few, PLAIN, 2), (few, apart, 1), (few, replace(PLAIN, graph=True), 1),
-        (few, with_features(layer_graphs=True), 1),
+        (few, PLAIN, 2), (few, replace(PLAIN, graph=True), 1),
+        (few, replace(PLAIN, layer_graphs=True), 1),
         (few, replace(PLAIN, parallel=Parallel(pipeline=2)), 1),
         (longer, replace(PLAIN, parallel=Parallel(pipeline=2)), 2),
         (longer, replace(PLAIN, parallel=Parallel(pipeline=2, virtual=2)), 1),
     ):  # fmt: skip
         assert max(unit.layers for unit in planned(spec, chosen).units) == joined, chosen.name
-    assert predict(few, PLAIN, H200, 2).ms < predict(few, apart, H200, 2).ms
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"tp_comm_overlap": True}, "tp_comm_overlap=True"), ({"fp4": "e2m1"}, "fp4='e2m1'"),
-     ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True"),
-     ({"chunked_optimizer_state_offload": True}, "chunked_optimizer_state_offload=True"),
-     ({"optimizer": "muon"}, "optimizer='muon'"), ({"cpu_offloading": True}, "cpu_offloading"),
-     ({"cpu_offloading_num_layers": 3}, "cpu_offloading_num_layers=3"),
-     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=True"),
-     ({"cuda_graph_modules": ["attn"]}, "cuda_graph_modules"),
-     ({"cuda_graph_scope": "attn"}, "cuda_graph_scope='attn'")],
-)  # fmt: skip
-def test_what_is_not_modeled_is_refused_by_name(options, named):
-    with pytest.raises(ValueError, match=f"{named}.* is not modeled.*Leave it out"):
-        features_of(options)
-    assert features_of(dict.fromkeys(options) | {"cuda_graph_scope": "full"}) == Features()
+@pytest.mark.parametrize("name", UNMODELED)
+def test_what_is_not_modeled_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name}=True is not modeled: .*Leave it out"):
+        features_of({name: True})
+    assert features_of({name: None, "cuda_graph_impl": "local"})["layer_graphs"]
 
 
 MIXTRAL = replace(model_named("mixtral-8x7b"), num_layers=4, seq_length=4096)
@@ -219,7 +147,7 @@ def test_experts_of_one_rank_are_planned_whole():
     # Of two steps of four microbatches; casts and buckets of experts would be some 190 bytes each.
     assert abs(passes[0] - passes[1]) < 20 * numel
     held, kept = (
-        planned(MIXTRAL, one, 0).bytes_held(STRATEGIES[one.strategy], one.features.precision, 0)
+        planned(MIXTRAL, one, 0).bytes_held(STRATEGIES[one.strategy], one.precision, 0)
         for one in (zero_3, zero_1)
     )
     assert 2 * numel <= held["compute weights"] < 1.01 * 2 * numel < kept["compute weights"]

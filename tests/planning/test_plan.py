@@ -26,6 +26,7 @@ from megatron_fsdp_adapter.models.sources import (
 )
 from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel, layers_of, listing
 from megatron_fsdp_adapter.planning import command, prediction, report
+from megatron_fsdp_adapter.planning.command import features_of
 from megatron_fsdp_adapter.planning.configurations import (
     ACTIVATIONS,
     Configuration,
@@ -33,7 +34,6 @@ from megatron_fsdp_adapter.planning.configurations import (
     groups,
     memory,
 )
-from megatron_fsdp_adapter.planning.features import Features, features_of
 from megatron_fsdp_adapter.planning.machine import Group, machine_named
 from megatron_fsdp_adapter.planning.prediction import predict
 from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
@@ -60,18 +60,13 @@ FEW = model("llama3-8b", 4)
 GIB = 1 << 30
 
 
-TWO_LAYERS = 300_000_000
-"""Elements: more than one layer has, fewer than two."""
-
 COPIES = ("--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter")
-JOINED = f"--suggested-communication-unit-size={TWO_LAYERS}"
 AS_ESTIMATED = {
     **{name: (Configuration(8, strategy=name), ()) for name in STRATEGIES},
     "copy engines": (Configuration(8, copies=True), COPIES),
-    **{recipe: (Configuration(8, features=Features(Quantization(form))),
+    **{recipe: (Configuration(8, quantized=Quantization(form)),
                 ("--fp8-param-gather", f"--fp8-recipe={recipe}"))
        for recipe, form in (("delayed", PER_TENSOR), ("blockwise", BLOCK128), ("mxfp8", MXFP8))},
-    "joined layers": (Configuration(8, features=Features(unit_numel=TWO_LAYERS)), (JOINED,)),
     "joined by default": (Configuration(8), ("--num-layers=20", "--preset=llama-1.5b")),
 }  # fmt: skip
 
@@ -215,10 +210,8 @@ def test_a_graph_is_not_tried_where_the_host_does_not_limit():
     assert slow.predictions[0].configuration.graph
 
 
-NARROW = Features(bf16_wire=True)
 OF_MEGATRON = features_of({
     "fp8_format": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": True,
-    "fsdp_unsharded_budget_gib": 4.0,
 })  # fmt: skip
 FLAGS = [
     (FEW, Configuration(64, Parallel(tensor=2, recompute=True), instances=4, outer_optim=True,
@@ -234,13 +227,8 @@ FLAGS = [
       "'model.pipeline_model_parallel_layout=Et*31|t*30L'"), ()),
     (model_named("llama3-70b"), Configuration(4, Parallel(1, 4, 2)),
      ("--num-virtual-stages-per-pipeline-rank 2",), ("layout",)),
-    (FEW, Configuration(2, features=OF_MEGATRON),
-     ("--fp8-recipe blockwise", "--fp8-param-gather", "--fsdp-unsharded-budget-gib 4.0"), ()),
-    (FEW, Configuration(2, features=NARROW), ("ddp.megatron_fsdp_grad_comm_dtype=bf16",), ()),
-    (FEW, Configuration(2, features=Features(unit_numel=TWO_LAYERS)),
-     (f"--suggested-communication-unit-size {TWO_LAYERS}",), ()),
-    (FEW, Configuration(2, features=Features(unit_numel=0)),
-     ("--suggested-communication-unit-size 0",), ()),
+    (FEW, Configuration(2, **OF_MEGATRON), ("--fp8-recipe blockwise", "--fp8-param-gather"), ()),
+    (FEW, Configuration(2, bf16_wire=True), ("ddp.megatron_fsdp_grad_comm_dtype=bf16",), ()),
 ]  # fmt: skip
 
 
