@@ -50,7 +50,7 @@ from .mesh import data_parallel_groups
 class ShardedModule(FSDPModule):
     """What a module is after `fully_shard`: an `FSDPModule` of torch's, whose methods act on our
     engine. A method that changes the speed alone, and has no counterpart, does nothing: gathers
-    follow the order of the pass before, reductions sum, unused parameters are reduced as zeros."""
+    follow the order of the pass before, and reductions sum."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the module's own class, as `nn.Sequential` makes of a slice of itself."""
@@ -158,6 +158,16 @@ class ShardedModule(FSDPModule):
             if recurse or module is self:
                 mark.hold(holds)
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that no loss reads have zeros for gradients, and not None."""
+        engine = engine_of(self)
+        for module, mark in marked(self):  # type: ignore[arg-type]
+            if recurse or module is self:
+                unit = engine.units[mark.ordinal]
+                engine.zero_absent_grads(unit.groups, reduce_scatter_unused_params)
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides sums of gradients by `factor` and not by the number of ranks. For all modules of
         a model, before its parameters are read. RuntimeError after that."""
@@ -220,7 +230,7 @@ def _does_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
 HINTS = (
     "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch",
     "set_force_sum_reduction_for_comms",
-    "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group", "set_unshard_in_backward", "set_post_optim_event",
     "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm",
     "_set_unshard_async_op",

@@ -231,6 +231,7 @@ class MegatronFSDP(FullyShardedModel):
             _config(given, policy, dist_index),
             GradCheck(True) if report_nan_in_param_grad else None,
         )  # fmt: skip
+        engine.zero_absent_grads(engine.groups, True)
         super().__init__(module, engine)
         self.dist_index, self.ddp_config, self.mp_policy = dist_index, given, mixed_precision_policy
         self.data_parallel_sharding_strategy = given.data_parallel_sharding_strategy

@@ -8,9 +8,8 @@ was rejected: torch has no hook for `p.grad = None`.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
-from ..core.runtime.comm import Communicator
-from ..core.runtime.device import REDUCE
 from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
 
 
@@ -36,8 +34,7 @@ class UserLoopEngine(FsdpEngine):
         self._trained = [pair.group.key.requires_grad for pair in self.pairs]
         self._has_frozen = False  # a group that is trained
         self._given: dict[int, ParamPair] = {}  # whose gradients were attached, and not forgotten
-        self._ranks = torch.zeros(1, device=self.runtime.device)  # only the reduce stream writes it
-        self._asks_ranks = False  # whether any has gradients: this one has none
+        self._zeroed: set[int] = set()  # ids of groups, see `zero_absent_grads`
 
     # What the engine calls.
 
@@ -71,24 +68,38 @@ class UserLoopEngine(FsdpEngine):
             self.to_unsharded()
         super().start_backward(accumulates)
 
-    @torch.no_grad()
-    def reduce_grads(self) -> None:
-        """Counts, behind the reductions, on how many ranks a backward has left gradients. With
-        sharded weights it is all or none."""
-        began = self.has_grads
-        super().reduce_grads()
-        if not self.config.strategy.shard_weights:
-            self._count(began)
-            self._asks_ranks = not began
+    def told_ranks(self) -> Sequence[int]:
+        """Of each trained parameter, whether a backward of this rank has given it a gradient, or
+        none is to: it is frozen."""
+        return [
+            not pair.sharded.requires_grad or pair.index in pair.group.given
+            for pair in self.trained
+        ]
 
     def attach_grads(self) -> None:
-        """Forgets all gradients, which are zeros, if no rank has run a backward."""
-        asks, self._asks_ranks = self._asks_ranks, False
-        if asks and self._ranks.item() == 0:
+        """Leaves parameters without a gradient to which no rank's backward has given one; forgets
+        all gradients, which are zeros, if there is no other. The host waits for the other ranks
+        only where this one has given a parameter none."""
+        told = self.told_ranks()
+        if not all(told):
+            told = self.launches.largest()
+        absent = [
+            pair for pair, given in zip(self.trained, told, strict=True)
+            if pair.sharded.grad is None and not (given and pair.sharded.requires_grad)
+        ]  # fmt: skip
+        if len(absent) == len(self.trained):
             self.zero_grads()
             return
         super().attach_grads()
+        for pair in absent:
+            if id(pair.group) not in self._zeroed:
+                pair.drop_grad()
         self._given |= {id(pair): pair for pair in self.trained if pair.sharded.grad is pair.grad}
+
+    def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:
+        """Has parameters of `groups` have zeros, or nothing, for gradients that no rank gives."""
+        ids = {id(group) for group in groups}
+        self._zeroed = self._zeroed | ids if zeroed else self._zeroed - ids
 
     def grads_finished(self) -> None:
         """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
@@ -210,20 +221,6 @@ class UserLoopEngine(FsdpEngine):
         self.grads_attached &= self.has_grads
         if self.reduce.check is not None and not self.has_grads:
             self.reduce.check.clear()
-
-    def _count(self, here: bool) -> None:
-        """Counts, on the reduce stream, the ranks over all axes that call this with True. For
-        models of one domain."""
-        axes = [*self.reduce.domains.values(), *self.reduce.outer.values()]
-        sums = [functools.partial(self._sum, axis.communicator) for axis in axes]
-        self.runtime.submit(REDUCE, functools.partial(self._set, float(here)), *sums)
-
-    def _set(self, here: float) -> None:
-        self._ranks.fill_(here)
-
-    def _sum(self, axis: Communicator) -> list[Any]:
-        axis.carries = "how many ranks have gradients"
-        return axis.all_reduce([self._ranks])
 
 
 def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -159,6 +160,22 @@ def _output(shard: Shards, made: Any, **options: Any) -> Any:
     return shard(made, mp_policy=replace(policy, output_dtype=FP32))
 
 
+def _at_times(shard: Shards, made: Any, **options: Any) -> Any:
+    """A unit, and a parameter of the root, that every third pass reads, and one that none reads."""
+    made.spare, passes = nn.Linear(3, 3), itertools.count()
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        reads = next(passes) % 3 == 1
+        x = made.embedding(tokens)
+        for block in made.blocks if reads else made.blocks[::2]:
+            x = block(x)
+        scale = made.temperature if reads else made.temperature.detach()
+        return made.head(x).square().float() * scale
+
+    made.forward = forward
+    return _bottom_up(shard, made, **options)
+
+
 def _fused(shard: Shards, made: Any, **options: Any) -> Any:
     """A loss that reads the weight of the output layer, which is not called: in a unit with a
     module that is, under torch's; that stays after forward, under ours."""
@@ -189,6 +206,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "by methods": (_by_methods, {}),
     "frozen": (_frozen, {}),
     "ignored": (_ignored, {}),
+    "read at times": (_at_times, {}),
     "fp32 in bf16": (
         _parts, {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
     ),
@@ -246,11 +264,13 @@ def _cases(rank: int, world: int) -> None:
         assert found[0] == expected[0], name
         near(found[1], expected[1], f"{name}, norms")
         check(whole(other), whole(one), name)
+        check(moments_of(*sides[1]), moments_of(*sides[0]), f"{name}, moments")
         for accumulate, most in ((True, 100.0), (False, 0.5)):
             expected, found = (
                 train(made, optimizer, rank, accumulate, 7, most) for made, optimizer in sides
             )
             near(found, expected, f"{name}, {accumulate=}, {most=}")
+        assert moments_of(*sides[1]).keys() == moments_of(*sides[0]).keys(), name
 
 
 def near(found: Any, expected: Any, say: str) -> None:
@@ -291,6 +311,7 @@ def _meshes(rank: int, world: int) -> None:
             made.set_requires_all_reduce(True)
             made(tokens(0, 1, rank)).backward()
             summed = made.head.weight.grad.full_tensor()
+            _read_by_one_rank(rank, world, **options())
         held = sum(param._local_tensor.numel() for param in other.parameters())
         assert held < 0.7 * sum(param.numel() for param in other.parameters()), name
     one = _bottom_up(theirs, model())
@@ -395,11 +416,28 @@ def _backwards_inside_of_a_pass(rank: int, world: int) -> None:
 
 def _in_host_memory(rank: int, world: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    one = _bottom_up(theirs, model(), mp_policy=policy)
-    expected = train(one, adam(one), rank)[0]
-    made = _bottom_up(ours, model(), mp_policy=policy, offload_policy=CPUOffloadPolicy())
-    assert train(made, fully_shard_optimizer(adam(made)), rank)[0] == expected
-    check(whole(made), whole(one), "in host memory")
+    for shape in (_bottom_up, _at_times):
+        one = shape(theirs, model(), mp_policy=policy)
+        expected = train(one, adam(one), rank)[0]
+        made = shape(ours, model(), mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        assert train(made, fully_shard_optimizer(adam(made)), rank)[0] == expected
+        check(whole(made), whole(one), f"in host memory, {shape.__name__}")
+
+
+def _read_by_one_rank(rank: int, world: int, **options: Any) -> None:
+    """A parameter that some ranks read has a gradient on all, and one that none reads has none: or
+    zeros, as of torch's, where that is asked for."""
+    made, one = _at_times(ours, model(), **options), model()
+    one.features(tokens(0, 0, 0)).mean().backward()
+    made.forward = lambda tokens: made.features(tokens) if rank == 0 else (
+        made.head(made.blocks(made.embedding(tokens))).square()
+    )  # fmt: skip
+    for zeroed in (False, True):
+        made.set_reduce_scatter_unused_params(zeroed)
+        made(tokens(0, 0, 0)).mean().backward()
+        near(made.temperature.grad.full_tensor() * world, one.temperature.grad, "read by one rank")
+        assert (made.spare.weight.grad is not None) == zeroed
+        made.zero_grad()
 
 
 def _methods(rank: int, world: int) -> None:
@@ -512,6 +550,10 @@ def test_inputs_in_dataclasses_are_cast_and_other_objects_stay() -> None:
     assert found.cache is given.cache and given.x.dtype == FP32
 
 
+def test_a_parameter_that_no_loss_reads_has_no_gradient_on_one_rank(one_rank: None) -> None:
+    _read_by_one_rank(0, 1)
+
+
 def test_a_list_with_a_forward_is_a_module(one_rank: None) -> None:
     x = torch.ones(2, 2)
     made = Layers([nn.Linear(2, 2)])
@@ -528,7 +570,7 @@ def test_what_torch_does_and_this_does_not_is_an_early_error(one_rank: None, nam
 def _rest(rank: int, world: int) -> None:
     parts = (
         _interchange, _meta_start, _backwards_inside_of_a_pass, _in_host_memory, _methods,
-        _runs_only,
+        _runs_only, _read_by_one_rank,
     )  # fmt: skip
     for part in parts:
         part(rank, world)

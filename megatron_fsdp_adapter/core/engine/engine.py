@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -348,11 +348,15 @@ class FsdpEngine:
             self.reduce_grads()
             self.reduce.finish()
             self.to_sharded()
-            self.launches.compare()
+            self.launches.compare(self.told_ranks())
             self.attach_grads()
             self.grads_finished()
         self.to_sharded()
         self.gather.updates.load_ahead()
+
+    def told_ranks(self) -> Sequence[int]:
+        """Numbers that go with the comparison of launches to all ranks; each gets the largest."""
+        return ()
 
     def attach_grads(self) -> None:
         """Gives every parameter its reduced gradient. A frozen one gets none, so that no optimizer

@@ -101,6 +101,8 @@ class ParamGroup:
             empty where nothing is sharded over it.
         main, staged: the main weights, and, if they are in host memory, their device buffer;
             device_main: the one of the two that the optimizer updates.
+        given: indices of the parameters to which a backward has given a gradient since gradients
+            were last forgotten; the others' are zeros in the buffers.
         own_current: whether `held_weights` equal the main weights in host memory.
         is_read: whether an update may still read the gradients of a step that has returned.
         grad: the main gradients, valid between reduction and zeroing: grad_segments, what a
@@ -138,6 +140,7 @@ class ParamGroup:
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
         self.is_read = self._release_waits = False
+        self._all, self.given = frozenset(range(len(managed))), frozenset[int]()
         self.write_planes: Callable[..., None] | None = None
         with torch.no_grad():
             self._build_weights(quantized)
@@ -315,8 +318,9 @@ class ParamGroup:
             grads = [param.grad for param in self.params]
             for param in self.params:
                 param.grad = None
-        found = [pair for pair in zip(late.params, grads, strict=True) if pair[1] is not None]
-        copy_each([view for view, _ in found], [grad for _, grad in found])  # type: ignore[misc]
+        found = [index for index, grad in enumerate(grads) if grad is not None]
+        self.given |= {*found}
+        copy_each([late.params[index] for index in found], [grads[index] for index in found])  # type: ignore[misc]
         return late
 
     def take_grads(self, accumulate: bool) -> None:
@@ -332,10 +336,12 @@ class ParamGroup:
                 param.grad = None
         written = self.direct.close()
         if not accumulate and not written and all(grad is not None for grad in every):
+            self.given = self._all
             self._collect(every)  # type: ignore[arg-type]
             if self.bucket_gaps:
                 torch._foreach_zero_(self.bucket_gaps)
             return
+        self.given |= {*written, *(index for index, grad in enumerate(every) if grad is not None)}
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         zeroed = [] if accumulate else list(self.bucket_gaps)
@@ -363,7 +369,7 @@ class ParamGroup:
         """Forgets the step's gradients; with `collected` also those of the unsharded parameters."""
         if collected:
             self._drop_collected(self.params)
-        self.grad_state = GradState.EMPTY
+        self.grad_state, self.given = GradState.EMPTY, frozenset()
         if self.key.requires_grad:
             self._release_grads()
 
@@ -371,6 +377,7 @@ class ParamGroup:
         """The same for some parameters: zeros, wherever their gradients are by now."""
         if collected:
             self._drop_collected([self.params[index] for index in indices])
+        self.given -= {*indices}
         if self.grad_state is not GradState.EMPTY:
             reduced = self.grad_state is not GradState.ACCUMULATED
             items = self.grad.items(self.held) if reduced else self.collected.params

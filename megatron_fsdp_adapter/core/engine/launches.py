@@ -58,10 +58,12 @@ class Launched:
 
 @dataclass
 class _Comparison:
-    """One that was started. table: a row for each communicator: the largest number among its ranks
-    and the largest complement, which is that of the smallest. read: waits for the table."""
+    """One that was started. table: a row for each communicator: the largest number among its ranks,
+    the largest complement, which is that of the smallest, and the largest of each that is told.
+    read: waits for the table."""
 
     launched: Launched
+    told: Sequence[int] = ()
     table: torch.Tensor | None = None
     read: Callable[[], list[list[int]]] = list
 
@@ -83,6 +85,7 @@ class LaunchComparison:
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
         self._launched = Launched()
         self._started: _Comparison | None = None
+        self._last = _Comparison(self._launched)
 
     def note(self, kind: str, groups: Sequence[ParamGroup], communicator: Communicator) -> None:
         """A collective of `kind`, which carries `groups`, is launched on `communicator`."""
@@ -95,8 +98,9 @@ class LaunchComparison:
                 known = self._known[kind, group.name] = text, int.from_bytes(digest, "big")
             self._launched.add(*known)
 
-    def compare(self) -> None:
+    def compare(self, told: Sequence[int] = ()) -> None:
         """Behind the last reduction of a step: compares what was launched since the last time.
+        told: as many numbers on all ranks, of each of which `largest` gives the largest.
 
         Where the host does not wait for the device, the result is read a step later. A CUDA graph
         takes no part: what is captured has been compared in the steps before, and replays launch
@@ -105,13 +109,12 @@ class LaunchComparison:
         Raises:
             RuntimeError: the launches differ; on all ranks that were compared, with one text.
         """
-        if not self._communicators:
-            return
         launched, self._launched = self._launched, Launched()
-        if self._runtime.is_capturing():
+        self._last = started = _Comparison(launched, told)
+        if not self._communicators or self._runtime.is_capturing():
             return
         self._raise_found()
-        self._started = started = _Comparison(launched)
+        self._started = started
         for stage in range(len(self._communicators)):
             self._runtime.submit(REDUCE, partial(self._compare, started, stage))
         self._runtime.submit(REDUCE, partial(self._fetch, started))
@@ -119,14 +122,23 @@ class LaunchComparison:
             self._runtime.wait(COMPUTE, self._runtime.record(REDUCE))
             self._raise_found()
 
+    def largest(self) -> Sequence[int]:
+        """Of each number that the last comparison was told the largest, once the device has it."""
+        rows = self._last.read()
+        return rows[-1][2:] if rows else self._last.told
+
     def _compare(self, started: _Comparison, stage: int) -> list[Any]:
         if started.table is None:
-            size = (len(self._communicators), 2)
+            size = (len(self._communicators), 2 + len(started.told))
             started.table = torch.empty(size, dtype=torch.int64, device=self._runtime.device)
             number = started.launched.folded - (1 << 63)  # as a signed one
             # Arguments of kernels: nothing is copied from the host.
             started.table[0, 0].fill_(number)
             started.table[0, 1].fill_(~number)
+            if all(started.told):
+                started.table[0, 2:].fill_(1)
+            else:
+                started.table[0, 2:].copy_(torch.tensor(started.told), non_blocking=True)
         else:
             started.table[stage].copy_(started.table[stage - 1])
         return self._communicators[stage].all_reduce_max(started.table[stage])
