@@ -1,4 +1,5 @@
-"""`python -m megatron_fsdp_adapter SCRIPT.py ...` or `COMMAND ...`"""
+"""`python -m megatron_fsdp_adapter SCRIPT.py ...` or `COMMAND ...`; `megatron-fsdp-adapter` is the
+same where the package is installed."""
 
 from __future__ import annotations
 
@@ -69,9 +70,10 @@ def _nobody_reads(pipe: int) -> bool:
     return any(found & select.POLLERR for _, found in poll.poll(0))
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Runs a command, or a script with the wrapper installed; else prints the usage and returns
-    2."""
+    2. argv: default: the arguments of this process."""
+    argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return _command(argv)
     if argv and argv[0].endswith(".py"):
@@ -87,4 +89,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
