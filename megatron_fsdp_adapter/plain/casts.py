@@ -10,15 +10,17 @@ from torch.distributed.utils import _apply_to_tensors
 
 
 def cast_inputs_of(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating-point tensors in the inputs of `module` to `dtype`, before its other hooks."""
-    module.register_forward_pre_hook(
-        lambda module, args, kwargs: cast(dtype, (args, kwargs)), prepend=True, with_kwargs=True
-    )
+    """Casts floating-point tensors in the inputs of `module` to `dtype`, before its other hooks;
+    outside of graphs of torch.compile, as those."""
+    hook = torch.compiler.disable(lambda module, args, kwargs: cast(dtype, (args, kwargs)))
+    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 def cast_outputs_of(module: nn.Module, dtype: torch.dtype) -> None:
     """Casts floating-point tensors in the outputs of `module` to `dtype`."""
-    module.register_forward_hook(lambda module, args, output: cast(dtype, output))
+    module.register_forward_hook(
+        torch.compiler.disable(lambda module, args, output: cast(dtype, output))
+    )
 
 
 def cast(dtype: torch.dtype | None, values: Any) -> Any:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,7 +28,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     UnshardHandle,
 )
+from torch.distributed.tensor import DTensor
 
+from ..sharding.module_problems import parameter_problems
 from ..sharding.problems import raise_problems
 from .casts import cast
 from .fsdp2_model import (
@@ -59,8 +62,10 @@ class ShardedModule(FSDPModule):
         made.__init__(*args, **kwargs)
         return made
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; shards the root first, if that has not happened."""
+        """Runs the module; shards the root first, if that has not happened. A compiled module has
+        its own call in a graph, and not this one."""
         if mark_on(self).state is PENDING:
             refuse_optimizers_of_before(engine_of(self))
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -297,7 +302,7 @@ def fully_shard(
         isinstance(offload_policy, CPUOffloadPolicy), frozenset(ignored_params or ()),
     )  # fmt: skip
     for one in modules:
-        _check_call(one, shard_placement_fn)
+        _check_call(one, shard_placement_fn, options.ignored)
     for one in modules:
         one.__dict__[MARK] = Mark(one, options)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
@@ -306,7 +311,10 @@ def fully_shard(
     return module
 
 
-def _check_call(module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None) -> None:
+def _check_call(
+    module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None,
+    ignored: Collection[nn.Parameter],
+) -> None:  # fmt: skip
     """ValueError for a module that `fully_shard` cannot be called with."""
     found = []
     if mark_of(module) is not None:
@@ -322,6 +330,12 @@ def _check_call(module: nn.Module, placement_of: Callable[[nn.Parameter], Any] |
             f"module={type(module).__name__}: modules in it are sharded already, as their "
             "parameters were read, or they have run; call fully_shard for the model before that"
         )
+    skipped = {id(param) for param in ignored}
+    distributed = {
+        name for name, param in module.named_parameters()
+        if isinstance(param, DTensor) and id(param) not in skipped
+    } if not found else set()  # fmt: skip
+    found += parameter_problems(module, distributed.__contains__)
     dims = {
         getattr(getattr(said, "placement", said), "dim", 0)
         for said in map(placement_of, module.parameters()) if said is not None

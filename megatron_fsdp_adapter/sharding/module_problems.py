@@ -32,7 +32,7 @@ def module_problems(
     return [
         *_sharded_already(module),
         *(() if may_be_frozen else _frozen(module)),
-        *_parameters(module, is_managed),
+        *parameter_problems(module, is_managed),
         *_sparse_gradients(module),
         *_tables_that_forwards_write(module, is_managed),
         *_main_weights_that_lose_bits(module, main_params_dtype),
@@ -66,7 +66,8 @@ def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype | None) ->
     ][:1]
 
 
-def _parameters(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
+def parameter_problems(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
+    """Problems of the parameters whose names `is_managed` takes, at most 8."""
     found = []
     for name, param in module.named_parameters():
         problem = _parameter(param) if is_managed(name) else ""
@@ -81,9 +82,9 @@ def _parameter(param: nn.Parameter) -> str:
         return ""  # reported for the whole module
     if isinstance(param, DTensor):
         return (
-            f"it is a DTensor, {param.placements} over {param.device_mesh}, which is sharded "
-            "already. Wrap the module before it is parallelized, or use Megatron's "
-            "tensor-parallel layers"
+            f"it is a DTensor, {param.placements} over {param.device_mesh} (parallelize_module, or "
+            "sharded by another library), but flat buffers hold plain tensors. Use Megatron's "
+            "tensor-parallel layers, or torch's fully_shard for this model"
         )
     if param.layout is not torch.strided:
         return f"its layout is {param.layout}, but buffers are dense. Use param.to_dense()"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp_adapter.sharding.module_problems import module_problems
 from megatron_fsdp_adapter.sharding.unit_classes import classes_of, repeated_layers
 
@@ -91,8 +91,9 @@ def test_a_parameter_that_is_a_dtensor_is_an_early_error() -> None:
     try:
         mesh = init_device_mesh("cpu", (2,))
         model = Odd(distribute_tensor(torch.ones(4, 3), mesh, [Replicate()]))
-        with pytest.raises(ValueError, match=r"parameter odd .* it is a DTensor.* Wrap the module"):
-            fully_shard_model(model)
+        for shards in (fully_shard_model, fully_shard):
+            with pytest.raises(ValueError, match=r"parameter odd .* it is a DTensor.*parallelize"):
+                shards(model)
     finally:
         dist.destroy_process_group()
 

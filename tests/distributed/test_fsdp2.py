@@ -489,6 +489,27 @@ def _methods(rank: int, world: int) -> None:
     made(tokens(0, 0, rank))
 
 
+def _compiled(rank: int, world: int) -> None:
+    """Layers in one graph each: compiled before as torchtitan does, or by a function after."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    one = _bottom_up(theirs, model(), mp_policy=policy)
+    expected = train(one, adam(one), rank)[0]
+    for before in (True, False):
+        made = model()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for number, block in enumerate(made.blocks):
+            if before:
+                block.compile(backend="aot_eager", fullgraph=True)
+            ours(block, mp_policy=policy)
+            if not before:
+                made.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
+        ours(made, mp_policy=policy)
+        assert train(made, adam(made), rank)[0] == expected, f"compiled, {before=}"
+        counted = torch._dynamo.utils.counters
+        assert counted["stats"]["unique_graphs"] == 1 and not counted["graph_break"], before
+
+
 REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "twice": ("called with it before", lambda made: ours(ours(made))),
     "a list": ("no forward", lambda made: ours(nn.ModuleList([made]))),
@@ -570,7 +591,7 @@ def test_what_torch_does_and_this_does_not_is_an_early_error(one_rank: None, nam
 def _rest(rank: int, world: int) -> None:
     parts = (
         _interchange, _meta_start, _backwards_inside_of_a_pass, _in_host_memory, _methods,
-        _runs_only, _read_by_one_rank,
+        _runs_only, _read_by_one_rank, _compiled,
     )  # fmt: skip
     for part in parts:
         part(rank, world)
