@@ -169,8 +169,8 @@ def test_runtimes_of_devices():
 @pytest.mark.parametrize(
     ("backend", "device", "expected"),
     [
-        ("gloo", "cpu", "gloo"),
-        ("nccl", "cuda", "nccl"),
+        ("cpu:gloo", "cpu", "gloo"),
+        ("cuda:nccl", "cuda", "nccl"),
         ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
         ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
         ("cuda:nccl,cpu:gloo", "cpu", "gloo"),
@@ -179,15 +179,15 @@ def test_runtimes_of_devices():
 def test_the_device_s_backend_tells_whether_streams_order_collectives(
     monkeypatch, backend, device, expected
 ):
-    monkeypatch.setattr(comm.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(comm.dist, "get_backend_config", lambda group: backend)
     found = is_stream_ordered(None, torch.device(device))  # type: ignore[arg-type]
     assert found is STREAM_ORDERED[expected]
 
 
-@pytest.mark.parametrize(("backend", "device"), [("fake", "cpu"), ("cpu:gloo", "cuda"),
+@pytest.mark.parametrize(("backend", "device"), [("cpu:fake", "cpu"), ("cpu:gloo", "cuda"),
                                                  ("cpu:mpi,cuda:nccl", "cpu")])  # fmt: skip
 def test_unknown_backends_are_refused(monkeypatch, backend, device):
-    monkeypatch.setattr(comm.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(comm.dist, "get_backend_config", lambda group: backend)
     with pytest.raises(ValueError, match=rf"backend='{backend}' has no known .* '{device}'; use"):
         is_stream_ordered(None, torch.device(device))  # type: ignore[arg-type]
 

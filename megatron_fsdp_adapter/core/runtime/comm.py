@@ -45,14 +45,15 @@ COLLECTIVES: Mapping[str, Callable[..., Any]] = {
 
 
 def is_stream_ordered(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """That of the backend that `group` uses for `device`; ValueError if unknown."""
-    name = dist.get_backend(group)
-    for part in str(name).split(","):
-        backend = part.split(":")[-1]
-        if part.split(":")[0] in (backend, device.type) and backend in STREAM_ORDERED:
-            return STREAM_ORDERED[backend]
+    """Whether the current stream orders the collectives of `group` on `device`; ValueError if its
+    backend for that device is unknown."""
+    # "cpu:gloo,cuda:nccl", also where no backend was named: `get_backend` is "undefined" then.
+    config = dist.get_backend_config(group)
+    backend = dict(part.split(":") for part in config.split(",")).get(device.type)
+    if backend in STREAM_ORDERED:
+        return STREAM_ORDERED[backend]
     raise ValueError(
-        f"process group backend={name!r} has no known collectives for device {device.type!r}; "
+        f"process group backend={config!r} has no known collectives for device {device.type!r}; "
         f"use one of {sorted(STREAM_ORDERED)}"
     )
 
