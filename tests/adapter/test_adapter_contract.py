@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fsdp_adapter import (
     FullyShardedDataParallel,
-    fully_shard_model,
     fully_shard_optimizer,
     install,
     uninstall,
@@ -260,35 +259,7 @@ def test_requires_grad_survives_wrapping(strategy: str) -> None:
         train_step(trainer, data())
 
 
-def test_weight_decay_exclusion_sees_the_original_shapes(trainer: Trainer) -> None:
-    """Megatron decays what has more than one dimension; flat shards would all escape it."""
-    decayed = {
-        id(param)
-        for group in trainer.optimizer.param_groups
-        if group["wd_mult"] == 1.0
-        for param in group["params"]
-    }
-    trainer.wrapper.stop_communication()
-    for name, param in trainer.wrapper.named_parameters():
-        assert (id(param) in decayed) == (param.dim() > 1), name
-
-
 # Gradients.
-
-
-def test_zero_grad_buffer_can_be_called_again(trainer: Trainer) -> None:
-    """Megatron's loop calls it on the chunk and through the optimizer."""
-    backward(trainer)
-    trainer.wrapper.finish_grad_sync()
-    params = list(trainer.wrapper.parameters())
-    for _ in range(2):
-        trainer.wrapper.zero_grad_buffer()
-    assert all(param.grad is None and param.orig_param.grad is None for param in params)
-    if "grads" in str(trainer.strategy):
-        buffers = [group.grad.tensor for group in trainer.wrapper.engine.groups]
-        assert all(buffer.untyped_storage().nbytes() == 0 for buffer in buffers)
-    first = build_trainer(CASE, trainer.strategy, DEVICE)
-    assert train_step(trainer, data(1)) == train_step(first, data(1))
 
 
 Calls = tuple[Callable[[Any], Any], ...]
@@ -347,31 +318,12 @@ def test_no_sync_is_a_fresh_context_each_time(trainer: Trainer) -> None:
     assert [*told, engine.is_last_microbatch] == [False, True, False, True, True]
 
 
-def test_a_wrapped_model_is_not_wrapped_again(trainer: Trainer) -> None:
-    """By neither front door, whichever parameters it shows."""
+def test_what_is_wrapped_is_not_wrapped_again_and_its_optimizer_is_megatrons(trainer) -> None:
     model = trainer.wrapper.module.module
-    for show in (trainer.wrapper.stop_communication, trainer.wrapper.start_param_sync):
-        show()
-        with pytest.raises(ValueError, match="sharded already. Wrap a module once"):
-            FullyShardedDataParallel(model.config, trainer.wrapper.ddp_config, model)
-        with pytest.raises(ValueError, match="sharded already. Wrap a module once"):
-            fully_shard_model(model)
+    with pytest.raises(ValueError, match="sharded already. Wrap a module once"):
+        FullyShardedDataParallel(model.config, trainer.wrapper.ddp_config, model)
     with pytest.raises(ValueError, match="Use get_megatron_optimizer"):
-        trainer.wrapper.stop_communication()
         fully_shard_optimizer(torch.optim.AdamW(trainer.wrapper.parameters()))
-
-
-def test_gradients_of_one_rank_do_not_double_with_each_microbatch(trainer: Trainer) -> None:
-    """Trap G8: in a group of one rank input and output of the reduction are one buffer."""
-    single = _gradients(trainer)
-    trainer.wrapper.zero_grad_buffer()
-    for _ in range(3):
-        with trainer.wrapper.no_sync():
-            backward(trainer)
-    backward(trainer)
-    trainer.wrapper.finish_grad_sync()
-    for name, param in trainer.wrapper.named_parameters():
-        torch.testing.assert_close(param.grad._local_tensor, 4 * single[name], rtol=1e-6, atol=0)
 
 
 # Resharded parameters and conversions.
@@ -468,32 +420,6 @@ def test_compiling_the_wrapper_is_refused(trainer: Trainer) -> None:
     compiled = torch.compile(trainer.wrapper, backend="eager")
     with pytest.raises(RuntimeError, match=r"torch\.compile of a wrapped model"):
         forward_step(CASE, iter(data()), compiled)
-
-
-def _computes(model: Any) -> None:
-    """The embedding becomes a subclass, whose backward reads the table."""
-
-    class Own(type(model.embedding)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            table = nn.functional.normalize(self.word_embeddings.weight)
-            hidden: torch.Tensor = super().forward(*args, **kwargs)
-            return hidden + 0.1 * (hidden @ table.t()) @ table
-
-    model.embedding.__class__ = Own
-
-
-def test_an_embedding_that_computes_has_its_weights_in_backward() -> None:
-    """In slots, which another unit would be in by then."""
-    change: Any
-    for change, reads in ((lambda model: None, False), (_computes, True)):
-        slots = {"fsdp_double_buffer": True}
-        trainer = build_trainer(CASE, "optim_grads_params", DEVICE, change, slots)
-        [unit] = [one for one in trainer.wrapper.engine.units if "embedding" in one.name]
-        assert unit.backward_reads_weights is reads
-    plain = build_trainer(CASE, None, DEVICE, _computes)
-    for step in range(3):
-        numbers = [train_step(one, batches(CASE, step, 0, DEVICE)) for one in (trainer, plain)]
-        assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
 
 
 # A training loop that tests the wrapper against another class does not wire `no_sync`: an error in

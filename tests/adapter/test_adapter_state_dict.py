@@ -147,21 +147,6 @@ def test_load_into_a_module_below_refreshes_compute_weights(trainer: Trainer) ->
     assert evaluation_loss(whole) == evaluation_loss(trainer)
 
 
-def test_install_optimized_model_weights(trainer: Trainer) -> None:
-    """What a conversion from another format does: it writes sharded parameters, then tells."""
-    before = evaluation_loss(trainer)
-    with torch.no_grad():
-        trainer.wrapper.stop_communication()
-        for param in trainer.wrapper.parameters():
-            param._local_tensor.mul_(0.5)
-    trainer.wrapper.module.install_optimized_model_weights()
-    halved = evaluation_loss(trainer)
-    reference = build_trainer(CASE, trainer.strategy, DEVICE)
-    state = {key: 0.5 * value for key, value in values(reference.wrapper.state_dict()).items()}
-    reference.wrapper.load_state_dict(state)
-    assert halved == evaluation_loss(reference) != before
-
-
 BAD_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "missing": (lambda state: state.pop("module.output_layer.weight"),
                 "missing: module.output_layer.weight"),

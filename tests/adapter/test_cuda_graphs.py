@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.options import cuda_graphs, support
-from tests.distributed.checks import free_run, recorded_step
+from tests.distributed.checks import free_run
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -27,7 +27,6 @@ from tests.distributed.gpt import (
     batches,
     build_trainer,
     forward_backward,
-    our_gradients,
 )
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
@@ -84,44 +83,6 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
         assert gradients() == bound, f"replay {replay}"
     engine.zero_grads()
     assert all(group.grad.allocated for group in engine.groups)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_weight_is_gathered_inside_the_graph_though_it_was_current(
-    one_rank: torch.device, strategy: str
-) -> None:
-    """A graph captured right after an evaluation must not rely on what that has gathered."""
-    trainer, flag = capturing_trainer(strategy)
-    free_run(trainer, 0, 1, CPU)
-    with torch.no_grad():
-        forward_backward(trainer, batches(CASE, 5, 0, CPU), forward_only=True)
-    gathered: list[int] = []
-    pipeline = trainer.wrapper.engine.gather
-    launch = pipeline.launch
-    pipeline.launch = lambda unit: (gathered.append(unit.ordinal), launch(unit))[1]  # type: ignore
-    capture(trainer, flag, 1)
-    wanted = {unit.ordinal for unit in trainer.wrapper.engine.units if unit.groups}
-    assert set(gathered) == wanted
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_eager_steps_after_a_capture_start_from_no_gradients(
-    one_rank: torch.device, strategy: str
-) -> None:
-    plain, (trainer, flag) = build_trainer(CASE, strategy, CPU), capturing_trainer(strategy)
-    for one in (plain, trainer):
-        free_run(one, 0, 1, CPU)
-    capture(trainer, flag, 1)
-    forward_backward(plain, batches(CASE, 1, 0, CPU))
-    for name, gradient in our_gradients(plain).items():
-        assert torch.equal(gradient, our_gradients(trainer)[name]), name
-    for one in (plain, trainer):
-        one.optimizer.step()
-    for step in (2, 3):
-        mine, theirs = (recorded_step(t, batches(CASE, step, 0, CPU)) for t in (trainer, plain))
-        assert mine.loss == theirs.loss
-        for name, weight in theirs.weights.items():
-            assert torch.equal(weight, mine.weights[name]), f"step {step}: {name}"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -23,13 +23,10 @@ from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.gpt import (
     Case,
-    batches,
     build_model,
     build_trainer,
     ddp_config,
-    forward_backward,
     optimizer_config,
-    train_step,
 )
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
@@ -95,26 +92,6 @@ def test_core_asks_for_parameter_groups_of_every_optimizer_where_others_are_refu
         core_optimizer._get_param_groups([ours], config, None)
     config.optimizer = "adam"
     assert core_optimizer._get_param_groups([stock], config, None)
-
-
-def test_moments_are_moved_away_and_main_weights_stay_in_their_buffers(
-    one_rank: torch.device,
-) -> None:
-    trainer = build_trainer(CASE, "optim", one_rank)
-    train_step(trainer, batches(CASE, 0, 0, one_rank))
-    before = trainer.params()
-    trainer.optimizer.offload_to_cpu()
-    with pytest.raises(RuntimeError, match="state was released"):
-        trainer.optimizer.step()
-    with torch.no_grad():
-        forward_backward(trainer, batches(CASE, 1, 0, one_rank), forward_only=True)
-    trainer.optimizer.restore_from_cpu()
-    assert all(torch.equal(value, before[name]) for name, value in trainer.params().items())
-    train_step(trainer, batches(CASE, 1, 0, one_rank))
-    stock = build_trainer(CASE, None, one_rank).optimizer
-    for one in getattr(stock, "chained_optimizers", [stock]):
-        one.offload_to_cpu()
-        one.restore_from_cpu()
 
 
 # Gradient hooks of a user on fused weights.

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_fsdp_adapter.prove.gather_full import full_values
 from tests.distributed.gpt import Case
-from tests.distributed.groups import destroy_groups
+from tests.distributed.groups import destroy_groups, everyones
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -134,9 +133,7 @@ def whole_state(trainer: TopologyTrainer) -> Whole:
         for what, tensors in values.items()
         for name, value in tensors.items()
     ]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return _whole_of(everyones, trainer.case.swiglu)
+    return _whole_of(everyones(mine), trainer.case.swiglu)
 
 
 def _whole_of(everyones: list[Any], gated: bool) -> Whole:

@@ -14,14 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp_adapter.checkpoint import (
-    load_checkpoint,
-    load_training_state,
-    save_checkpoint,
-    training_state,
-)
 from megatron_fsdp_adapter.checkpoint.folders import TRACKER, write_atomically
 from tests.distributed import gpt
+from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.launch import run_ranks
 
 CASE = gpt.Case(swiglu=True, bf16=True, microbatches=2)
@@ -91,16 +86,10 @@ def _ours(
     trainer = gpt.build_trainer(CASE.but(seed=8), strategy, device)
     if action == "save":
         _steps(trainer, device, (0, 1))
-    state = training_state(
-        [trainer.wrapper], trainer.optimizer if optimizer else None, is_loading=action == "load"
-    )
     if action == "save":
-        save_checkpoint(root, 2, state)
+        saved(trainer, root, 2, with_optimizer=optimizer)
     else:
-        _, state = load_checkpoint(root, state)
-        load_training_state(
-            [trainer.wrapper], state, trainer.optimizer if optimizer else None
-        )
+        loaded(trainer, root, with_optimizer=optimizer)
     return {"whole": _ours_whole(trainer), "losses": _steps(trainer, device, STEPS)}
 
 

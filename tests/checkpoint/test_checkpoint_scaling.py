@@ -12,15 +12,10 @@ import test_checkpoint_drivers as drivers
 import torch
 from convert_cases import Model, fsdp_state, save_fsdp
 
-from megatron_fsdp_adapter.checkpoint import (
-    load_checkpoint,
-    load_training_state,
-    save_checkpoint,
-    training_state,
-)
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.inspection import describe
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import Trainer, build_trainer
 
 driver = drivers.driver
@@ -60,22 +55,11 @@ def own(trainer: Trainer) -> dict[str, torch.Tensor]:
     return records(trainer.wrapper.state_dict_for_save_checkpoint())
 
 
-def saved(trainer: Trainer, root: Path) -> Path:
-    save_checkpoint(root, 1, training_state([trainer.wrapper], trainer.optimizer))
-    return root
-
-
 def reset(trainer: Trainer) -> None:
     for module in trainer.wrapper.modules():
         for state in getattr(module, "fp8_meta", {}).values():
             state.scale.fill_(1)
             state.amax_history.zero_()
-
-
-def by_us(trainer: Trainer, folder: Path) -> None:
-    state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
-    _, state = load_checkpoint(folder.parent, state)
-    load_training_state([trainer.wrapper], state, trainer.optimizer)
 
 
 def by_megatron(driver: ModuleType) -> Any:
@@ -90,14 +74,17 @@ def by_megatron(driver: ModuleType) -> Any:
 
 @pytest.fixture(params=("by us", "by Megatron"))
 def load(request: pytest.FixtureRequest, driver: ModuleType) -> Any:
-    return by_us if request.param == "by us" else by_megatron(driver)
+    if request.param == "by us":
+        return lambda trainer, folder: loaded(trainer, folder.parent)
+    return by_megatron(driver)
 
 
 def test_a_load_takes_what_is_there_with_the_history_that_fits(
     device: torch.device, load: Any, tmp_path: Path
 ) -> None:
     trainer = made(device, LENGTH)
-    folder = saved(trainer, tmp_path / "saved") / "iter_0000001"
+    folder = tmp_path / "saved" / "iter_0000001"
+    saved(trainer, folder.parent)
     expected = own(trainer)
     assert len(expected) == 4 * drivers.CASE.num_layers
     assert all(value.shape == (2 + LENGTH, 5) for value in expected.values())
@@ -115,8 +102,9 @@ def test_neither_a_model_nor_a_checkpoint_has_to_have_any(
     device: torch.device, load: Any, tmp_path: Path
 ) -> None:
     with_state, without = made(device, LENGTH), made(device, None)
-    has = saved(with_state, tmp_path / "has") / "iter_0000001"
-    has_not = saved(without, tmp_path / "has not") / "iter_0000001"
+    has, has_not = (tmp_path / name / "iter_0000001" for name in ("has", "has not"))
+    saved(with_state, has.parent)
+    saved(without, has_not.parent)
     load(without, has)
     before = own(with_state)
     load(with_state, has_not)  # of weights that are not quantized: Transformer Engine measures

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from megatron_fsdp_adapter.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert
-from megatron_fsdp_adapter.checkpoint.training import load_training_state, training_state
+from tests.distributed.checkpoints import loaded, saved
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -93,9 +92,8 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
 
     ours = gpt.build_trainer(case, "optim_grads_params", device)
     _steps(ours, case, 0, rank, device)
-    state = {**training_state([ours.wrapper], ours.optimizer), "iteration": STEPS}
-    save_checkpoint(root / "ours", STEPS, state)
-    saved = gpt.full_weights(ours)
+    saved(ours, root / "ours", STEPS, iteration=STEPS)
+    kept = gpt.full_weights(ours)
     _on_first(lambda: convert(root / "ours", root / "td", "torch_dist", options=style))
     expected = _steps(ours, case, STEPS, rank, device)
 
@@ -103,8 +101,8 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     # but not in the places at which it then looks for parameters (distrib_optimizer.py:1118).
     stock = gpt.build_trainer(other, None, device, ddp={"bucket_size": None})
     _load_stock(stock, root / "td" / "iter_0000002")
-    loaded = gpt.full_weights(stock)
-    different = [n for n in saved if not torch.equal(saved[n], loaded[n])]
+    read = gpt.full_weights(stock)
+    different = [n for n in kept if not torch.equal(kept[n], read[n])]
     assert different == [], different
     # What stock saves of it is what was converted, so the moments are too.
     _save_stock(stock, root / "again" / "iter_0000002")
@@ -112,12 +110,9 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
 
     _on_first(lambda: convert(root / "again", root / "back", "fsdp_dtensor", options=style))
     second = gpt.build_trainer(other, "optim_grads", device)
-    wanted = {**training_state([second.wrapper], second.optimizer, is_loading=True), "iteration": 0}
-    iteration, state = load_checkpoint(root / "back", wanted)
-    load_training_state([second.wrapper], state, second.optimizer)
-    assert iteration == STEPS
+    assert loaded(second, root / "back", iteration=0)["iteration"] == STEPS
     returned = gpt.full_weights(second)
-    different = [n for n in saved if not torch.equal(saved[n], returned[n])]
+    different = [n for n in kept if not torch.equal(kept[n], returned[n])]
     assert different == [], different
     back = _steps(second, case, STEPS, rank, device)
     return {"expected": expected, "stock": losses, "back": back}

@@ -25,7 +25,6 @@ import torch
 from megatron_fsdp_adapter.checkpoint import (
     load_checkpoint,
     load_training_state,
-    save_checkpoint,
     training_state,
 )
 from megatron_fsdp_adapter.checkpoint.inspection import diff
@@ -36,6 +35,7 @@ from tests.checkpoint.reshard_cases import (
     trainer_of,
     whole_state,
 )
+from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import Topology, TopologyTrainer, topology_step
@@ -144,8 +144,7 @@ def _save(rank: int, root: str, split: Split) -> None:
     trainer = trainer_of(split)
     for step in range(TRAINED):
         topology_step(trainer, step)
-    state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": TRAINED}
-    save_checkpoint(f"{root}/{split.name}", TRAINED, state)
+    saved(trainer, f"{root}/{split.name}", TRAINED, iteration=TRAINED)
     whole = whole_state(trainer)
     if rank == 0:
         torch.save(whole, f"{root}/{split.name}.pt")
@@ -154,10 +153,8 @@ def _save(rank: int, root: str, split: Split) -> None:
 def _load(root: str, source: Split, target: Split) -> TopologyTrainer:
     trainer = trainer_of(target)
     _poison(trainer)
-    state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
-    _, state = load_checkpoint(f"{root}/{source.name}", {**state, "iteration": 0})
+    state = loaded(trainer, f"{root}/{source.name}", iteration=0)
     assert state["iteration"] == TRAINED
-    load_training_state(trainer.chunks, state, trainer.optimizer)
     return trainer
 
 
@@ -238,11 +235,8 @@ def _momentum(rank: int, world: int, root: str) -> None:
         if number == 0:
             topology_step(trainer, 0)
         else:
-            state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
-            _, state = load_checkpoint(f"{root}/{number - 1}", {**state, "iteration": 0})
-            load_training_state(trainer.chunks, state, trainer.optimizer)
-        state = training_state(trainer.chunks, trainer.optimizer)
-        save_checkpoint(f"{root}/{number}", 1, {**state, "iteration": 1})
+            loaded(trainer, f"{root}/{number - 1}")
+        saved(trainer, f"{root}/{number}")
 
 
 @pytest.mark.full
@@ -261,21 +255,21 @@ def _padded(root: str) -> dict[str, Any]:
     """Of vocabularies that are padded to other lengths than 54. The last saved under tensor
     parallelism too: Megatron pads to a multiple of its size."""
     outcome: dict[str, Any] = {}
-    for saved, target, rows in (
+    for source, target, rows in (
         (DEFAULT[1], DEFAULT[0], 60), (DEFAULT[1], DEFAULT[0], 52), (DEFAULT[0], TP4, 56)
     ):  # fmt: skip
-        whole = torch.load(f"{root}/{saved.name}.pt")
+        whole = torch.load(f"{root}/{source.name}.pt")
         trainer = trainer_of(replace(target, case={"vocab": rows}))
         _poison(trainer)
         state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
         state["iteration"] = 0
         for said in ({}, {"vocab_size": 53}):
             try:
-                _, loaded = load_checkpoint(f"{root}/{saved.name}", state, **said)
+                _, found = load_checkpoint(f"{root}/{source.name}", state, **said)
             except ValueError as error:
                 outcome[f"{rows} {said}"] = str(error)
                 continue
-            load_training_state(trainer.chunks, loaded, trainer.optimizer)
+            load_training_state(trainer.chunks, found, trainer.optimizer)
             outcome[f"{rows} {said}"] = _padding_problems(whole_state(trainer), whole, 54)
     return outcome
 

@@ -7,9 +7,8 @@ the outcome and none is left waiting in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -120,12 +119,3 @@ def check_run_bits(ours: Iterable[Step], reference: Iterable[Step], label: str) 
         assert mine.loss == theirs.loss, f"{where}: loss {mine.loss!r} != {theirs.loss!r}"
         check_same_bits(mine.gradients, theirs.gradients, f"{where} gradients")
         check_same_bits(mine.weights, theirs.weights, f"{where} weights")
-
-
-def passes(check: Callable[..., None], *args: Any) -> bool:
-    """Whether `check` passes: for tests of the power of the checks."""
-    try:
-        check(*args)
-    except AssertionError:
-        return False
-    return True

@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.prove.gather_full import plain_name
-from tests.distributed.groups import use_groups
+from tests.distributed.groups import everyones, use_groups
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -175,6 +176,10 @@ class Trainer:
     optimizer: Any
     strategy: str | None
 
+    @property
+    def chunks(self) -> list[Any]:
+        return [self.wrapper]
+
     def params(self) -> dict[str, torch.Tensor]:
         """Full float32 weights by name, the same on every rank; collective."""
         return full_weights(self)
@@ -280,20 +285,29 @@ def batches(case: Case, step: int, rank: int, device: torch.device) -> list[torc
 def forward_step(
     case: Case, iterator: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
 ) -> Any:
-    """return_schedule_plan: core asks for the model's plan, whose parts it runs by itself."""
+    """What core's schedule calls; `iterator` gives tokens (batch, seq + 1). return_schedule_plan:
+    core asks for the model's plan, whose parts it runs by itself."""
     tokens = next(iterator)
     length = tokens.shape[1] - 1
-    positions = torch.arange(length, device=tokens.device).expand(case.batch, -1)
-    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+    batch = batch_of_context_rank(
+        {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(length, device=tokens.device).expand(len(tokens), -1),
+        }
+    )
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
     run = model.build_schedule_plan if return_schedule_plan else model
-    losses = run(tokens[:, :-1], positions, mask[None, None], labels=tokens[:, 1:])
-    counted = tokens[:, 1:] % 3 != 0
+    losses = run(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    counted = batch["labels"] % 3 != 0
 
     def loss_func(output: torch.Tensor) -> Any:
-        report = {"loss": output.detach().float().mean()}
+        output = output.float()
+        report = {"loss": output.detach().mean()}
         if case.per_token_loss:  # every microbatch and rank has its own number of tokens
-            return (output.float() * counted).sum(), counted.sum().int(), report
-        return output.float().mean(), report
+            return (output * counted).sum(), counted.sum().int(), report
+        # The schedule multiplies by the number of context-parallel ranks.
+        return output.mean() / parallel_state.get_context_parallel_world_size(), report
 
     return losses, loss_func
 
@@ -343,8 +357,7 @@ def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     # As one tensor: to pickle them one by one takes as long as a tenth of a step.
     none = torch.empty(0, dtype=torch.uint8)
     flat = torch.cat([none, *(rows.view(torch.uint8) for rows in mine)])
-    pieces: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pieces, (places, [rows.nbytes for rows in mine], flat))
+    pieces = everyones((places, [rows.nbytes for rows in mine], flat))
     of_ranks = [list(zip(at, of.split(sizes), strict=True)) for at, sizes, of in pieces]
     out = {name: values[name].detach().cpu().clone() for name in values.keys() - split.keys()}
     for number, (name, value) in enumerate(split.items()):
@@ -375,7 +388,6 @@ def ddp_main_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     if trainer.case.dtype == torch.float32:
         return out
     names = {id(p): plain_name(n) for n, p in trainer.wrapper.named_parameters()}
-    mains: list[Any] = [None] * dist.get_world_size()
     mine = []
     inner = distributed_optimizer(trainer)
     for models, shards in zip(
@@ -384,8 +396,7 @@ def ddp_main_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
         for param, shard in zip(models, shards, strict=True):
             held = inner._get_model_param_range_map(param)["param"]
             mine.append((names[id(param)], held.start, shard.detach().cpu()))
-    dist.all_gather_object(mains, mine)
-    for piece in mains:
+    for piece in everyones(mine):
         for name, start, shard in piece:
             out[name].view(-1)[start : start + shard.numel()] = shard
     return out
@@ -407,10 +418,8 @@ def ddp_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
         held = inner._get_model_param_range_map(param)["param"]
         piece = param.main_grad.reshape(-1)[held.start : held.end].detach().float().cpu().clone()
         mine.append((names[id(param)], tuple(param.shape), held.start, piece))
-    pieces: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pieces, mine)
     out: dict[str, torch.Tensor] = {}
-    for part in pieces:
+    for part in everyones(mine):
         for name, shape, start, piece in part:
             target = out.setdefault(name, torch.full(shape, float("nan")))
             target.view(-1)[start : start + piece.numel()] = piece

@@ -43,6 +43,13 @@ def _made_in(world: Any) -> dict[tuple[tuple[str, Any], ...], dict[str, Any]]:
     return {}
 
 
+def everyones(value: Any, group: Any = None) -> list[Any]:
+    """The value of each rank of the group; collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def destroy_groups() -> None:
     """Ends all groups but the default one. Each holds threads and sockets: hundreds of them, left
     over from split after split, bring a machine to a stop."""

@@ -1,6 +1,5 @@
-"""Plain models and loops in which gradients arrive late, outputs hide from pytree, containers are
-filled by the unit that is given them, or gradients of inputs are asked for: each as a model and a
-way to run the forwards and backwards of one step."""
+"""Plain models and loops in which gradients arrive late, outputs hide from pytree, or gradients of
+inputs are asked for: each as a model and a way to run the forwards and backwards of one step."""
 
 from __future__ import annotations
 
@@ -126,94 +125,16 @@ class Nested:
     inner: list[Answer]
 
 
-class Plain:
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden, self.me = hidden, self
-
-
 class ReturnsNested(Block):
     def forward(self, x: Any) -> Any:
         hidden = x.inner[0].hidden if isinstance(x, Nested) else x
         return Nested([Answer(self.compute(hidden))])
 
 
-class ReturnsObject(Block):
-    def forward(self, x: Any) -> Any:
-        return Plain(self.compute(getattr(x, "hidden", x)))
-
-
 class Unpacked(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: Any = self.run(self.first(x))
-        return self.last(found.inner[0].hidden if isinstance(found, Nested) else found.hidden)
-
-
-class ReturnsView(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x).view(-1).view(ROWS, WIDTH)
-
-
-class ReturnsViewOfInput(Block):
-    """Computes something that it does not return."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x).t() if x.shape[0] == ROWS else x.t()
-
-
-class ChangesInPlace(Chain):
-    block = ReturnsView
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            y = block(x)
-            y += 0.5 * x
-            x = y
-        return x
-
-
-# Containers that a unit is given.
-
-
-class Collects(Block):
-    """Appends to a list and fills a dict; reads a tensor of each, with weights of its own."""
-
-    def forward(self, x: torch.Tensor, found: list[Any], cache: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
-        older = self.up(cache["last"]) if "last" in cache else self.up(x)
-        x = 0.5 * self.compute(x) + 0.2 * self.down(older)
-        if found:
-            x = x + 0.2 * self.compute(found[-1])
-        found.append(x.square().mean(-1, keepdim=True))
-        found.append(x * 0.5)
-        cache["last"] = x
-        return x
-
-
-class Collecting(Chain):
-    block = Collects
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-        cache: dict[str, torch.Tensor] = {}
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, found, cache)
-        assert len(found) == 8 and cache["last"] is x
-        return self.last(x) + sum(found[::2])
-
-
-class TakesTuples(Block):
-    def forward(self, given: tuple[torch.Tensor, list[torch.Tensor]]) -> Any:
-        return self.compute(given[0]), [self.compute(given[1][0])]
-
-
-class Tupled(Chain):
-    block = TakesTuples
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given: Any = (self.first(x), [x])
-        for block in self.blocks:
-            given = block(given)
-        return self.last(given[0] + given[1][0])
+        return self.last(found.inner[0].hidden)
 
 
 # Gradients of inputs.
@@ -378,11 +299,6 @@ HABITS: dict[str, Habit] = {
     "microbatches in one autocast": Habit(drive=microbatches_in_one_context),
     "evaluation in between": Habit(Repeating, evaluation_in_between),
     "dataclass in a list in a dataclass": Habit(with_blocks(ReturnsNested, Unpacked)),
-    "object": Habit(with_blocks(ReturnsObject, Unpacked)),
-    "view changed in place": Habit(ChangesInPlace),
-    "view of what was given": Habit(with_blocks(ReturnsViewOfInput)),
-    "list and dict are filled": Habit(Collecting),
-    "list in a tuple": Habit(Tupled),
     "saliency between backwards": Habit(drive=saliency_between),
     "saliency with frozen layers": Habit(drive=saliency_of_frozen_layers),
     "gradient penalty": Habit(drive=gradient_penalty),

@@ -7,7 +7,7 @@ wrapped ones, and counts each storage once, at its size of the moment.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 
 from tests.distributed.gpt import (
     Case,
-    Trainer,
     batches,
     build_trainer,
     forward_backward,
@@ -88,17 +87,14 @@ def measure(
     world: int,
     case: Case,
     strategy: str,
-    leak: Callable[[Trainer], Any] | None = None,
     ddp: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Live bytes at the points of two steps. `leak` makes something that must be counted; `ddp`:
-    fields of the DDP config."""
+    """Live bytes at the points of two steps. `ddp`: fields of the DDP config."""
     device = init_megatron()
     baseline = Baseline()
     trainer = build_trainer(
         case, strategy, device, lambda model: _warm(case, device, baseline, model), ddp
     )
-    leaked = leak(trainer) if leak is not None else None
     points = {"wrapped": baseline.live_bytes()}
     for step in ("first", "second"):
         forward_backward(trainer, batches(case, 0, rank, device))
@@ -111,7 +107,6 @@ def measure(
         points[f"{step}: zeroed"] = baseline.live_bytes()
         trainer.wrapper.engine.main_weights_changed()  # as a load does: nothing stays gathered
         points[f"{step}: at rest"] = baseline.live_bytes()
-    del leaked
     return points
 
 

@@ -18,12 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_adapter.checkpoint import (
-    load_checkpoint,
-    load_training_state,
-    save_checkpoint,
-    training_state,
-)
+from tests.distributed.checkpoints import loaded, saved
 
 from .checks import check_same_bits
 from .gpt import Case, Trainer, batches, build_trainer, init_megatron, train_step
@@ -43,7 +38,7 @@ class Mishap(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: "raised everywhere", "raised on one rank", "killed" or "late"; the module of the GPT at
+    """kind: "raised on one rank", "killed" or "late"; the module of the GPT at
     which, its how-manieth call, and whether before or after its forward, or in its backward; on
     which rank, under which strategy."""
 
@@ -110,8 +105,6 @@ def changing(name: str) -> Callable[[nn.Module], None]:
 
 
 def _act(fault: Fault) -> None:
-    if fault.kind == "raised everywhere":
-        raise Mishap
     if dist.get_rank() != fault.rank:
         return
     if fault.kind == "raised on one rank":
@@ -155,17 +148,6 @@ def happening(fault: Fault, model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def save(trainer: Trainer, root: str) -> None:
-    save_checkpoint(root, STEPS_BEFORE, training_state([trainer.wrapper], trainer.optimizer))
-
-
-def load(trainer: Trainer, root: str) -> None:
-    state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
-    number, state = load_checkpoint(root, state)
-    assert number == STEPS_BEFORE
-    load_training_state([trainer.wrapper], state, trainer.optimizer)
-
-
 def _steps(trainer: Trainer, numbers: range, rank: int, device: torch.device) -> None:
     for number in numbers:
         train_step(trainer, batches(trainer.case, number, rank, device))
@@ -176,7 +158,7 @@ def faulty_run(rank: int, world: int, fault: Fault, root: str) -> None:
     device = init_megatron(distributed_timeout_minutes=TIMEOUT_S / 60)
     trainer = build_trainer(CASE, fault.strategy, device)
     _steps(trainer, range(STEPS_BEFORE), rank, device)
-    save(trainer, root)
+    saved(trainer, root)
     with happening(fault, inner_model(trainer.wrapper)):
         _steps(trainer, range(STEPS_BEFORE, STEPS_BEFORE + 1), rank, device)
 
@@ -187,7 +169,7 @@ def resumed_run(rank: int, world: int, fault: Fault, root: str) -> None:
     device = init_megatron()
     trainer = build_trainer(CASE.but(seed=99), fault.strategy, device)
     trainer.case = CASE
-    load(trainer, root)
+    loaded(trainer, root)
     other = build_trainer(CASE, fault.strategy, device)
     _steps(other, range(STEPS_BEFORE), rank, device)
     for one in (trainer, other):

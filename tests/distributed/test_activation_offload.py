@@ -1,9 +1,9 @@
 """Activations that are kept on the host between forward and backward: losses and weights are those
 of a run without, bit for bit, and none of the wrapper's buffers is among what is copied.
 
-Hooks of a user's (`host_copies`, which spoil what they have copied), core's own offload inside of
-layers and Transformer Engine's around them; the last two with a stand-in for CUDA's streams, on
-which nothing runs late. On GPUs: tests/gpu/test_gpu_offload.py.
+Core's own offload inside of layers and Transformer Engine's around them, with a stand-in for CUDA's
+streams, on which nothing runs late. On GPUs: tests/gpu/test_gpu_offload.py. Hooks of a user's:
+tests/engine/test_engine_saved.py, and cells of the matrix.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_fsdp_adapter.megatron.compat import patches
-from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed import gpt
-from tests.distributed.checks import check_run_bits
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -32,15 +29,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.shared_ranks import on_ranks
-from tests.distributed.topologies import (
-    TOPOLOGIES,
-    build_topology_trainer,
-    case_for,
-    init_topology,
-    topology_step,
-)
 from tests.engine.engine_cases import buffers_of
-from tests.host_copies import HostCopies
 from tests.host_offload import Copied, core_offloads_on_the_host, te_offloads_on_the_host
 from tests.quantized.te_extension import FOLDERS
 
@@ -86,80 +75,6 @@ def train(
             if step == 1:
                 losses.append(forward_backward(trainer, data, forward_only=True))
     return losses, trainer.params()
-
-
-# Hooks of a user's.
-
-
-@contextmanager
-def around_forwards(wrapper: Any, copies: HostCopies) -> Iterator[None]:
-    """Hooks that are on in forward alone: a part of a unit that core recomputes in backward is
-    called without its unit, and so without the filter."""
-    forward = wrapper.forward
-
-    def hooked(*args: Any, **options: Any) -> Any:
-        with copies.hooks():
-            return forward(*args, **options)
-
-    with mock.patch.object(wrapper, "forward", hooked):
-        yield
-
-
-HOOKED = (
-    CASE.but(microbatches=1), CASE.but(microbatches=3, bf16=True, tied=True),
-    CASE.but(microbatches=3, fused=True, bf16=True),
-    CASE.but(microbatches=1, recompute="selective-mlp", bias=False),
-)  # fmt: skip
-FEW_CELLS = (
-    *((STRATEGIES[3], case) for case in HOOKED), *zip(STRATEGIES[:3], HOOKED[1:], strict=True),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("strategy", "case", "world"),
-    [
-        *((strategy, case, 2) for strategy, case in FEW_CELLS),
-        *(
-            pytest.param(strategy, case, world, marks=pytest.mark.full)
-            for strategy in STRATEGIES for case in HOOKED for world in (1, 2)
-        ),
-    ],
-)  # fmt: skip
-@on_ranks()
-def test_what_a_users_hooks_keep_on_the_host_changes_no_bit(
-    rank: int, strategy: str, case: Case
-) -> None:
-    """With ZeRO-3 every case, with each other strategy one."""
-    device = init_megatron()
-    if case.fused:
-        patches.install(FUSED_WGRAD)
-
-    @contextmanager
-    def copied(wrapper: Any) -> Iterator[None]:
-        copies = HostCopies(storages(wrapper))
-        recomputes = wrapper.config.recompute_granularity is not None
-        with around_forwards(wrapper, copies) if recomputes else copies.hooks():
-            yield
-        assert copies.packed and not copies.found, (copies.packed, copies.found)
-
-    same(train(case, strategy, device, rank, copied), train(case, strategy, device, rank), "hooks")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_experts_whose_activations_are_on_the_host_train_to_the_same_bits(strategy: str) -> None:
-    topology = TOPOLOGIES["ep2"]
-    init_topology(topology)
-    runs = []
-    for offloads in (False, True):
-        case = case_for(topology, microbatches=2, bf16=True)
-        trainer = build_topology_trainer(topology, case, strategy)
-        copies = HostCopies(storages(*trainer.chunks))
-        with copies.hooks() if offloads else nullcontext():
-            steps = [topology_step(trainer, step) for step in range(STEPS)]
-        assert bool(copies.packed) is offloads and not copies.found, copies.found
-        runs.append(steps)
-    check_run_bits(*runs, "experts")
 
 
 # Core's offload of parts of layers.

@@ -9,16 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
-from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.core.runtime.comm import Communicator
-from megatron_fsdp_adapter.launch import cpu_mode
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -26,23 +19,16 @@ from tests.distributed.gpt import (
     batches,
     build_model,
     build_trainer,
-    ddp_config,
     distributed_optimizer,
     forward_backward,
     full_all,
     init_megatron,
-    model_config,
     train_step,
 )
+from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
-
-
-def _everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _weights(trainer: Trainer) -> dict[str, Any]:
@@ -63,7 +49,7 @@ def test_slices_are_whole_rows_and_tile_the_parameter(rank: int, world: int) -> 
             assert local.shape[1:] == original[name].shape[1:], (strategy, name)
             assert local.numel() == held.stop - held.start and held.start % width == 0
             assert torch.equal(local.reshape(-1), original[name].detach().reshape(-1)[held])
-            spans = _everyone((held.start, held.stop))
+            spans = everyones((held.start, held.stop))
             if strategy == "no_shard":
                 assert spans == [(0, param.numel())] * world
             else:
@@ -124,86 +110,6 @@ def test_each_element_counts_once_in_the_norm_and_among_zeros(rank: int, world: 
         _, norm, counted = trainer.optimizer.step()
         assert counted == zeros, strategy
         assert abs(norm - exact) < 1e-6 * exact, (strategy, norm, exact)
-
-
-@on_ranks(2)
-def test_the_first_rank_s_weights_count(rank: int, world: int) -> None:
-    """The first rank's count. `broadcast_params` comes too late: it would spread shards."""
-    device = init_megatron()
-    for strategy in STRATEGIES:
-        model = build_model(CASE.but(seed=rank), device)
-        first = build_model(CASE.but(seed=0), device)
-        expected = {name: param.detach() for name, param in first.named_parameters()}
-        wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, strategy), model)
-        found = full_all(dict(model.named_parameters()))
-        wrapper.broadcast_params()
-        assert all(torch.equal(found[name], expected[name]) for name in expected), strategy
-
-
-@on_ranks(2)
-def test_each_rank_takes_its_rows_of_full_tensors(rank: int, world: int) -> None:
-    """Each rank takes its rows of full tensors."""
-    device = init_megatron()
-    source = {n: p.detach() for n, p in build_model(CASE.but(seed=5), device).named_parameters()}
-    for strategy in STRATEGIES:
-        trainer = build_trainer(CASE, strategy, device)
-        trainer.wrapper.load_state_dict({f"module.{n}": value for n, value in source.items()})
-        found = full_all(_weights(trainer))
-        assert all(torch.equal(found[name], source[name]) for name in source), strategy
-        reference = build_trainer(CASE.but(seed=5), strategy, device)
-        data = batches(CASE, 0, rank, device)
-        assert train_step(trainer, data) == train_step(reference, data), strategy
-
-
-@on_ranks(2)
-def test_groups_of_a_collection_are_used(rank: int, world: int) -> None:
-    """Groups of a collection are used, those of parallel_state are not touched."""
-    cpu_mode.enable_cpu_mode()
-    everyone, gather = dist.new_group([0, 1]), dist.new_group([0, 1])
-    alone = [dist.new_group([member]) for member in range(world)][rank]
-    collection = ProcessGroupCollection()
-    collection.dp = collection.dp_cp = collection.intra_dp_cp = collection.expt_dp = everyone
-    collection.tp = collection.pp = collection.cp = collection.ep = collection.mp = alone
-    collection.dp_cp_ag = gather
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-    wrapper = FullyShardedDataParallel(
-        model_config(CASE), ddp_config(CASE, "optim_grads_params"), model, [nn.Linear],
-        pg_collection=collection,
-    )  # fmt: skip
-    index = wrapper.megatron_fsdp_dist_index
-    assert index.get_fsdp_group() is everyone
-    assert index.get_fsdp_group(independent_all_gather=True) is gather
-    assert wrapper.engine.gather.communicators["dense"].group is gather
-    assert wrapper.engine.reduce.domains["dense"].communicator.group is everyone
-    assert wrapper.tp_group is alone and not hasattr(wrapper, "pg_collection")
-    wrapper(torch.ones(2, 7)).sum().backward()
-    wrapper.finish_grad_sync()
-    assert not parallel_state.model_parallel_is_initialized()
-
-
-@on_ranks(2)
-def test_collectives_come_in_the_same_order_on_every_rank(rank: int, world: int) -> None:
-    """With their sizes, over two steps. Trap G2: the order came from a set; objects lie at other
-    addresses on each rank here."""
-    device = init_megatron()
-    original = Communicator.launch
-    log: list[tuple[str, int]] = []
-
-    def launch(self: Communicator, name: str, pairs: Any, **options: Any) -> Any:
-        log.append((name, sum(output.numel() for output, _ in pairs)))
-        return original(self, name, pairs, **options)
-
-    clutter = [object() for _ in range(rank * 1000)]  # other addresses on each rank
-    case = CASE.but(num_layers=3)
-    for strategy in STRATEGIES:
-        trainer = build_trainer(case, strategy, device)
-        log.clear()
-        with mock.patch.object(Communicator, "launch", launch):
-            for number in range(2):
-                train_step(trainer, batches(case, number, rank, device))
-        first, second = _everyone(log)
-        assert first == second and first, strategy
-    del clutter
 
 
 def _strict(original: Any) -> Any:

@@ -33,9 +33,10 @@ from megatron_fsdp_adapter.prove.build import coordinates
 from tests.distributed import deep_ep_stand_in
 from tests.distributed.checks import Step, check_gradients, check_loss
 from tests.distributed.delayed_weights import delay_weight_gradients
+from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.test_topologies import feed_two_experts
-from tests.distributed.test_units import FINE, gathered_bytes, nbytes
+from tests.distributed.test_units import FINE, RECOMPUTED, gathered_bytes, nbytes
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -54,7 +55,6 @@ from tests.distributed.variants import (
     Comparison,
     Variant,
     compare,
-    everyones,
     marked,
     unchanged,
 )
@@ -158,6 +158,7 @@ OPTIONS = tuple(
             {**flex("hybridep"), "moe_shared_expert_overlap": True}, {**FP32, **SHARED},
         ),
         _option("shared experts overlapped", {"moe_shared_expert_overlap": True}, SHARED),
+        _option("shared experts, recomputed", RECOMPUTED, SHARED),
         _option("latent experts", {}, {"moe_latent_size": 10}),
         _option(
             "expert bias", {},

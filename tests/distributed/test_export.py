@@ -1,7 +1,8 @@
 """Exports, bit for bit: of plain modules the tensors of the whole model, in every strategy and
 mixture of axes; of Megatron models, under every kind of parallelism, what a checkpoint has. A
-bounded number of units exist at a time, and training goes on as if there had been none. Of models
-whose main weights are in host memory: test_step_schedules.py."""
+bounded number of units exist at a time. That training goes on as if there had been none is the
+event "exports" of tests/engine/scenarios.py. Of models whose main weights are in host memory:
+test_step_schedules.py."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from megatron_fsdp_adapter.core.engine.buffer import ShardedBuffer
 from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
 from megatron_fsdp_adapter.sharding import unit_copies
 from tests.distributed.gpt import Case
+from tests.distributed.groups import everyones
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net, tokens
 from tests.distributed.shared_ranks import on_ranks
@@ -55,9 +57,7 @@ def assert_same(found: Tensors, wanted: Tensors, why: str) -> None:
 
 def from_shards(shards: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Whole tensors of the blocks of all ranks."""
-    told: list[Any] = [None] * dist.get_world_size()
-    mine = [(one.name, one.tensor, one.offsets, one.shape) for one in shards]
-    dist.all_gather_object(told, mine)
+    told = everyones([(one.name, one.tensor, one.offsets, one.shape) for one in shards])
     found: dict[str, torch.Tensor] = {}
     filled: dict[str, torch.Tensor] = {}
     for name, block, offsets, shape in itertools.chain(*told):
@@ -135,33 +135,11 @@ def _of_the_whole_model(world: int, strategy: str) -> None:
         assert first == "embedding.weight" or first.startswith("blocks.0")
 
 
-def _between_steps(strategy: str) -> None:
-    """Training with exports in between is training without."""
-    (plain, without), (model, optimizer) = sharded(strategy), sharded(strategy)
-    for step in range(4):
-        train(plain, without, step)
-        model(tokens(step, 0, dist.get_rank())).backward()
-        dict(export_weights(model))  # with gradients attached
-        optimizer.step()
-        if step % 2:
-            stopped = export_weights(model, dtype=None)
-            next(stopped)
-            stopped.close()
-            next(export_shards(model))
-        optimizer.zero_grad()
-        list(export_weights(model))
-        with torch.no_grad():
-            model(tokens(step, 1, dist.get_rank()))
-        dict(export_weights(model))  # behind an evaluation, weights gathered ahead
-    assert_same(model.full_state_dict(), plain.full_state_dict(), strategy)
-
-
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @on_ranks(seconds=400)
-def test_exported_tensors_are_those_of_the_whole_model_and_training_goes_on(world: int) -> None:
+def test_exported_tensors_are_those_of_the_whole_model(world: int) -> None:
     for strategy in STRATEGIES:
         _of_the_whole_model(world, strategy)
-        _between_steps(strategy)
 
 
 class _Counted(ShardedBuffer):
@@ -297,9 +275,7 @@ def whole_model(run: TopologyTrainer) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 mine[split_depth(key)[1]] = whole.detach()
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    lazy = {name: from_tensor(value) for one in told for name, value in one.items()}
+    lazy = {name: from_tensor(v) for one in everyones(mine) for name, v in one.items()}
     return {common_name(name): value.whole() for name, value in join_halves(lazy).items()}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model
 from tests.distributed.gpt import build_trainer, init_megatron
+from tests.distributed.groups import everyones
 from tests.distributed.launch import run_ranks, settle_ranks
 from tests.distributed.mishaps import (
     CASE,
@@ -23,7 +24,6 @@ from tests.distributed.mishaps import (
     resumed_run,
 )
 from tests.distributed.shared_ranks import on_ranks
-from tests.distributed.variants import everyones
 
 STATED = re.compile(
     r"rank \d: (gathering weights|reducing gradients|broadcasting weights) of unit \S+ "

@@ -23,7 +23,7 @@ from tests.distributed.gpt import (
     ddp_config,
     model_config,
 )
-from tests.distributed.groups import use_groups
+from tests.distributed.groups import everyones, use_groups
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
@@ -33,7 +33,6 @@ from tests.distributed.topologies import (
     init_topology,
     topology_step,
 )
-from tests.distributed.variants import everyones
 from tests.engine.pretended import pretended_world
 
 WORLD = 4
@@ -142,54 +141,35 @@ def _recorded(trainer: TopologyTrainer) -> tuple[list[str], list[tuple[float, fl
 @pytest.mark.parametrize("strategy", (STRATEGIES[1], STRATEGIES[3]))
 @on_ranks(WORLD)
 def test_gathers_go_to_their_own_group_and_change_no_number(strategy: str) -> None:
-    """Of dense and expert parameters, where weights are gathered once a step and at every use."""
+    """Of dense and expert parameters, where weights are gathered once a step and at every use.
+    Groups are given, or made as Megatron-LM's --create-all-gather-group asks for and 0.19 does not:
+    with and without a collection, once for all wrappers that share one."""
     topology = TOPOLOGIES["ep2"]
     init_topology(topology)
-    collection = ProcessGroupCollection.use_mpu_process_groups()
-    separate = create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
-    runs = [
-        _recorded(
-            build_topology_trainer(
-                topology, case_for(topology), strategy, pg_collection=groups
-            )
-        )
-        for groups in (collection, separate)
-    ]
-    (shared_log, shared), (own_log, own) = runs
-    assert own == shared, strategy
-    gathers = {line for line in own_log if "gather" in line}
-    reductions = {line for line in own_log if "gather" not in line}
-    assert gathers == {"all_gather on its own group"}, gathers
-    assert reductions and all(line.endswith(" shard group") for line in reductions)
-    assert all(line.endswith(" shard group") for line in shared_log)
-    assert [line.split()[0] for line in own_log] == [line.split()[0] for line in shared_log]
-
-
-@on_ranks(WORLD)
-def test_the_option_makes_the_groups_that_are_not_given() -> None:
-    """What Megatron-LM's --create-all-gather-group asks for and 0.19 does not make: dense and
-    expert, with and without a collection, once for all wrappers that share one."""
-    topology = TOPOLOGIES["ep2"]
-    init_topology(topology)
-    collection = ProcessGroupCollection.use_mpu_process_groups()
-    case, option = case_for(topology), {"create_all_gather_group": True}
+    given, collection = (ProcessGroupCollection.use_mpu_process_groups() for _ in range(2))
+    create_all_gather_groups(given)
+    option = {"create_all_gather_group": True}
 
     def recorded(ddp: dict[str, Any], groups: Any) -> tuple[list[str], list[tuple[float, float]]]:
         return _recorded(
             build_topology_trainer(
-                topology, case, "optim_grads_params", ddp=ddp, pg_collection=groups
+                topology, case_for(topology), strategy, ddp=ddp, pg_collection=groups
             )
         )
 
-    _, expected = recorded({}, None)
-    for groups in (None, collection):
-        log, found = recorded(option, groups)
-        assert found == expected
+    shared_log, expected = recorded({}, None)
+    assert all(line.endswith(" shard group") for line in shared_log)
+    kept = []
+    for ddp, groups in (({}, given), (option, None), (option, collection), (option, collection)):
+        log, found = recorded(ddp, groups)
+        assert found == expected, strategy
         gathers = {line for line in log if "gather" in line}
         assert gathers == {"all_gather on its own group"}, gathers
-    kept = [getattr(collection, name) for name in MIRRORED]
-    recorded(option, collection)
-    assert [getattr(collection, name) for name in MIRRORED] == kept
+        reductions = {line for line in log if "gather" not in line}
+        assert reductions and all(line.endswith(" shard group") for line in reductions)
+        assert [line.split()[0] for line in log] == [line.split()[0] for line in shared_log]
+        kept.append([getattr(collection, name, None) for name in MIRRORED])
+    assert kept[2] == kept[3] and all(kept[2])
 
 
 def test_a_gather_group_with_other_ranks_is_refused() -> None:

@@ -1,8 +1,7 @@
-"""What users do beside the plain loop, and in whatever order a model calls its parts, trains to the
-weights of stock DDP.
+"""What users do beside the plain loop trains to the weights of stock DDP.
 
-Guards against traps A8 (missing gradients), E9, G4, R1 and R2 (resharding inside recomputation), R5
-(frozen modules), R6, R7 (evaluation between steps), S1 and S3 (tied weights counted twice).
+Guards against traps A8 (missing gradients), G4, R1 and R2 (resharding inside recomputation), R5
+(frozen modules), S1 and S3 (tied weights counted twice).
 """
 
 from __future__ import annotations

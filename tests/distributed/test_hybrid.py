@@ -7,15 +7,12 @@ four ranks, which was compared with plain DDP elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron_fsdp_adapter.core.engine.group import GradState
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -24,15 +21,14 @@ from tests.distributed.gpt import (
     forward_backward,
     init_megatron,
 )
+from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import TOPOLOGIES
 from tests.distributed.variants import (
     STRATEGIES,
-    ZERO_2,
     ZERO_3,
     Variant,
     compare,
-    everyones,
     marked,
 )
 
@@ -85,48 +81,6 @@ def test_instances_train_like_one_and_like_stock_ddp(row: Variant, rank: int, se
     """Trap G9: the outer reduction came too late; G14: only the last microbatch counted, where
     without overlap nothing says which one that is."""
     compare(row, rank, seed)
-
-
-def _launch_outer(trainer: Trainer, launch: Any) -> None:
-    """Reductions over the outer axis are launched by `launch`, which is given what does it."""
-    outer = trainer.wrapper.engine.reduce.outer
-    for name, one in outer.items():
-        way = replace(one.way, launch=partial(launch, one.way.launch))
-        outer[name] = replace(one, way=way)
-
-
-def _launches(trainer: Trainer, rank: int, device: torch.device, told: bool) -> list[int]:
-    """Groups that a step of 3 microbatches reduces over the outer axis: asked for by the backwards,
-    and launched in all. Without `told`, nothing says which microbatch is the last."""
-    trainer.wrapper.config.no_sync_func = trainer.wrapper.no_sync if told else None
-    asked, finish = [0, 0], trainer.wrapper.engine.reduce_grads
-
-    def at_end() -> None:
-        asked[0] = sum(g.grad_state is GradState.FINISHED for g in trainer.wrapper.engine.groups)
-        finish()
-
-    def count(launch: Any, communicator: Any, parts: Any) -> Any:
-        asked[1] += len(parts)
-        return launch(communicator, parts)
-
-    trainer.wrapper.engine.reduce_grads = at_end
-    _launch_outer(trainer, count)
-    forward_backward(trainer, batches(trainer.case, 0, rank, device))
-    return asked
-
-
-@on_ranks(WORLD)
-def test_outer_axis_is_reduced_once_a_step(rank: int) -> None:
-    """For each unit on the last microbatch, when its backward ends. Where nothing says which one
-    is the last (Megatron-LM with ZeRO-3 and no --overlap-grad-reduce) it waits for the end."""
-    device, case = _init(), Case()
-    units = 5  # embedding, two layers, output layer, final norm
-    for strategy in (ZERO_2, ZERO_3):
-        for outer in OUTER:
-            for told in (False, True):
-                trainer = build_trainer(case, strategy, device, ddp=_options(outer))
-                found = _launches(trainer, rank, device, told)
-                assert found == [units if told else 0, units], (strategy, outer, told)
 
 
 @on_ranks(WORLD)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -33,7 +30,6 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 )
 from tests.distributed.gpt import (
     Case,
-    Trainer,
     batches,
     build_trainer,
     ddp_config,
@@ -43,7 +39,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
-from tests.distributed.memory import live_bytes, measure, measure_all
+from tests.distributed.memory import live_bytes, measure_all
 from tests.distributed.plain import Block, Net, tokens
 
 BASE = Case(positions="learned_absolute", microbatches=2)
@@ -151,33 +147,6 @@ def test_offloaded_state_is_counted_where_it_is(bf16, capsys):
             grads = held["bytes"].get(GRADIENT_SHARD, 0)
             staged = points["second: reduced"] - (at_rest + grads)
             assert 0 < staged <= held["bytes"][STAGED], strategy
-
-
-def test_strategies_hold_less_the_more_they_shard(capsys):
-    """What is compared above is not trivial: at 4 shards each row holds less than the last."""
-    report = estimated(BASE.but(bf16=True), 4, 0, capsys)["strategies"]
-    sizes = [report[strategy]["between_steps"] for strategy in STRATEGIES]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
-
-
-def _leaking(rank: int, world: int, *leaks: Any) -> list[dict[str, int]]:
-    return [measure(rank, world, BASE, "optim", leak) for leak in leaks]
-
-
-def test_bytes_that_should_not_be_there_are_counted():
-    [(clean, leaking)] = run_ranks(_leaking, 1, None, _thousand_bytes)
-    assert {point: count + 1000 for point, count in clean.items()} == leaking
-
-
-def _thousand_bytes(trainer: Trainer) -> torch.Tensor:
-    return torch.zeros(250)
-
-
-def test_the_command_prints_what_is_compared_here(capsys):
-    words = [sys.executable, "-m", "megatron_fsdp_adapter", "estimate", *flags(BASE, 2, 1)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == estimated(BASE, 2, 1, capsys)
 
 
 # Deleting the model.

@@ -1,8 +1,7 @@
-"""What goes wrong in a user's program: an exception in a forward or backward leaves the wrapper
-able to run the next step; weights that are written where main weights do not see it are an error
-that names the parameter; running out of memory names the buffer, its unit, and what the strategy
-takes.
-Faults of one rank: test_faults.py."""
+"""What goes wrong in a user's program: weights that are written where main weights do not see it
+are an error that names the parameter; running out of memory names the buffer, its unit, and what
+the strategy takes. Exceptions in a forward or backward: tests/engine/test_engine_scenarios.py;
+faults of one rank: test_faults.py."""
 
 from __future__ import annotations
 
@@ -24,85 +23,8 @@ from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from megatron_fsdp_adapter.core.engine.partition import ROOT
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
 from megatron_fsdp_adapter.diagnostics.fault_report import memory_plan
-from tests.distributed.checks import check_same_bits
-from tests.distributed.gpt import (
-    Case,
-    Trainer,
-    batches,
-    build_trainer,
-    forward_backward,
-    init_megatron,
-    train_step,
-)
-from tests.distributed.habits import inner_model, inner_model_called
 from tests.distributed.launch import run_ranks
-from tests.distributed.mishaps import Fault, Mishap, happening
 from tests.distributed.plain import Side
-from tests.distributed.random_cases import fresh_seed, random_case
-
-# Exceptions, on all ranks, by a user's hook.
-
-FC2 = "decoder.layers.1.mlp.linear_fc2"
-MISHAPS: Mapping[str, Fault] = {
-    name: Fault("raised everywhere", module, when, call)
-    for name, module, when, call in (
-        ("forward, inside a layer", FC2, "after", 1),
-        ("forward, after a layer", "decoder.layers.0", "after", 1),
-        ("forward, in the embedding", "embedding", "after", 1),
-        ("forward of the second microbatch", FC2, "after", 2),
-        ("forward, after the model", "", "after", 3),
-        ("backward, after a layer", "decoder.layers.1", "backward", 1),
-        ("backward, inside a layer", FC2, "backward", 1),
-        ("backward of the last microbatch", FC2, "backward", 3),
-        ("backward, at the model's output", "", "backward", 1),
-    )
-}  # fmt: skip
-
-
-def _fail(trainer: Trainer, name: str, data: list[torch.Tensor]) -> None:
-    with happening(MISHAPS[name], inner_model(trainer.wrapper)), pytest.raises(Mishap):
-        forward_backward(trainer, data)
-
-
-def _run(trainer: Trainer, rank: int, happens: bool) -> list[Any]:
-    """A step, then after each mishap an evaluation without any clean-up and a step."""
-    device, case = torch.device("cpu"), trainer.case
-    found: list[Any] = [train_step(trainer, batches(case, 0, rank, device))]
-    for number, name in enumerate(MISHAPS, start=1):
-        if happens:
-            _fail(trainer, name, batches(case, 90 + number, rank, device))
-        with torch.no_grad():
-            data = batches(case, 50, rank, device)
-            found.append(forward_backward(trainer, data, forward_only=True))
-        if trainer.strategy == "optim_grads_params":
-            trainer.wrapper.stop_communication()  # on the host a release waits in a queue
-            gathered = [group.weights[0].tensor for group in trainer.wrapper.engine.groups]
-            assert not any(one.untyped_storage().nbytes() for one in gathered), name
-        found.append(train_step(trainer, batches(case, number, rank, device)))
-    return found
-
-
-def _recovers(rank: int, world: int, case: Case) -> None:
-    device = init_megatron()
-    for strategy in STRATEGIES:
-        label = f"{strategy}, {case}"
-        expected, trainer = (build_trainer(case, strategy, device) for _ in range(2))
-        assert _run(trainer, rank, True) == _run(expected, rank, False), label
-        # The failed pass began at the wrapper, the next one begins further inside.
-        _fail(trainer, "forward, inside a layer", batches(case, 99, rank, device))
-        reports = [inner_model_called(one, 60, rank) for one in (trainer, expected)]
-        losses = [(report.loss, report.norm) for report in reports]
-        assert losses[0] == losses[1], label
-        check_same_bits(trainer.params(), expected.params(), label)
-
-
-@pytest.mark.parametrize("overlap", (True, pytest.param(False, marks=pytest.mark.full)))
-def test_next_step_equals_that_of_a_run_without_the_exception(overlap: bool) -> None:
-    """By the wrapper or the model inside. Between the exception and the next step comes an
-    evaluation, before anything is cleaned up."""
-    case = random_case(fresh_seed()).but(num_layers=2, batch=1, overlap=overlap)
-    run_ranks(_recovers, 2, case, timeout=400)
-
 
 # Writes that main weights do not see. All ranks have the same data, so that one process without
 # sharding is the reference.

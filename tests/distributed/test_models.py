@@ -25,14 +25,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
-from tests.distributed import gpt, topologies
+from tests.distributed import gpt, models, topologies
 from tests.distributed.checks import Step, check_norm, check_weights
 from tests.distributed.gpt import STRATEGIES, Case, batches, forward_backward
-from tests.distributed.models import TwoTowers, _config, _gpt, built, shared_experts, varied
+from tests.distributed.models import ALONE, ATTENTION, BLOCK, CASE, TwoTowers, freeze_part, varied
 from tests.distributed.shared_ranks import on_ranks
-from tests.distributed.topologies import Topology
+from tests.distributed.topologies import Topology, model_config
 from tests.distributed.variants import (
-    ZERO_0,
     ZERO_1,
     ZERO_2,
     ZERO_3,
@@ -40,6 +39,7 @@ from tests.distributed.variants import (
     compare,
     marked,
     train,
+    unchanged,
     weights_of,
 )
 
@@ -49,8 +49,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _model(case: Case, device: torch.device, make: Any, recompute: str, trained: str) -> nn.Module:
-    return built(make, recompute, trained, case.seed)
+def _towers(case: Case, device: torch.device, recompute: Any, tied: bool, change: Any) -> nn.Module:
+    return varied(lambda: TwoTowers(recompute, tied), case.seed, change)
 
 
 def keeps_no_weights(ours: Any, reference: Any, strategy: str) -> None:
@@ -63,12 +63,12 @@ def keeps_no_weights(ours: Any, reference: Any, strategy: str) -> None:
             assert sum(held) == 0, unit.name
 
 
-def _row(make: Any, recompute: str, trained: str, strategy: str) -> Variant:
-    build = partial(_model, make=make, trained=trained)
+def _row(name: str, strategy: str, recompute: Any, tied: bool, change: Any) -> Variant:
+    build = partial(_towers, tied=tied, change=change)
     return Variant(
-        f"{make.__name__}, {recompute}, {strategy}, {trained}", (strategy,), random=True,
-        case=SIZES, build=partial(build, recompute=recompute), steps=2, compare="free",
-        reference={"build": partial(build, recompute="none")}, expect=keeps_no_weights,
+        f"two towers, {name}", (strategy,), random=True, case=SIZES,
+        build=partial(build, recompute=recompute), steps=2, compare="free",
+        reference={"build": partial(build, recompute={})}, expect=keeps_no_weights,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _predicting(config: Any, block: Any, **options: Any) -> GPTModel:
 
 
 def _with_fields(case: Case, device: torch.device, tied: bool, fields: Any) -> nn.Module:
-    return varied(lambda: _gpt(_config("none", **fields), tied), case.seed)
+    return varied(lambda: models.gpt(model_config(ALONE, CASE, **fields), tied), case.seed)
 
 
 def heads_have_a_norm(ours: Any, reference: Any, strategy: str) -> None:
@@ -163,11 +163,9 @@ def later(name: str, fields: dict[str, Any], tied: bool = False, **changes: Any)
 
 
 ROWS = (
-    _row(shared_experts, "experts", "LoRA", ZERO_3),
-    _row(shared_experts, "full, block", "all", ZERO_0),
-    _row(TwoTowers, "full, block", "tied", ZERO_3),
-    _row(TwoTowers, "attention", "tied, frozen part", ZERO_2),
-    _row(TwoTowers, "none", "frozen part", ZERO_1),
+    _row("blocks recomputed, tied", ZERO_3, BLOCK, True, unchanged),
+    _row("attention recomputed, tied, frozen part", ZERO_2, ATTENTION, True, freeze_part),
+    _row("frozen part", ZERO_1, {}, False, freeze_part),
     *(
         Variant(
             f"hybrid model, ep{ep}", topology=Topology(f"hybrid-ep{ep}", ep=ep, experts=4),

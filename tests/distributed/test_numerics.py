@@ -19,7 +19,9 @@ from tests.distributed.variants import (
     ZERO_1,
     Variant,
     compare,
+    differ_by_rank,
     marked,
+    unchanged,
     weights_of,
 )
 
@@ -61,6 +63,10 @@ ROWS = (
     *(
         EACH.but(f"loss per token, {n} ranks", world=n, case={"per_token_loss": True})
         for n in (1, 2)
+    ),
+    EACH.but(
+        "ranks that begin differently", change=differ_by_rank, reference={"change": unchanged},
+        compare="free",
     ),
     # Trap G5: without overlap ZeRO-0 and ZeRO-1 reduce at the end of the step, once.
     *(

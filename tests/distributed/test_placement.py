@@ -10,17 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import Case, batches, init_megatron, make_trainer, train_step
-from tests.distributed.mishaps import load, save
-from tests.distributed.models import CASE, TwoTowers, _config, _gpt, built
+from tests.distributed.models import ALONE, CASE, TwoTowers, freeze_part, gpt, varied
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.test_models import SIZES
+from tests.distributed.topologies import model_config
 from tests.distributed.variants import (
     STRATEGIES,
     ZERO_1,
     ZERO_3,
     Variant,
     compare,
+    differ_by_rank,
     marked,
     unchanged,
 )
@@ -29,18 +31,8 @@ LEFT: dict[str, str] = {"*": "leave", "text*": "shard", "projector": "shard"}
 """All but the frozen tower is sharded: later patterns win."""
 
 
-def _dense(recompute: str, tied: bool) -> nn.Module:
-    return _gpt(_config(recompute), tied)
-
-
 def _towers(case: Case, device: torch.device) -> nn.Module:
-    return built(TwoTowers, "none", "frozen part", case.seed)
-
-
-def differ_by_rank(model: nn.Module) -> None:
-    """Ranks begin differently: the first one's weights count."""
-    for param in model.parameters():
-        param.data.add_(torch.distributed.get_rank())
+    return varied(lambda: TwoTowers({}, False), case.seed, freeze_part)
 
 
 def tower_is_left_alone(ours: Any, reference: Any, strategy: str) -> None:
@@ -77,8 +69,8 @@ def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
     one, other = (make_trainer(made, case, ZERO_3, module_placements=LEFT) for made in models)
     train_step(one, batches(case, 0, rank, device))
     train_step(one, batches(case, 1, rank, device))
-    save(one, str(root))
-    load(other, str(root))
+    saved(one, root)
+    loaded(other, root)
     for step in (2, 3):
         results = [train_step(t, batches(case, step, rank, device)) for t in (one, other)]
         assert results[0] == results[1], step
@@ -99,7 +91,7 @@ def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
 @on_ranks(1)
 def test_wrong_places_are_one_early_error(placements: dict[str, str], said: str) -> None:
     init_megatron()
-    model: Any = built(TwoTowers, "none", "tied, frozen part", 1)
+    model: Any = varied(lambda: TwoTowers({}, True), 1, freeze_part)
     if "text.output_layer" in placements:
         model.text.output_layer.weight = model.text.embedding.word_embeddings.weight
     with pytest.raises(ValueError) as caught:
@@ -116,7 +108,8 @@ def test_a_change_of_requires_grad_after_wrapping_is_one_error(
     rank: int, value: bool, name: str
 ) -> None:
     device = init_megatron()
-    model = built(_dense, "none", "frozen part" if value else "all", 1)
+    change = freeze_part if value else unchanged
+    model = varied(lambda: gpt(model_config(ALONE, CASE), False), 1, change)
     trainer = make_trainer(model, CASE, ZERO_3)
     train_step(trainer, batches(CASE, 0, rank, device))
     trainer.wrapper.stop_communication()

@@ -15,7 +15,9 @@ from tests.distributed.gpt import (
     Case,
     batches,
     build_model,
+    forward_backward,
     init_megatron,
+    load_weights,
     make_trainer,
     train_step,
 )
@@ -29,7 +31,7 @@ CASE = Case(num_layers=2, hidden=18, heads=3, ffn=20, vocab=23, seq=8, batch=1, 
 
 def _built(kind: str, device: torch.device) -> nn.Module:
     torch.manual_seed(CASE.seed)
-    plain = build_model(CASE, device) if kind == "dense" else models.latent_attention("none", False)
+    plain = build_model(CASE, device) if kind == "dense" else models.latent_attention()
     for module in (plain, *_attentions(plain)):
         module.config.qk_clip, module.config.qk_clip_threshold = True, THRESHOLD
     return plain
@@ -74,7 +76,14 @@ def test_every_rank_scales_the_rows_that_it_has(rank: int, kind: str) -> None:
             expected = _clipped(kind, device, before, step)
             _set_logits(trainer.wrapper, step, rank)
             assert clip_qk([trainer.wrapper]) == 300.0 + step + CASE.num_layers - 1
+            cores = [attention.core_attention for attention in _attentions(trainer.wrapper)]
+            assert not any(core.current_max_attn_logits is not None for core in cores)
             after = trainer.params()
+            loaded = make_trainer(_built(kind, device), CASE, strategy)
+            load_weights(loaded, after)
+            data = batches(CASE, 9, rank, device)
+            seen = [forward_backward(one, data, forward_only=True) for one in (trainer, loaded)]
+            assert seen[0] == seen[1], "the next forward has the clipped weights"
             for name, weight in expected.items():
                 torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=0.0, msg=name)
             changed = [name for name in after if not torch.equal(after[name], before[name])]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp_adapter import (
     export_shards,
@@ -40,6 +39,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
+from tests.distributed.groups import everyones
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import tokens
 from tests.distributed.test_export import assert_same, mesh_options, sharded, train
@@ -454,9 +454,7 @@ def _rows(rank: int, world: int, copies: int) -> None:
         records = export_index(lambda _, made=made: made, worker)  # type: ignore[misc]
         assert all(r.param.data.dtype == torch.bfloat16 for r in records)
         mine = [(r.param.data.numel(), r.spec.contributes) for r in records]
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, mine)
-        for pair, *rows in zip(pairs, *everyone, strict=True):
+        for pair, *rows in zip(pairs, *everyones(mine), strict=True):
             sent = sum(count for count, contributes in rows if contributes)
             assert sent == pair.unsharded.numel(), (strategy, pair.managed.fqns)
 

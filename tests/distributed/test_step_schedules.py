@@ -6,8 +6,6 @@ a CPU. In plain loops: test_plain_loops.py."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.sharding import building, unit_copies
 from tests.adapter.test_bridge_weights import Task, standing_in
-from tests.distributed.checks import Step, check_run_bits, recorded_step
+from tests.distributed.checks import Step
 from tests.distributed.fused_adam import precision_aware, transformer_engine_optimizer
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -32,50 +30,20 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
-from tests.distributed.topologies import (
-    TOPOLOGIES,
-    Topology,
-    TopologyTrainer,
-    build_topology_trainer,
-    case_for,
-    init_topology,
-    run_schedule,
-    topology_step,
-)
+from tests.distributed.shared_ranks import on_ranks
+from tests.distributed.topologies import TOPOLOGIES, TopologyTrainer, run_schedule
+from tests.distributed.variants import Variant, compare, marked, train
 from tests.engine.recording import RaceError, RecordingRuntime
 
 CPU = torch.device("cpu")
-CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.5, bf16=True)
+SMALL = {"num_layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 23, "microbatches": 2,
+         "clip": 0.5, "bf16": True}  # fmt: skip
+CASE = Case(**SMALL)  # type: ignore[arg-type]
 OFFLOAD = {"chunked_optimizer_state_offload": True}
 BF16 = torch.bfloat16
-DATA_PARALLEL = Topology("dp")
 
 
 # Steps, with nothing around them.
-
-
-@dataclass(frozen=True)
-class Row:
-    """What changes in the case, fields of the DDP config; fused: an Adam that counts a step in each
-    call and does not see empty shards, with gradients and moments in bf16 and a part of the model
-    frozen. Topologies have a case of their own, experts and chunks in one optimizer."""
-
-    case: Mapping[str, Any] = field(default_factory=dict)
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-    strategies: Iterable[str] = STRATEGIES
-    topology: Topology = DATA_PARALLEL
-    fused: bool = False
-
-    def trainer(self, strategy: str, offload: Mapping[str, Any]) -> Any:
-        ddp = {**self.ddp, **offload}
-        if self.topology.name in TOPOLOGIES:
-            case = case_for(self.topology, bf16=True)
-            return build_topology_trainer(self.topology, case, strategy, ddp=ddp)
-        with transformer_engine_optimizer() if self.fused else nullcontext():
-            return build_trainer(
-                CASE.but(**self.case), strategy, CPU, ddp=ddp,
-                **{"change": freeze, "optimizer": _of_bf16_moments} if self.fused else {},
-            )  # fmt: skip
 
 
 def freeze(model: torch.nn.Module) -> None:
@@ -87,86 +55,83 @@ def _of_bf16_moments(config: Any) -> Any:
     return precision_aware(config, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
 
 
-def instances(outer: str) -> dict[str, Any]:
-    return {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
-
-
-SHARDING = ("optim", "optim_grads_params")
-ROWS: Mapping[str, Row] = {
-    "bf16 weights": Row(),
-    "fused, bf16 gradients and moments, frozen parameters": Row(
-        ddp={"megatron_fsdp_main_grads_dtype": BF16}, fused=True),
-    "instances that hold the same shards": Row(ddp=instances("no_shard"), strategies=SHARDING),
-    "instances that hold parts of them": Row(ddp=instances("optim"), strategies=SHARDING),
-    "interleaved pipeline": Row(topology=TOPOLOGIES["pp2-vpp2"], strategies=STRATEGIES[-1:]),
-}  # fmt: skip
-MORE_ROWS: Mapping[str, Row] = {
-    "float32 weights, which have moments alone to offload": Row({"bf16": False}),
-    "fp16 and a loss scale": Row({"fp16": True, "bf16": False}),
-    "tied, recomputed": Row({"tied": True, "recompute": "full-1"}),
-    "no overlap, one microbatch": Row({"overlap": False, "microbatches": 1}),
-    "bf16 on the wire": Row({}, {"megatron_fsdp_grad_comm_dtype": BF16}),
-}
-FOUR_RANKS: Mapping[str, Row] = {
-    name: Row(topology=TOPOLOGIES[name], strategies=(strategy,))
-    for name, strategy in (
-        ("ep2-etp2", "optim"), ("ep2-pp2", "optim_grads_params"), ("tp2-sp", "optim_grads"),
-    )
-}  # fmt: skip
-
-
-def _steps(trainer: Any, rank: int) -> list[Step]:
+def read_now_and_then(trainer: Any, number: int, rank: int) -> Step:
     """Weights are read after steps, and after several between which nobody has read any."""
-    found = []
-    for number in range(5):
-        if isinstance(trainer, TopologyTrainer):
-            if number not in (2, 3):
-                found.append(topology_step(trainer, number))
-                continue
-            loss = run_schedule(trainer, number)
-            found.append(Step(loss, float(trainer.optimizer.step()[1]), {}, {}))
-        else:
-            data = batches(trainer.case, number, rank, CPU)
-            is_read = number not in (2, 3)
-            found.append(recorded_step(trainer, data) if is_read
-                         else Step(*train_step(trainer, data), {}, {}))  # fmt: skip
-    return found
+    if number not in (2, 3):
+        return train(trainer, number, rank)
+    if isinstance(trainer, TopologyTrainer):
+        loss = run_schedule(trainer, number)
+        return Step(loss, float(trainer.optimizer.step()[1]), {}, {})
+    return Step(*train_step(trainer, batches(trainer.case, number, rank, CPU)), {}, {})
 
 
-def _same_bits(rank: int, world: int, rows: Mapping[str, Row]) -> None:
-    for name, row in rows.items():
-        init_topology(row.topology, row.ddp.get("num_distributed_optimizer_instances", 1))
-        for strategy in row.strategies:
-            plain, ours = (row.trainer(strategy, offload) for offload in ({}, OFFLOAD))
-            check_run_bits(_steps(ours, rank), _steps(plain, rank), f"{name}, {strategy}")
-            _check_memory(ours)
-            if row.fused:
-                for trainer in (plain, ours):
-                    assert {group["step"] for group in trainer.optimizer.param_groups} == {5}
-
-
-def _check_memory(trainer: Any) -> None:
-    """Between steps nothing that belongs to the optimizer has memory on the device."""
-    units = [unit for chunk in getattr(trainer, "chunks", None) or [trainer.wrapper]
-             for unit in chunk.engine.units]  # fmt: skip
+def nothing_is_on_the_device(ours: Any, reference: Any, strategy: str) -> None:
+    """Of what belongs to the optimizer."""
+    units = [unit for chunk in ours.chunks for unit in chunk.engine.units]
     for group in (group for unit in units for group in unit.groups):
         if group.staged is not None:
             assert not group.staged.device_buffer.allocated and group.main is group.staged.host
-    parts = distributed_optimizer(trainer).optimizer._fsdp_shards.residency.parts
+    parts = distributed_optimizer(ours).optimizer._fsdp_shards.residency.parts
     buffers = [buffer for part in parts for buffer in part.buffers]
     assert buffers and not any(buffer.device_buffer.allocated for buffer in buffers)
     assert 1 < len(parts) <= len(units)
 
 
-def test_steps_have_the_bits_of_steps_without_offload() -> None:
-    run_ranks(_same_bits, 2, ROWS, timeout=400.0)
+def steps_were_counted(ours: Any, reference: Any, strategy: str) -> None:
+    nothing_is_on_the_device(ours, reference, strategy)
+    for trainer in (ours, reference):
+        assert {group["step"] for group in trainer.optimizer.param_groups} == {5}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [*MORE_ROWS, *FOUR_RANKS])
-def test_steps_have_the_bits_of_steps_without_offload_in_variants(name: str) -> None:
-    row = (MORE_ROWS | FOUR_RANKS)[name]  # type: ignore[operator]
-    run_ranks(_same_bits, 4 if name in FOUR_RANKS else 2, {name: row})
+def _row(name: str, case: Any = None, ddp: Any = None, **more: Any) -> Variant:
+    return Variant(name, **{
+        "case": {**SMALL, **(case or {})}, "ddp": {**(ddp or {}), **OFFLOAD}, "steps": 5,
+        "compare": "bits", "drive": read_now_and_then, "expect": nothing_is_on_the_device,
+        "reference": {"strategy": "own", "ddp": ddp or {}}, **more,
+    })  # fmt: skip
+
+
+def _split(name: str, strategy: str, world: int = 4, **more: Any) -> Variant:
+    """Experts and chunks in one optimizer."""
+    topology = TOPOLOGIES[name]
+    return _row(name, world=world, topology=topology, strategies=(strategy,), **more).but(
+        name, case={"bf16": True}
+    )
+
+
+ROWS = (
+    _row("bf16 weights"),
+    # An Adam that counts a step in each call and does not see empty shards.
+    _row(
+        "fused, bf16 gradients and moments, frozen parameters",
+        ddp={"megatron_fsdp_main_grads_dtype": BF16}, around=transformer_engine_optimizer,
+        change=freeze, optimizer=_of_bf16_moments, expect=steps_were_counted,
+    ),
+    *(
+        _row(f"instances, outer {outer}", ddp={"outer_dp_sharding_strategy": outer}, instances=2,
+             strategies=("optim", "optim_grads_params"))
+        for outer in ("no_shard", "optim")
+    ),
+    _split("pp2-vpp2", "optim_grads_params", 2),
+    *(
+        _row(name, case, ddp, full=True)
+        for name, case, ddp in (
+            ("float32 weights, which have moments alone to offload", {"bf16": False}, {}),
+            ("fp16 and a loss scale", {"fp16": True, "bf16": False}, {}),
+            ("tied, recomputed", {"tied": True, "recompute": "full-1"}, {}),
+            ("no overlap, one microbatch", {"overlap": False, "microbatches": 1}, {}),
+            ("bf16 on the wire", {}, {"megatron_fsdp_grad_comm_dtype": BF16}),
+        )
+    ),
+    _split("ep2-etp2", "optim", full=True), _split("ep2-pp2", "optim_grads_params", full=True),
+    _split("tp2-sp", "optim_grads", full=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", marked(ROWS))
+@on_ranks()
+def test_steps_have_the_bits_of_steps_without_offload(row: Variant, rank: int, seed: int) -> None:
+    compare(row, rank, seed)
 
 
 # What a loop does around steps whose updates go on.
@@ -251,14 +216,6 @@ def _rates_change(trainer: Trainer, number: int) -> Any:
     return found
 
 
-@habit(microbatches=1)
-def _forgets_often(trainer: Trainer, number: int) -> Any:
-    found = _step(trainer, number)
-    for forget in (trainer.optimizer.zero_grad, trainer.wrapper.zero_grad_buffer) * 2:
-        forget()
-    return found
-
-
 @habit()
 def _goes_back(trainer: Trainer, number: int) -> Any:
     """To what was saved right after a step, from one step later."""
@@ -275,20 +232,6 @@ def _goes_back(trainer: Trainer, number: int) -> Any:
     inner.load_state_dict({"state": state, "param_to_group_meta": meta})
     load_weights(trainer, weights)
     return found
-
-
-@habit(**FP16)
-def _loads(trainer: Trainer, number: int) -> Any:
-    """What is loaded is what modules compute with, at once."""
-    weights = {name: value * 0.5 for name, value in trainer.params().items()}
-    found = _step(trainer, number)
-    load_weights(trainer, weights)
-    return found, _evaluation(trainer)
-
-
-@habit(bf16=False, microbatches=3)
-def _evaluates(trainer: Trainer, number: int) -> Any:
-    return [_step(trainer, number), _evaluation(trainer), _evaluation(trainer, 51)]
 
 
 @habit(clip=0.0)
@@ -373,7 +316,7 @@ def _compare(rank: int, world: int, strategies: Iterable[str], names: Iterable[s
 
 
 NAMES = tuple(function.__name__ for function in HABITS)
-BETWEEN_STEPS = ("_overflows", "_loads", "_memory_goes", "_exports")
+BETWEEN_STEPS = ("_overflows", "_memory_goes", "_exports")
 
 
 def test_whatever_a_loop_does_around_steps_has_the_bits_of_steps_that_wait() -> None:
@@ -382,8 +325,8 @@ def test_whatever_a_loop_does_around_steps_has_the_bits_of_steps_that_wait() -> 
 
 
 def test_what_is_written_and_read_between_steps_on_two_ranks() -> None:
-    """Loads, a step that is left out, memory that goes, exports; where gathered weights stay, and
-    where they are freed."""
+    """A step that is left out, memory that goes, exports and loads; where gathered weights stay,
+    and where they are freed."""
     run_ranks(_compare, 2, STRATEGIES[1::2], BETWEEN_STEPS, timeout=400.0)
 
 

@@ -23,7 +23,8 @@ from torch import nn
 from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING
 from tests.distributed import topologies
 from tests.distributed.checks import Step, check_gradients
-from tests.distributed.gpt import batches
+from tests.distributed.gpt import batches, forward_step
+from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
@@ -43,7 +44,6 @@ from tests.distributed.variants import (
     ZERO_3,
     Variant,
     compare,
-    everyones,
     marked,
 )
 
@@ -151,7 +151,7 @@ def _unsplit_gradients(
         param.data.copy_(weights[name])
     for data_rank in range(data_ranks):
         for tokens in batches(case, 0, data_rank, torch.device("cpu")):
-            output, loss_func = topologies.forward_step(case, iter([{"tokens": tokens}]), model)
+            output, loss_func = forward_step(case, iter([tokens]), model)
             (loss_func(output)[0] / case.microbatches / data_ranks).backward()
     return {name: param.grad for name, param in params.items() if param.grad is not None}
 

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from tests.distributed.gpt import STRATEGIES
+from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
@@ -21,7 +21,6 @@ from tests.distributed.topologies import (
     init_topology,
     run_schedule,
 )
-from tests.distributed.variants import everyones
 
 core_finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 """The module, of which a function has the name."""
@@ -71,14 +70,3 @@ def test_sums_over_tensor_parallel_ranks_are_in_the_dtype_of_main_gradients(stra
     _check_sums(strategy)
 
 
-@on_ranks(2)
-def test_a_sum_in_bf16_is_seen() -> None:
-    reduce = dist.all_reduce
-
-    def rounded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        reduce(tensor, *args, **kwargs)
-        if kwargs.get("group") is ps.get_tensor_model_parallel_group() and tensor.dim() == 1:
-            tensor.copy_(tensor.bfloat16())
-
-    with mock.patch.object(dist, "all_reduce", rounded), pytest.raises(AssertionError, match="sum"):
-        _check_sums("no_shard")

@@ -12,7 +12,6 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,12 +25,6 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_fsdp_adapter.checkpoint import (
-    load_checkpoint,
-    load_training_state,
-    save_checkpoint,
-    training_state,
-)
 from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES as STRATEGY_ROWS
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
@@ -49,10 +42,8 @@ from tests.distributed.checks import (
     Step,
     check_loss,
     check_norm,
-    check_run_bits,
     check_same_bits,
     check_step,
-    free_run,
 )
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
 from tests.distributed.launch import run_ranks
@@ -335,22 +326,6 @@ def test_grouped_experts_are_units_by_what_is_called() -> None:
     assert not chosen_units(nn.Sequential(Layer(Grouped(False))), None)
 
 
-@on_ranks(2)
-def test_a_checkpoint_does_not_say_how_units_were_chosen(rank: int, root: Path) -> None:
-    """Weights of one choice of units, in another, bit for bit."""
-    init_topology(TWELVE)
-    case = case_for(TWELVE, num_layers=4)
-    saver = build_topology_trainer(TWELVE, case, ZERO_3, ddp=FINE)
-    loader = build_topology_trainer(TWELVE, case, ZERO_3)
-    for step in range(2):
-        topology_step(saver, step)
-    [source], [target] = saver.chunks, loader.chunks
-    save_checkpoint(str(root), 1, {"model": source.state_dict_for_save_checkpoint()})
-    load_checkpoint(str(root), {"model": target.state_dict_for_save_checkpoint()})
-    target.engine.main_weights_changed(loaded=True)
-    check_same_bits(loader.weights(), saver.weights(), "loaded")
-
-
 @on_ranks(1)
 def test_experts_that_return_their_biases_are_refused(rank: int) -> None:
     init_topology(TWELVE)
@@ -365,23 +340,15 @@ MANY = Case(num_layers=24, microbatches=1, clip=1e9)
 
 
 @on_ranks(2)
-def test_a_checkpoint_of_units_of_their_own_goes_into_joined_ones(rank: int, root: Path) -> None:
-    device = init_megatron()
-    apart = build_trainer(MANY, ZERO_3, device, ddp={UNIT_NUMEL: 0})
-    assert len(layers_of(apart)) == 24
+def test_layers_are_joined_by_default_and_that_is_told(rank: int) -> None:
+    """Steps have the bits of units of their own (`JOINED`), and so have checkpoints
+    (tests/checkpoint/test_resume.py)."""
     with printed() as said:
-        joined = build_trainer(MANY, ZERO_3, device)
+        joined = build_trainer(MANY, ZERO_3, init_megatron())
     assert layers_of(joined) == [
         f"decoder.layers.{number} to decoder.layers.{number + 1}" for number in range(0, 24, 2)
     ]
     assert ("layers are joined by 2 to units of " in said.getvalue()) == (rank == 0)
-    check_run_bits(free_run(joined, rank, 1, device), free_run(apart, rank, 1, device), "default")
-    free_run(apart, rank, 2, device)
-    save_checkpoint(str(root), 1, training_state([apart.wrapper], apart.optimizer))
-    state = training_state([joined.wrapper], joined.optimizer, is_loading=True)
-    _, state = load_checkpoint(str(root), state)
-    load_training_state([joined.wrapper], state, joined.optimizer)
-    check_run_bits(free_run(joined, rank, 2, device), free_run(apart, rank, 2, device), "resumed")
 
 
 @pytest.mark.parametrize("name", ("an offloaded optimizer", "units of the caller's"))

@@ -30,6 +30,7 @@ from tests.distributed.gpt import (
     optimizer_config,
     train_step,
 )
+from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
@@ -202,9 +203,7 @@ def _check_state(
     said = {"distrib_optim_sharding_type": "fsdp_dtensor"}
     state = trainer.optimizer.sharded_state_dict({}, metadata=said)["state"]
     mine = {plain_name(name): sorted(entry) for name, entry in state.items()}
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, mine)
-    assert all(other == mine for other in everyone), label
+    assert all(other == mine for other in everyones(mine)), label
     expected = {name: rule.state(name, weight) for name, weight in whole.items()}
     assert mine == {name: kinds for name, kinds in expected.items() if kinds}, label
 

@@ -33,13 +33,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
 from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
 
 from .checks import Step
-from .gpt import Case, batches, ddp_config, optimizer_config, set_rates
+from .gpt import Case, batches, ddp_config, forward_step, optimizer_config, set_rates
 from .groups import use_groups
 
 
@@ -384,36 +383,6 @@ def wrapped(
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)
 
 
-def forward_step(
-    case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], model: Any,
-    return_schedule_plan: bool = False,
-) -> Any:
-    """What core's schedule calls; `iterator` gives a dict with the tokens (batch, seq + 1)."""
-    tokens = next(iterator)["tokens"]
-    device = tokens.device
-    batch = batch_of_context_rank(
-        {
-            "tokens": tokens[:, :-1],
-            "labels": tokens[:, 1:],
-            "position_ids": torch.arange(case.seq, device=device).expand(case.batch, -1),
-        }
-    )
-    mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=device).triu(1)[None, None]
-    run = model.build_schedule_plan if return_schedule_plan else model
-    losses = run(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
-    counted = batch["labels"] % 3 != 0
-
-    def loss_func(output: torch.Tensor) -> Any:
-        output = output.float()
-        report = {"loss": output.detach().mean()}
-        if case.per_token_loss:
-            return (output * counted).sum(), counted.sum().int(), report
-        # The schedule multiplies by the number of context-parallel ranks.
-        return output.mean() / ps.get_context_parallel_world_size(), report
-
-    return losses, loss_func
-
-
 def run_schedule(
     trainer: TopologyTrainer, step: int, forward_only: bool = False, schedule: Any = None
 ) -> float:
@@ -421,8 +390,7 @@ def run_schedule(
     in place of core's."""
     case = trainer.case
     device = next(trainer.chunks[0].parameters()).device
-    tokens = batches(case, step, ps.get_data_parallel_rank(), device)
-    data = [{"tokens": microbatch} for microbatch in tokens]
+    data = batches(case, step, ps.get_data_parallel_rank(), device)
     iterators = [iter(data) for _ in trainer.chunks]
     if not forward_only:
         for chunk in trainer.chunks:

@@ -27,7 +27,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -70,6 +69,12 @@ Drive = Callable[[Any, int, int], Step]
 
 def unchanged(model: nn.Module) -> None:
     """Changes nothing."""
+
+
+def differ_by_rank(model: nn.Module) -> None:
+    """Ranks begin differently: the first one's weights count."""
+    for param in model.parameters():
+        param.data.add_(torch.distributed.get_rank())
 
 
 def train(trainer: AnyTrainer, number: int, rank: int) -> Step:
@@ -278,13 +283,6 @@ def _step_problems(
             (how.later if number else how.first)(found, expected, f"step {number}")
         except AssertionError as error:  # on one rank, perhaps: the others go on
             yield strategy, f"{error} ({trainer.case})"
-
-
-def everyones(value: Any, group: Any = None) -> list[Any]:
-    """The value of each rank of the group; collective."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def weights_of(trainer: AnyTrainer) -> Mapping[str, torch.Tensor]:

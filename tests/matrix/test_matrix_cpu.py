@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import init_topology
-from tests.distributed.variants import everyones
 from tests.matrix import cells, training
 from tests.matrix.bounds import bounds_of
 from tests.matrix.table import REFERENCE, Cell, cell_named, name_of

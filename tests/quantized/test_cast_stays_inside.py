@@ -10,7 +10,6 @@ from megatron_fsdp_adapter.core.layout import (
     BLOCK128,
     FlatRange,
     ParamSpec,
-    WeightFormat,
     plan_group,
 )
 from tests.quantized.test_formats import planned, some_weights
@@ -40,27 +39,6 @@ def test_no_cut_of_the_planner_lets_a_strip_be_written_outside(shards):
         for index, shape in enumerate(shapes):
             for rank in layout.holders(index):
                 assert written_outside(shape, layout.shard_range(index, rank)) == 0
-
-
-def test_cuts_at_fewer_rows_would():
-    """Granules of 8 rows: the constant is needed."""
-    eight = WeightFormat("eight", BLOCK128.planes, rows=8, align=32)
-    found = 0
-    for seed in range(30):
-        shapes = [(value.shape[0], value.shape[1]) for value in some_weights(seed)]
-        layout = planned(shapes, eight, 3)
-        for index, shape in enumerate(shapes):
-            for rank in layout.holders(index):
-                found += written_outside(shape, layout.shard_range(index, rank))
-    assert found > 0
-
-
-CUTS = {1: 3840, 8: 2048, 15: 256, 16: 0, 24: 2048, 32: 0, 100: 3072, 112: 0}
-
-
-@pytest.mark.parametrize(("cut", "bytes_outside"), CUTS.items())
-def test_what_is_written_behind_a_shard_that_ends_after_so_many_rows(cut, bytes_outside):
-    assert written_outside((512, 256), FlatRange(0, cut * 256)) == bytes_outside
 
 
 def test_the_granule_is_a_strip():

@@ -17,6 +17,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
+from tests.distributed.groups import everyones
 from tests.distributed.launch import run_ranks
 from tests.engine.engine_cases import Layer, Rig, Setup, build, make_net, microbatch
 from tests.quantized.emulated import RECIPES, TE_RECIPES, field_of, roll, whole_fields
@@ -54,12 +55,10 @@ def whole_mains(engine: FsdpEngine, is_split: bool) -> dict[str, torch.Tensor]:
         pair.managed.fqns[0]: engine.gather.communicators[pair.group.key.domain].ranks
         for pair in engine.pairs if is_split
     }  # fmt: skip
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
     found = {pair.managed.fqns[0]: torch.empty(pair.unsharded.shape) for pair in engine.pairs}
-    for rank, pieces in enumerate(every):
+    for rank, pieces in enumerate(everyones(own)):
         for name, start, values in pieces:
-            if rank not in sharing.get(name, range(len(every))):
+            if rank not in sharing.get(name, range(dist.get_world_size())):
                 continue
             found[name].view(-1)[start : start + values.numel()] = values
     return found

@@ -17,15 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.checkpoint import (
-    load_checkpoint,
-    load_training_state,
-    save_checkpoint,
-    training_state,
-)
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.checkpoint.training import load_model_state, model_state
 from tests.checkpoint.reshard_cases import _global_name, _tensor_parallel, _whole_of
+from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -35,6 +30,7 @@ from tests.distributed.gpt import (
     forward_backward,
     init_megatron,
 )
+from tests.distributed.groups import everyones
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -62,22 +58,6 @@ def bits_of(trainer: Trainer) -> Bits:
         found |= {f"{name}, {key}": value for key, value in planes_of(param).items()}
     state = trainer.wrapper.state_dict_for_save_checkpoint()
     return found | {key: value for key, value in state.items() if key.endswith(FP8_SCALING)}
-
-
-def saved(trainer: Trainer | TopologyTrainer, root: str) -> None:
-    save_checkpoint(root, 1, training_state(chunks_of(trainer), trainer.optimizer))
-
-
-def loaded(trainer: Trainer | TopologyTrainer, root: str) -> dict[str, Any]:
-    """The state that was read."""
-    state = training_state(chunks_of(trainer), trainer.optimizer, is_loading=True)
-    _, state = load_checkpoint(root, state)
-    load_training_state(chunks_of(trainer), state, trainer.optimizer)
-    return state
-
-
-def chunks_of(trainer: Trainer | TopologyTrainer) -> list[Any]:
-    return trainer.chunks if isinstance(trainer, TopologyTrainer) else [trainer.wrapper]
 
 
 def steps(trainer: Trainer, first: int, rank: int, device: Any) -> list[Any]:
@@ -185,9 +165,7 @@ def whole_weights(trainer: TopologyTrainer) -> dict[str, torch.Tensor]:
         (_global_name(trainer, name), _tensor_parallel(name), "weight", value)
         for name, value in trainer.weights().items()
     ]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    whole = _whole_of(everyones, trainer.case.swiglu)
+    whole = _whole_of(everyones(mine), trainer.case.swiglu)
     return {name: entry["weight"] for name, entry in whole.items()}
 
 

@@ -4,15 +4,11 @@ bytes and scales are those of the loaded values, by TE's own function."""
 from __future__ import annotations
 
 import io
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from megatron_fsdp_adapter.megatron.compat import patches
-from megatron_fsdp_adapter.megatron.compat.table import BRIDGE_WEIGHTS, CONVERSION
 from megatron_fsdp_adapter.quantized.e4m3 import write_scales
+from tests.adapter.test_bridge_weights import standing_in
+from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -40,7 +36,6 @@ from tests.quantized.te_checks import same
 from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
 from tests.quantized.te_scaling import quantize_layers, scale_layers
 from tests.quantized.te_weights import KNOWS, gathered
-from tests.quantized.test_te_checkpoints import loaded, saved
 from tests.quantized.test_te_wrapper import check_weights
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
@@ -78,58 +73,17 @@ def in_place(trainer: Trainer, weights: Weights) -> None:
     trainer.wrapper.module.install_optimized_model_weights()
 
 
-@dataclass(frozen=True)
-class Task:
-    name: str
-    param_weight: Any
-    weight_dtype: torch.dtype = torch.float32
-
-
-class Bridge:
-    """Megatron-Bridge's conversion, as it copies whole weights into what the modules show: the
-    calls that this package replaces. Checked against Megatron-Bridge of August 2026."""
-
-    def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any) -> None:
-        for task in self.build_conversion_tasks(hf_pretrained, megatron_model):
-            with torch.no_grad():
-                task.param_weight.copy_(hf_pretrained[task.name])
-
-    def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any) -> Any:
-        named = [one for model in megatron_model for one in model.named_parameters()]
-        return [Task(plain_name(name), param) for name, param in named]
-
-    def stream_weights_megatron_to_hf(
-        self, megatron_model: Any, hf_pretrained: Any, conversion_tasks: Any = None
-    ) -> Any:
-        for task in conversion_tasks:
-            yield task.name, task.param_weight
-
-    def materialize_adapter_weights(self, adapter_tasks: Any) -> Any:
-        return adapter_tasks
-
-    def _broadcast_shared_embeddings(self, megatron_model: Any) -> None:
-        pass
-
-
-@contextmanager
-def bridged() -> Iterator[None]:
-    module = ModuleType(CONVERSION)
-    module.MegatronModelBridge = Bridge  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {CONVERSION: module}):
-        patches.install(BRIDGE_WEIGHTS)
-        try:
-            yield
-        finally:
-            patches.uninstall(BRIDGE_WEIGHTS)
+def given(weights: Weights) -> Callable[[str, Any], torch.Tensor]:
+    return lambda name, shape: weights[plain_name(name)]
 
 
 def through_bridge(trainer: Trainer, weights: Weights) -> None:
-    with bridged():
-        bridge = Bridge()
-        bridge.load_weights_hf_to_megatron(weights, [trainer.wrapper])
+    with standing_in() as module:
+        bridge = module.MegatronModelBridge()
+        bridge.load_weights_hf_to_megatron(given(weights), [trainer.wrapper])
         trainer.wrapper.start_param_sync(force_sync=True)
         for name, value in bridge.stream_weights_megatron_to_hf([trainer.wrapper], None):
-            same(value, weights[name], f"{name}, exported")
+            same(value, weights[plain_name(name)], f"{name}, exported")
 
 
 PATHS: dict[str, Callable[[Trainer, Weights], Any]] = {
@@ -319,8 +273,9 @@ def _before_wrapping(rank: int, world: int) -> None:
         scale_layers(model)
         params = dict(model.module.named_parameters())
         wanted.update({n: v.bfloat16() for n, v in others(params, 5).items()})
-        with bridged():
-            Bridge().load_weights_hf_to_megatron(wanted, [model.module])
+        with standing_in() as module:
+            bridge = module.MegatronModelBridge()
+            bridge.load_weights_hf_to_megatron(given(wanted), [model.module])
         assert not any("copy_" in param.__dict__ for param in model.parameters())
 
     trainer = build_trainer(CASE, "optim", device, loaded)
