@@ -15,7 +15,7 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
     read_chunks,
     uneven_dtensor,
 )
-from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes
+from megatron_fsdp_adapter.core.layout.ranges import FlatRange, flat_range_to_boxes
 
 
 def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
@@ -36,38 +36,25 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     start = number * torch.Size(piece).numel()
     held = held_range(ref)
     common = held.intersect(FlatRange(start, start + torch.Size(piece).numel()))
-    local = value._local_tensor.view(-1)
     # An empty intersection has no position; an empty piece begins at the start.
     first = 0 if common.empty else common.start - held.start
-    return dtensor_of_piece(value, ref, local[first : first + common.numel], piece, start)
+    boxes = () if common.empty else flat_range_to_boxes(common.shift(-start), piece)
+    scale, offset = _tensor_parallel_place(ref, tuple(value.shape), piece)
+    whole = tuple(n * k for n, k in zip(piece, scale, strict=True))
+    return uneven_dtensor(
+        value._local_tensor.view(-1)[first : first + common.numel].view(-1, *rest),
+        value.device_mesh,
+        value._spec.placements,
+        whole,
+        torch.empty(whole, device="meta").stride(),
+        tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
+        ref.cut(piece, start),
+    )
 
 
 def held_range(ref: LayoutRef) -> FlatRange:
     """The range of elements of the parameter's tensor-parallel slice that this rank holds."""
     return ref.layout.shard_range(ref.index, ref.rank)
-
-
-def dtensor_of_piece(
-    source: DTensor, ref: LayoutRef, local: torch.Tensor, shape: tuple[int, ...], start: int
-) -> DTensor:
-    """A DTensor over `local`: this rank's elements of a piece of a parameter.
-
-    source: the parameter or a value of its geometry; its mesh and placements are the piece's.
-    shape, start: the piece on this tensor-parallel rank, and its first element in the parameter
-    there. Raises ValueError if `local` does not have as many elements as this rank holds.
-    """
-    boxes = _boxes_of_piece(shape, start, held_range(ref), local.numel())
-    scale, offset = _tensor_parallel_place(ref, tuple(source.shape), shape)
-    whole = tuple(n * k for n, k in zip(shape, scale, strict=True))
-    return uneven_dtensor(
-        local.view(-1, *shape[1:]),
-        source.device_mesh,
-        source._spec.placements,
-        whole,
-        torch.empty(whole, device="meta").stride(),
-        tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
-        ref.cut(shape, start),
-    )
 
 
 def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
@@ -119,22 +106,6 @@ def same_storage(a: DTensor, b: DTensor) -> bool:
     """True if the local tensors, of equal shape, share their memory."""
     one, other = a._local_tensor, b._local_tensor
     return one.numel() == 0 or one.data_ptr() == other.data_ptr()
-
-
-def _boxes_of_piece(
-    shape: tuple[int, ...], start: int, held: FlatRange, numel: int
-) -> tuple[Box, ...]:
-    """The blocks of the piece, in the piece's axes, on a rank that holds `held` of the whole."""
-    piece = FlatRange(start, start + torch.Size(shape).numel())
-    part = held.intersect(piece)
-    if part.numel != numel:
-        raise ValueError(
-            f"of elements {piece.start}..{piece.stop} this rank holds {part.numel}, but was given "
-            f"{numel}"
-        )
-    if part.empty:
-        return ()
-    return flat_range_to_boxes(part.shift(-start), shape)
 
 
 def _tensor_parallel_place(

@@ -81,20 +81,6 @@ class ShardedModule(ShardedStateDict, MegatronModule):
         refuse_compilation()
         return self.module(*args, **kwargs)
 
-    def get_parameter(self, target: str) -> nn.Parameter:
-        """The parameter of that name, or of the same one without a leading "module.".
-
-        Core's SwiGLU split counts on a Float16Module between this wrapper and the model, and asks
-        for a name that is a level too long where an fp32 model has none. AttributeError if there
-        is neither.
-        """
-        try:
-            return super().get_parameter(target)
-        except AttributeError:
-            if not target.startswith("module.module."):
-                raise
-            return super().get_parameter(target.removeprefix("module."))
-
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:

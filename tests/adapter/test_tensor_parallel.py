@@ -8,10 +8,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.checkpoint.megatron_names import (
-    get_mcore_tensor_parallel_partition_dim,
-    is_mcore_tensor_model_parallel,
-)
 from megatron_fsdp_adapter.megatron.tensor_parallel import (
     COLUMN,
     ROW,
@@ -80,8 +76,8 @@ def test_what_checkpoint_code_of_core_reads() -> None:
         marked = param(0)
         mark_tensor_parallel(marked, mode)
         assert marked._tensor_parallel_mode == mode
-        assert is_mcore_tensor_model_parallel(marked) is (mode is not WHOLE)
-        assert get_mcore_tensor_parallel_partition_dim(marked) == dim
+        assert marked._mcore_tp is (mode is not WHOLE)
+        assert getattr(marked, "_tp_partition_dim", None) == dim
         assert marked._tp_duplicated is (mode is WHOLE)
 
 

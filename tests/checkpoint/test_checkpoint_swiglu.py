@@ -1,8 +1,6 @@
-"""Core's own SwiGLU split with our helpers in the places of the originals, and the other functions
-that Megatron's checkpoint code calls by name.
-
-Core's `handle_swiglu_in_state_dict` turns each first MLP weight into its gate and value halves,
-`<key>_w` and `<key>_v`, which are views of the sharded values: a load writes through them.
+"""The gate and value halves of first MLP weights, `<key>_w` and `<key>_v`, which are views of the
+sharded values (a load writes through them), and the functions that Megatron's checkpoint code calls
+by name.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter import install
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, read_chunks, uneven_dtensor
+from megatron_fsdp_adapter.checkpoint.names import HALVES
+from megatron_fsdp_adapter.dtensor import whole_tensor
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
 from tests.distributed.topologies import (
     CASE,
@@ -29,11 +29,7 @@ from tests.distributed.topologies import (
 )
 
 
-def _forbidden(*_: Any, **__: Any) -> None:
-    raise AssertionError("the split communicates")
-
-
-def _split_as_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...]]:
+def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...]]:
     from megatron.core.transformer import fsdp_dtensor_checkpoint as core
 
     topology = Topology("", tp=tp, sp=tp > 1)
@@ -42,34 +38,36 @@ def _split_as_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...]
     case = CASE.but(swiglu=True, ffn=20)
     trainer = build_topology_trainer(topology, case, "optim_grads_params")
     inner = trainer.chunks[0].module
-    halves = {
-        key: value
-        for key, value in inner.state_dict_for_save_checkpoint().items()
-        if key.endswith(("_w", "_v"))
-    }
-    silent = dict.fromkeys(("all_gather_object", "all_gather", "all_reduce"), _forbidden)
-    with patch.multiple(dist, **silent):
-        found, _ = core.handle_swiglu_in_state_dict(inner, inner.state_dict(), None)
-    assert len(halves) == 4 * case.num_layers
-    for key, half in halves.items():
-        assert found[key].shape == half.shape and read_chunks(found[key]) == read_chunks(half), key
-        assert torch.equal(found[key]._local_tensor, half._local_tensor), key
-        assert found[key]._local_tensor.data_ptr() == half._local_tensor.data_ptr(), key
-    return [read_chunks(half) for half in halves.values()]
+    saved, params = inner.state_dict_for_save_checkpoint(), inner.state_dict()
+    with patch.multiple(dist, **dict.fromkeys(("all_gather_object", "all_gather"), _forbidden)):
+        found, _ = core.handle_swiglu_in_state_dict(inner, saved, None)
+    assert found.keys() == saved.keys()
+    places = []
+    for number, suffix in enumerate(HALVES):
+        halves = {key: half for key, half in saved.items() if key.endswith(suffix)}
+        assert len(halves) == 2 * case.num_layers
+        for key, half in halves.items():
+            param = params[key.removesuffix(suffix)]
+            rows = whole_tensor(param).unflatten(0, (tp, len(HALVES), -1))[:, number]
+            assert torch.equal(whole_tensor(half), rows.flatten(0, 1)), key
+            own = param._local_tensor.untyped_storage()
+            assert half._local_tensor.untyped_storage()._cdata == own._cdata, key
+            places.append(read_chunks(half))
+    with pytest.raises(ValueError, match=r"state_dict_for_save_checkpoint\(\)"):
+        core.make_fsdp_dtensor(next(iter(params.values())), None, dist_index=None)
+    return places
+
+
+def _forbidden(*_: Any, **__: Any) -> None:
+    raise AssertionError("the split communicates")
 
 
 @pytest.mark.parametrize(("size", "tp"), [(3, 1), (4, 2)])
-def test_cores_split_gives_the_halves_that_the_wrapper_gives(size: int, tp: int) -> None:
+def test_the_wrapper_gives_halves_and_core_has_nothing_to_split(size: int, tp: int) -> None:
     """Of three shards one holds the end of one half and the start of the other."""
-    ranks = run_ranks(_split_as_the_wrapper, size, tp)
-    assert tp > 1 or any(all(rank[at : at + 2]) for rank in ranks for at in range(0, len(rank), 2))
-
-
-def _meta_pieces(param: DTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    halves = torch.chunk(torch.empty(param.shape, device="meta"), 2)
-    for half in halves:
-        megatron_names.copy_tensor_model_parallel_attributes(half, param)
-    return halves
+    ranks = run_ranks(_halves_of_the_wrapper, size, tp)
+    each = [rank[at :: len(rank) // 2] for rank in ranks for at in range(len(rank) // 2)]
+    assert tp > 1 or any(map(all, each))
 
 
 def _one_param() -> torch.nn.Parameter:
@@ -78,38 +76,6 @@ def _one_param() -> torch.nn.Parameter:
     param = torch.nn.Parameter(shard(ref, mesh, torch.arange(40.0).view(10, 4)))
     param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
     return param
-
-
-def test_pieces_are_views_with_their_place(one_rank: None) -> None:
-    param = _one_param()
-    w, v = _meta_pieces(param)
-    flat = param._local_tensor.view(-1)
-    piece = megatron_names.make_fsdp_dtensor(
-        flat[20:].view(5, 4).data, v, dist_index=None, run_check=True
-    )
-    assert tuple(piece.shape) == (5, 4) and read_chunks(piece) == (((0, 0), (5, 4)),)
-    piece._local_tensor.fill_(-1)
-    assert bool((param._local_tensor[5:] == -1).all())
-    with pytest.raises(ValueError, match="was given 16"):
-        megatron_names.make_fsdp_dtensor(flat[:16].view(4, 4), w, dist_index=None)
-
-
-@pytest.mark.parametrize(
-    "option", [{"is_sharded_param": False}, {"force_sync_tp_duplicated_param": True}]
-)
-def test_options_that_core_never_passes_are_refused(
-    one_rank: None, option: dict[str, bool]
-) -> None:
-    w, _ = _meta_pieces(_one_param())
-    with pytest.raises(ValueError, match=next(iter(option))):
-        megatron_names.make_fsdp_dtensor(torch.zeros(5, 4), w, dist_index=None, **option)
-
-
-def test_a_parameter_of_another_engine_is_refused(one_rank: None) -> None:
-    with pytest.raises(ValueError, match=r"uninstall\(\)"):
-        megatron_names.make_fsdp_dtensor(
-            torch.zeros(5, 4), torch.empty(5, 4, device="meta"), dist_index=None
-        )
 
 
 def test_preprocess_names_what_has_no_chunks(one_rank: None) -> None:
@@ -169,12 +135,3 @@ def test_gather_refuses_another_device(one_rank: None) -> None:
         megatron_names.gather_uneven_dtensor_to_full_tensor(torch.zeros(2))
     with pytest.raises(ValueError, match="not a DTensor"):
         megatron_names.uneven_dtensor_to_full_tensor(torch.zeros(2))
-
-
-def test_tensor_parallel_attributes() -> None:
-    plain, split, fixed = torch.zeros(1), torch.zeros(1), torch.zeros(1)
-    split.tensor_model_parallel, split.partition_dim = True, 1
-    fixed._mcore_tp, fixed._tp_partition_dim, fixed.partition_dim = True, 0, -1
-    dims = megatron_names.get_mcore_tensor_parallel_partition_dim
-    assert [dims(p) for p in (plain, split, fixed)] == [None, 1, 0]
-    assert not megatron_names.is_mcore_tensor_model_parallel(plain)

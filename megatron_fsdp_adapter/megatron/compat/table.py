@@ -138,10 +138,10 @@ DRIVERS = (
 _ENGINE = f"{FSDP}.src.megatron_fsdp"
 
 
-def _helper(module: str, name: str, everywhere: bool = True) -> Patch:
+def _helper(module: str, name: str) -> Patch:
     return Patch(
-        module, name, f"megatron.checkpoint.megatron_names:{name}", stands, required=False,
-        everywhere=everywhere,
+        f"{_ENGINE}.{module}", name, f"megatron.checkpoint.megatron_names:{name}", stands,
+        required=False, everywhere=True,
     )  # fmt: skip
 
 
@@ -174,18 +174,11 @@ NAMES = (
         f"{_OPTIMIZER}.qk_clip", "clip_qk", "megatron.qk_clip:clip_qk", stands,
         required=False, everywhere=True,
     ),
-    _helper(f"{_ENGINE}.uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
-    _helper(f"{_ENGINE}.uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
-    _helper(f"{_ENGINE}.uneven_dtensor", "redistribute_uneven_dtensor_to_replicated"),  # from 0.18
-    _helper(f"{_ENGINE}.uneven_dtensor", "uneven_dtensor_to_full_tensor"),  # likewise
-    _helper(f"{_ENGINE}.param_and_grad_buffer", "make_fsdp_dtensor"),
-    _helper(f"{_ENGINE}.utils", "is_mcore_tensor_model_parallel"),
-    _helper(f"{_ENGINE}.utils", "get_mcore_tensor_parallel_partition_dim"),
-    # Only in the SwiGLU split: layers use this function for their own, other purpose.
-    _helper(
-        "megatron.core.transformer.fsdp_dtensor_checkpoint",
-        "copy_tensor_model_parallel_attributes", everywhere=False,
-    ),
+    _helper("uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
+    _helper("uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
+    _helper("uneven_dtensor", "redistribute_uneven_dtensor_to_replicated"),  # from 0.18
+    _helper("uneven_dtensor", "uneven_dtensor_to_full_tensor"),  # likewise
+    _helper("param_and_grad_buffer", "make_fsdp_dtensor"),
 )  # fmt: skip
 """What is imported by name from core and its bundled engine: the wrapper, which models are tested
 for with isinstance, and helpers of checkpoint code. The engine cannot be used meanwhile."""
