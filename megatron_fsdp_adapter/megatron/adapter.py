@@ -33,7 +33,7 @@ from ..sharding.sharded_module import (
     register_state_dict_hooks,
 )
 from . import optimizer_seam, schedule_plans
-from .construction import Arguments, build, checked_domains, force_options
+from .construction import Arguments, build, checked_index, force_options
 from .domains import SHARED_EMBEDDING
 from .export_adapter import export_source
 from .inner_module import ShardedModule
@@ -82,8 +82,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             config, ddp_config, module, fsdp_unit_modules, device, pg_collection,
             module_placements or {},
         )  # fmt: skip
-        domains = checked_domains(given)
-        index = domains.index
+        index = checked_index(given)
         super().__init__(config=config, module=module)
         self.device, self.ddp_config = given.device, ddp_config
         self.megatron_fsdp_dist_index = index
@@ -94,19 +93,17 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
         self.tp_group, self.force_all_reduce = index.tp_group, False
-        self._built = built = build(given, domains)
-        self.engine = built.engine
-        self.fsdp_unit_modules = list(built.plan.classes)
+        self.engine, plan, buffer = build(given, index)
+        self.fsdp_unit_modules = list(plan.classes)
         if schedule_plans.is_asked_for(config):
             schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
         self.captures = FullIterationGraphs(self.engine)
         self._layers = layer_graphs(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
-        forced = force_options(given, self.engine)
+        said = force_options(given, self.engine, plan)
         self.module = ShardedModule(config, module, self.engine)
-        self.param_and_grad_buffer = built.param_and_grad_buffer
-        self.module.param_and_grad_buffer = built.param_and_grad_buffer
+        self.param_and_grad_buffer = self.module.param_and_grad_buffer = buffer
         for pair in self.engine.pairs:
             mark(pair, self.engine, index)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
@@ -115,7 +112,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         if dist.get_rank() == 0:
-            print(built.announcement(config, forced), flush=True)
+            print(said, flush=True)
 
     def describe(self) -> str:
         """A table of the domains and of every parameter with the domain that it belongs to."""

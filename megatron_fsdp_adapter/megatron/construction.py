@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from ..core.engine.engine import FsdpEngine
 from ..quantized import TransformerEngineParams
 from ..sharding.building import build_engine
+from ..sharding.distributed_index import FSDPDistributedIndex
 from .announcement import announcement
-from .construction_problems import Arguments, checked_domains
-from .domains import ModelDomains
+from .construction_problems import Arguments, checked_index
+from .domains import broadcast_left_alone
 from .fused_wgrad import asks_fusion
 from .inner_module import ParamAndGradBuffer
 from .model_plan import ModelPlan, plan_model
 from .options import capability, ddp_options, staging_options
+from .options.rules import is_on
 from .options.settings import WRAPPER, settle
+from .options.table import DECOUPLED
 from .te_weight_cache import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
 
-__all__ = ["Arguments", "Built", "build", "checked_domains", "force_options"]
+__all__ = ["Arguments", "build", "checked_index", "force_options"]
 
 
-@dataclass(frozen=True)
-class Built:
-    """An engine, the plan that it was made by, what allocates its slots (None for ordinary memory),
-    and the buffers as Megatron's code sees them."""
-
-    engine: FsdpEngine
-    plan: ModelPlan
-    slot_memory: staging_options.RegisteredMemory | None
-    param_and_grad_buffer: ParamAndGradBuffer
-
-    def announcement(self, config: Any, forced: Mapping[str, Any]) -> str:
-        """The line that the wrapper prints; see `announcement.announcement`."""
-        return announcement(self.plan, self.engine.groups, config, forced)
-
-
-def build(given: Arguments, domains: ModelDomains) -> Built:
-    """Moves the parameters of the module into an engine's buffers. Collective.
+def build(
+    given: Arguments, index: FSDPDistributedIndex
+) -> tuple[FsdpEngine, ModelPlan, ParamAndGradBuffer]:
+    """Moves the parameters of the module into an engine's buffers. Returns it, the plan that it was
+    made by, and the buffers as Megatron's code sees them. Collective.
 
     Raises:
         ValueError: a unit class that matches nothing; ranks whose models differ.
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
-    module, config, ddp_config = given.module, given.config, given.ddp_config
-    plan = plan_model(module, given.unit_classes, config, ddp_config, domains)
-    memory = staging_options.slot_memory(ddp_config, domains.index, given.device)
+    module, ddp_config = given.module, given.ddp_config
+    plan = plan_model(given, index)
+    memory = staging_options.slot_memory(ddp_config, index, given.device)
     engine = build_engine(
         FsdpEngine,
         "FullyShardedDataParallel",
@@ -60,15 +47,15 @@ def build(given: Arguments, domains: ModelDomains) -> Built:
         allocate_slots=None if memory is None else memory.allocate,
         quantized=TransformerEngineParams() if plan.is_quantized else None,
     )
-    domains.broadcast_left_alone(module)
-    begin_delayed_scaling(module, config)
-    decoupled = ddp_options.decouples_grads(ddp_config)
-    return Built(engine, plan, memory, ParamAndGradBuffer(engine, memory, decoupled))
+    broadcast_left_alone(module, index, given.device, given.manages)
+    begin_delayed_scaling(module, given.config)
+    decoupled = is_on(ddp_config, DECOUPLED)
+    return engine, plan, ParamAndGradBuffer(engine, memory, decoupled)
 
 
-def force_options(given: Arguments, engine: FsdpEngine) -> dict[str, Any]:
+def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:
     """Sets the options that the wrapper needs in both configs, and switches off the cache of
-    quantized weights where it cannot be used; what was set, and its value."""
+    quantized weights where it cannot be used; returns the line that the wrapper prints."""
     changes = settle(WRAPPER, {"ddp": given.ddp_config, "model": given.config})
     forced = {change.option: change.after for change in changes}
     quantizes = capability.recipe_of(given.config) is not None
@@ -77,4 +64,4 @@ def force_options(given: Arguments, engine: FsdpEngine) -> dict[str, Any]:
     )
     if needs_none and switch_off_weight_cache(given.module):
         forced[CACHE_OPTION] = True
-    return forced
+    return announcement(plan, engine.groups, given.config, forced)

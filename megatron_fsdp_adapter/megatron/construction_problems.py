@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.materialize import InitializerOf, meta_problems, target_device
 from ..sharding.module_problems import module_problems
-from ..sharding.placement import Placements
+from ..sharding.placement import LEAVE, placement_of, placement_problems
 from ..sharding.problems import raise_problems
 from . import activation_offload
 from .compat import core_api
 from .core_init import core_initializers
 from .core_support import require_supported_core
-from .domains import ModelDomains, read_index
+from .domains import read_index
 from .group_problems import group_problems, group_ranks
 from .model_problems import model_problems
 from .options import capability, ddp_options, validation
@@ -37,10 +38,9 @@ class Arguments:
     pg_collection: Any | None
     module_placements: Mapping[str, str]
 
-    @cached_property
-    def placements(self) -> Placements:
-        """What is sharded, and what is left as it is."""
-        return Placements(self.module_placements)
+    def manages(self, fqn: str) -> bool:
+        """Whether the parameter of this name is sharded, and not left as it is."""
+        return placement_of(self.module_placements, fqn) != LEAVE
 
     @cached_property
     def device(self) -> torch.device:
@@ -53,8 +53,8 @@ class Arguments:
         return core_initializers(self.config)
 
 
-def checked_domains(given: Arguments) -> ModelDomains:
-    """The domains over the process groups. Collective where the wrapper makes groups.
+def checked_index(given: Arguments) -> FSDPDistributedIndex:
+    """The index over the process groups. Collective where the wrapper makes groups.
 
     Raises:
         RuntimeError: this megatron-core is not supported.
@@ -70,14 +70,14 @@ def checked_domains(given: Arguments) -> ModelDomains:
         *activation_offload.problems(config),
         *module_problems(
             module, given.unit_classes, given.given_device,
-            ddp_options.main_params_dtype(ddp_config), given.placements.manages,
+            ddp_options.main_params_dtype(ddp_config), given.manages,
         ),
         *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, given.initializer_of),
-        *given.placements.problems(module),
+        *placement_problems(given.module_placements, module),
         *group_problems(config, group_ranks(given.pg_collection)),
     ]  # fmt: skip
     index, of_groups = read_index(module, config, ddp_config, given.device, given.pg_collection)
     raise_problems("FullyShardedDataParallel", found + of_groups)
     assert index is not None  # or there were problems
-    return ModelDomains(index, given.placements, given.device)
+    return index

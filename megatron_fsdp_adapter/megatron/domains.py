@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ..core.topology import DENSE, EXPERT, ShardDomain
 from ..quantized import stored_in
 from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.duplicate_groups import duplicate_group
-from ..sharding.placement import LEAVE, Placements
 from .options import staging_options
 from .options.cuda_graphs import captures_layers
 from .options.rules import is_on, problems
@@ -91,22 +89,18 @@ def read_index(
     return index, found
 
 
-@dataclass(frozen=True)
-class ModelDomains:
-    """The domains of one model, whose process groups are in `index`."""
+def domains_of(index: FSDPDistributedIndex) -> dict[str, ShardDomain]:
+    """The domains of the index by name, and that of embeddings shared across stages."""
+    return {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
 
-    index: FSDPDistributedIndex
-    placements: Placements
-    device: torch.device
 
-    def by_name(self) -> dict[str, ShardDomain]:
-        """The domains of the index, and that of embeddings shared across stages."""
-        return {**self.index.domains, SHARED_EMBEDDING: self.index.domain(DENSE)}
-
-    def broadcast_left_alone(self, module: nn.Module) -> None:
-        """Gives all ranks the first one's values of what is in no buffer, as sharded ones have."""
-        for name, param in module.named_parameters():
-            if self.placements.of(name) == LEAVE:
-                group = self.index.get_dp_group(kind_of(param, name) == EXPERT)
-                for tensor in stored_in(param):
-                    Communicator(group, self.device).broadcast(tensor)
+def broadcast_left_alone(
+    module: nn.Module, index: FSDPDistributedIndex, device: torch.device,
+    manages: Callable[[str], bool],
+) -> None:  # fmt: skip
+    """Gives all ranks the first one's values of what is in no buffer, as sharded ones have."""
+    for name, param in module.named_parameters():
+        if not manages(name):
+            group = index.get_dp_group(kind_of(param, name) == EXPERT)
+            for tensor in stored_in(param):
+                Communicator(group, device).broadcast(tensor)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
 
 from ..core.config import EngineConfig
 from ..core.engine.partition import UnitPlan
 from ..core.topology import ShardDomain
 from ..sharding.building import with_single_rank_domains
+from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.unit_grouping import group_layers, layer_numels
 from ..sharding.unsharded_budget import UnshardedUnits
-from .domains import ModelDomains, whole_domains_of
+from .construction_problems import Arguments
+from .domains import domains_of, whole_domains_of
 from .options import ddp_options, unit_grouping
 from .options.rules import is_on
 from .options.table import GATHER_PARTS
@@ -45,26 +44,18 @@ class ModelPlan:
         return any(key.quantized for unit in self.units for key in unit.groups)
 
 
-def plan_model(
-    module: nn.Module,
-    unit_classes: Sequence[type[nn.Module] | str] | None,
-    config: Any,
-    ddp_config: Any,
-    domains: ModelDomains,
-) -> ModelPlan:
-    """The plan of `module`, whose options have no problems; `unit_classes` as the wrapper's
-    `fsdp_unit_modules`. ValueError for a unit class that matches nothing, or a module whose fused
-    weight gradients cannot be used."""
-    units = chosen_units(module, unit_classes, is_on(ddp_config, GATHER_PARTS))
-    engine_config, by_name = ddp_options.engine_config(ddp_config), domains.by_name()
-    plans = plan_units(module, units, config, engine_config, domains)
+def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
+    """The plan of a module, whose options have no problems. ValueError for a unit class that
+    matches nothing, or a module whose fused weight gradients cannot be used."""
+    config, ddp_config = given.config, given.ddp_config
+    units = chosen_units(given.module, given.unit_classes, is_on(ddp_config, GATHER_PARTS))
+    engine_config, by_name = ddp_options.engine_config(ddp_config), domains_of(index)
+    plans = plan_units(given, units, engine_config)
     # Named classes are the units: layers are not grouped.
-    layers = layer_numels(plans) if unit_classes is None else []
+    layers = layer_numels(plans) if given.unit_classes is None else []
     plans = group_layers(plans, unit_grouping.unit_numel(config, ddp_config, layers))
     engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(config))
     budget = ddp_options.unsharded_budget(ddp_config)
-    plans, kept = with_unsharded_units(
-        plans, module, config, engine_config, by_name, domains.device, budget
-    )
+    plans, kept = with_unsharded_units(plans, given, engine_config, by_name, budget)
     classes = sorted({type(unit).__name__ for unit in units.values()})
     return ModelPlan(plans, engine_config, by_name, classes, kept, budget)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     groups = given["pg_collection"]
     folder = load_plain(
         models, Path(given["load_dir"]), step,
-        TensorParallel.of(groups.tp), TensorParallel.of(getattr(groups, "expt_tp", None)),
+        place_in(groups.tp), place_in(getattr(groups, "expt_tp", None)),
         getattr(getattr(given["cfg"], "model", None), "vocab_size", None),
     )  # fmt: skip
     state = {key: value for key, value in wanted.items() if key != "_model"}
@@ -58,39 +57,23 @@ def load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return state, str(folder), False, kind.CheckpointType.FSDP_DTENSOR
 
 
-@dataclass(frozen=True)
-class TensorParallel:
-    """This rank's number among `size` ranks that tensors are split over."""
+Split = tuple[int, int]
+"""This rank's number among the ranks that tensors are split over, and how many these are."""
+WHOLE: Split = (0, 1)
 
-    rank: int = 0
-    size: int = 1
-
-    @staticmethod
-    def of(group: dist.ProcessGroup | None) -> TensorParallel:
-        """Of a process group; one rank without any."""
-        return TensorParallel() if group is None else TensorParallel(group.rank(), group.size())
+_Read = tuple[torch.Tensor, LazyTensor, tuple[Box, ...]]
+"""A tensor of a module, or its first rows, and the blocks of a stored one that it is, one below the
+other."""
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A tensor of a module and the blocks of a stored one that it is, one below the other; or that
-    its first rows are, where `rows` says how many."""
-
-    target: torch.Tensor
-    stored: LazyTensor
-    boxes: tuple[Box, ...]
-    rows: int | None = None
-
-    def run(self) -> None:
-        found = [self.stored.block(box) for box in self.boxes]
-        value = torch.cat(found) if len(found) > 1 else found[0]
-        target = self.target if self.rows is None else self.target[: self.rows]
-        target.copy_(value.view(target.shape))
+def place_in(group: dist.ProcessGroup | None) -> Split:
+    """This rank's in a process group; `WHOLE` without any."""
+    return WHOLE if group is None else (group.rank(), group.size())
 
 
 def load_plain(
-    models: Sequence[nn.Module], path: Path, iteration: int | None, dense: TensorParallel,
-    expert: TensorParallel, vocab_size: int | None = None,
+    models: Sequence[nn.Module], path: Path, iteration: int | None, dense: Split, expert: Split,
+    vocab_size: int | None = None,
 ) -> Path:
     """Reads the weights and persistent buffers of `models` (this rank's chunks, without wrappers)
     from an `fsdp_dtensor` or `torch_dist` checkpoint, and returns its folder.
@@ -122,8 +105,10 @@ def load_plain(
 
         def read() -> None:
             with torch.no_grad(), values_follow(models):
-                for item in reads:
-                    item.run()
+                for target, stored, boxes in reads:
+                    found = [stored.block(box) for box in boxes]
+                    value = torch.cat(found) if len(found) > 1 else found[0]
+                    target.copy_(value.view(target.shape))
 
         ranks.run("reading the base weights", read)
     return folder
@@ -140,8 +125,8 @@ def _on_meta(models: Sequence[nn.Module]) -> list[str]:
 
 
 def _plan(
-    model: nn.Module, weights: Mapping[str, LazyTensor], dense: TensorParallel,
-    expert: TensorParallel, vocab_size: int | None,
+    model: nn.Module, weights: Mapping[str, LazyTensor], dense: Split, expert: Split,
+    vocab_size: int | None,
 ) -> Iterator[tuple[str, _Read | str]]:
     """For each tensor of the model's state what is to be read, or what is wrong."""
     names = global_names(model)
@@ -162,27 +147,27 @@ def _plan(
 
 def _read(
     names: GlobalNames, name: str, value: torch.Tensor, stored: LazyTensor, dim: int | None,
-    split: TensorParallel, gated: bool, vocab_size: int | None,
+    split: Split, gated: bool, vocab_size: int | None,
 ) -> _Read | str:
-    if dim is None or split.size == 1:
-        dim, split = 0, TensorParallel()
+    if dim is None or split[1] == 1:
+        dim, split = 0, WHOLE
     elif names.is_interleaved(name):
         return "its tensor-parallel slices do not join into one tensor"
     if stored.numel == 1 == value.numel():  # of no dimension in one of the two
-        return _Read(value, stored, (((0,) * len(stored.shape), stored.shape),))
-    own = tuple(value.shape)
-    whole = (*own[:dim], own[dim] * split.size, *own[dim + 1 :])
-    start = tuple(split.rank * n if axis == dim else 0 for axis, n in enumerate(own))
-    if stored.shape == whole and gated and split.size > 1:
+        return value, stored, (((0,) * len(stored.shape), stored.shape),)
+    own, (rank, size) = tuple(value.shape), split
+    whole = (*own[:dim], own[dim] * size, *own[dim + 1 :])
+    start = tuple(rank * n if axis == dim else 0 for axis, n in enumerate(own))
+    if stored.shape == whole and gated and size > 1:
         half, rest = own[0] // 2, own[1:]
-        first = split.rank * half
+        first = rank * half
         boxes = [((row, *start[1:]), (half, *rest)) for row in (first, whole[0] // 2 + first)]
-        return _Read(value, stored, tuple(boxes))
+        return value, stored, tuple(boxes)
     if stored.shape == whole:
-        return _Read(value, stored, ((start, own),))
+        return value, stored, ((start, own),)
     rows = min(stored.shape[0], whole[0])
     is_padding = vocab_size is not None and is_table(names.of(name)) and rows >= vocab_size
     if not is_padding or stored.shape[1:] != whole[1:]:
         return f"has shape {whole}, in the checkpoint {stored.shape}"
     rows = max(0, min(own[0], rows - start[0]))
-    return _Read(value, stored, ((start, (rows, *own[1:])),), rows)
+    return value.detach()[:rows], stored, ((start, (rows, *own[1:])),)

@@ -10,7 +10,6 @@ for them (experts) or where the weights are whole (`TELinear` without a parallel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torch import nn
 
@@ -19,29 +18,21 @@ COLUMN, ROW, REPLICATED = "column", "row", "replicated"
 DIMS: Mapping[str, int | None] = {COLUMN: 0, ROW: 1, REPLICATED: None}
 
 
-class LayerRule(NamedTuple):
-    """Modes of a layer's `weight*` and `bias*`; whatever else it holds is replicated.
-
-    `marks_tell`: the attributes on its parameters are right where there are any.
-    """
-
-    weight: str
-    bias: str
-    marks_tell: bool = False
-
-
-LAYER_RULES: Mapping[str, LayerRule] = {
-    "ColumnParallelLinear": LayerRule(COLUMN, COLUMN, marks_tell=True),
-    "RowParallelLinear": LayerRule(ROW, REPLICATED, marks_tell=True),
-    "VocabParallelEmbedding": LayerRule(COLUMN, COLUMN, marks_tell=True),
-    "TELayerNormColumnParallelLinear": LayerRule(COLUMN, COLUMN),
-    "TEColumnParallelLinear": LayerRule(COLUMN, COLUMN),
-    "TERowParallelLinear": LayerRule(ROW, REPLICATED),
-    "TEColumnParallelGroupedLinear": LayerRule(COLUMN, COLUMN),
-    "TERowParallelGroupedLinear": LayerRule(ROW, REPLICATED),
-    "TELinear": LayerRule(REPLICATED, REPLICATED),
+LAYERS: Mapping[str, tuple[str, str]] = {
+    "ColumnParallelLinear": (COLUMN, COLUMN),
+    "RowParallelLinear": (ROW, REPLICATED),
+    "VocabParallelEmbedding": (COLUMN, COLUMN),
+    "TELayerNormColumnParallelLinear": (COLUMN, COLUMN),
+    "TEColumnParallelLinear": (COLUMN, COLUMN),
+    "TERowParallelLinear": (ROW, REPLICATED),
+    "TEColumnParallelGroupedLinear": (COLUMN, COLUMN),
+    "TERowParallelGroupedLinear": (ROW, REPLICATED),
+    "TELinear": (REPLICATED, REPLICATED),
 }
-"""By class name, so that Transformer Engine need not be there."""
+"""Modes of a layer's `weight*` and `bias*`; whatever else it holds is replicated. By class name, so
+that Transformer Engine need not be there."""
+MARKS_TELL = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding")
+"""Layers whose parameters have attributes that are right where there are any."""
 
 SPLIT_WITHOUT_MARKS = ("softmax_offset",)
 """Parameters with a number for each attention head of this rank, which core does not mark. Taken
@@ -60,19 +51,20 @@ def _marked_mode(param: nn.Parameter) -> str | None:
 def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> str:
     """The mode of `param`, which is `owner`'s attribute `name`.
 
-    The nearest class of `owner` in `LAYER_RULES` decides where the parameter is not marked or the
-    marks of such a layer do not tell; what neither marks nor rules know is replicated.
+    The nearest class of `owner` in `LAYERS` decides where the parameter is not marked or the
+    marks of such a layer do not tell; what neither marks nor that table know is replicated.
     """
-    classes = (LAYER_RULES.get(cls.__name__) for cls in type(owner).__mro__)
-    rule = next((found for found in classes if found is not None), None)
+    names = (cls.__name__ for cls in type(owner).__mro__)
+    layer = next((found for found in names if found in LAYERS), None)
     marked = _marked_mode(param)
-    if marked is not None and (rule is None or rule.marks_tell):
+    if marked is not None and (layer is None or layer in MARKS_TELL):
         return marked
     if marked is None and name in SPLIT_WITHOUT_MARKS:
         return COLUMN
-    if rule is not None and name.startswith("weight"):
-        return rule.weight
-    return rule.bias if rule is not None and name.startswith("bias") else REPLICATED
+    weight, bias = (REPLICATED, REPLICATED) if layer is None else LAYERS[layer]
+    if name.startswith("weight"):
+        return weight
+    return bias if name.startswith("bias") else REPLICATED
 
 
 def mark_tensor_parallel(param: nn.Parameter, mode: str) -> None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -30,7 +28,8 @@ from ..quantized import format_of
 from ..sharding.unit_classes import classes_of
 from ..sharding.unsharded_budget import UnshardedUnits, policy_precision, unsharded_units
 from .activation_offload import FINE_GRAINED
-from .domains import ModelDomains, domain_name
+from .construction_problems import Arguments
+from .domains import domain_name
 from .fused_wgrad import asks_fusion, grad_writer
 from .options.rules import is_on
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
@@ -112,22 +111,18 @@ def chosen_units(
 
 
 def plan_units(
-    module: nn.Module,
-    units: dict[str, nn.Module],
-    config: Any,
-    engine_config: EngineConfig,
-    domains: ModelDomains,
+    given: Arguments, units: dict[str, nn.Module], engine_config: EngineConfig
 ) -> list[UnitPlan]:
     """Which parameter belongs to which unit and group, and how its gradient is written. Parameters
-    are marked with how tensor parallelism cuts them. `config` is the model's.
+    are marked with how tensor parallelism cuts them.
 
     ValueError: a module whose fused weight gradients cannot be used.
     """
-    for managed in managed_params(module):
+    for managed in managed_params(given.module):
         owner, name = managed.slots[0]
         mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
     return partition(
-        module,
+        given.module,
         units,
         domain_of=domain_name,
         backward_reads_weights=lambda unit: not only_looks_up(unit, LOOK_UPS),
@@ -135,21 +130,16 @@ def plan_units(
         writer_of=functools.partial(
             grad_writer,
             is_fresh=engine_config.strategy.shard_grads,
-            observe=_observer(module, config, engine_config, domains.device),
+            observe=_observer(given, engine_config),
         ),
-        manages=lambda managed: domains.placements.manages(managed.fqns[0]),
+        manages=lambda managed: given.manages(managed.fqns[0]),
         format_of=format_of,
     )
 
 
 def with_unsharded_units(
-    plans: Sequence[UnitPlan],
-    module: nn.Module,
-    config: Any,
-    engine_config: EngineConfig,
-    domains: Mapping[str, ShardDomain],
-    device: torch.device,
-    budget: int,
+    plans: Sequence[UnitPlan], given: Arguments, engine_config: EngineConfig,
+    domains: Mapping[str, ShardDomain], budget: int,
 ) -> tuple[list[UnitPlan], UnshardedUnits]:
     """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
     are. Modules that write weight gradients by themselves write into kept ones where gradients
@@ -170,7 +160,7 @@ def with_unsharded_units(
         for key, managed in plan.groups.items():
             own = engine_config.for_group(plan.strategy, key.domain)
             if own.strategy.shard_grads != engine_config.strategy.shard_grads:
-                observe = _observer(module, config, own, device)
+                observe = _observer(given, own)
                 groups[key] = [
                     replace(entry, writer=grad_writer(entry, own.strategy.shard_grads, observe))
                     for entry in managed
@@ -179,15 +169,13 @@ def with_unsharded_units(
     return found, kept
 
 
-def _observer(
-    module: nn.Module, config: Any, engine_config: EngineConfig, device: torch.device
-) -> Observer | None:
+def _observer(given: Arguments, engine_config: EngineConfig) -> Observer | None:
     """Looks at what fused modules write their gradients into; None without fusion."""
+    config, policy = given.config, engine_config.policy
     if not asks_fusion(config):
         return None
-    policy = engine_config.policy
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
     return Observer(
-        precisions_of(config), written, device, quantized_precision(config),
-        read_by_operations(module), is_on(config, FINE_GRAINED),
+        precisions_of(config), written, given.device, quantized_precision(config),
+        read_by_operations(given.module), is_on(config, FINE_GRAINED),
     )  # fmt: skip

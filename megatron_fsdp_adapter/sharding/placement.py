@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -21,58 +20,54 @@ _NOT_REPLICATED = (
 )
 
 
-@dataclass(frozen=True)
-class Placements:
-    """Patterns of module names (those of `named_modules()`, shell wildcards, a Float16Module's
-    level left out) and what to do with what is below such a module; later ones win."""
+Placements = Mapping[str, str]
+"""Patterns of module names (those of `named_modules()`, shell wildcards, a Float16Module's level
+left out) and what to do with what is below such a module; later ones win."""
 
-    chosen: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, fqn: str) -> str:
-        """The placement of the parameter of this name: that of the modules that hold it."""
-        found = SHARD
-        for pattern, placement in self.chosen.items():
-            if any(fnmatch.fnmatchcase(name, pattern) for name in _holders(fqn)):
-                found = placement
-        return found
+def placement_of(chosen: Placements, fqn: str) -> str:
+    """That of the parameter of this name: of the modules that hold it."""
+    found = SHARD
+    for pattern, placement in chosen.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for name in _holders(fqn)):
+            found = placement
+    return found
 
-    def manages(self, fqn: str) -> bool:
-        """Whether the parameter of this name is the wrapper's: it is not left alone."""
-        return self.of(fqn) != LEAVE
 
-    def problems(self, module: nn.Module) -> list[str]:
-        """What is wrong with them for `module`."""
-        names = {name for fqn, _ in module.named_parameters() for name in _holders(fqn)}
-        found = []
-        for pattern, placement in self.chosen.items():
-            given = f"{ARGUMENT}={{{pattern!r}: {placement!r}}}"
-            if placement == "replicate":
-                found.append(f"{given}: modules can only be sharded or ignored. {_NOT_REPLICATED}")
-            elif placement not in PLACEMENTS:
-                found.append(f"{given}: unknown. Use one of {list(PLACEMENTS)}")
-            if not fnmatch.filter(names, pattern):
-                found.append(
-                    f"{given}: no module with parameters has such a name. Use names of "
-                    f"named_modules(), such as {sorted(names)[:3]}"
-                )
-        return found + self._conflicts(module)
+def placement_problems(chosen: Placements, module: nn.Module) -> list[str]:
+    """What is wrong with them for `module`."""
+    names = {name for fqn, _ in module.named_parameters() for name in _holders(fqn)}
+    found = []
+    for pattern, placement in chosen.items():
+        given = f"{ARGUMENT}={{{pattern!r}: {placement!r}}}"
+        if placement == "replicate":
+            found.append(f"{given}: modules can only be sharded or ignored. {_NOT_REPLICATED}")
+        elif placement not in PLACEMENTS:
+            found.append(f"{given}: unknown. Use one of {list(PLACEMENTS)}")
+        if not fnmatch.filter(names, pattern):
+            found.append(
+                f"{given}: no module with parameters has such a name. Use names of "
+                f"named_modules(), such as {sorted(names)[:3]}"
+            )
+    return found + _conflicts(chosen, module)
 
-    def _conflicts(self, module: nn.Module) -> list[str]:
-        found, placed = [], dict[int, tuple[str, str]]()
-        for fqn, param in module.named_parameters(remove_duplicate=False):
-            placement = self.of(fqn)
-            first, before = placed.setdefault(id(param), (fqn, placement))
-            if placement != before:
-                found.append(
-                    f"{ARGUMENT}: {first} and {fqn} are one parameter, but placed as {before!r} "
-                    f"and {placement!r}. Place both modules alike"
-                )
-            elif placement == LEAVE and param.requires_grad:
-                found.append(
-                    f"{ARGUMENT}: {fqn} is ignored but trainable; its gradient would not be "
-                    "reduced. Freeze it, or leave the pattern out"
-                )
-        return found[:8]
+
+def _conflicts(chosen: Placements, module: nn.Module) -> list[str]:
+    found, placed = [], dict[int, tuple[str, str]]()
+    for fqn, param in module.named_parameters(remove_duplicate=False):
+        placement = placement_of(chosen, fqn)
+        first, before = placed.setdefault(id(param), (fqn, placement))
+        if placement != before:
+            found.append(
+                f"{ARGUMENT}: {first} and {fqn} are one parameter, but placed as {before!r} "
+                f"and {placement!r}. Place both modules alike"
+            )
+        elif placement == LEAVE and param.requires_grad:
+            found.append(
+                f"{ARGUMENT}: {fqn} is ignored but trainable; its gradient would not be "
+                "reduced. Freeze it, or leave the pattern out"
+            )
+    return found[:8]
 
 
 def _holders(fqn: str) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, convert
 from megatron_fsdp_adapter.megatron import peft_base_weights
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
-from megatron_fsdp_adapter.megatron.peft_base_weights import TensorParallel, load_plain
+from megatron_fsdp_adapter.megatron.peft_base_weights import WHOLE, load_plain, place_in
 from tests.checkpoint.convert_cases import Evil, save_fsdp
 from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
 from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
@@ -47,8 +47,8 @@ def into_plain(root: Path, target: Split, vocab_size: int | None = None) -> dict
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(77)
-        dense = TensorParallel.of(parallel_state.get_tensor_model_parallel_group())
-        expert = TensorParallel.of(parallel_state.get_expert_tensor_parallel_group())
+        dense = place_in(parallel_state.get_tensor_model_parallel_group())
+        expert = place_in(parallel_state.get_expert_tensor_parallel_group())
         load_plain([model], root, None, dense, expert, vocab_size)
 
     trainer = build_topology_trainer(
@@ -143,7 +143,7 @@ def test_nothing_of_the_checkpoint_is_run(one_rank: None, tmp_path: Path) -> Non
     evil = Evil(Path.touch, made)
     save_fsdp(root, {"model": weights, "args": {"num_layers": 1, "x": evil}})
     made.unlink(missing_ok=True)  # a save may copy its values
-    load_plain([nn.Module()], root, None, TensorParallel(), TensorParallel())
+    load_plain([nn.Module()], root, None, WHOLE, WHOLE)
     assert not made.exists()
 
 

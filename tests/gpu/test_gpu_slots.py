@@ -92,7 +92,7 @@ def registers_once(rank: int, world: int) -> str:
     for manual in (False, True):
         options = {"nccl_ub": True, "fsdp_manual_registration": manual}
         trainer = build_trainer(WIDE, ZERO_3, device, ddp=options)
-        memory = trainer.wrapper._built.slot_memory
+        memory = trainer.wrapper.param_and_grad_buffer._slots
         every = len(memory._pools) * len(memory._groups)
         assert every > 0 and len(memory._registered) == (0 if manual else every)
         _steps(trainer, rank, 2, device)

@@ -23,7 +23,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,13 +113,13 @@ def _load(
         )
     seen = [found for found in every if found is not None]
     lines = []
-    if not all(found.has_generators for found in seen):
+    if not all(has_generators for has_generators, _ in seen):
         prepared.pop(_RNG, None)
         lines.append(
             f"{folder} has RNG states of another split of the model. This run's generators keep "
             "their seeds"
         )
-    missing = sorted({key for found in seen for key in found.missing})
+    missing = sorted({key for _, keys in seen for key in keys})
     if missing:
         lines.append(
             f"{len(missing)} keys are not in {folder} and keep their initial values, because "
@@ -151,13 +150,9 @@ def _as_asked(
     return result
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a rank sends to the others: whether the generator states that it asks for are stored,
-    and the keys that are not, if that is allowed."""
-
-    has_generators: bool
-    missing: tuple[str, ...]
+_Found = tuple[bool, tuple[str, ...]]
+"""What a rank sends to the others: whether the generator states that it asks for are stored, and
+the keys that are not, if that is allowed."""
 
 
 def _prepared(
@@ -182,7 +177,7 @@ def _prepared(
         _stored_entries(stored, place) == len(entries)
         for place, entries in asked.get(_RNG, {}).items()
     )
-    return {**asked, **parts}, _Found(placed, mismatch.missing)
+    return {**asked, **parts}, (placed, mismatch.missing)
 
 
 def _stored_entries(stored: Iterable[str], place: str) -> int:

@@ -34,6 +34,7 @@ NOTHING = object()
 """There is no such attribute."""
 
 _PACKAGE = __name__.partition(".")[0]
+_DEFAULTS = "__defaults__"
 _KEPT = f"__{_PACKAGE}_kept__"
 """An attribute of an owner: by name what it had by itself, `NOTHING` if that was inherited, and
 what is there now."""
@@ -143,11 +144,8 @@ def install(patches: Sequence[Patch]) -> None:
         if patch.everywhere:
             original, ours = _kept(owner)[name]
             swept[id(original)] = ours, patch.but_in
-    for module, name, value in _holders(swept):
-        _put(module, name, value)
-    for function, defaults in _functions_elsewhere(swept):
-        setattr(function, _KEPT, (function.__defaults__, defaults))
-        function.__defaults__ = defaults
+    for holder, name, value in _holders(swept):
+        _put(holder, name, value)
 
 
 def uninstall(patches: Sequence[Patch]) -> None:
@@ -161,15 +159,11 @@ def uninstall(patches: Sequence[Patch]) -> None:
         _give_back(*found)
         if patch.everywhere:
             swept[id(ours)] = original, ()
-    for module, name, value in _holders(swept):
-        if name in _kept(module):
-            _give_back(module, name)
-        elif _is_megatron(module.__name__):
-            setattr(module, name, value)
-    for function, _ in _functions_elsewhere(swept):
-        had, given = getattr(function, _KEPT, (None, None))
-        if function.__defaults__ is given:
-            function.__defaults__ = had
+    for holder, name, value in _holders(swept):
+        if name in _kept(holder):
+            _give_back(holder, name)
+        elif isinstance(holder, ModuleType) and _is_megatron(holder.__name__):
+            setattr(holder, name, value)
 
 
 def is_installed(patch: Patch) -> bool:
@@ -183,7 +177,8 @@ def places(patches: Iterable[Patch]) -> dict[str, list[str]]:
     held = [
         (module.__name__, name, vars(module)[name])
         for module, name, _ in _holders({id(one): (None, ()) for one in ours.values()})
-        if name in _kept(module) or _is_megatron(module.__name__)
+        if isinstance(module, ModuleType)
+        and (name in _kept(module) or _is_megatron(module.__name__))
     ]
     return {
         name: sorted(
@@ -280,16 +275,18 @@ def _is_megatron(name: str) -> bool:
 
 def _kept(owner: Any) -> dict[str, tuple[Any, Any]]:
     """By name what `owner` had by itself and what of ours it has now."""
-    held = {} if owner is None else vars(owner)
-    return {
-        name: kept for name, kept in held.get(_KEPT, {}).items()
-        if held.get(name, NOTHING) is kept[1]
-    }  # fmt: skip
+    kept = {} if owner is None else vars(owner).get(_KEPT, {})
+    return {name: pair for name, pair in kept.items() if _own(owner, name) is pair[1]}
+
+
+def _own(owner: Any, name: str) -> Any:
+    """What `owner` has by itself; `NOTHING` if it has none."""
+    return owner.__defaults__ if name == _DEFAULTS else vars(owner).get(name, NOTHING)
 
 
 def _put(owner: Any, name: str, ours: Any) -> None:
     kept = _kept(owner)
-    had = kept[name][0] if name in kept else vars(owner).get(name, NOTHING)
+    had = kept[name][0] if name in kept else _own(owner, name)
     setattr(owner, _KEPT, {**kept, name: (had, ours)})
     setattr(owner, name, ours)
 
@@ -307,33 +304,24 @@ def _set(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """The loaded modules, but those of this package, that hold one of the objects: with the name
-    and what takes its place there. replaced: by an object's id what does, and the modules where it
-    stays."""
-    for at, module, attribute, value in _globals_elsewhere() if replaced else ():
-        if id(value) not in replaced and type(value) is not tuple:
-            continue
-        new = _replaced(value, replaced, at)
-        if new is not value:
-            yield module, attribute, new
-
-
-def _globals_elsewhere() -> Iterator[tuple[str, ModuleType, str, Any]]:
-    """The globals of all loaded modules but those of this package, with the module's name."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != _PACKAGE and isinstance(module, ModuleType):
-            yield from ((name, module, *item) for item in list(vars(module).items()))
-
-
-def _functions_elsewhere(replaced: Mapping[int, Any]) -> Iterator[tuple[FunctionType, Any]]:
-    """Functions that have one of the objects in a default, with the defaults that they should have:
-    verl's `unwrap_model` has the wrapper's class there."""
-    for at, _, _, value in _globals_elsewhere() if replaced else ():
-        if isinstance(value, FunctionType) and value.__defaults__:
-            new = _replaced(value.__defaults__, replaced, at)
-            if new is not value.__defaults__:
-                yield value, new
+def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType | FunctionType, str, Any]]:
+    """The loaded modules, but those of this package, that hold one of the objects, and functions in
+    them that have one in a default (verl's `unwrap_model` has the wrapper's class there): with the
+    name and what takes its place there. replaced: by an object's id what does, and the modules
+    where it stays."""
+    loaded = [
+        (name, module) for name, module in list(sys.modules.items())
+        if replaced and name.partition(".")[0] != _PACKAGE and isinstance(module, ModuleType)
+    ]
+    for at, module in loaded:
+        for attribute, value in list(vars(module).items()):
+            holder: ModuleType | FunctionType = module
+            if isinstance(value, FunctionType) and value.__defaults__ and id(value) not in replaced:
+                holder, attribute, value = value, _DEFAULTS, value.__defaults__
+            if id(value) in replaced or type(value) is tuple:
+                new = _replaced(value, replaced, at)
+                if new is not value:
+                    yield holder, attribute, new
 
 
 def _replaced(value: Any, replaced: Mapping[int, Any], module: str) -> Any:

@@ -16,7 +16,6 @@ from ...sharding.unsharded_budget import GIB
 from .rules import is_on
 from .table import (
     BUDGET,
-    DECOUPLED,
     GRAD_COMM,
     MAIN_GRADS,
     MAIN_PARAMS,
@@ -36,11 +35,6 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
 def unsharded_budget(ddp_config: Any) -> int:
     """Extra bytes for units that stay unsharded over a step."""
     return int((read(ddp_config, BUDGET) or 0.0) * GIB)
-
-
-def decouples_grads(ddp_config: Any) -> bool:
-    """True if the optimizer reads `decoupled_grad`, which may have another dtype than `grad`."""
-    return is_on(ddp_config, DECOUPLED)
 
 
 def grad_check(ddp_config: Any) -> GradCheck | None:
