@@ -31,7 +31,7 @@ def export_source(
 
     def described(fqn: str, param: Any) -> Described:
         kind = kind_of(param, fqn)
-        group, split = index.kinds[kind].tensor, getattr(param, "_tp_partition_dim", None)
+        group, split = index.tensor_groups[kind], getattr(param, "_tp_partition_dim", None)
         is_split = split is not None and group is not None and dist.get_world_size(group) > 1
         if is_split and names.is_interleaved(fqn):
             raise ValueError(

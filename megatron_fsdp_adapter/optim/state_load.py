@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.chunks import dtensor_like, has_chunks
-from ..sharding.model_state import Piece, Place, write_pieces
+from ..sharding.model_state import Piece, Place, piece_of, write_pieces
 from .state_init import COUNT
 from .state_view import Entry
 
@@ -30,8 +30,8 @@ def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, E
         {label: value for label, (_, _, _, value) in like.items()},
     )
     for param, name, piece, _ in like.values():
-        if piece.target is not optimizer.state[param].get(name):
-            shards.put(param, name, piece.target._local_tensor)
+        if piece[0] is not optimizer.state[param].get(name):
+            shards.put(param, name, piece[0]._local_tensor)
     for param, name, value in others:
         target = optimizer.state[param].get(name)
         if isinstance(target, torch.Tensor):
@@ -72,7 +72,7 @@ def _sorted_out(
                 wrong.append(f"{label}: {given} for {tuple(param.shape)}")
             else:
                 target = _target(param, shown, value.dtype)
-                like[label] = param, name, Piece.of(target, param, Place(label)), fitting
+                like[label] = param, name, piece_of(target, param, Place(label)), fitting
     if wrong:
         raise ValueError(
             f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "

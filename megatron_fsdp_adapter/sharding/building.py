@@ -16,7 +16,7 @@ from ..core.engine.partition import UnitPlan
 from ..core.runtime.device import make_runtime
 from ..core.topology import ShardDomain
 from ..diagnostics.fault_report import FaultReport
-from .materialize import InitializerOf, Materializer
+from .materialize import InitializerOf, materializer
 from .same_model import verify_same_model
 
 Engine = TypeVar("Engine", bound=FsdpEngine)
@@ -68,7 +68,7 @@ def build_engine(
     with report.building():
         engine = kind(
             module, plans, domains, config, runtime, report.communicator,
-            prepare=Materializer(module, plans, device, initializer_of), **options,
+            prepare=materializer(module, plans, device, initializer_of), **options,
         )
     report.engine_made(engine)
     return engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,23 +17,6 @@ from ..core.topology import (
     ShardDomain,
     mesh_over,
 )
-
-
-@dataclass(frozen=True)
-class KindGroups:
-    """The process groups of one kind of parameter.
-
-    shard: holds the shards; gather, reduce: the same ranks, for all-gathers and for reductions
-    (default: shard); everyone: all ranks with the same parameters (default: shard); outer: across
-    the shard groups of everyone; tensor: over which tensors are split before they are sharded.
-    """
-
-    shard: dist.ProcessGroup
-    gather: dist.ProcessGroup | None = None
-    everyone: dist.ProcessGroup | None = None
-    outer: dist.ProcessGroup | None = None
-    tensor: dist.ProcessGroup | None = None
-    reduce: dist.ProcessGroup | None = None
 
 
 class FSDPDistributedIndex:
@@ -54,6 +36,8 @@ class FSDPDistributedIndex:
         grad_scale: factor on the sum of gradients, for every kind (an expert gradient already
             sums the tokens of its expert-parallel ranks, so its factor is the dense one).
         hsdp_outer_dp_shard: whether the outer axis splits the shards again.
+
+    tensor_groups: by kind of parameter, over which tensors are split before they are sharded.
 
     Raises:
         ValueError: a gather group whose ranks or order differ from its shard group's; an outer
@@ -87,29 +71,26 @@ class FSDPDistributedIndex:
         self.use_hybrid_fsdp = outer_fsdp_group is not None
         self.dp_outer_dim = OUTER_DIM if self.use_hybrid_fsdp else None
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        kinds = {
-            DENSE: KindGroups(
-                fsdp_group, fsdp_group_ag, dp_group, outer_fsdp_group, tp_group, fsdp_group_rs
-            )
-        }
-        if expt_fsdp_group is not None:
-            kinds[EXPERT] = KindGroups(
-                expt_fsdp_group, expt_fsdp_group_ag, expt_dp_group, outer_fsdp_group, expt_tp_group,
-                expt_fsdp_group_rs,
-            )  # fmt: skip
-        self.kinds: Mapping[str, KindGroups] = kinds
+        self.tensor_groups = {DENSE: tp_group, EXPERT: expt_tp_group}
+        self._everyone = {DENSE: dp_group, EXPERT: expt_dp_group}
         self._meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
+        of_kinds = {
+            DENSE: (fsdp_group, fsdp_group_ag, fsdp_group_rs),
+            EXPERT: (expt_fsdp_group, expt_fsdp_group_ag, expt_fsdp_group_rs),
+        }
         self.domains: Mapping[str, ShardDomain] = {
-            kind: self._domain(kind, groups, device_type, grad_scale)
-            for kind, groups in kinds.items()
+            kind: self._domain(kind, group, gather, reduce, device_type, grad_scale)
+            for kind, (group, gather, reduce) in of_kinds.items() if group is not None
         }
 
     def _domain(
-        self, kind: str, groups: KindGroups, device_type: str, grad_scale: float
-    ) -> ShardDomain:
-        shard = Axis.of(SHARD_DIM, groups.shard)
-        outer = None if groups.outer is None else Axis.of(OUTER_DIM, groups.outer)
-        tensor = None if groups.tensor is None else Axis.of(TP_DIM, groups.tensor)
+        self, kind: str, group: dist.ProcessGroup, gather: dist.ProcessGroup | None,
+        reduce: dist.ProcessGroup | None, device_type: str, grad_scale: float,
+    ) -> ShardDomain:  # fmt: skip
+        across, split_over = self.hybrid_fsdp_group, self.tensor_groups[kind]
+        shard = Axis.of(SHARD_DIM, group)
+        outer = None if across is None else Axis.of(OUTER_DIM, across)
+        tensor = None if split_over is None else Axis.of(TP_DIM, split_over)
         present = [axis for axis in (outer, shard, tensor) if axis is not None]
         for axes in [[axis] for axis in present] + [present[:-1], present[1:], present]:
             names = tuple(axis.name for axis in axes)
@@ -120,8 +101,8 @@ class FSDPDistributedIndex:
         return ShardDomain(
             name=kind,
             axis=shard,
-            gather_group=groups.shard if groups.gather is None else groups.gather,
-            reduce_group=groups.shard if groups.reduce is None else groups.reduce,
+            gather_group=group if gather is None else gather,
+            reduce_group=group if reduce is None else reduce,
             mesh=self._meshes[kind, tuple(dims)],
             grad_scale=grad_scale,
             outer=outer,
@@ -149,7 +130,7 @@ class FSDPDistributedIndex:
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """All ranks that hold the same parameters: without an outer axis, the shard group."""
-        everyone = self.kinds[self.domain(self._kind(is_expert_parallel)).name].everyone
+        everyone = self._everyone[self.domain(self._kind(is_expert_parallel)).name]
         return self.get_fsdp_group(is_expert_parallel) if everyone is None else everyone
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:

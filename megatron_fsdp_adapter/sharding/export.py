@@ -33,6 +33,8 @@ MODEL, STAGE = "model", "stage"
 SCALE_SUFFIX = "_scale_inv"
 """Of the name of what a quantized weight's bytes are multiplied by."""
 SCALES = (SCALE, "rowwise_scales")
+BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32)}
+"""Rows and columns that share a scale, by format."""
 
 Entry = tuple[str, torch.Tensor]
 Named = Iterator[Entry]
@@ -86,8 +88,7 @@ def export_weights(
             that cannot be joined.
     """
     _check(hf_config, which, scope, dtype, fp8)
-    plan = _Plan(dtype, quantized, scope == MODEL)
-    return _run(_chunks("export_weights", model, which, plan))
+    return _run(_chunks("export_weights", model, which, dtype, quantized, scope == MODEL))
 
 
 def export_shards(
@@ -102,17 +103,20 @@ def export_shards(
     the same ones; a rank has none of some weights, and several blocks of others. Arguments and
     errors are those of `export_weights`."""
     _check(hf_config, which, MODEL, dtype)
-    chunks = _chunks("export_shards", model, which, _Plan(dtype, False, False))
+    chunks = _chunks("export_shards", model, which, dtype)
     return (shard for chunk in chunks for shard in chunk.shards())
 
 
-def _chunks(action: str, model: Any, which: str, plan: _Plan) -> list[_Chunk]:
+def _chunks(
+    action: str, model: Any, which: str, dtype: torch.dtype | None, quantized: bool = False,
+    everything: bool = False,
+) -> list[_Chunk]:
     """The exports of a model's chunks. RuntimeError if memory is away that they need, ValueError
     for a weight that cannot be exported as asked."""
     given = sources(model)
     for source in given:
-        source.engine.memory.check(action, [MAIN, *([COMPUTE] if plan.quantized else [])])
-    chunks = [_Chunk(source, which, plan) for source in given]
+        source.engine.memory.check(action, [MAIN, *([COMPUTE] if quantized else [])])
+    chunks = [_Chunk(source, which, dtype, quantized, everything) for source in given]
     raise_problems(action, [line for chunk in chunks for line in chunk.problems()])
     return chunks
 
@@ -143,15 +147,9 @@ def _check(
     raise_problems("export_weights", found)
 
 
-def _with_frozen(source: Source, which: str) -> bool:
-    """Whether frozen weights are exported, too."""
-    engine = source.engine
-    return which == ALL or (which == CHANGED and engine.exported_loads != engine.loads)
-
-
 def _run(chunks: Sequence[_Chunk]) -> Named:
     stages = chunks[0].source.stages
-    across = chunks[0].plan.everything and stages is not None and dist.get_world_size(stages) > 1
+    across = chunks[0].everything and stages is not None and dist.get_world_size(stages) > 1
     yield from _over_stages(chunks, stages) if across else _in_turn(chunks)
     for chunk in chunks:
         if chunk.frozen_too:
@@ -196,30 +194,26 @@ def _to_receive(listed: Sequence[Any], device: torch.device) -> Named:
         yield name, torch.empty(shape, dtype=dtype, device=device)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is exported of each chunk. everything: whether also what other ranks have."""
-
-    dtype: torch.dtype | None
-    quantized: bool
-    everything: bool
-
-
 def _presented(plane: str, name: str, tensor: torch.Tensor) -> Entry:
     """Under which name and in which dtype a tensor of one plane goes out."""
     if plane in SCALES:
         return name + SCALE_SUFFIX, tensor
     return name, tensor if plane == WEIGHT else tensor.view(torch.float8_e4m3fn)
 
-class _Chunk:
-    """The export of one model chunk."""
 
-    def __init__(self, source: Source, which: str, plan: _Plan) -> None:
-        self.source, self.plan = source, plan
-        self.frozen_too, self.buffers_too = _with_frozen(source, which), which != TRAINED
-        self.device = source.engine.runtime.device
-        self.loads = source.engine.loads
-        self.wanted = Wanted(self._is_chosen, plan.dtype, plan.quantized)
+class _Chunk:
+    """The export of one model chunk. everything: whether also of what other ranks have."""
+
+    def __init__(
+        self, source: Source, which: str, dtype: torch.dtype | None, quantized: bool,
+        everything: bool,
+    ) -> None:
+        engine = source.engine
+        is_news = which == CHANGED and engine.exported_loads != engine.loads
+        self.source, self.everything = source, everything
+        self.frozen_too, self.buffers_too = which == ALL or is_news, which != TRAINED
+        self.device, self.loads = engine.runtime.device, engine.loads
+        self.wanted = Wanted(self._is_chosen, dtype, quantized)
         self._described = {id(pair): source.describe(pair) for pair in source.engine.pairs}
         self._others = self._names_of_experts()
 
@@ -227,7 +221,7 @@ class _Chunk:
         return self.frozen_too or group.key.requires_grad
 
     def _is_left_out(self, described: Described) -> bool:
-        return described.is_copy and self.plan.everything
+        return described.is_copy and self.everything
 
     def _rest(self) -> Sequence[tuple[Described, torch.Tensor]]:
         return [
@@ -238,7 +232,7 @@ class _Chunk:
     @property
     def _exchanges(self) -> bool:
         group = self.source.experts
-        return self.plan.everything and group is not None and dist.get_world_size(group) > 1
+        return self.everything and group is not None and dist.get_world_size(group) > 1
 
     def _names_of_experts(self) -> dict[str, list[str]]:
         """By this rank's name of a weight, the names on all expert-parallel ranks."""
@@ -256,7 +250,7 @@ class _Chunk:
         """One line for each weight that cannot be exported as asked."""
         return [
             line for pair in self.source.engine.pairs
-            if self.plan.quantized and pair.group.key.quantized and self._is_chosen(pair.group)
+            if self.wanted.quantized and pair.group.key.quantized and self._is_chosen(pair.group)
             and not self._is_left_out(self._described[id(pair)])
             for line in _quantized_problems(
                 self._described[id(pair)], pair.group.layout.specs[pair.index].shape,
@@ -313,7 +307,7 @@ class _Chunk:
 
     def _dtype(self, described: Described, tensor: torch.Tensor) -> torch.dtype:
         """In which a tensor of the rest goes out."""
-        return tensor.dtype if described.is_buffer else cast_to(tensor.dtype, self.plan.dtype)
+        return tensor.dtype if described.is_buffer else cast_to(tensor.dtype, self.wanted.dtype)
 
     def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor of the rest stands for, as a copy."""
@@ -330,7 +324,7 @@ class _Chunk:
                 shape = group.layout.specs[pair.index].layout_shape
                 local = group.main.items(group.held)[pair.index].detach()
                 rows = held.start // max(1, torch.Size(shape[1:]).numel())
-                local = local.to(self.device, cast_to(local.dtype, self.plan.dtype), copy=True)
+                local = local.to(self.device, cast_to(local.dtype, self.wanted.dtype), copy=True)
                 yield from self._blocks(self._described[id(pair)], local, rows, shape)
         for described, tensor in self._rest():
             whole = self._cast(described, tensor)
@@ -376,17 +370,13 @@ def _quantized_problems(
     parts, name = described.parts, described.name
     if parts > 1 and format is PER_TENSOR:
         return [f"quantized=True: {name} has a scale on each tensor-parallel rank"]
-    block, split = _block(format), described.split or 0
+    block, split = BLOCKS[format.name], described.split or 0
     if parts > 1 and (shape[0] // described.halves, *shape[1:])[split] % block[split]:
         return [
             f"quantized=True: the tensor-parallel slice {shape} of {name} is no multiple of "
             f"blocks of {block[0]} x {block[1]}"
         ]
     return []
-
-
-def _block(format: Any) -> tuple[int, int]:
-    return {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32)}[format.name]
 
 
 def _trimmed(pair: ParamPair, planes: Planes) -> Planes:

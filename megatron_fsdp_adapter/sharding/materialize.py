@@ -12,6 +12,7 @@ hold.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -156,50 +157,33 @@ def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
     original.__dict__.update(marks)
 
 
-class Materializer:
-    """Initializes what is on the meta device below `module`, unit by unit: called with each plan
-    before it is sharded, the root unit's last.
+def materializer(
+    module: nn.Module, plans: Sequence[UnitPlan], device: torch.device,
+    initializer_of: InitializerOf,
+) -> Callable[[UnitPlan], None]:
+    """Returns what initializes what is on the meta device below `module`, unit by unit: called with
+    each plan before it is sharded, the root unit's last.
 
     Modules that come before a unit's last one are initialized with it, whatever unit they belong
     to, so that random numbers are drawn in module order: what the root unit holds of them waits,
     whole, until that is sharded.
     """
+    waiting = deque(
+        (name, child, _parent(module, name))
+        for name, child in module.named_modules()
+        if any(_held(child))
+    )
+    behind = {id(child): number for number, (_, child, _) in enumerate(waiting, 1)}
+    total, root = len(waiting), plans[-1]
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plans: Sequence[UnitPlan],
-        device: torch.device,
-        initializer_of: InitializerOf,
-    ) -> None:
-        self._device, self._initializer_of = device, initializer_of
-        self._waiting = [
-            (name, child, _parent(module, name))
-            for name, child in module.named_modules()
-            if any(_held(child))
-        ]
-        last = {id(child): number for number, (_, child, _) in enumerate(self._waiting)}
-        self._done = 0
-        self._until = [
-            max(
-                (
-                    last.get(id(entry.slots[0][0]), -1) + 1
-                    for managed in plan.groups.values()
-                    for entry in managed
-                ),
-                default=0,
-            )
-            for plan in plans
-        ]
-        self._until[-1] = len(self._waiting)
-
-    def __call__(self, plan: UnitPlan) -> None:
-        until = self._until.pop(0)
-        while self._done < until:
-            name, child, parent = self._waiting[self._done]
-            self._waiting[self._done] = ("", nn.Identity(), None)
-            run = self._initializer_of(child, parent)
+    def prepare(plan: UnitPlan) -> None:
+        entries = [entry for managed in plan.groups.values() for entry in managed]
+        until = max((behind.get(id(entry.slots[0][0]), 0) for entry in entries), default=0)
+        while total - len(waiting) < (total if plan is root else until):
+            name, child, parent = waiting.popleft()
+            run = initializer_of(child, parent)
             if run is None:
                 raise ValueError(f"{OPTION}=True: {name} cannot initialize itself")
-            initialize(name, child, self._device, run)
-            self._done += 1
+            initialize(name, child, device, run)
+
+    return prepare

@@ -7,7 +7,6 @@ of them, the same for every way to split the model.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +172,7 @@ def copy_values(
     """
     places = {key: form[key] for key in values if key in form}
     pieces = {
-        key: Piece.of(params[place.name], params[place.name], place)
+        key: piece_of(params[place.name], params[place.name], place)
         for key, place in places.items()
         if place.name in params
     }
@@ -184,28 +183,18 @@ def copy_values(
     return {**rest, **{name: params[name] for name in written}}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A place in a sharded parameter, or in a value of its geometry such as a moment: `target`
-    is over this rank's rows of it; `rows` are their elements in a plain tensor of the piece."""
-
-    target: DTensor
-    rows: slice
-
-    @staticmethod
-    def of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
-        """`place` in `value`, which is `param` or has its geometry."""
-        ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
-        target = part_of(value, ref, place.number, place.count)  # type: ignore[arg-type]
-        numel = torch.Size(ref.shape).numel() // place.count
-        start, held = place.number * numel, held_range(ref)
-        rows = slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
-        return Piece(target, rows)
+Piece = tuple[DTensor, slice]
+"""Of a place in a sharded parameter, or in a value of its geometry such as a moment: a DTensor over
+this rank's rows of it, and their elements in a plain tensor of the piece."""
 
 
-def pieces_of(params: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
-    """Whole parameters as places."""
-    return {key: Piece.of(param, param, Place(key)) for key, param in params.items()}
+def piece_of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
+    """`place` in `value`, which is `param` or has its geometry."""
+    ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
+    target = part_of(value, ref, place.number, place.count)  # type: ignore[arg-type]
+    numel = torch.Size(ref.shape).numel() // place.count
+    start, held = place.number * numel, held_range(ref)
+    return target, slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
 
 
 def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
@@ -222,7 +211,8 @@ def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]
                 state[key] = param  # the error is raised later; nothing is written
             else:
                 params[key] = param
-    write_pieces(pieces_of(params), state)  # type: ignore[arg-type]
+    pieces = {key: piece_of(param, param, Place(key)) for key, param in params.items()}  # type: ignore[arg-type]
+    write_pieces(pieces, state)
     state.update(params)
     return found
 
@@ -231,8 +221,8 @@ def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]
 def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]) -> None:
     """Copies this rank's rows of every value, of the right shape, into its piece. Collective and
     with errors as `copy_values`."""
-    fits = _fits({key: piece.target for key, piece in pieces.items()}, values)
-    unknown = [key for key, fit in fits.items() if fit is _Fit.UNKNOWN]
+    fits = _fits({key: target for key, (target, _) in pieces.items()}, values)
+    unknown = [key for key, fit in fits.items() if fit == UNKNOWN]
     if unknown:
         raise ValueError(
             f"load_state_dict: {', '.join(sorted(unknown)[:5])} ({len(unknown)} in all): a "
@@ -240,20 +230,14 @@ def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]
             "or those of a sharded model's state dict"
         )
     for key, piece in pieces.items():
-        _write(piece, values[key], fits.get(key, _Fit.SAME))
+        _write(piece, values[key], fits.get(key, SAME))
 
 
-class _Fit(enum.IntEnum):
-    """How a DTensor is cut: as its place is, in another way, or in an unknown one."""
-
-    SAME = 0
-    OTHER = 1
-    UNKNOWN = 2
+SAME, OTHER, UNKNOWN = range(3)
+"""How a DTensor is cut: as its place is, in another way, or in an unknown one."""
 
 
-def _fits(
-    targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]
-) -> dict[str, _Fit]:
+def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The worst on any rank for every sharded DTensor that is not known to be cut like its target
     on all ranks. No rank may take a value for its own rows while another waits for it in a
     collective, or writes while another refuses: hence one all-reduce for each mesh, if there is any
@@ -265,13 +249,13 @@ def _fits(
             own, given = _chunks(targets[key]), chunks_of(value)
             if given is None or given.cut is None or given.cut != own.cut:
                 by_mesh.setdefault(targets[key].device_mesh, []).append(key)
-    found: dict[str, _Fit] = {}
+    found: dict[str, int] = {}
     for mesh, keys in by_mesh.items():
         local = [_fit_here(_chunks(targets[key]), values[key]) for key in keys]  # type: ignore[arg-type]
         worst = torch.tensor(local, dtype=torch.int32, device=mesh.device_type)
         for axis in range(mesh.ndim):
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        found.update(zip(keys, map(_Fit, worst.tolist()), strict=True))
+        found.update(zip(keys, worst.tolist(), strict=True))
     return found
 
 
@@ -281,23 +265,24 @@ def _chunks(target: DTensor) -> Chunks:
     return found
 
 
-def _fit_here(own: Chunks, value: DTensor) -> _Fit:
+def _fit_here(own: Chunks, value: DTensor) -> int:
     given = chunks_of(value)
     if given is None:
         if any(type(p) not in (Shard, Replicate) for p in value._spec.placements):
-            return _Fit.OTHER  # strided shards and partial sums, which torch makes whole
+            return OTHER  # strided shards and partial sums, which torch makes whole
         given = even_chunks(value)
     if given is None:
-        return _Fit.UNKNOWN
-    return _Fit.SAME if given.boxes == own.boxes else _Fit.OTHER
+        return UNKNOWN
+    return SAME if given.boxes == own.boxes else OTHER
 
 
-def _write(piece: Piece, value: torch.Tensor, fit: _Fit) -> None:
-    local = piece.target._local_tensor
+def _write(piece: Piece, value: torch.Tensor, fit: int) -> None:
+    target, rows = piece
+    local = target._local_tensor
     if not isinstance(value, DTensor):
-        local.copy_(value.detach().reshape(-1)[piece.rows].view(local.shape))
-    elif is_replicated(value) or fit is _Fit.OTHER:
+        local.copy_(value.detach().reshape(-1)[rows].view(local.shape))
+    elif is_replicated(value) or fit == OTHER:
         whole = value._local_tensor if is_replicated(value) else value.full_tensor()
-        _chunks(piece.target).take_from(whole.view(piece.target.shape), local)
+        _chunks(target).take_from(whole.view(target.shape), local)
     elif value._local_tensor.data_ptr() != local.data_ptr():
         local.copy_(value._local_tensor)

@@ -24,13 +24,13 @@ def test_weights_are_read_when_every_stream_has_made_them(monkeypatch: pytest.Mo
 
         return called
 
-    materializer = building.Materializer
+    materializer = building.materializer
     monkeypatch.setattr(HostRuntime, "synchronize", noted("waited", HostRuntime.synchronize))
     monkeypatch.setattr(
         building, "verify_same_model", noted("compared", building.verify_same_model)
     )
     monkeypatch.setattr(
-        building, "Materializer", lambda *arguments: noted("read", materializer(*arguments))
+        building, "materializer", lambda *arguments: noted("read", materializer(*arguments))
     )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
