@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .e4m3 import MxCast, MxRows
+from .e4m3 import MxCast, OwnRows
 from .tables import GROUP
 
 
@@ -29,5 +29,5 @@ def mx_columns(value: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, t
     sizes = (main.numel(), main.numel(), main.numel() // GROUP, main.numel() // GROUP)
     rows, columns, row_scales, scales = (main.new_empty(n, dtype=torch.uint8) for n in sizes)
     shape = (value.shape[0], value.shape[1])
-    MxCast([MxRows(shape, 0, main, rows, columns, row_scales, scales)], value.dtype).cast()
+    MxCast([OwnRows(shape, 0, main, (rows, columns, row_scales, scales))], value.dtype).finish()
     return columns.view(shape), scales.view(shape[0] // GROUP, shape[1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType
 from typing import TypeVar
@@ -25,38 +25,22 @@ import torch
 from megatron_fsdp_adapter.kernels import kernel_or_warning
 
 from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, Table
-
-MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .weights import QuantizedWeight
 
 
 @dataclass(frozen=True)
 class OwnRows:
     """What this rank has of one weight of `shape`: its elements from `start` on.
 
-    main: (n,) main weights, contiguous, n may be 0; bytes: (n,) uint8, what they become.
-    ValueError for anything else.
+    main: (n,) main weights, float32 or 16 bits, contiguous, n may be 0; planes: uint8, flat and
+    contiguous: (n,) bytes, what they become. Of MXFP8, of which a shard has whole groups, also the
+    (n,) bytes of scales along columns, and exponents, of (rows, k / 32) and of (rows / 32, k).
     """
 
     shape: tuple[int, ...]
     start: int
     main: torch.Tensor
-    bytes: torch.Tensor
-
-    def __post_init__(self) -> None:
-        if self.main.dtype not in MAIN_DTYPES or self.bytes.dtype != torch.uint8:
-            raise ValueError(
-                f"main weights of {self.main.dtype} and bytes of {self.bytes.dtype}: what is cast "
-                f"is one of {MAIN_DTYPES} to torch.uint8"
-            )
-        if self.main.dim() != 1 or self.bytes.shape != self.main.shape:
-            raise ValueError(
-                f"main {tuple(self.main.shape)} and bytes {tuple(self.bytes.shape)} must both be "
-                "(n,)"
-            )
-        if not (self.main.is_contiguous() and self.bytes.is_contiguous()):
-            raise ValueError("main weights and bytes must be contiguous")
-        if not 0 <= self.start <= math.prod(self.shape) - self.numel:
-            raise ValueError(f"{self.numel} elements from {self.start} are not in {self.shape}")
+    planes: tuple[torch.Tensor, ...]
 
     @property
     def numel(self) -> int:
@@ -64,7 +48,7 @@ class OwnRows:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.main, self.bytes
+        return self.main, *self.planes
 
     @property
     def rows(self) -> range:
@@ -75,36 +59,6 @@ class OwnRows:
                 f"{self.numel} elements from {self.start} of {self.shape}: not rows of a matrix"
             )
         return range(self.start // columns, (self.start + self.numel) // columns)
-
-
-@dataclass(frozen=True)
-class MxRows(OwnRows):
-    """With a scale for every 32 neighbors, both ways; all of a shard, nothing of other ranks'.
-
-    columns: (n,) uint8, the bytes of scales along columns; row_scales, column_scales: (n / 32)
-    uint8, exponents, of (rows, k / 32) and (rows / 32, k). ValueError unless rows and k are
-    multiples of 32.
-    """
-
-    columns: torch.Tensor
-    row_scales: torch.Tensor
-    column_scales: torch.Tensor
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rows.start % GROUP or len(self.rows) % GROUP or self.shape[1] % GROUP:
-            raise ValueError(
-                f"rows {self.rows.start} to {self.rows.stop} of {self.shape}: MXFP8 needs rows and "
-                f"columns in multiples of {GROUP}"
-            )
-        sizes = (self.numel, self.numel // GROUP, self.numel // GROUP)
-        for plane, size in zip(self.tensors[2:], sizes, strict=True):
-            if plane.shape != (size,) or plane.dtype != torch.uint8 or not plane.is_contiguous():
-                raise ValueError(f"a plane of {plane.shape}, {plane.dtype}: not ({size},) uint8")
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.main, self.bytes, self.columns, self.row_scales, self.column_scales
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -169,7 +123,7 @@ class Cast:
 
     def bases(self) -> list[int]:
         """What is to be added to each plane's addresses in the table."""
-        planes = self.rows[self.held[0]].tensors[1:]
+        planes = self.rows[self.held[0]].planes
         return [plane.untyped_storage().data_ptr() if self._moves else 0 for plane in planes]
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
@@ -244,7 +198,7 @@ class TensorCast(Cast):
             if amaxes is not None:
                 torch.maximum(amaxes[index], sizes_of(values).amax(), out=amaxes[index])
             if scales is not None:
-                own.bytes.copy_(e4m3_of(values * scales[index]))
+                own.planes[0].copy_(e4m3_of(values * scales[index]))
 
 
 class BlockCast(Cast):
@@ -323,7 +277,7 @@ class BlockCast(Cast):
             across, down = self._blocks(index)
             values = round_to(own.main, self.rounded).view(len(own.rows), -1)
             factors = self.views(scales)[index][down][:, across]
-            own.bytes.copy_(e4m3_of(values * factors).view(-1))
+            own.planes[0].copy_(e4m3_of(values * factors).view(-1))
 
     def _blocks(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The column of its block for each column, and the row of its block for each row."""
@@ -333,16 +287,25 @@ class BlockCast(Cast):
 
 
 class MxCast(Cast):
-    """MXFP8: scales are powers of two, of 32 neighbors, so that a shard's are its own."""
+    """MXFP8, as a `Quantizer`: scales are powers of two, of 32 neighbors, so that a shard's are its
+    own."""
 
-    def __init__(self, rows: Sequence[MxRows], rounded: torch.dtype) -> None:
-        super().__init__(rows, rounded)
+    amax_numel = 0
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        """There are none."""
+
+    def begin(self) -> None:
+        """Nothing is to be agreed upon."""
+
+    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
+        raise AssertionError("MXFP8 planes are kept")
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
         own, rows = self.rows[index], self.rows[index].rows
         return [own.shape[1]], len(rows) // GROUP * -(-own.shape[1] // BLOCK)
 
-    def cast(self) -> None:
+    def finish(self) -> None:
         """Writes bytes and scales, both ways."""
         kernels = self._kernels()
         if kernels is not None:
@@ -350,7 +313,7 @@ class MxCast(Cast):
             return
         for index in self.held:
             own = self.rows[index]
-            _, by_row, by_column, row_scales, column_scales = own.tensors
+            by_row, by_column, row_scales, column_scales = own.planes
             values = round_to(own.main, self.rounded).view(-1, own.shape[1])
             sizes = sizes_of(values)
             rows = _exponents(sizes.view(len(values), -1, GROUP).amax(2))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8
 
-from .e4m3 import BlockCast, MxCast, MxRows, OwnRows, TensorCast, write_scales
-from .scaling import LAST, NEXT, AfterLoad
+from .e4m3 import BlockCast, MxCast, OwnRows, TensorCast, write_scales
+from .scaling import LAST, NEXT
 from .weights import QuantizedWeight, Quantizer, Quantizers
-
-Rows = TypeVar("Rows", bound=OwnRows)
 
 Settings = tuple[str, str, bool, float, torch.dtype]
 """Format, class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
@@ -43,7 +41,8 @@ def _settings(weight: QuantizedWeight) -> Settings:
 
 def _quantizer_of(settings: Settings) -> Callable[..., Quantizer]:
     if settings[0] == MXFP8.name:
-        return Mx
+        names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
+        return lambda weights, settings: MxCast(_rows(weights, names), settings[-1])
     return Delayed if settings[1] == "Float8Quantizer" else Current
 
 
@@ -53,13 +52,13 @@ def _quantizer(weight: QuantizedWeight) -> Any:
 
 
 def _rows(
-    weights: Sequence[QuantizedWeight], made: type[Rows], names: Sequence[str] = ("rowwise",)
-) -> list[Rows]:
+    weights: Sequence[QuantizedWeight], names: Sequence[str] = ("rowwise",)
+) -> list[OwnRows]:
     """As a cast wants them, with the planes of these names."""
     return [
-        made(
+        OwnRows(
             tuple(weight.param.shape), weight.start, weight.main.view(-1),
-            *(weight.planes[name].view(-1) for name in names),
+            tuple(weight.planes[name].view(-1) for name in names),
         )
         for weight in weights
     ]  # fmt: skip
@@ -101,7 +100,7 @@ class Scaled:
     def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
         numbers = {id(weight.param): index for index, weight in enumerate(self._weights)}
         places = [numbers[id(weight.param)] for weight in weights]
-        rows = dict(zip(places, _rows(weights, OwnRows), strict=True))
+        rows = dict(zip(places, _rows(weights), strict=True))
         return partial(self._others.only(places, True, rows).finish, self._scales)
 
 
@@ -110,7 +109,7 @@ class Current(Scaled):
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
         name, _, self._powers, self._epsilon, rounded = settings
-        rows, device = _rows(weights, OwnRows), weights[0].main.device
+        rows, device = _rows(weights), weights[0].main.device
         if name == BLOCK128.name:
             blocks = BlockCast(rows, rounded, self._powers, self._epsilon)
             self._found = torch.ones(blocks.amax_numel, device=device)
@@ -141,7 +140,7 @@ class Delayed(Scaled):
     _kept: TensorCast
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
-        cast = TensorCast(_rows(weights, OwnRows), settings[-1])
+        cast = TensorCast(_rows(weights), settings[-1])
         super().__init__(weights, cast, _apart(len(weights), weights[0].main.device), "_scale_inv")
         self._begin_scales()
 
@@ -155,12 +154,12 @@ class Delayed(Scaled):
 
     def begin(self) -> None:
         self._quantizers = [_quantizer(weight) for weight in self._weights]
-        self._loaded: list[AfterLoad | None] = [
+        self._loaded: list[torch.Tensor | int | None] = [
             weight.param.__dict__.pop(NEXT, None) for weight in self._weights
         ]
         views = self._cast.views(self._scales)
         scales = [
-            quantizer.scale.view(1) if loaded is None or loaded.scale is None else loaded.scale
+            loaded if isinstance(loaded, torch.Tensor) else quantizer.scale.view(1)
             for quantizer, loaded in zip(self._quantizers, self._loaded, strict=True)
         ]
         torch._foreach_copy_(views, scales)
@@ -183,34 +182,12 @@ class Delayed(Scaled):
         write_scales(self._amaxes, fresh, unused)
         scales, found = self._cast.views(self._scales), self._cast.views(fresh)
         for index, loaded in enumerate(self._loaded):
-            if loaded is not None and loaded.scale is None:
-                scales[index].copy_(found[index] * 2.0**-loaded.margin)
+            if isinstance(loaded, int):
+                scales[index].copy_(found[index] * 2.0**-loaded)
                 own = self._quantizers[index].scale
                 own.copy_(scales[index].view_as(own))
             elif loaded is not None:
                 before = self._slots[index]
                 amaxes[index].copy_(torch.where(before > 0, amaxes[index], before))
-        if any(loaded is not None and loaded.scale is None for loaded in self._loaded):
+        if any(isinstance(loaded, int) for loaded in self._loaded):
             self._kept.finish(self._scales)
-
-
-class Mx:
-    """Scales of 32 neighbors, which every rank has the whole of."""
-
-    amax_numel = 0
-
-    def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
-        names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
-        self._cast = MxCast(_rows(weights, MxRows, names), settings[-1])
-
-    def bind(self, amaxes: torch.Tensor) -> None:
-        raise AssertionError("MXFP8 has no amaxes to agree upon")
-
-    def begin(self) -> None:
-        """Nothing is to be agreed upon."""
-
-    def finish(self) -> None:
-        self._cast.cast()
-
-    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
-        raise AssertionError("MXFP8 planes are kept")

@@ -33,20 +33,9 @@ OUTDATED = 0.0
 HEAD = 2
 """Rows before the history."""
 LAST, NEXT = "_fsdp_last_scale", "_fsdp_next_cast"
-"""On a quantized parameter: the scale of its bytes, (1,) float32; and how a load wants them made,
-an `AfterLoad`."""
-
-
-@dataclass(frozen=True)
-class AfterLoad:
-    """How bytes are made from main weights that were loaded.
-
-    scale: with this one, (1,) float32, and then the history is as it was saved; None: with one that
-    is found from their amax, divided by 2 to the power of `margin`.
-    """
-
-    scale: torch.Tensor | None
-    margin: int = 0
+"""On a quantized parameter: the scale of its bytes, (1,) float32; and how a load wants them made
+from main weights: with this scale, and then the history is as it was saved; or, if that is an
+integer, with one that is found from their amax, divided by 2 to the power of it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class Scaling:
         if self.is_unknown:
             made[WEIGHT] = math.nan
         elif NEXT in self.param.__dict__:
-            made[WEIGHT] = self.param.__dict__[NEXT].scale[0]
+            made[WEIGHT] = self.param.__dict__[NEXT][0]
         elif LAST in self.param.__dict__ and not outdated:
             made[WEIGHT] = self.param.__dict__[LAST][0]
         histories = torch.cat([history for _, history in states], 1)
@@ -99,7 +88,7 @@ class Scaling:
         if math.isnan(made):
             self.forget()
         elif LAST in self.param.__dict__ and made != OUTDATED:
-            self.param.__dict__[NEXT] = AfterLoad(torch.full_like(scale[:1], made))
+            self.param.__dict__[NEXT] = torch.full_like(scale[:1], made)
 
     def follow(self) -> None:
         """TE gives a module other quantizers where it changes the length of a history, and to those
@@ -112,8 +101,7 @@ class Scaling:
     @property
     def is_unknown(self) -> bool:
         """Whether the weight was loaded, and its scale is still to be found from its values."""
-        loaded = self.param.__dict__.get(NEXT)
-        return loaded is not None and loaded.scale is None
+        return isinstance(self.param.__dict__.get(NEXT), int)
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -124,7 +112,7 @@ class Scaling:
         _, history = next(self._states())
         history[:, WEIGHT].zero_()
         recipe: Any = self.owner.fp8_meta["recipe"]  # type: ignore[index]
-        self.param.__dict__[NEXT] = AfterLoad(None, recipe.margin)
+        self.param.__dict__[NEXT] = int(recipe.margin)
 
     def _states(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each direction the scales (n,), and the history (length, n), as views."""

@@ -58,7 +58,7 @@ def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
     made, first = [], 0
     for main in mains:
         data = plane[first : first + main.numel()]
-        made.append(OwnRows(tuple(main.shape), 0, main.view(-1), data))
+        made.append(OwnRows(tuple(main.shape), 0, main.view(-1), (data,)))
         first += main.numel()
     cast_class = BlockCast if recipe == "blockwise" else TensorCast
     with mock.patch.object(e4m3, "kernels_for", kernels):

@@ -16,7 +16,6 @@ from megatron_fsdp_adapter.quantized import e4m3
 from megatron_fsdp_adapter.quantized.e4m3 import (
     BlockCast,
     MxCast,
-    MxRows,
     OwnRows,
     TensorCast,
     write_scales,
@@ -62,9 +61,9 @@ class Shard:
         numel = flat.numel()
         planes = [self._plane(numel, flat)]
         if recipe != "mxfp8":
-            return OwnRows(shape, start, flat, *planes)
+            return OwnRows(shape, start, flat, tuple(planes))
         planes += [self._plane(size, flat) for size in (numel, numel // 32, numel // 32)]
-        return MxRows(shape, start, flat, *planes)
+        return OwnRows(shape, start, flat, tuple(planes))
 
     def check_untouched(self) -> None:
         for memory in self.memory:
@@ -78,7 +77,7 @@ def quantize(recipe: str, shards: Sequence[Shard], reduce: bool = False) -> Bits
     rows = [shard.rows for shard in shards]
     if recipe == "mxfp8":
         for own in rows:
-            MxCast(own, ROUNDED).cast()  # type: ignore[arg-type]
+            MxCast(own, ROUNDED).finish()
         return {}
     made = [(BlockCast if recipe == "blockwise" else TensorCast)(own, ROUNDED) for own in rows]
     first = made[0]
@@ -140,15 +139,15 @@ def check_against(case: Case, params: list, shards: Sequence[Shard], label: str)
         shard.check_untouched()
         for index, ((start, stop), own) in enumerate(zip(shard.ranges, shard.rows, strict=True)):
             name, param = f"{label}, shard {number}, weight {index}", params[index]
-            same(own.bytes, data_of(param).view(-1)[start:stop], name)
-            if isinstance(own, MxRows) and own.numel:
+            same(own.planes[0], data_of(param).view(-1)[start:stop], name)
+            if len(own.planes) > 1 and own.numel:
                 k = case.shapes[index][1]
                 rows = slice(start // k, stop // k)
                 groups = slice(start // k // 32, stop // k // 32)
                 columns = param._columnwise_data.view(-1)[start:stop]
-                same(own.columns, columns, f"{name}, columns")
-                same(own.row_scales, param._rowwise_scale_inv[rows, : k // 32], f"{name}, rows'")
-                same(own.column_scales, param._columnwise_scale_inv[groups, :k], f"{name}, cols'")
+                same(own.planes[1], columns, f"{name}, columns")
+                same(own.planes[2], param._rowwise_scale_inv[rows, : k // 32], f"{name}, rows'")
+                same(own.planes[3], param._columnwise_scale_inv[groups, :k], f"{name}, cols'")
 
 
 def check_scales(case: Case, bits: Bits, params: list, slots: torch.Tensor, label: str) -> None:
@@ -229,7 +228,7 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     params = te_params(recipe, shapes, slots)
     theirs = Shard(case, rank, 64)
     pieces = [
-        (own.bytes, own.columns) if isinstance(own, MxRows) else own.bytes for own in theirs.rows
+        own.planes[:2] if len(own.planes) > 1 else own.planes[0] for own in theirs.rows
     ]
     starts = [start for start, _ in theirs.ranges]
     te_quantize(params, [own.main for own in theirs.rows], starts, dist.group.WORLD, pieces)
@@ -238,9 +237,8 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     check_scales(case, bits, params, slots, kind)
     mine.check_untouched()
     for index, (one, two) in enumerate(zip(mine.rows, theirs.rows, strict=True)):
-        same(one.bytes, two.bytes, f"{kind}, weight {index}")
-        if isinstance(one, MxRows) and isinstance(two, MxRows):
-            same(one.columns, two.columns, f"{kind}, weight {index}, columns")
+        for number, (plane, other) in enumerate(zip(one.planes[:2], two.planes, strict=False)):
+            same(plane, other, f"{kind}, weight {index}, plane {number}")
     return f"{case.ranges[rank]}"
 
 
@@ -261,7 +259,7 @@ def nothing_waits(rank: int, world: int) -> str:
             torch.cuda.set_sync_debug_mode("error" if strict else "default")
             try:
                 if recipe == "mxfp8":
-                    cast.cast()
+                    cast.finish()
                 else:
                     amaxes.zero_()
                     cast.begin(amaxes)
@@ -270,7 +268,8 @@ def nothing_waits(rank: int, world: int) -> str:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         before = cast.table()
-        rows[0].bytes.set_(torch.zeros_like(rows[0].bytes).untyped_storage())
+        data = rows[0].planes[0]
+        data.set_(torch.zeros_like(data).untyped_storage())
         assert cast.table() is not before and cast.table() is cast.table()
         found[recipe] = len(before.work)
     return f"programs: {found}"
