@@ -151,7 +151,7 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
             return found.clamp_max(1.0)
         return torch.full((), found, device=device) if found < 1.0 else None
 
-    return Clip(apply, factor if len(norms) == 1 else None)
+    return apply, factor if len(norms) == 1 else None
 
 
 def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:

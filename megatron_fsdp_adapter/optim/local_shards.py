@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,15 +41,11 @@ def set_options(group: Options, options: Options) -> None:
     group.update(options_of(options))
 
 
-class Clip(NamedTuple):
-    """Clips gradients.
-
-    apply: those of pairs, in place. factor: on a device, the float32 number that multiplies all of
-    them, None for 1; None where there is no single one.
-    """
-
-    apply: Callable[[list[LocalPair]], None]
-    factor: Callable[[torch.device], torch.Tensor | None] | None
+Clip = tuple[
+    Callable[[list[LocalPair]], None], Callable[[torch.device], torch.Tensor | None] | None
+]
+"""Clips gradients: those of pairs, in place; and, on a device, the float32 number that multiplies
+all of them, None for 1. None where there is no single number."""
 
 
 @dataclass(frozen=True)
@@ -329,13 +325,14 @@ class LocalShards:
     def clip_grads(self, clip: Clip) -> None:
         """In the next step, if that is the first to read them and clips by itself: in the kernel,
         or each part with its update. Else now."""
-        in_kernel = self.fused_step is not None and clip.factor is not None
+        apply, factor = clip
+        in_kernel = self.fused_step is not None and factor is not None
         with_parts = self.residency.on_host and self.residency.may_be_late
         if self.step_follows and self.every and self.rule is INNER and (in_kernel or with_parts):
             self.clip = clip
             return
         self.set_local_grads()
-        clip.apply(self.every)
+        apply(self.every)
         self.clear_local_grads()
 
     def clip_now(self) -> None:

@@ -42,9 +42,9 @@ def _take_step(optimizer: Any, prepare: Prepare) -> None:
         residency.finish_updates()
         shards.enter(optimizer)
         shards.set_local_grads()
-        clip = shards.clip
-        if shards.fused_step is not None and clip is not None and clip.factor is not None:
-            shards.fused_step.clip, shards.clip = clip.factor(shards.every[0][1].device), None
+        _, factor = shards.clip or (None, None)
+        if shards.fused_step is not None and factor is not None:
+            shards.fused_step.clip, shards.clip = factor(shards.every[0][1].device), None
         if residency.on_host:
             before = [options_of(group) for group in groups]
             residency.run(functools.partial(_update_part, optimizer, before))
@@ -80,7 +80,8 @@ def _update_part(optimizer: Any, before: Sequence[Options], part: Part) -> None:
     for group, options in zip(optimizer.param_groups, before, strict=True):
         set_options(group, options)
     if shards.clip is not None:
-        shards.clip.apply([pair for pairs in part.pairs for pair in pairs])
+        apply, _ = shards.clip
+        apply([pair for pairs in part.pairs for pair in pairs])
     part.give_to(optimizer)
     # The hooks of a step run once, around all parts.
     step = inspect.unwrap(type(optimizer).step, stop=lambda at: not getattr(at, "hooked", False))
@@ -217,12 +218,6 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         hook(optimizer)
 
 
-def _state_dict(optimizer: Any) -> dict[str, Any]:
-    """Not the class's own: TE's gives float32 copies, which know no place in a checkpoint and which
-    a load in place would not reach."""
-    return torch.optim.Optimizer.state_dict(optimizer)
-
-
 @functools.cache
 def _local_class(base: type) -> type:
     """A subclass of the inner optimizer's class whose state dict is that of the shards. Torch's
@@ -234,7 +229,9 @@ def _local_class(base: type) -> type:
         {
             "step": _ending(base.step, lambda optimizer, *_: end_step(optimizer)),  # type: ignore[attr-defined]
             "load_state_dict": _load_state_dict,
-            "state_dict": _state_dict,
+            # TE's own gives float32 copies, which know no place in a checkpoint and which a load in
+            # place would not reach.
+            "state_dict": torch.optim.Optimizer.state_dict,
             "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
         },
     )

@@ -149,7 +149,7 @@ def stages(draw: st.DrawFn) -> tuple[list[MuonParam], tuple[Member, ...], list[l
         for index, (heights, _, _, split) in enumerate(fused)
     ]  # fmt: skip
     members = tuple(
-        Member(shard, part) for _ in range(copies) for shard in range(shards)
+        (shard, part) for _ in range(copies) for shard in range(shards)
         for part in range(parts)
     )
     ranks = st.integers(0, len(members) - 1)
@@ -165,8 +165,8 @@ def whole_of(param: MuonParam) -> torch.Tensor:
 def pinned_by(param: MuonParam, member: Member, whole: torch.Tensor) -> torch.Tensor:
     """The member's rows of the parameter, flat: its part, and of that its shard."""
     if param.split is not None:
-        whole = whole.chunk(param.parts, param.split)[member.part]
-    held = param.layout.shard_range(param.index, member.shard)
+        whole = whole.chunk(param.parts, param.split)[member[1]]
+    held = param.layout.shard_range(param.index, member[0])
     return whole.reshape(-1)[held.start : held.stop]
 
 

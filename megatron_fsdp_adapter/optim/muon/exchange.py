@@ -11,7 +11,6 @@ one's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ...core.engine.group import ParamGroup
 from ...core.layout.ranges import nested_shard_rank
 from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
-from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM, ShardDomain
+from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM
 from ...sharding.duplicate_groups import duplicate_ranks
 from .matrices import Member, Run
 from .plan import Runs, StagePlan
@@ -39,13 +38,8 @@ Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
 """Of a batch of matrices, (batch, rows, columns)."""
 
 
-@dataclass(frozen=True)
-class Parties:
-    """The ranks of an exchange: global ranks, what each holds, and this one's number."""
-
-    ranks: tuple[int, ...]
-    members: tuple[Member, ...]
-    me: int
+Parties = Mapping[int, Member]
+"""The global ranks of an exchange, in order, and what each holds."""
 
 
 def parties_in(group: ParamGroup) -> Parties:
@@ -54,7 +48,7 @@ def parties_in(group: ParamGroup) -> Parties:
     outer axis compute their own: its network is the slow one."""
     domain = group.domain
     mesh, names = domain.mesh.mesh, domain.mesh.mesh_dim_names or ()
-    found = []
+    found = {}
     for place in torch.cartesian_prod(*(torch.arange(n) for n in mesh.shape)).view(-1, mesh.dim()):
         at = dict(zip(names, place.tolist(), strict=True))
         outer = at.get(OUTER_DIM, 0)
@@ -63,10 +57,8 @@ def parties_in(group: ParamGroup) -> Parties:
         shard = at[domain.axis.name] if group.shards_main else 0
         if group.splits_outer:
             shard = nested_shard_rank(shard, outer, domain.outer_size)
-        found.append((int(mesh[tuple(place.tolist())]), Member(shard, at.get(TP_DIM, 0))))
-    found.sort(key=lambda one: one[0])  # as torch sorts the ranks of a group
-    ranks = tuple(rank for rank, _ in found)
-    return Parties(ranks, tuple(member for _, member in found), ranks.index(dist.get_rank()))
+        found[int(mesh[tuple(place.tolist())])] = shard, at.get(TP_DIM, 0)
+    return dict(sorted(found.items()))  # as torch sorts the ranks of a group
 
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -82,9 +74,9 @@ def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
     wanted = {}
     for engine in engines:
         for group in engine.groups:
-            parties = parties_in(group)
-            if parties.ranks != group.domain.axis.ranks and group.domain.name in DOMAINS:
-                wanted[group.domain.name] = parties.ranks
+            ranks = tuple(parties_in(group))
+            if ranks != group.domain.axis.ranks and group.domain.name in DOMAINS:
+                wanted[group.domain.name] = ranks
     return wanted
 
 
@@ -98,15 +90,6 @@ def exchange_groups(engines: Sequence[FsdpEngine]) -> Groups:
         if group is not None:
             made[ranks] = group
     return made
-
-
-def communicator_of(
-    parties: Parties, domain: ShardDomain, groups: Groups, device: torch.device
-) -> Communicator:
-    """Over the group of the shards, if those are all; else over one of `groups`."""
-    if parties.ranks == domain.axis.ranks:
-        return Communicator(domain.reduce_group, device)
-    return Communicator(groups[parties.ranks], device)
 
 
 class StageExchange:

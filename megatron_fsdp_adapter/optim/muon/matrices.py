@@ -39,12 +39,8 @@ def row_blocks(rows: int, heights: tuple[int, ...]) -> tuple[Blocks, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Member:
-    """A rank of an exchange: which shard of the layout it holds, of which tensor-parallel part."""
-
-    shard: int
-    part: int = 0
+Member = tuple[int, int]
+"""A rank of an exchange: which shard of the layout it holds, of which tensor-parallel part."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +112,10 @@ class MuonParam:
 
     def runs(self, number: int, matrix: int, member: Member) -> Iterator[Run]:
         """What `member` holds of one of its matrices, in order. number: of the parameter."""
-        part = 0 if self.split is None else member.part
+        shard, part = member[0], 0 if self.split is None else member[1]
         height, width = self.local_shape
         first = part * height if self.split == 0 else 0
-        held = self.layout.shard_range(self.index, member.shard)
+        held = self.layout.shard_range(self.index, shard)
         panel = part if self.split == 1 else 0
         at = 0
         for start, stop in self.blocks[matrix]:

@@ -118,7 +118,7 @@ def _sends(whole: bool, members: tuple[Member, ...]) -> Callable[[int, int], boo
     """Whether a holder is the rank that sends an owner what several ranks hold: the owner itself if
     it is one of them, else one that the owner's number chooses. whole: tensor parallelism does not
     split it."""
-    keys = [(member.shard, 0 if whole else member.part) for member in members]
+    keys = [(shard, 0 if whole else part) for shard, part in members]
     holders = defaultdict[tuple[int, int], list[int]](list)
     for number, key in enumerate(keys):
         holders[key].append(number)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.identity import ParamPair
@@ -21,7 +22,7 @@ from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
 from ..local_shards import LocalShards, Options, UpdateRule
 from . import newton_schulz, owners
-from .exchange import Groups, Parties, StageExchange, communicator_of, parties_in
+from .exchange import Groups, Parties, StageExchange, parties_in
 from .matrices import MuonParam
 from .plan import plan_stage, sent_before, stages_of
 
@@ -66,12 +67,8 @@ Entry = tuple[int, torch.Tensor, MuonParam]
 """A parameter's group, and its local tensor, which is the key of its state."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What is exchanged together."""
-
-    entries: list[Entry]
-    exchange: StageExchange
+Stage = tuple[list[Entry], StageExchange]
+"""What is exchanged together."""
 
 
 def tensor_split(pair: ParamPair) -> tuple[int | None, int]:
@@ -125,18 +122,18 @@ class Muon:
         }  # fmt: skip
         rows = [row for engine in self._engines for row in self._rows_of(engine, where)]
         owned = {}  # of what the same ranks exchange
-        for ranks in dict.fromkeys(parties.ranks for parties, _ in rows):
+        for ranks in dict.fromkeys(tuple(parties) for parties, _ in rows):
             costs = [
                 newton_schulz.cost(*shape)
-                for parties, entries in rows if parties.ranks == ranks
+                for parties, entries in rows if tuple(parties) == ranks
                 for _, _, param in entries for shape in param.shapes
             ]  # fmt: skip
             owned[ranks] = iter(owners.assign(costs, len(ranks)))
         self._stages = [
-            Stage(entries, self._exchange(parties, entries, owned[parties.ranks], groups))
+            (entries, self._exchange(parties, entries, owned[tuple(parties)], groups))
             for parties, entries in rows
         ]
-        self._sent_before = sent_before([stage.exchange.mean_bytes for stage in self._stages])
+        self._sent_before = sent_before([exchange.mean_bytes for _, exchange in self._stages])
 
     def _rows_of(
         self, engine: FsdpEngine, where: dict[int, tuple[int, torch.Tensor]]
@@ -155,10 +152,13 @@ class Muon:
                         entries.append((*where[id(pair.sharded)], param))
                 if not entries:
                     continue
-                parties = parties_in(group)
-                if parties.ranks not in self._communicators:
-                    self._communicators[parties.ranks] = communicator_of(
-                        parties, group.domain, self._groups, self._runtime.device
+                parties, domain = parties_in(group), group.domain
+                ranks = tuple(parties)
+                if ranks not in self._communicators:
+                    are_shards = ranks == domain.axis.ranks
+                    self._communicators[ranks] = Communicator(
+                        domain.reduce_group if are_shards else self._groups[ranks],
+                        self._runtime.device,
                     )
                 numels = [sum(a * b for a, b in param.shapes) for _, _, param in entries]
                 for part in stages_of(numels):
@@ -171,10 +171,11 @@ class Muon:
         """Of parameters whose matrices' owners come next in `owned`."""
         params = [param for _, _, param in entries]
         of = [[next(owned) for _ in param.shapes] for param in params]
-        plan = plan_stage(params, of, parties.members, parties.me)
+        ranks = tuple(parties)
+        plan = plan_stage(params, of, tuple(parties.values()), ranks.index(dist.get_rank()))
         dtype = self._chosen(groups[entries[0][0]]).dtype  # type: ignore[union-attr]
         result = newton_schulz.result_dtype(dtype)
-        return StageExchange(plan, self._communicators[parties.ranks], self._runtime, dtype, result)
+        return StageExchange(plan, self._communicators[ranks], self._runtime, dtype, result)
 
     # A step.
 
@@ -190,8 +191,9 @@ class Muon:
             for ahead in stages[sent : self._sent_before[number]]:
                 trained.append(_send(shards, ahead, options))
             sent = self._sent_before[number]
-            first = options[stage.entries[0][0]]
-            stage.exchange.compute(
+            entries, exchange = stage
+            first = options[entries[0][0]]
+            exchange.compute(
                 functools.partial(
                     newton_schulz.orthogonalized, coefficients=first.coefficients, eps=first.eps,
                     in_place=True,
@@ -204,10 +206,11 @@ class Muon:
 
 
 def _check(stage: Stage, options: Sequence[Any]) -> None:
-    chosen = [options[group] for group, _, _ in stage.entries]
+    entries, _ = stage
+    chosen = [options[group] for group, _, _ in entries]
     if len({(one.coefficients, one.eps, one.dtype) for one in chosen}) > 1:
         raise ValueError(
-            f"Muon: weights of one unit ({stage.entries[0][2].name} and others) are in parameter "
+            f"Muon: weights of one unit ({entries[0][2].name} and others) are in parameter "
             "groups with different Newton-Schulz coefficients, steps, eps or dtypes; give all "
             "parameter groups the same"
         )
@@ -216,8 +219,8 @@ def _check(stage: Stage, options: Sequence[Any]) -> None:
 def _send(shards: LocalShards, stage: Stage, options: Sequence[Any]) -> list[bool]:
     """Adds the gradients to the momentum, and sends what is to be orthogonalized. Returns which
     parameters have gradients."""
-    rows: list[torch.Tensor | None] = []
-    for group, local, _ in stage.entries:
+    (entries, exchange), rows = stage, list[torch.Tensor | None]()
+    for group, local, _ in entries:
         grad, chosen = shards.gradient(local), options[group]
         if grad is None:
             rows.append(None)
@@ -226,7 +229,7 @@ def _send(shards: LocalShards, stage: Stage, options: Sequence[Any]) -> list[boo
         momentum.lerp_(grad, 1 - chosen.momentum)
         update = grad.lerp(momentum, chosen.momentum) if chosen.nesterov else momentum
         rows.append(update.reshape(-1))
-    stage.exchange.send(rows)
+    exchange.send(rows)
     return [own is not None for own in rows]
 
 
@@ -234,12 +237,13 @@ def _apply(
     shards: LocalShards, stage: Stage, trained: Sequence[bool], groups: Sequence[Options],
     options: Sequence[Any],
 ) -> None:  # fmt: skip
-    for (number, local, _), is_trained in zip(stage.entries, trained, strict=True):
+    entries, exchange = stage
+    for (number, local, _), is_trained in zip(entries, trained, strict=True):
         group = groups[number]
         if is_trained and group["weight_decay"] != 0:
             local.mul_(1 - float(group["lr"]) * group["weight_decay"])
-    for entry, matrix, place, values in stage.exchange.updates():
-        number, local, param = stage.entries[entry]
+    for entry, matrix, place, values in exchange.updates():
+        number, local, param = entries[entry]
         if not trained[entry]:
             continue
         chosen = options[number]
