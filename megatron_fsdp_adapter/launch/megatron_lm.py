@@ -9,7 +9,6 @@ among the arguments that Megatron prints and saves.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -81,8 +80,8 @@ def hook_arguments(
 
     def add(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
         if was_given(FSDP_FLAG, argv):
-            said_alone = functools.partial(_refuse_word, parser.prog)
-            parser.error = said_alone  # type: ignore[method-assign]
+            # argparse's first prints the usage of hundreds of arguments.
+            parser.error = lambda message: refuse(f"{parser.prog}: {message}")  # type: ignore[method-assign]
         return add_missing_flags(original(parser))
 
     def parse(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
@@ -186,11 +185,6 @@ def refuse(message: str) -> NoReturn:
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_0)
     raise SystemExit(2)
-
-
-def _refuse_word(program: str, message: str) -> NoReturn:
-    """Replaces argparse's error, which first prints the usage of hundreds of arguments."""
-    refuse(f"{program}: {message}")
 
 
 def error_message(found: Sequence[str]) -> str:

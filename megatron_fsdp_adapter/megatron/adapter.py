@@ -95,7 +95,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine, plan, buffer = build(given, index)
         self.fsdp_unit_modules = list(plan.classes)
-        if schedule_plans.is_asked_for(config):
+        if getattr(config, schedule_plans.OPTION, False):  # core runs parts of layers
             schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
         self.captures = FullIterationGraphs(self.engine)
         self._layers = layer_graphs(self.engine, module, config)

@@ -10,16 +10,11 @@ from .compat import patches, releases
 from .compat.table import OPTIMIZER
 
 
-def core_version() -> str:
-    """Of the megatron-core that is imported."""
-    return str(getattr(megatron.core, "__version__", "of no known version"))
-
-
 def require_supported_core(replaced: Iterable[patches.Patch] = OPTIMIZER) -> None:
     """RuntimeError, with version and remedy, if the imported megatron-core is too old, or if it
     lacks or has changed what the package replaces in it. One warning a process if it is not
     tested."""
-    version = core_version()
+    version = str(getattr(megatron.core, "__version__", "of no known version"))
     found = releases.core_problem(version)
     if found is None:
         found = releases.seam_problem(version, patches.missing(replaced))

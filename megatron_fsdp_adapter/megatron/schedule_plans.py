@@ -23,7 +23,6 @@ from torch import nn
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.prefetch import BACKWARD, FORWARD
 from ..core.engine.unit import Unit
-from .options.rules import is_on
 from .options.table import DELAY
 from .options.table import PARTS_OF_LAYERS as OPTION
 from .scheduled_pass import ScheduledPass
@@ -138,11 +137,6 @@ def _stream(node: Any) -> Any:
     return node.stream() if callable(node.stream) else node.stream
 
 
-def is_asked_for(config: Any) -> bool:
-    """Whether core runs parts of layers."""
-    return is_on(config, OPTION)
-
-
 def watch_plans(
     module: nn.Module, engine: FsdpEngine, before: Callable[[], Callable[[], None] | None]
 ) -> None:
@@ -187,13 +181,18 @@ def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
         read.append([last])
     readers = Counter(unit.ordinal for layer in read for stage in layer for unit in stage)
     once = {ordinal for ordinal, count in readers.items() if count == 1} - {engine.root.ordinal}
-    if _predicts(layers):
+    if any(hasattr(getattr(layer, PREDICTION, None), "stream") for layer in layers):
+        # A layer that predicts further tokens (MTP) calls embedding and output layer too.
         once -= {unit.ordinal for unit in (*first, *last)}
     stages = [
         [[unit for unit in stage if unit.ordinal in once] for stage in layer] for layer in read
     ]
     throughout = [unit for unit in engine.units if unit.ordinal not in once]
-    late = [_combined(layer.layer) for layer in layers]
+    # What of each layer runs where outputs of experts are combined.
+    late = [
+        next((c for name, c in layer.layer.named_modules() if name.endswith(COMBINED_BY)), None)
+        for layer in layers
+    ]
     foreign = [id(p) for one in (norm, *late) if one is not None for p in one.parameters()]
     passes = _Passes(engine, stages, throughout, foreign)
     plan.pre_process = _Node(
@@ -237,11 +236,3 @@ def _watch_layer(
         setattr(layer, name, watched)
 
 
-def _combined(layer: nn.Module) -> nn.Module | None:
-    """What of the layer runs where outputs of experts are combined."""
-    return next((c for name, c in layer.named_modules() if name.endswith(COMBINED_BY)), None)
-
-
-def _predicts(layers: Sequence[Any]) -> bool:
-    """Whether a layer predicts further tokens (MTP): it calls embedding and output layer too."""
-    return any(hasattr(getattr(layer, PREDICTION, None), "stream") for layer in layers)

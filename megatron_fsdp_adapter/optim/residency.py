@@ -221,10 +221,9 @@ class Residency:
 
     def give_up(self) -> None:
         """A step has raised: what is on the device is as unfinished as after any such step."""
-        if self.on_host:
-            self._runtime.synchronize()
-            self.finish_updates()
-            self._release(self.parts)
+        self._runtime.synchronize()
+        self.finish_updates()
+        self._release(self.parts)
 
     def finish_updates(self) -> None:
         """The host, too, reads what was stored."""

@@ -257,12 +257,9 @@ def scales_of(param: nn.Parameter) -> list[torch.Tensor]:
     scaling has for the next cast. `param` may be guarded."""
     found = [getattr(param, name) for name in _kind(param).scales]
     quantizer: Any = param._quantizer  # type: ignore[attr-defined]
-    return [*found, quantizer.scale] if is_delayed(quantizer) else found
-
-
-def is_delayed(quantizer: Any) -> bool:
-    """Whether it quantizes with a scale of earlier steps, and notes what it sees."""
-    return type(quantizer).__name__ == "Float8Quantizer"
+    # Of this class it quantizes with a scale of earlier steps, and notes what it sees.
+    is_delayed = type(quantizer).__name__ == "Float8Quantizer"
+    return [*found, quantizer.scale] if is_delayed else found
 
 
 def _kind(param: nn.Parameter) -> Kind:

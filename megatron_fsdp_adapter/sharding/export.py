@@ -150,15 +150,13 @@ def _check(
 def _run(chunks: Sequence[_Chunk]) -> Named:
     stages = chunks[0].source.stages
     across = chunks[0].everything and stages is not None and dist.get_world_size(stages) > 1
-    yield from _over_stages(chunks, stages) if across else _in_turn(chunks)
+    if across:
+        yield from _over_stages(chunks, stages)
+    for chunk in () if across else chunks:
+        yield from chunk.tensors()
     for chunk in chunks:
         if chunk.frozen_too:
             chunk.source.engine.exported_loads = chunk.loads
-
-
-def _in_turn(chunks: Sequence[_Chunk]) -> Named:
-    for chunk in chunks:
-        yield from chunk.tensors()
 
 
 def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
@@ -177,16 +175,12 @@ def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
             source = dist.get_global_rank(stages, stage)
             sent = chunk.tensors() if stage == mine else _to_receive(listed, chunk.device)
             for name, _, _ in listed:
-                yield _sent(name, next(sent), source, stages)
+                given, tensor = next(sent)
+                assert name == given, (name, given)
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=stages)
+                yield name, tensor
             assert next(sent, None) is None, "more than was listed"
-
-
-def _sent(name: str, given: Entry, source: int, stages: Any) -> Entry:
-    """What rank `source` gives, on all ranks."""
-    assert name == given[0], (name, given[0])
-    tensor = given[1].contiguous()
-    dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=stages)
-    return name, tensor
 
 
 def _to_receive(listed: Sequence[Any], device: torch.device) -> Named:

@@ -200,15 +200,12 @@ class _Gathered(Sequence[Any]):
         # The reader of the weights may have trained, or saved, in between.
         _show_raw(self.call.engines)
         weight = None if task is None else self.weights.get(id(task.param_weight))
-        return task if weight is None else dataclasses.replace(
-            task, param_weight=weight.gather(_wanted(task, weight))
-        )
-
-
-def _wanted(task: Any, weight: ModuleWeight) -> torch.dtype:
-    """The dtype in which the task's tensor is gathered: the module's, as without sharding, or all
-    that the main weights have, if that is what is asked for."""
-    return torch.float32 if getattr(task, "weight_dtype", None) == torch.float32 else weight.dtype
+        if weight is None:
+            return task
+        # In the module's dtype, as without sharding, or with all that the main weights have.
+        whole = getattr(task, "weight_dtype", None) == torch.float32
+        value = weight.gather(torch.float32 if whole else weight.dtype)
+        return dataclasses.replace(task, param_weight=value)
 
 
 def _adapters(

@@ -87,11 +87,6 @@ def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*call.args, **call.kwargs)
 
 
-def _is_ours(state: Mapping[str, Any] | None) -> bool:
-    models = () if state is None else state.get("_model", ())
-    return any(isinstance(model, ShardedStateDict) for model in models)
-
-
 def _load(
     asked_of: Callable[[Mapping[str, Any]], _Asked], original: Callable[..., Any], *args: Any,
     **kwargs: Any,
@@ -99,7 +94,8 @@ def _load(
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     wanted = call.arguments["sharded_state_dict"]
-    if not _is_ours(wanted):
+    models = () if wanted is None else wanted.get("_model", ())
+    if not any(isinstance(model, ShardedStateDict) for model in models):
         return original(*args, **kwargs)
     name, strict, vocab_size = asked_of(call.arguments)
     folder = Path(name)

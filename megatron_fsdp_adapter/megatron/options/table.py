@@ -185,10 +185,6 @@ def _without_pools(value: Any, config: Any) -> bool:
     return bool(value and "expandable_segments:True" in settings)
 
 
-def _without_registration(value: Any, config: Any) -> bool:
-    return bool(value and not is_on(config, "nccl_ub"))
-
-
 _REGISTERED: tuple[Refusal, ...] = (
     (_without_nccl, "it needs NCCL. Set it to False", "the model on {0.device}"),
     (
@@ -199,8 +195,9 @@ _REGISTERED: tuple[Refusal, ...] = (
 )
 _WITH_STRATEGY = f"{STRATEGY}={{0.{STRATEGY}!r}}"
 _OF_REGISTRATION: Refusal = (
-    _without_registration, "it requires nccl_ub, which is off. Set nccl_ub=True"
-)  # fmt: skip
+    lambda value, config: value and not is_on(config, "nccl_ub"),
+    "it requires nccl_ub, which is off. Set nccl_ub=True",
+)
 _IN_SLOTS = "gathered weights and buckets in fixed buffers, each as large as the largest unit"
 
 

@@ -13,24 +13,18 @@ from .rules import is_on
 from .table import OFFLOAD, PARTS_OF_LAYERS, UNIT_NUMEL, read
 
 
-def joins_by_default(config: Any, ddp_config: Any) -> bool:
-    """True if layers are grouped by default.
-
-    They are not if each layer must be a unit (layer graphs, core's schedule of parts of layers), or
-    if training is not launch-bound (full-iteration graphs, streamed optimizer)."""
-    return not (
-        captures_layers(config) or captures_iteration(config)
-        or is_on(config, PARTS_OF_LAYERS) or is_on(ddp_config, OFFLOAD)
-    )  # fmt: skip
-
-
 def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int:
     """Elements up to which layers are grouped; 0: not grouped. config: the model's; layer_numels:
-    elements of each layer."""
+    elements of each layer.
+
+    By default they are not if each layer must be a unit (layer graphs, core's schedule of parts of
+    layers), or if training is not launch-bound (full-iteration graphs, streamed optimizer)."""
     asked = read(ddp_config, UNIT_NUMEL)
     if asked is not None:
         return int(asked)
-    return default_unit_numel(layer_numels) if joins_by_default(config, ddp_config) else 0
+    if captures_layers(config) or captures_iteration(config) or is_on(config, PARTS_OF_LAYERS):
+        return 0
+    return 0 if is_on(ddp_config, OFFLOAD) else default_unit_numel(layer_numels)
 
 
 def described(plans: Sequence[UnitPlan]) -> str:

@@ -194,7 +194,10 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "checkpoint.ckpt_format",
-        lambda cfg: _saves_or_loads(cfg) and cfg.checkpoint.ckpt_format != CKPT_FORMAT,
+        lambda cfg: (
+            (cfg.checkpoint.save is not None or cfg.checkpoint.load is not None)
+            and cfg.checkpoint.ckpt_format != CKPT_FORMAT
+        ),
         f"sharded weights are saved and loaded as {CKPT_FORMAT!r}. Call apply_fsdp_overrides, "
         "which sets it; to start from a checkpoint in another format, convert it first",
     ),
@@ -236,10 +239,6 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     _reorders_rows("model.moe_shared_expert_glu_interleave_size"),
 )
 """Rules for a `ConfigContainer`, beside those for the configs in it. Options are paths in it."""
-
-
-def _saves_or_loads(cfg: Any) -> bool:
-    return cfg.checkpoint.save is not None or cfg.checkpoint.load is not None
 
 
 OVERLAP_RULES: tuple[Rule, ...] = tuple(
