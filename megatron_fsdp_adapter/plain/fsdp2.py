@@ -44,7 +44,6 @@ from .fsdp2_model import (
     mark_of,
     mark_on,
     marked,
-    refuse_optimizers_of_before,
     root_of,
 )
 from .mesh import data_parallel_groups
@@ -66,8 +65,7 @@ class ShardedModule(FSDPModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; shards the root first, if that has not happened. A compiled module has
         its own call in a graph, and not this one."""
-        if mark_on(self).state is PENDING:
-            refuse_optimizers_of_before(engine_of(self))
+        engine_of(self)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

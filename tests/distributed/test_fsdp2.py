@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import (
@@ -339,10 +339,29 @@ def _states(made: Any, optimizer: Any, options: StateDictOptions) -> tuple[Any, 
     )
 
 
+def _cut_by_hand(made: Any, optimizer: Any, moments: Any, options: StateDictOptions) -> None:
+    """Loads unsharded moments as torch's FSDP2 tutorial does: by `distribute_tensor`."""
+    optimizer.load_state_dict({
+        "param_groups": optimizer.state_dict()["param_groups"],
+        "state": {
+            number: {
+                key: value if key == "step" else distribute_tensor(
+                    value, param.device_mesh, param.placements
+                )
+                for key, value in moments["state"][name].items()
+            }
+            for number, (name, param) in enumerate(made.named_parameters())
+        },
+    })  # fmt: skip
+
+
 def _interchange(rank: int, world: int) -> None:
     """What either has after some steps is loaded into the other, which goes on as the first."""
     options = StateDictOptions(full_state_dict=True)
-    for first, second in ((theirs, ours), (ours, theirs)):
+    for first, second, load in (
+        (theirs, ours, set_optimizer_state_dict), (theirs, ours, _cut_by_hand),
+        (ours, theirs, set_optimizer_state_dict),
+    ):  # fmt: skip
         made = _bottom_up(first, model())
         optimizer = adam(made)
         train(made, optimizer, rank)
@@ -351,7 +370,7 @@ def _interchange(rank: int, world: int) -> None:
         other = _bottom_up(second, net_of_zeros())
         resumed = adam(other)
         set_model_state_dict(other, dict(weights), options=options)
-        set_optimizer_state_dict(other, resumed, moments, options=options)
+        load(other, resumed, moments, options=options)
         say = f"resumed with {second.__module__}"
         check(whole(other), weights, say)
         check(moments_of(other, resumed), moments_of(made, optimizer), say)
