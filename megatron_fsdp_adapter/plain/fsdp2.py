@@ -40,11 +40,13 @@ from .fsdp2_model import (
     SUBJECT,
     Mark,
     Options,
+    await_reads,
     engine_of,
     mark_of,
     mark_on,
     marked,
     root_of,
+    unsharded_reads,
 )
 from .mesh import data_parallel_groups
 
@@ -98,7 +100,8 @@ class ShardedModule(FSDPModule):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        with unsharded_reads(self):  # type: ignore[arg-type]
+            return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the module's weights and holds them until `reshard`; parameters of all modules
@@ -300,20 +303,20 @@ def fully_shard(
         isinstance(offload_policy, CPUOffloadPolicy), frozenset(ignored_params or ()),
     )  # fmt: skip
     for one in modules:
-        _check_call(one, shard_placement_fn, options.ignored)
+        _check_state(one)
+        with unsharded_reads(one):
+            _check_parameters(one, shard_placement_fn, options.ignored)
     for one in modules:
         one.__dict__[MARK] = Mark(one, options)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
         for _, mark in marked(one):
             mark.around = weakref.ref(one)
+        await_reads(one, mark_on(one))
     return module
 
 
-def _check_call(
-    module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None,
-    ignored: Collection[nn.Parameter],
-) -> None:  # fmt: skip
-    """ValueError for a module that `fully_shard` cannot be called with."""
+def _check_state(module: nn.Module) -> None:
+    """ValueError for a module that `fully_shard` cannot be called with, whatever it has."""
     found = []
     if mark_of(module) is not None:
         found.append(f"module={type(module).__name__}: fully_shard was called with it before")
@@ -328,16 +331,24 @@ def _check_call(
             f"module={type(module).__name__}: modules in it are sharded already, as their "
             "parameters were read, or they have run; call fully_shard for the model before that"
         )
+    raise_problems(SUBJECT, found)
+
+
+def _check_parameters(
+    module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None,
+    ignored: Collection[nn.Parameter],
+) -> None:  # fmt: skip
+    """ValueError for parameters that `fully_shard` cannot shard."""
     skipped = {id(param) for param in ignored}
     distributed = {
         name for name, param in module.named_parameters()
         if isinstance(param, DTensor) and id(param) not in skipped
-    } if not found else set()  # fmt: skip
-    found += parameter_problems(module, distributed.__contains__)
+    }  # fmt: skip
+    found = list(parameter_problems(module, distributed.__contains__))
     dims = {
         getattr(getattr(said, "placement", said), "dim", 0)
         for said in map(placement_of, module.parameters()) if said is not None
-    } if placement_of is not None and not found else set()  # fmt: skip
+    } if placement_of is not None else set()  # fmt: skip
     if dims - {0}:
         found.append(
             f"shard_placement_fn: Shard({max(dims)}): rows of dim 0 are cut; return Shard(0) or "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +95,47 @@ class Mark:
             (self.engine.gather.hold if holds else self.engine.gather.unhold)(unit)
 
 
+class PendingParameters(dict[str, Any]):
+    """`_parameters` of a module in a model that is to be sharded. `items`, which `parameters()` of
+    a module around the model calls, shards the model first; reads by name do not."""
+
+    mark: Mark
+    owner: nn.Module
+
+    def items(self) -> Any:
+        if self.mark.state is not PENDING:
+            return super().items()
+        root = self.mark.around()
+        assert root is not None
+        _build(root)
+        return self.owner._parameters.items()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)  # a copy of the model is not this one
+
+
+def await_reads(module: nn.Module, mark: Mark) -> None:
+    """Makes reads of all parameters of a module in `module`, which has `mark`, shard the model."""
+    for owner in module.modules():
+        if type(owner._parameters) is dict and owner._parameters:
+            pending = PendingParameters(owner._parameters)
+            pending.mark, pending.owner = mark, owner
+            owner._parameters = pending
+
+
+@contextlib.contextmanager
+def unsharded_reads(module: nn.Module) -> Iterator[None]:
+    """Within it, reads of parameters of `module` shard no model."""
+    marks = [mark for _, mark in marked(module) if mark.state is PENDING]
+    for mark in marks:
+        mark.state = BUILDING
+    try:
+        yield
+    finally:
+        for mark in marks:
+            mark.state = PENDING if mark.engine is None else BUILT
+
+
 def mark_of(module: nn.Module) -> Mark | None:
     """The mark of a module; None if `fully_shard` was not called with it."""
     found: Mark | None = module.__dict__.get(MARK)
@@ -135,17 +177,14 @@ def _build(root: nn.Module) -> None:
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
     found, mark = marked(root), mark_on(root)
-    for _, each in found:
-        each.state = BUILDING
-    try:
+    for module in root.modules():
+        if isinstance(module._parameters, PendingParameters):
+            module._parameters = dict(module._parameters)
+    with unsharded_reads(root):
         engine = _engine(root, [each for _, each in found], mark)
-    except BaseException:
-        for _, each in found:
-            each.state = PENDING
-        raise
-    for child, each in found:
-        each.engine, each.state = engine, BUILT
-        _register_casts(child, each.options)
+        for child, each in found:
+            each.engine = engine
+            _register_casts(child, each.options)
     _watch_optimizers(engine)
 
 

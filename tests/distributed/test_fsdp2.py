@@ -129,6 +129,23 @@ def _dtypes(shard: Shards, made: Any, **options: Any) -> Any:
     return shard(made, mp_policy=policy)
 
 
+class Around(nn.Module):
+    """What is not sharded itself, as a LightningModule."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.set_requires_gradient_sync = net.set_requires_gradient_sync
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(tokens)
+        return found
+
+
+def _around(shard: Shards, made: Any, **options: Any) -> Any:
+    return Around(_bottom_up(shard, made, **options))
+
+
 def _frozen(shard: Shards, made: Any, **options: Any) -> Any:
     made.blocks[0].requires_grad_(False)
     return _bottom_up(shard, made, **options)
@@ -204,6 +221,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "one unit": (_alone, {}),
     "checkpointed": (_checkpointed, {}),
     "by methods": (_by_methods, {}),
+    "around": (_around, {}),
     "frozen": (_frozen, {}),
     "ignored": (_ignored, {}),
     "read at times": (_at_times, {}),
