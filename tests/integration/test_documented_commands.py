@@ -1,5 +1,5 @@
 """Every command and every piece of Python in README.md and docs/ does what it says: it is run, or
-has a mark that says why not.
+has a mark that says why not. Links lead somewhere, lines are short, words are plain.
 
     ```bash            runs by default         ```python          runs by default
     ```bash slow       runs with --full        ```python plain    runs behind what it goes on from
@@ -303,6 +303,72 @@ def test_what_is_not_run_names_files_that_exist() -> None:
         for path in re.findall(r"(?<![\w/])(?:scripts|configs|tests)/[\w/.-]+", block.text):
             if not path.startswith("tests/functional_tests"):  # Megatron-Bridge's
                 assert (ROOT / path).exists(), f"{block.name}: there is no {path}"
+
+
+PAGES = (*DOCUMENTS, "CONTRIBUTING.md")
+UNWRAPPED = frozenset({
+    "README.md", "docs/accelerate.md", "docs/convert.md", "docs/design.md", "docs/fsdp2.md",
+    "docs/megatron_fsdp.md", "docs/plan.md",
+})  # fmt: skip
+"""Pages that are not held to `prose_problems` yet."""
+MAX_LINE = 250
+IMPERSONAL = re.compile(r"\b(?:who|whom|nobody|somebody|someone|told|mended)\b", re.IGNORECASE)
+
+
+def without_code(text: str) -> str:
+    """The text with its fenced blocks blanked, so that lines keep their numbers."""
+    return re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+
+
+def prose_problems(text: str) -> list[str]:
+    """Long lines outside of tables, and words without a subject of the field, with line numbers."""
+    found = []
+    for number, line in enumerate(without_code(text).splitlines(), 1):
+        if len(line) > MAX_LINE and not line.lstrip().startswith("|"):
+            found.append(f"{number}: {len(line)} characters")
+        if words := IMPERSONAL.findall(re.sub(r"`[^`]*`", "", line)):
+            found.append(f"{number}: {words}")
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in UNWRAPPED])
+def test_prose_is_short_and_plain(page: str) -> None:
+    assert not prose_problems((ROOT / page).read_text())
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ (.*)$", without_code(text), flags=re.M):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found[re.sub(r"[^\w\- ]", "", title).replace(" ", "-")] += 1
+    return {f"{name}-{n}" if n else name for name, count in found.items() for n in range(count)}
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Targets inside of the repository that are no file, or no heading of it."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        name, _, anchor = target.partition("#")
+        file = folder / name
+        if "://" in target or (not name and anchor in anchors(text)):
+            continue
+        if not name or not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert not broken_links((ROOT / page).read_text(), (ROOT / page).parent)
+
+
+def test_what_is_wrong_with_a_page_is_found() -> None:
+    long = "word " * 51
+    text = f"# A `page`\n```bash\n{long}\n```\n{long}\n| {long} |\nNobody knows `who`.\n"
+    assert prose_problems(text) == ["5: 255 characters", "7: ['Nobody']"]
+    links = "[a](#a-page) [b](#b) [c](README.md) [d](README.md#none) [e](none.md) [f](https://f)"
+    assert broken_links(text + links, ROOT) == ["#b", "README.md#none", "none.md"]
 
 
 def test_a_block_that_fails_is_found(tmp_path: Path) -> None:

@@ -58,14 +58,14 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
 MEANING: Mapping[str, str] = {
     "target": "gloo on CPUs, or NCCL on GPUs",
     "strategy": "`data_parallel_sharding_strategy`",
-    "precision": "of compute; `fp8_`: FP8 products by that recipe, of bf16 weights; `fp8w_`: of "
+    "precision": "of compute; `fp8_`: FP8 GEMMs of bf16 weights by that recipe; `fp8w_`: of "
     "FP8 weights (`fp8_param`)",
     "fusion": "`gradient_accumulation_fusion`",
     "overlap": "`overlap_grad_reduce` and `overlap_param_gather`",
     "buffers": "none, `fsdp_double_buffer`, `nccl_ub`, `fsdp_copy_engine_all_gather`, that with "
     "`fsdp_copy_engine_reduce_scatter`",
     "graph": "none, a step in one CUDA graph, each layer in graphs of its own (on CPUs a stand-in "
-    "that notes operators and runs them again)",
+    "that records operators and runs them again)",
     "recompute": "none, full (uniform), selective: `core_attn`, `mlp` (`moe` with experts)",
     "microbatches": "of a step",
     "trained": "all, embedding and output layer tied, a part frozen, only low-rank adapters",
@@ -78,18 +78,18 @@ MEANING: Mapping[str, str] = {
     "etp": "`expert_tensor_parallel_size`",
     "pp": "`pipeline_model_parallel_size`",
     "vpp": "model chunks of a stage",
-    "outer": "one optimizer instance; two that hold replicas; two that split shards again",
-    "start": "parameters made on the device, or on the meta device",
+    "outer": "one optimizer instance; two with replicated shards; two that split shards again",
+    "start": "parameters created on the device, or on the meta device",
     "wire": "`megatron_fsdp_grad_comm_dtype`",
     "kept": "`fsdp_unsharded_budget_gib`: none; three quarters of what all weights take; enough "
     "for everything",
     "ranks": "processes",
     "units": "layers, or parts of their experts too "
     "(`megatron_fsdp_enable_fine_grained_param_gather`)",
-    "joined": "`suggested_communication_unit_size`: unset, which leaves models of so few layers as "
-    "they are; more than one layer has, with three layers, or two in a model chunk",
+    "joined": "`suggested_communication_unit_size`: unset, which joins no layers in models this "
+    "small; larger than one layer, with three layers, or two in a model chunk",
     "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
-    "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
+    "offload": "nothing; saved tensors, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`",
     "optimizer": "`optimizer`; before 0.18, which has no `adaptive_muon`, that is `muon` too",
 }
@@ -200,13 +200,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "refused: copy engines without ZeRO-3", "weights that are kept are gathered once a step",
+        "refused: copy engines without ZeRO-3", "unsharded weights are gathered once a step",
         lambda buffers, strategy: (
             buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
         ),
     ),
     Rule(
-        "refused: nothing to keep", "weights and gradients are kept anyway",
+        "refused: nothing to keep", "weights and gradients are unsharded anyway",
         lambda kept, strategy: kept != "nothing" and strategy in ("optim", "no_shard"),
     ),
     Rule(
@@ -214,8 +214,8 @@ RULES: tuple[Rule, ...] = (
         lambda layers, tp, ep, etp: layers in WITH_EXPERTS and ep == 1 and etp != tp,
     ),
     Rule(
-        "refused: fused products of another dtype",
-        "Transformer Engine's products write float32 or the weights' dtype",
+        "refused: fused GEMMs of another dtype",
+        "Transformer Engine's GEMMs write float32 or the weights' dtype",
         lambda target, layers, fusion, wire, strategy, precision: (
             fusion == "on" and wire == "bf16" and precision in ("fp32", "fp16")
             and uses_te(target, layers) and STRATEGIES[str(strategy)].shard_grads
@@ -226,7 +226,7 @@ RULES: tuple[Rule, ...] = (
         lambda offload, graph: offload == "streamed" and graph == "on",
     ),
     Rule(
-        "refused: graphs of layers without slots", "a graph has addresses",
+        "refused: graphs of layers without slots", "a graph requires fixed addresses",
         lambda graph, buffers: graph == "layers" and buffers in ("plain", "ce_gather"),
     ),
     Rule(
@@ -245,12 +245,12 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "refused: graphs of layers and delayed scaling", "scales are updated from a list that "
-        "modules enter when they are called",
+        "refused: graphs of layers and delayed scaling", "a module's call adds its scales to "
+        "the list that is updated",
         lambda graph, precision: graph == "layers" and recipe_of(precision) == "delayed",
     ),
     Rule(
-        "refused: graphs of layers and CP", "attention works on streams of its own",
+        "refused: graphs of layers and CP", "attention uses its own streams",
         lambda graph, cp: graph == "layers" and cp > 1,
     ),
     Rule(
@@ -258,18 +258,18 @@ RULES: tuple[Rule, ...] = (
         lambda graph, ep_overlap: graph == "layers" and ep_overlap == "on",
     ),
     Rule(
-        "refused: parts of layers in slots", "two passes read layers at a time",
+        "refused: parts of layers in slots", "two passes read layers at the same time",
         lambda ep_overlap, buffers, strategy: (
             ep_overlap == "on" and buffers in ("slots", "nccl_ub")
             and STRATEGIES[str(strategy)].shard_weights
         ),
     ),
     Rule(
-        "refused: joined layers in graphs of layers", "a graph is of one layer",
+        "refused: joined layers in graphs of layers", "a graph captures one layer",
         lambda joined, graph: joined == "pairs" and graph == "layers",
     ),
     Rule(
-        "refused: joined layers and parts of layers", "they would stay gathered through a pass",
+        "refused: joined layers and parts of layers", "they would stay unsharded during a pass",
         lambda joined, ep_overlap: joined == "pairs" and ep_overlap == "on",
     ),
     Rule(
@@ -282,12 +282,12 @@ RULES: tuple[Rule, ...] = (
     ),
     # What has no meaning.
     Rule(
-        "no hooks in a graph", "hooks on saved tensors are of Python",
+        "no hooks in a graph", "saved-tensor hooks are Python",
         lambda offload, graph: offload == "activations" and graph != "off",
     ),
     Rule(
-        "no hooks around parts", "core's schedule does not call the model, and recompute in a "
-        "backward under hooks shows them weights",
+        "no hooks around parts", "core's schedule does not call the model, and recompute in "
+        "backward passes weights to the hooks",
         lambda offload, ep_overlap, recompute: (
             offload == "activations" and ep_overlap == "on" and recompute != "none"
         ),
@@ -297,11 +297,11 @@ RULES: tuple[Rule, ...] = (
         lambda units, layers: units == "parts" and layers not in WITH_EXPERTS,
     ),
     Rule(
-        "no layers to join", "those that have units inside are not",
+        "no layers to join", "layers that contain units are not joined",
         lambda joined, units: joined == "pairs" and units == "parts",
     ),
     Rule(
-        "no EP", "what is overlapped is the communication of expert-parallel ranks",
+        "no EP", "it overlaps communication of expert-parallel ranks",
         lambda ep_overlap, ep: ep_overlap == "on" and ep == 1,
     ),
     Rule(
@@ -316,8 +316,8 @@ RULES: tuple[Rule, ...] = (
         lambda ep_overlap, precision: ep_overlap == "on" and precision == "fp32",
     ),
     Rule(
-        "core: parts of layers and recompute", "its configuration excludes a full one, and, in "
-        "0.19, that of experts",
+        "core: parts of layers and recompute", "its configuration excludes full recompute, and, "
+        "in 0.19, that of experts",
         lambda ep_overlap, recompute: ep_overlap == "on" and recompute in ("full", "mlp"),
     ),
     Rule(
@@ -371,11 +371,11 @@ RULES: tuple[Rule, ...] = (
         lambda graph, pp: graph == "on" and pp > 1,
     ),
     Rule(
-        "core: graph and CP", "a batch is cut with numbers copied from the host",
+        "core: graph and CP", "a batch is split by numbers copied from the host",
         lambda graph, cp: graph == "on" and cp > 1,
     ),
     Rule(
-        "core: graph and fp16", "the loss scaler replaces the tensor that the graph has read",
+        "core: graph and fp16", "the loss scaler replaces the tensor that the graph reads",
         lambda graph, precision: graph == "on" and precision == "fp16",
     ),
 )  # fmt: skip
