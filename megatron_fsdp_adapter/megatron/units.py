@@ -4,9 +4,10 @@ have."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -33,7 +34,13 @@ from .domains import domain_name
 from .fused_wgrad import asks_fusion, grad_writer
 from .options.rules import is_on
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
-from .wgrad_probe import Observer, precisions_of, quantized_precision, read_by_operations
+from .wgrad_probe import (
+    Observed,
+    observed,
+    precisions_of,
+    quantized_precision,
+    read_by_operations,
+)
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 LOOK_UPS = {LanguageModelEmbedding, VocabParallelEmbedding, nn.Embedding, nn.Dropout}
@@ -169,13 +176,16 @@ def with_unsharded_units(
     return found, kept
 
 
-def _observer(given: Arguments, engine_config: EngineConfig) -> Observer | None:
+def _observer(
+    given: Arguments, engine_config: EngineConfig
+) -> Callable[[nn.Module, torch.dtype, bool], Observed] | None:
     """Looks at what fused modules write their gradients into; None without fusion."""
     config, policy = given.config, engine_config.policy
     if not asks_fusion(config):
         return None
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
-    return Observer(
-        precisions_of(config), written, given.device, quantized_precision(config),
-        read_by_operations(given.module), is_on(config, FINE_GRAINED),
+    return functools.partial(
+        observed, precisions=precisions_of(config), main_dtype=written, device=given.device,
+        quantized=quantized_precision(config), by_operations=read_by_operations(given.module),
+        hooks_inside=is_on(config, FINE_GRAINED),
     )  # fmt: skip

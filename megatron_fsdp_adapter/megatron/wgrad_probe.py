@@ -63,12 +63,6 @@ class Observed:
             and (self.ignores_flag_under_hooks or other.ignores_flag_under_hooks),
         )
 
-    def with_hooks_inside(self) -> Observed:
-        """What holds where hooks on what is saved are set inside of units, which no engine sees."""
-        if not self.ignores_flag_under_hooks:
-            return self
-        return replace(self, overwrites_in_backward=False, ignores_flag_under_hooks=False)
-
 
 UNKNOWN = Observed(adds=True)
 """Of a class that cannot be made here: the contract of Megatron's DDP."""
@@ -388,47 +382,41 @@ def observed_once(
         return UNKNOWN
 
 
-@dataclass(frozen=True)
-class Observer:
-    """What modules of a model do to `main_grad`, which is of `main_dtype`.
+def observed(
+    owner: nn.Module, dtype: torch.dtype, is_quantized: bool = False, *,
+    precisions: tuple[Precision, ...], main_dtype: torch.dtype, device: torch.device,
+    quantized: Precision | None = None, by_operations: frozenset[int] = frozenset(),
+    hooks_inside: bool = False,
+) -> Observed:  # fmt: skip
+    """What `owner`, with weights of (nominal) `dtype`, does to a `main_grad` of `main_dtype` in
+    every precision that it may compute in.
 
     precisions: of modules whose weights are not quantized; quantized: of others. by_operations: as
-    `read_by_operations`: of these, what holds for the operation as well. hooks_inside:
-    hooks on what autograd saves are set inside of units.
+    `read_by_operations`: of these, what holds for the operation as well. hooks_inside: hooks on
+    what autograd saves are set inside of units, where no engine sees them. ValueError where it
+    cannot write into `main_dtype`.
     """
-
-    precisions: tuple[Precision, ...]
-    main_dtype: torch.dtype
-    device: torch.device
-    quantized: Precision | None = None
-    by_operations: frozenset[int] = frozenset()
-    hooks_inside: bool = False
-
-    def __call__(
-        self, owner: nn.Module, dtype: torch.dtype, is_quantized: bool = False
-    ) -> Observed:
-        """What holds in every precision that `owner`, with weights of (nominal) `dtype`, may
-        compute in. ValueError where it cannot write into `main_dtype`."""
-        name = maker_name(type(owner))
-        if name is None:
-            return UNKNOWN
-        if name.startswith("transformer_engine.") and self.main_dtype not in (torch.float32, dtype):
-            raise ValueError(
-                f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in "
-                f"{dtype} and would write their gradients in {self.main_dtype}, the dtype on the "
-                "wire, but its GEMMs support only float32 or the weights' dtype. Leave "
-                "megatron_fsdp_grad_comm_dtype unset, or set gradient_accumulation_fusion=False "
-                "(--no-gradient-accumulation-fusion)"
-            )
-        if is_quantized and self.quantized is None:
-            return UNKNOWN
-        precisions = (self.quantized,) if is_quantized and self.quantized else self.precisions
-        names = [name, OPERATIONS.get(name)] if id(owner) in self.by_operations else [name]
-        seen = [
-            observed_once(each, precision, dtype, self.main_dtype, self.device.type)
-            for precision in precisions
-            for each in names
-            if each is not None
-        ]
-        all_of_them = functools.reduce(lambda one, other: one & other, seen)
-        return all_of_them.with_hooks_inside() if self.hooks_inside else all_of_them
+    name = maker_name(type(owner))
+    if name is None:
+        return UNKNOWN
+    if name.startswith("transformer_engine.") and main_dtype not in (torch.float32, dtype):
+        raise ValueError(
+            f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in {dtype} and "
+            f"would write their gradients in {main_dtype}, the dtype on the wire, but its GEMMs "
+            "support only float32 or the weights' dtype. Leave megatron_fsdp_grad_comm_dtype "
+            "unset, or set gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
+        )
+    if is_quantized and quantized is None:
+        return UNKNOWN
+    computes_in = (quantized,) if is_quantized and quantized else precisions
+    names = [name, OPERATIONS.get(name)] if id(owner) in by_operations else [name]
+    seen = [
+        observed_once(each, precision, dtype, main_dtype, device.type)
+        for precision in computes_in
+        for each in names
+        if each is not None
+    ]
+    found = functools.reduce(lambda one, other: one & other, seen)
+    if not (hooks_inside and found.ignores_flag_under_hooks):
+        return found
+    return replace(found, overwrites_in_backward=False, ignores_flag_under_hooks=False)

@@ -7,6 +7,7 @@ the real one out where it can run (`tests/gpu/test_gpu_experts.py`)."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,12 @@ from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.megatron import fused_wgrad, units, wgrad_probe
 from megatron_fsdp_adapter.megatron.wgrad_probe import (
     UNKNOWN,
     Observed,
-    Observer,
     Precision,
+    observed,
     read_by_operations,
 )
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
@@ -124,7 +125,7 @@ def gradients(strategy: str, writer: WgradProtocol | None) -> list[dict[str, tor
     config.gradient_accumulation_fusion = writer is not None
     torch.manual_seed(5)
     model = nn.Sequential(*(Layer(writer is not None) for _ in range(3)))
-    answer = mock.patch.object(Observer, "__call__", lambda *args: SEEN[writer])  # type: ignore[index]
+    answer = mock.patch.object(units, "observed", lambda *args, **options: SEEN[writer])  # type: ignore[index]
     with answer:
         wrapper = FullyShardedDataParallel(config, ddp_config(CASE, strategy), model, [Layer])
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -179,11 +180,12 @@ def test_an_operation_is_tried_out_beside_the_layer_whose_weights_it_reads(
     monkeypatch.setattr(wgrad_probe, "observed_once", seen)
     monkeypatch.setattr(wgrad_probe, "maker_name", lambda kind: "transformer_engine.GroupedLinear")
     layer = Layer(fused=True)
-    at = (Precision("weights"),), torch.float32, torch.device("cpu")
-    observer = Observer(*at, by_operations=read_by_operations(nn.Sequential(layer)))
+    looks = functools.partial(
+        observed, layer.linear_fc1, torch.float32, precisions=(Precision("weights"),),
+        main_dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
     both = Observed(adds=True, overwrites_in_backward=True)
-    assert observer(layer.linear_fc1, torch.float32) == both
+    assert looks(by_operations=read_by_operations(nn.Sequential(layer))) == both
     assert asked == ["transformer_engine.GroupedLinear", "transformer_engine.ops.GroupedLinear"]
-    alone = Observer(*at, by_operations=read_by_operations(Layer(fused=False)))
-    assert alone(layer.linear_fc1, torch.float32).told_in_forward
+    assert looks(by_operations=read_by_operations(Layer(fused=False))).told_in_forward
     assert UNKNOWN.adds and fused_wgrad.fuses(layer.linear_fc1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,10 +29,10 @@ from megatron_fsdp_adapter.megatron.wgrad_probe import (
     UNKNOWN,
     Maker,
     Observed,
-    Observer,
     Precision,
     maker_name,
     observe,
+    observed,
 )
 
 CPU = torch.device("cpu")
@@ -203,8 +204,11 @@ NAME = "transformer_engine.LayerNormLinear"
 
 def observer(
     *precisions: Precision, dtype: torch.dtype = torch.float32, **options: Any
-) -> Observer:
-    return Observer(precisions or (Precision("weights"),), dtype, CPU, **options)
+) -> Callable[..., Observed]:
+    return functools.partial(
+        observed, precisions=precisions or (Precision("weights"),), main_dtype=dtype, device=CPU,
+        **options,
+    )  # fmt: skip
 
 
 class Inside:
@@ -267,9 +271,7 @@ def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[st
         lambda **options: Fusing("asks in backward" if inside.entered == ["made"] else "adds")
     )
     made, computed = (functools.partial(inside.of, name) for name in ("made", "computed"))
-    looks = Observer(
-        (Precision("weights"),), torch.float32, CPU, Precision("FP8", computed, made)
-    )
+    looks = observer(quantized=Precision("FP8", computed, made))
     assert looks(ColumnParallel(), torch.float32, True).overwrites_in_backward
     assert looks(ColumnParallel(), torch.float32) == Observed(adds=True)
     assert observer()(ColumnParallel(), torch.float32, True) == UNKNOWN

@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observer, Precision
+from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Precision
 from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.distributed.gpt import full
 from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
@@ -166,12 +166,14 @@ def _ours(
     precisions = [Precision("weights")]
     if recipe != "bf16":
         precisions.append(Precision(recipe, context))
-    observer = Observer(tuple(precisions), torch.float32, device)
+    observe = functools.partial(
+        wgrad_probe.observed, precisions=tuple(precisions), main_dtype=torch.float32, device=device
+    )
     names = {f"units.{i}": unit for i, unit in enumerate(model.units)}
     plans = partition(
         model, unit_modules(model, lambda child: child in names.values()),
         domain_of=lambda param, fqn: DENSE,
-        writer_of=lambda managed: fused_wgrad.grad_writer(managed, row.shard_grads, observer),
+        writer_of=lambda managed: fused_wgrad.grad_writer(managed, row.shard_grads, observe),
     )  # fmt: skip
     config = EngineConfig(
         row, MixedPrecisionPolicy(), weight_slots=slots, bucket_slots=slots, poison_buffers=True
@@ -216,7 +218,7 @@ def guarantee_removed_is_seen(rank: int, world: int) -> str:
     seen = []
     blind = Observed(adds=True, overwrites_in_backward=True)
     for name in ("LayerNormLinear", "LayerNormMLP"):
-        with mock.patch.object(Observer, "__call__", lambda self, *asked: blind):
+        with mock.patch.object(wgrad_probe, "observed", lambda *asked, **options: blind):
             found, writers = _ours(name, 1, "tensorwise", "optim_grads_params", 1, False)
         assert writers == WgradProtocol.OVERWRITES.value
         broken = [key for key, value in found.items() if value.isnan().any()]
