@@ -27,22 +27,18 @@ EPS = 1e-6
 # Which elements are counted, and over which ranks.
 
 
-def _instance_group(original: Callable[..., Any], self: Any, chunk: Any) -> Any:
-    """The ranks of an optimizer instance. With 'no_shard' 0.18 gives its optimizer the
-    model-parallel ranks, over which replicas counted on one data-parallel rank (`_replicas`) are
-    missing from the others' norm, and which misses experts of other expert-parallel ranks."""
-    if chunk.engine.config.strategy.shard_main or chunk.optimizer_groups is None:
-        return original(self)
-    return chunk.optimizer_groups["intra_dist_opt_group"]
-
-
 def grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
     """The ranks over which each gradient element is counted once: an optimizer instance, or all of
     them where they split the shards again, which core does not know."""
     ours = our_chunks(self)
     if not ours:
         return original(self)
-    instance = _instance_group(original, self, ours[0])
+    instance, groups = original(self), ours[0].optimizer_groups
+    if groups is not None and not ours[0].engine.config.strategy.shard_main:
+        # With 'no_shard' 0.18 gives its optimizer the model-parallel ranks, over which gradients
+        # that one data-parallel rank counts are missing from the others' norm, and which miss
+        # experts of other expert-parallel ranks.
+        instance = groups["intra_dist_opt_group"]
     if not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
         return instance
     instances = ours[0].ddp_config.num_distributed_optimizer_instances

@@ -92,14 +92,10 @@ def _extra_embedding(config: Any, module: Any, was: Params) -> None:
     _in_float32(config, module.weight, draw_twice)
 
 
-def _router(config: Any, module: Any, was: Params) -> None:
-    for param in (module.weight, module.bias):
+def _gate(config: Any, module: Any, was: Params) -> None:
+    for param in module._parameters.values():
         if param is not None:
             _in_float32(module.config, param, module.config.init_method)
-
-
-def _shared_expert_gate(config: Any, module: Any, was: Params) -> None:
-    _in_float32(module.config, module.gate_weight, module.config.init_method)
 
 
 def _marked_whole(module: Any, was: Params) -> None:
@@ -115,8 +111,8 @@ ROWS: tuple[tuple[type[nn.Module], Callable[[Any, Any, Params], None]], ...] = (
     (ColumnParallelLinear, _linear),
     (RowParallelLinear, _linear),
     (VocabParallelEmbedding, _vocabulary),
-    (Router, _router),
-    (SharedExpertMLP, _shared_expert_gate),
+    (Router, _gate),
+    (SharedExpertMLP, _gate),
 )
 
 DRAWN_BY_ITS_HOLDER = (nn.Linear, nn.Embedding)

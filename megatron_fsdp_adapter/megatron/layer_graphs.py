@@ -46,7 +46,10 @@ def layer_graphs(
     return LayerGraphs(
         engine, graphs or CudaGraphs(engine.runtime.device, _generators),
         list(captured_modules(module, asked)), int(getattr(config, "cuda_graph_warmup_steps", 3)),
-        _buffers_of_core, partial(forget_last_call, dispatchers),
+        # What sequences are gathered into over tensor-parallel ranks: a longer one makes core
+        # replace the buffer, whose address graphs have.
+        lambda: get_global_memory_buffer().buffer.values(),
+        partial(forget_last_call, dispatchers),
         ["embedding, output layer and loss", *left_out(module, asked)],
     )  # fmt: skip
 
@@ -140,10 +143,3 @@ def _generators() -> list[torch.Generator]:
             "use_cudagraphable_rng=True where model_parallel_cuda_manual_seed is called"
         )
     return list(states.values())
-
-
-def _buffers_of_core() -> Iterable[torch.Tensor]:
-    """What sequences are gathered into over tensor-parallel ranks: a longer one makes core replace
-    the buffer, whose address graphs have."""
-    buffers: Iterable[torch.Tensor] = get_global_memory_buffer().buffer.values()
-    return buffers

@@ -50,11 +50,11 @@ class _Node:
         behind: Any = None,
     ) -> None:
         self._node, self._passes = node, passes
-        self._layer_begins = passes.number_of(layer)
+        self._layer_begins = sum(map(len, passes.layers[:layer]))
         self._stage = self._layer_begins + part
         self._ends_forward, self._ends_backward = ends_forward, ends_backward
         self._delays, self._behind = delays, behind
-        self._backward_stage = passes.number_in_backward(layer) + part
+        self._backward_stage = sum(map(len, passes.layers[layer + 1 :])) + part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
@@ -100,7 +100,7 @@ class _Passes:
         self, engine: FsdpEngine, layers: Sequence[Sequence[Sequence[Unit]]],
         throughout: Sequence[Unit], foreign: Iterable[int],
     ) -> None:
-        self._layers, self.stages = layers, sum(map(len, layers))
+        self.layers, self.stages = layers, sum(map(len, layers))
         self._foreign = frozenset(foreign)
         self.forward = ScheduledPass(
             engine, [stage for layer in layers for stage in layer], throughout, FORWARD
@@ -109,13 +109,6 @@ class _Passes:
             engine, [stage for layer in layers[::-1] for stage in layer], throughout,
             BACKWARD, self._streams_follow,
         )
-
-    def number_of(self, layer: int) -> int:
-        """Of a layer's first stage, in a forward."""
-        return sum(map(len, self._layers[:layer]))
-
-    def number_in_backward(self, layer: int) -> int:
-        return sum(map(len, self._layers[layer + 1 :]))
 
     def catch_up(self, stage: int, node: Any) -> None:
         """Leaves the stages before this one, whose last reader may have run on the other stream."""

@@ -173,7 +173,10 @@ def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
         for stage in range(size):
             listed = every[stage][number]
             source = dist.get_global_rank(stages, stage)
-            sent = chunk.tensors() if stage == mine else _to_receive(listed, chunk.device)
+            sent = chunk.tensors() if stage == mine else (
+                (name, torch.empty(shape, dtype=dtype, device=chunk.device))
+                for name, shape, dtype in listed
+            )  # fmt: skip
             for name, _, _ in listed:
                 given, tensor = next(sent)
                 assert name == given, (name, given)
@@ -181,11 +184,6 @@ def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
                 dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=stages)
                 yield name, tensor
             assert next(sent, None) is None, "more than was listed"
-
-
-def _to_receive(listed: Sequence[Any], device: torch.device) -> Named:
-    for name, shape, dtype in listed:
-        yield name, torch.empty(shape, dtype=dtype, device=device)
 
 
 def _presented(plane: str, name: str, tensor: torch.Tensor) -> Entry:
