@@ -290,15 +290,13 @@ def enable_cpu_mode() -> None:
             "megatron-core runs on the GPU without it. Hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
             "train on the CPU"
         )
-    missing = patches.missing(PATCHES)
-    if missing:
-        import megatron.core
+    import megatron.core
 
-        raise RuntimeError(
-            f"CPU mode does not support megatron-core {megatron.core.__version__}: "
-            f"{releases.remedy()} (there is no {', no '.join(missing)})"
-        )
-    patches.install(PATCHES)
+    patches.install(
+        PATCHES,
+        lambda lacks: f"CPU mode does not support megatron-core {megatron.core.__version__}: "
+        f"{releases.remedy()} (there is no {lacks})",
+    )
     logging.getLogger(_RANDOM).addFilter(_is_of_one_generator)
 
 

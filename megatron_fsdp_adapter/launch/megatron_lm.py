@@ -97,13 +97,11 @@ def hook_arguments(
 
     hooks = {"add_megatron_arguments": add, "parse_args": parse, "validate_args": validate}
     rows = [Patch(ARGUMENTS, name, ours, everywhere=True) for name, ours in hooks.items()]
-    missing = patches.missing(rows)
-    if missing:
-        raise RuntimeError(
-            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed. "
-            f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script"
-        )
-    patches.install(rows)
+    patches.install(
+        rows,
+        lambda lacks: f"this Megatron-LM has no {lacks}: {FSDP_FLAG} cannot be completed. "
+        f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script",
+    )
 
 
 def validate(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:

@@ -123,13 +123,16 @@ def absent(patches: Iterable[Patch]) -> list[str]:
     return [patch.path for patch in patches if _is_used(patch) and place(patch) is None]
 
 
-def install(patches: Sequence[Patch]) -> None:
+def install(
+    patches: Sequence[Patch],
+    told: Callable[[str], str] = lambda lacks: f"there is no {lacks}; {releases.remedy()}",
+) -> None:
     """Puts every row in place. Idempotent: a later call also reaches what was loaded, or bound to
-    an original, in between. Raises RuntimeError, before anything is changed, with all that is
-    `missing`."""
+    an original, in between. Raises RuntimeError, before anything is changed, with what is `told` of
+    all that is `missing`."""
     lacking = missing(patches)
     if lacking:
-        raise RuntimeError(f"there is no {', no '.join(lacking)}; {releases.remedy()}")
+        raise RuntimeError(told(", no ".join(lacking)))
     swept: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for patch in patches:
         found = place(patch)
