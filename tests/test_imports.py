@@ -62,15 +62,15 @@ BUDGETS = {
     "core": (2_800, 63),
     "diagnostics": (389, 12),
     "graphs": (425, 8),
-    "launch": (283, 2),
-    "megatron": (3_117, 39),
+    "launch": (280, 2),
+    "megatron": (2_990, 31),
     "models": (406, 4),
-    "optim": (1_523, 20),
+    "optim": (1_520, 16),
     "plain": (935, 9),
     "planning": (1_518, 32),
     "prove": (920, 13),
-    "quantized": (907, 19),
-    "sharding": (1_246, 21),
+    "quantized": (871, 16),
+    "sharding": (1_178, 14),
 }
 """What each package may have: what it had when this was last set, and 2% more, so that growth is
 decided and not drifted into. Statements are those of the syntax tree but docstrings and imports."""
