@@ -63,29 +63,17 @@ def _innermost(model: nn.Module) -> nn.Module:
     return model
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of `original` for models some of which are sharded by `engines`. models: as they were
-    given; call: with those in what is around them taken off."""
-
-    original: Callable[..., Any]
-    models: list[nn.Module]
-    call: inspect.BoundArguments
-    engines: list[FsdpEngine]
-
-    @staticmethod
-    def of(original: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
-        call = inspect.signature(original).bind(*args, **kwargs)
-        models = _listed(call.arguments["megatron_model"])
-        engines = engines_of(models)
-        if engines:
-            call.arguments["megatron_model"] = [_innermost(model) for model in models]
-        return _Call(original, models, call, engines)
-
-    def run(self, **changed: Any) -> Any:
-        """What the original returns, called with some arguments changed."""
-        self.call.arguments.update(changed)
-        return self.original(*self.call.args, **self.call.kwargs)
+def _bound(
+    original: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[inspect.BoundArguments, list[nn.Module], list[FsdpEngine]]:
+    """The arguments of a call of `original`, the models among them, and the engines of those that
+    are sharded. With such, wrappers around the models are taken off in the arguments."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    models = _listed(call.arguments["megatron_model"])
+    engines = engines_of(models)
+    if engines:
+        call.arguments["megatron_model"] = [_innermost(model) for model in models]
+    return call, models, engines
 
 
 def _show_raw(engines: Iterable[FsdpEngine]) -> None:
@@ -109,9 +97,9 @@ def ordinary_parameters(engines: Iterable[FsdpEngine]) -> Iterator[None]:
 
 
 def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    call = _Call.of(original, args, kwargs)
-    if not call.engines:
-        with values_follow(call.models):
+    call, models, engines = _bound(original, args, kwargs)
+    if not engines:
+        with values_follow(models):
             return original(*args, **kwargs)
     bridge = args[0]
     instead: dict[str, Any] = {TASKS: functools.partial(_receiving, getattr(bridge, TASKS))}
@@ -119,13 +107,13 @@ def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # Of "fp8" it keeps all that it has converted, for main weights that begin as that.
         instead["export_weight_dtype"] = "bf16"
     with _instead(bridge, instead):
-        call.run()
-    for engine in call.engines:
+        original(*call.args, **call.kwargs)
+    for engine in engines:
         engine.to_sharded()
         for scaling in scalings_of(engine.pairs):
             scaling.forget()
         engine.main_weights_changed(loaded=True)
-    return call.models
+    return models
 
 
 def _receiving(build: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -160,32 +148,33 @@ def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    call = _Call.of(original, args, kwargs)
-    with ordinary_parameters(call.engines):
-        return call.run()
+    call, _, engines = _bound(original, args, kwargs)
+    with ordinary_parameters(engines):
+        return original(*call.args, **call.kwargs)
 
 
 def _stream(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    call = _Call.of(original, args, kwargs)
-    given = call.call.arguments
-    if not call.engines:
-        yield from call.run()
+    call, _, engines = _bound(original, args, kwargs)
+    given = call.arguments
+    if not engines:
+        yield from original(*args, **kwargs)
         return
     if given.get("conversion_tasks") is None:
         wanted = {name: given.pop(name) for name in ("weight_dtype",) if name in given}
         build, source = getattr(args[0], TASKS), given["hf_pretrained"]
         given["conversion_tasks"] = build(source, given["megatron_model"], **wanted)
-    with ordinary_parameters(call.engines):
-        yield from call.run(conversion_tasks=_Gathered(given["conversion_tasks"], call))
+    given["conversion_tasks"] = _Gathered(given["conversion_tasks"], engines)
+    with ordinary_parameters(engines):
+        yield from original(*call.args, **call.kwargs)
 
 
 class _Gathered(Sequence[Any]):
     """Tasks whose tensors are gathered over data-parallel ranks, one after the other, when they are
     asked for: always the same ones on all ranks, in one order."""
 
-    def __init__(self, tasks: Sequence[Any], call: _Call) -> None:
-        self.tasks, self.call = tasks, call
-        self.weights = module_weights(call.engines)
+    def __init__(self, tasks: Sequence[Any], engines: Sequence[FsdpEngine]) -> None:
+        self.tasks, self.engines = tasks, engines
+        self.weights = module_weights(engines)
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -198,7 +187,7 @@ class _Gathered(Sequence[Any]):
 
     def _whole(self, task: Any) -> Any:
         # The reader of the weights may have trained, or saved, in between.
-        _show_raw(self.call.engines)
+        _show_raw(self.engines)
         weight = None if task is None else self.weights.get(id(task.param_weight))
         if weight is None:
             return task
@@ -229,12 +218,12 @@ def _adapters(
 
 def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The copies of a tied embedding that later pipeline stages have become that of the first."""
-    call = _Call.of(original, args, kwargs)
-    if not call.engines:
+    call, _, engines = _bound(original, args, kwargs)
+    if not engines:
         return original(*args, **kwargs)
     shared = [
         ModuleWeight(pair, engine)
-        for engine in call.engines
+        for engine in engines
         for pair in engine.pairs
         if getattr(pair.sharded, "shared_embedding", False)
     ]
@@ -242,7 +231,7 @@ def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return None
     bridge = sys.modules[CONVERSION]
     find = getattr(bridge, "_get_embedding_group", lambda _: parallel_state.get_embedding_group())
-    group = find(call.call.arguments["megatron_model"])
+    group = find(call.arguments["megatron_model"])
     source = dist.get_process_group_ranks(group)[0]
     first, *others = shared
     if dist.get_rank() == source:
@@ -257,7 +246,8 @@ def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fp8_tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if _Call.of(original, args, kwargs).engines:
+    _, _, engines = _bound(original, args, kwargs)
+    if engines:
         raise RuntimeError(
             "export_weight_dtype='fp8': this conversion does not gather the sharded bytes and "
             "scales of weights. Leave it at 'bf16'"
