@@ -31,8 +31,9 @@ class StashedStorage:
     def __init__(self, owner: torch.Tensor, kept: Kept, runtime: Runtime) -> None:
         self._owner, self._runtime = owner, runtime
         views = [_everything(owner)] if kept is None else kept
-        self._kept = [view.detach().view(-1).view(torch.uint8) for view in views]
-        self._host: list[list[torch.Tensor]] = []
+        flat = [view.detach().view(-1).view(torch.uint8) for view in views]
+        self._parts = [part for view in flat for part in view.split(CHUNK)]
+        self._host: list[torch.Tensor] = []
         self._nbytes = 0
 
     def save(self) -> None:
@@ -40,12 +41,10 @@ class StashedStorage:
         if not self._host:
             pin = self._owner.is_cuda
             self._host = [
-                [torch.empty_like(part, device="cpu", pin_memory=pin) for part in kept.split(CHUNK)]
-                for kept in self._kept
+                torch.empty_like(part, device="cpu", pin_memory=pin) for part in self._parts
             ]
-        for kept, host in zip(self._kept, self._host, strict=True):
-            for part, copy in zip(kept.split(CHUNK), host, strict=True):
-                copy.copy_(part, non_blocking=True)
+        for part, copy in zip(self._parts, self._host, strict=True):
+            copy.copy_(part, non_blocking=True)
 
     def give_back(self) -> int:
         """Gives the storage back, once the copies are done; returns its bytes."""
@@ -59,9 +58,8 @@ class StashedStorage:
         storage.resize_(self._nbytes)
         if self._runtime.poison:
             fill_with_nan(_everything(self._owner))
-        for kept, host in zip(self._kept, self._host, strict=True):
-            for part, copy in zip(kept.split(CHUNK), host, strict=True):
-                part.copy_(copy, non_blocking=True)
+        for part, copy in zip(self._parts, self._host, strict=True):
+            part.copy_(copy, non_blocking=True)
 
 
 def _everything(owner: torch.Tensor) -> torch.Tensor:
