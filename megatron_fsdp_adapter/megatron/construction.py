@@ -33,6 +33,7 @@ def build(
     """
     module, ddp_config = given.module, given.ddp_config
     plan = plan_model(given, index)
+    is_quantized = any(key.quantized for unit in plan.units for key in unit.groups)
     memory = staging_options.slot_memory(ddp_config, index, given.device)
     engine = build_engine(
         FsdpEngine,
@@ -45,7 +46,7 @@ def build(
         given.initializer_of,
         grad_check=ddp_options.grad_check(ddp_config),
         allocate_slots=None if memory is None else memory.allocate,
-        quantized=TransformerEngineParams() if plan.is_quantized else None,
+        quantized=TransformerEngineParams() if is_quantized else None,
     )
     broadcast_left_alone(module, index, given.device, given.manages)
     begin_delayed_scaling(module, given.config)

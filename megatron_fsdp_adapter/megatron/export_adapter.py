@@ -10,7 +10,6 @@ from torch import nn
 
 from ..checkpoint.names import global_names, split_depth
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.identity import ParamPair
 from ..core.topology import EXPERT
 from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.export_source import Described, Source, beside_engine
@@ -43,9 +42,6 @@ def export_source(
             kind == EXPERT, getattr(param, "shared_embedding", False) and is_later_stage,
         )  # fmt: skip
 
-    def of_pair(pair: ParamPair) -> Described:
-        return described(pair.managed.fqns[0], pair.unsharded)
-
     rest = []
     for fqn, value, is_buffer in beside_engine(module, engine):
         if is_buffer:
@@ -53,4 +49,6 @@ def export_source(
             rest.append((Described(name, is_buffer=True), value))
         else:
             rest.append((described(fqn, value), value))
-    return Source(engine, of_pair, rest, experts, stages)
+    return Source(
+        engine, lambda pair: described(pair.managed.fqns[0], pair.unsharded), rest, experts, stages
+    )

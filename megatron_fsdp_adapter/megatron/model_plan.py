@@ -38,11 +38,6 @@ class ModelPlan:
     kept: UnshardedUnits
     budget: int
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether any weights are."""
-        return any(key.quantized for unit in self.units for key in unit.groups)
-
 
 def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     """The plan of a module, whose options have no problems. ValueError for a unit class that
