@@ -15,10 +15,8 @@ def lion(is_lions: Callable[[Options], bool], betas: tuple[float, float]) -> Upd
     """The rule of Lion for the groups that are its; lr and weight decay are a group's own.
 
     betas: an update has the sign of b m + (1 - b) g with the first; m <- b m + (1 - b) g with the
-    second. ValueError for one that is not 0 or more, and less than 1.
+    second; 0 or more, and less than 1.
     """
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"Lion with betas={betas}: use 0 or more, and less than 1")
     first, second = betas
 
     def update(shards: LocalShards, groups: Sequence[Options]) -> None:

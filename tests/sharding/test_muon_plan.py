@@ -78,12 +78,6 @@ def test_heights_that_do_not_make_the_rows_are_refused(
         row_blocks(rows, heights)
 
 
-def test_a_vector_is_no_matrix() -> None:
-    layout = plan_group(specs_of([(12,)]), 2)
-    with pytest.raises(ValueError, match=r"Muon needs a matrix, not \(12,\)"):
-        MuonParam(layout, 0, None, 1, (12,))
-
-
 # Stages.
 
 
@@ -220,8 +214,3 @@ def _return(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  #
 
 def runs_of(runs) -> list[tuple[int, int, int, int, int]]:  # type: ignore[no-untyped-def]
     return [(r.param, r.matrix, r.panel, r.at, r.local.numel) for r in runs]
-
-
-def test_nobody_owns_nothing() -> None:
-    with pytest.raises(ValueError, match="0 ranks cannot own"):
-        owners.assign([1], 0)

@@ -121,15 +121,6 @@ def test_what_is_not_finite_is_not_hidden() -> None:
     assert orthogonalized(x, coefficients_of("simple", 5)).isnan().any()
 
 
-def test_unknown_coefficients_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'cubic' are none of \['quintic', 'simple'\]"):
-        coefficients_of("cubic", 5)
-    with pytest.raises(ValueError, match="at least one"):
-        coefficients_of("simple", 0)
-    with pytest.raises(ValueError, match=r"\(batch, rows, columns\)"):
-        orthogonalized(torch.zeros(2, 2), coefficients_of("simple", 1))
-
-
 def test_costs_are_those_of_the_products_that_are_computed() -> None:
     n = 64
     found = [restarts_of(steps, n, 7 * n) for steps in (3, 5, 8)]

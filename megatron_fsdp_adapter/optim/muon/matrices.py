@@ -62,7 +62,6 @@ class MuonParam:
 
     layout, index: where its elements are; split: the dim that tensor parallelism splits, None if
     each rank has all of it; parts: over how many ranks; heights: of the parts of fused rows.
-    Raises ValueError if it has not two dimensions, or its rows are no whole number of parts.
     """
 
     layout: GroupLayout
@@ -70,13 +69,6 @@ class MuonParam:
     split: int | None
     parts: int
     heights: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.local_shape) != 2 or self.split not in (None, 0, 1):
-            raise ValueError(
-                f"{self.name}: Muon needs a matrix, not {self.local_shape} split on {self.split}"
-            )
-        row_blocks(self.rows, self.heights)
 
     @property
     def name(self) -> str:

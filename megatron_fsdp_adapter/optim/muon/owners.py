@@ -14,10 +14,8 @@ def assign(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     one unit, and of neighboring ones, which are exchanged one after the other, lie on different
     ranks. No rank has more than the mean and one matrix.
     Parts of a cost that are smaller were rejected: a matrix that several ranks share costs as much
-    on each of them, or an exchange in every step of the iteration. ValueError without ranks.
+    on each of them, or an exchange in every step of the iteration.
     """
-    if ranks < 1:
-        raise ValueError(f"{ranks} ranks cannot own {len(costs)} matrices")
     load, owners = [0] * ranks, [0] * len(costs)
     ordered = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     for kind, (_, alike) in enumerate(groupby(ordered, key=costs.__getitem__)):
