@@ -182,8 +182,7 @@ def materializer(
         while total - len(waiting) < (total if plan is root else until):
             name, child, parent = waiting.popleft()
             run = initializer_of(child, parent)
-            if run is None:
-                raise ValueError(f"{OPTION}=True: {name} cannot initialize itself")
+            assert run is not None, name  # `meta_problems` has one for it
             initialize(name, child, device, run)
 
     return prepare

@@ -65,15 +65,13 @@ def gather_uneven_dtensor_to_full_tensor(
     Raises ValueError for a device of another type than the mesh's, and for a sharded DTensor
     whose place in the whole is unknown.
     """
-    if not isinstance(dtensor, DTensor):
-        raise ValueError(f"{type(dtensor).__name__} is not a DTensor")
-    device_type = dtensor.device_mesh.device_type
+    full, mesh = uneven_dtensor_to_full_tensor(dtensor), dtensor.device_mesh
+    device_type = mesh.device_type
     if target_device is not None and torch.device(target_device).type != device_type:
         raise ValueError(
             f"target_device={target_device}: a DTensor is on the devices of its mesh, here "
             f"{device_type}. Move the result's to_local() instead"
         )
-    full, mesh = whole_tensor(dtensor), dtensor.device_mesh
     full = full.to(target_device or full.device)
     return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
