@@ -174,12 +174,16 @@ def materializer(
         if any(_held(child))
     )
     behind = {id(child): number for number, (_, child, _) in enumerate(waiting, 1)}
-    total, root = len(waiting), plans[-1]
+    total, holders = len(waiting), [
+        [id(entry.slots[0][0]) for managed in plan.groups.values() for entry in managed]
+        for plan in plans
+    ]  # fmt: skip
+    until = deque(max((behind.get(one, 0) for one in held), default=0) for held in holders)
+    until[-1] = total
 
     def prepare(plan: UnitPlan) -> None:
-        entries = [entry for managed in plan.groups.values() for entry in managed]
-        until = max((behind.get(id(entry.slots[0][0]), 0) for entry in entries), default=0)
-        while total - len(waiting) < (total if plan is root else until):
+        upto = until.popleft()
+        while total - len(waiting) < upto:
             name, child, parent = waiting.popleft()
             run = initializer_of(child, parent)
             assert run is not None, name  # `meta_problems` has one for it
