@@ -33,7 +33,7 @@ def known_options() -> set[str]:
     own = dataclasses.fields(DistributedDataParallelConfig)
     return {
         *core_api.config_fields(), *(one.name for one in own), *OPTIONS, *source.ALIASES,
-        *scale_down.SIZES, *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED),
+        *scale_down.SIZES, *scale_down.UNSUPPORTED, *scale_down.DROPPED,
         *validation.known_arguments(), *sizes.NAMES, *(row.option for row in SETTINGS),
         *ARGUMENTS,
     }  # fmt: skip

@@ -57,15 +57,8 @@ NOT_COPIED = frozenset(
 """Fields of Megatron's configs that are set here, or that no small model has."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """The results of a training step on this rank: mean loss (0 except on the last pipeline stage),
-    norm before clipping, whole gradients and whole main weights (float32 on the CPU, by name)."""
-
-    loss: float
-    norm: float
-    gradients: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
+Values = dict[str, torch.Tensor]
+"""Whole tensors by name, float32 on the CPU."""
 
 
 def params_dtype(options: Options) -> torch.dtype:
@@ -379,8 +372,11 @@ def _forward_step(
     return losses, loss_func
 
 
-def train_step(trainer: Trainer, step: int) -> Step:
-    """A training step on core's schedule; collective."""
+def train_step(trainer: Trainer, step: int) -> tuple[float, float, Values, Values]:
+    """A training step on core's schedule; collective.
+
+    Returns mean loss (0 except on the last pipeline stage), norm before clipping, gradients and
+    main weights."""
     data = _batches(trainer, step)
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
@@ -408,4 +404,4 @@ def train_step(trainer: Trainer, step: int) -> Step:
     loss_value = float(loss) / dist.get_world_size(
         ps.get_data_parallel_group(with_context_parallel=True)
     )
-    return Step(loss_value, float(norm or 0.0), gradients, trainer.weights())
+    return loss_value, float(norm or 0.0), gradients, trainer.weights()

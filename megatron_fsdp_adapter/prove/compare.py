@@ -8,7 +8,7 @@ reference. Sums of squares are not used: Adam turns differences of tiny gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,32 +60,25 @@ class Row:
         return math.isfinite(self.difference) and self.difference <= self.bound
 
 
-@dataclass(frozen=True)
-class Gap:
-    """The difference of a tensor from the reference.
-
-    difference: the larger of the whole tensor's difference and the worst row's divided by `ROW`;
-    rows: those beyond the bound."""
-
-    difference: float
-    rows: tuple[int, ...] = ()
-
-
 def bound(dtype: str, quantity: str, step: int) -> float:
     """The bound of a quantity in a step (from 1), for the narrowest dtype in its computation."""
     return EPS[dtype] * FACTORS[dtype][quantity] * step
 
 
-def gap(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float = 0.0) -> Gap:
-    """The gap of two tensors of one shape. floor: magnitude of elements below which differences
-    count as rounding."""
+def gap(
+    mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float = 0.0
+) -> tuple[float, list[int]]:
+    """The difference of a tensor from the reference, and the rows beyond the bound.
+
+    It is that of the whole tensor, or that of the worst row divided by `ROW` if that is larger.
+    floor: magnitude of elements below which differences count as rounding."""
     if mine.shape != theirs.shape:
-        return Gap(math.inf)
+        return math.inf, []
     if not bool(torch.isfinite(mine).all()):
         bad = _as_rows(~torch.isfinite(mine)).any(1)
-        return Gap(math.nan, tuple(bad.nonzero().flatten().tolist()))
+        return math.nan, bad.nonzero().flatten().tolist()
     if mine.numel() == 0:
-        return Gap(0.0)
+        return 0.0, []
     off = _as_rows((mine.double() - theirs.double()).abs()).sum(1)
     size = _as_rows(theirs.double().abs()).sum(1)
     width = mine.numel() / len(size)
@@ -93,7 +86,7 @@ def gap(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float =
     typical = size.mean().clamp_min(max(floor * width, 1e-300))
     per_row = off / size.clamp_min(typical) / ROW
     beyond = (per_row > allowed).nonzero().flatten().tolist()
-    return Gap(max(total, float(per_row.max())), tuple(beyond))
+    return max(total, float(per_row.max())), beyond
 
 
 def _as_rows(value: torch.Tensor) -> torch.Tensor:
@@ -118,14 +111,12 @@ def compare_tensors(
     number = sum(v.numel() for v in theirs.values())
     floor = 1e-3 * total / max(number, 1)
     gaps = {name: gap(mine[name], theirs[name], allowed, floor) for name in theirs}
-    bad = [n for n, g in gaps.items() if not g.difference <= allowed]
-    worst = max(gaps, key=lambda n: _rank(gaps[n].difference))
-    remark = ""
-    if bad:
-        remark = explain(quantity, {n: mine[n] for n in bad}, {n: theirs[n] for n in bad},
-                         gaps[worst].rows, worst, list(theirs))  # fmt: skip
-    return Row(run, step, quantity, gaps[worst].difference, allowed, worst, remark, len(theirs),
-               len(bad))  # fmt: skip
+    bad = [name for name, (difference, _) in gaps.items() if not difference <= allowed]
+    worst = max(gaps, key=lambda name: _rank(gaps[name][0]))
+    difference, rows = gaps[worst]
+    height = len(_as_rows(theirs[worst]))
+    remark = described(bad, list(theirs), worst, rows, height) if bad else ""
+    return Row(run, step, quantity, difference, allowed, worst, remark, len(theirs), len(bad))
 
 
 def _rank(difference: float) -> float:
@@ -138,11 +129,7 @@ def compare_numbers(
     """Compares loss or norm, relative to the reference."""
     scale = max(abs(theirs), 1e-30)
     difference = abs(mine - theirs) / scale
-    row = Row(run, step, quantity, difference, allowed)
-    if row.holds:
-        return row
-    return Row(run, step, quantity, difference, allowed, "", f"{mine:.6g} for {theirs:.6g}",
-               1, 1)  # fmt: skip
+    return Row(run, step, quantity, difference, allowed, remark=f"{mine:.6g} for {theirs:.6g}")
 
 
 def significant_update(
@@ -165,16 +152,21 @@ def significant_update(
     return found
 
 
-# Descriptions of a difference.
-
-
-def explain(
-    quantity: str, mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str,
-    everything: Sequence[str],
+def described(
+    names: Sequence[str], everything: Sequence[str], worst: str, rows: Sequence[int], height: int
 ) -> str:
-    """A description of the parameters that differ."""
-    found = [text for text in (look(mine, theirs, rows, worst) for look in _LOOKS) if text]
-    return "; ".join([_where(list(mine), everything), *found[:2]])
+    """Which parameters differ, and which rows of the worst, if not all."""
+    units = list(dict.fromkeys(unit_of(name) for name in names))
+    if len(names) == len(everything):
+        where = f"all {len(names)} parameters"
+    elif len(units) == 1:
+        inside = sum(unit_of(name) == units[0] for name in everything)
+        where = f"only {units[0]} ({len(names)} of its {inside} parameters)"
+    else:
+        where = f"{len(names)} of {len(everything)} parameters, in {', '.join(units[:4])}"
+    if not rows or len(rows) == height:
+        return where
+    return f"{where}; of {worst} rows {min(rows)} to {max(rows)} of {height}"
 
 
 def unit_of(name: str) -> str:
@@ -184,89 +176,3 @@ def unit_of(name: str) -> str:
         if word == "layers" and i + 1 < len(words):
             return ".".join(words[: i + 2])
     return words[0]
-
-
-def _where(names: list[str], everything: Sequence[str]) -> str:
-    units = list(dict.fromkeys(unit_of(name) for name in names))
-    if len(names) == len(everything):
-        return f"all {len(names)} parameters"
-    if len(units) == 1:
-        inside = sum(unit_of(name) == units[0] for name in everything)
-        return f"only {units[0]} ({len(names)} of its {inside} parameters)"
-    return f"{len(names)} of {len(everything)} parameters, in {', '.join(units[:4])}"
-
-
-def _not_finite(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
-) -> str | None:
-    bad = mine[worst]
-    if bool(torch.isfinite(bad).all()):
-        return None
-    kind = "NaN" if bool(torch.isnan(bad).any()) else "infinite"
-    return f"{kind}: uninitialized memory was read, or a number overflowed{_span(rows)}"
-
-
-def _zero(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
-) -> str | None:
-    if any(bool(value.any()) for value in mine.values()):
-        return None
-    return "zero: it is missing"
-
-
-def _factor(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
-) -> str | None:
-    if any(not bool(torch.isfinite(v).all()) or v.shape != theirs[n].shape
-           for n, v in mine.items()):  # fmt: skip
-        return None
-    a = torch.cat([v.double().reshape(-1) for v in mine.values()])
-    b = torch.cat([theirs[n].double().reshape(-1) for n in mine])
-    factor, size = float(a @ b / (b @ b).clamp_min(1e-300)), a.norm() * b.norm()
-    if float(a @ b) > 0.98 * float(size) and float(size) > 0 and abs(factor - 1) > 0.02:
-        return f"a constant factor {factor:.4g}: a scale is applied twice, or not at all"
-    return None
-
-
-def _some_rows(
-    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str
-) -> str | None:
-    value = mine[worst]
-    if value.ndim < 2 or not rows or len(rows) == value.shape[0]:
-        return None
-    return f"of {worst}{_span(rows)} of {value.shape[0]}"
-
-
-def _span(rows: Sequence[int]) -> str:
-    return f" rows {min(rows)} to {max(rows)}" if rows else ""
-
-
-_LOOKS: tuple[Callable[[Tensors, Tensors, Sequence[int], str], str | None], ...] = (
-    _not_finite, _zero, _factor, _some_rows,
-)  # fmt: skip
-
-
-CAUSES: tuple[tuple[tuple[str, ...], int, str, str], ...] = (
-    (("loss", "gradients"), 1, "weights as loaded",
-     ", but the loaded weights are right: forward and backward computed with others"),
-    (("loss", "gradients"), 1, "update",
-     ", after a correct update: forward and backward computed with other weights than the "
-     "optimizer wrote, such as stale ones"),
-    (("update",), 0, "gradients", ", from correct gradients: an error of the optimizer"),
-    (("gradients", "norm"), 0, "loss",
-     ", with a correct loss: an error of the backward or the reduction"),
-)  # fmt: skip
-"""Quantities that differ first; how many steps earlier which quantity held; the likely cause."""
-
-
-def conclusion(rows: Sequence[Row]) -> str | None:
-    """The first difference, and its likely cause by the comparisons that held before it."""
-    first = next((row for row in rows if not row.holds), None)
-    if first is None:
-        return None
-    held = {(row.step, row.quantity) for row in rows if row.holds and row.run == first.run}
-    cause = next((
-        text for quantities, earlier, quantity, text in CAUSES
-        if first.quantity in quantities and (first.step - earlier, quantity) in held
-    ), "")  # fmt: skip
-    return f"first difference: {first.quantity} in step {first.step} of {first.run}{cause}"

@@ -57,9 +57,6 @@ def _lines(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         )
         if not row.holds and row.remark:
             yield f"          {row.remark}"
-    cause = compare.conclusion(rows)
-    if cause is not None:
-        yield cause
 
 
 def verdict(rows: Sequence[Row]) -> str:

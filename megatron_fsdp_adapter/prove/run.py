@@ -70,11 +70,9 @@ def _record(plan: Plan, run: str, rank: int, trainer: Any, first: int, last: int
 
     torch.save(trainer.weights(), plan.trace(run, rank, first))
     for number in range(first, last):
-        step = build.train_step(trainer, number)
+        found = build.train_step(trainer, number)
         build.set_rate(trainer.optimizer, trainer.options)
-        torch.save(
-            (step.loss, step.norm, step.gradients, step.weights), plan.trace(run, rank, number + 1)
-        )
+        torch.save(found, plan.trace(run, rank, number + 1))
 
 
 def _load(plan: Plan, rank: int, options: Options, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_adapter.megatron.options.settings import Change
@@ -56,43 +56,52 @@ class Room:
             raise ValueError(f"--ranks {self.ranks} must be at least 1")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScaledDown:
-    """A scaled-down run: its options, changes with reasons, and features that are not compared."""
+    """A scaled-down run: its options, changes with reasons, and features that are not compared.
+    keep: sizes that are not changed."""
 
-    options: Options
-    changes: tuple[Change, ...]
-    left_out: tuple[str, ...]
+    options: dict[str, Any]
+    keep: frozenset[str] = frozenset()
+    changes: list[Change] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
         return int(self.options["world_size"])
 
+    def set(self, name: str, value: Any, reason: str) -> None:
+        """Changes an option, and notes why."""
+        before = self.options.get(name)
+        if name in self.keep or before == value:
+            return
+        self.options[name] = value
+        self.changes.append(Change(name, before, value, reason))
 
-@dataclass(frozen=True)
-class Dropped:
-    """An option that cannot be kept: `when`, its neutral value, and why."""
-
-    option: str
-    when: Callable[[Options, Room], bool]
-    value: Any
-    reason: str
+    def least(self, name: str, value: int, reason: str) -> None:
+        """Lowers a size to `value` if it is larger."""
+        before = self.options.get(name)
+        if before is not None and before > value:
+            self.set(name, value, reason)
 
 
-def _on(name: str) -> Callable[[Options, Room], bool]:
+When = Callable[[Options, Room], bool]
+
+
+def _on(name: str) -> When:
     return lambda o, room: bool(o.get(name))
 
 
-def _on_cpu(name: str) -> Callable[[Options, Room], bool]:
+def _on_cpu(name: str) -> When:
     return lambda o, room: bool(o.get(name)) and not room.cuda
 
 
-def _without_te(name: str) -> Callable[[Options, Room], bool]:
+def _without_te(name: str) -> When:
     return lambda o, room: bool(o.get(name)) and not (room.cuda and room.transformer_engine)
 
 
-def _needs_precision_aware(name: str) -> Callable[[Options, Room], bool]:
+def _needs_precision_aware(name: str) -> When:
     """True if an optimizer dtype (name or torch.dtype) needs a precision-aware optimizer that is
     off."""
     fp32 = (None, "fp32", "float32", "torch.float32")
@@ -102,72 +111,74 @@ def _needs_precision_aware(name: str) -> Callable[[Options, Room], bool]:
 
 
 _GPU, _TE = "needs a GPU", "needs a GPU and Transformer Engine"
-DROPPED: tuple[Dropped, ...] = (
+_RANDOM = "ranks draw other random numbers"
+_READ_EARLY = "a proof reads gradients between backward and step"
+_SAME_START = "both models are given the same weights before they are wrapped"
+_FEW_ACTIVATIONS = "activations of a small model need no offload"
+_LAYERS_GONE = "it names the layers that were taken away"
+
+
+def _each(
+    names: Sequence[str], predicate: Callable[[str], When], value: Any, reason: str
+) -> dict[str, tuple[When, Any, str]]:
+    return {name: (predicate(name), value, reason) for name in names}
+
+
+DROPPED: Mapping[str, tuple[When, Any, str]] = {
     # Core's default is not 0, so a missing option counts too.
-    Dropped("hidden_dropout", lambda o, room: o.get("hidden_dropout") != 0.0, 0.0,
-            "ranks draw other random numbers"),
-    Dropped("attention_dropout", lambda o, room: o.get("attention_dropout") != 0.0, 0.0,
-            "ranks draw other random numbers"),
-    Dropped("moe_input_jitter_eps", _on("moe_input_jitter_eps"), None,
-            "ranks draw other random numbers"),
-    Dropped("transformer_impl",
-            lambda o, room: o.get("transformer_impl") != "local" and not (
-                room.cuda and room.transformer_engine), "local", _TE),
-    *(Dropped(name, _without_te(name), value, _TE) for name, value in (
-        ("fp8", None), ("moe_grouped_gemm", False), ("moe_permute_fusion", False),
-        ("moe_router_fusion", False), ("apply_rope_fusion", False),
-        ("use_precision_aware_optimizer", False), ("tp_comm_overlap", False),
-        ("first_last_layers_bf16", False), ("use_transformer_engine_op_fuser", False),
-    )),
-    *(Dropped(name, _needs_precision_aware(name), "fp32", "only with a precision-aware optimizer")
-      for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
-    *(Dropped(name, _on_cpu(name), value, _GPU) for name, value in (
-        ("optimizer_cpu_offload", False),
-        ("bias_gelu_fusion", False), ("bias_swiglu_fusion", False), ("bias_dropout_fusion", False),
-        ("bias_activation_fusion", False), ("masked_softmax_fusion", False),
-        ("persist_layer_norm", False), ("cross_entropy_loss_fusion", False), ("nccl_ub", False),
-        ("fsdp_copy_engine_all_gather", False), ("fsdp_copy_engine_reduce_scatter", False),
-        ("fsdp_manual_registration", False), ("moe_shared_expert_overlap", False),
-        ("overlap_moe_expert_parallel_comm", False), ("delay_wgrad_compute", False),
-    )),
-    Dropped("moe_token_dispatcher_type",
-            lambda o, room: o.get("moe_token_dispatcher_type") == "flex", "alltoall",
-            "needs a package, and GPUs with the links that its kernels require"),
-    *(Dropped(name, _on(name), value, "only with the flex dispatcher") for name, value in (
-        ("moe_expert_rank_capacity_factor", None), ("moe_paged_stash", False),
-    )),
-    Dropped("cuda_graph_impl", lambda o, room: o.get("cuda_graph_impl") not in (None, "none"),
-            "none", "a proof reads gradients between backward and step"),
-    Dropped("enable_cuda_graph", _on("enable_cuda_graph"), False,
-            "a proof reads gradients between backward and step"),
-    Dropped("init_model_with_meta_device", _on("init_model_with_meta_device"), False,
-            "both models are given the same weights before they are wrapped"),
-    *(Dropped(name, _on(name), False,
-              "both models are given the same weights before they are wrapped, in bf16")
-      for name in ("fp8_param", "fp8_param_gather")),
-    Dropped("fp4", _on("fp4"), None, "no error bound is known for its GEMMs"),
-    Dropped("fine_grained_activation_offloading", _on("fine_grained_activation_offloading"), False,
-            "activations of a small model need no offload"),
-    Dropped("cpu_offloading", _on("cpu_offloading"), False,
-            "activations of a small model need no offload"),
-    Dropped("pipeline_model_parallel_layout", _on("pipeline_model_parallel_layout"), None,
-            "it names the layers that were taken away"),
-    *(Dropped(name, _on(name), None, "stages are made even") for name in (
-        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    )),
-    *(Dropped(name, _on(name), False, "stages are made even") for name in (
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    )),
-    *(Dropped(name, _on(name), None, "the small model has too few experts for groups")
-      for name in ("moe_router_num_groups", "moe_router_group_topk",
-                   "moe_router_topk_limited_devices")),
-    *(Dropped(name, _on(name), None, "it makes routing depend on other ranks' tokens")
-      for name in ("moe_expert_capacity_factor",)),
-    Dropped("heterogeneous_layers_config_path", _on("heterogeneous_layers_config_path"), None,
-            "it names the layers that were taken away"),
-)  # fmt: skip
-"""Options that a proof cannot keep."""
+    "hidden_dropout": (lambda o, room: o.get("hidden_dropout") != 0.0, 0.0, _RANDOM),
+    "attention_dropout": (lambda o, room: o.get("attention_dropout") != 0.0, 0.0, _RANDOM),
+    "transformer_impl": (
+        lambda o, room: o.get("transformer_impl") != "local"
+        and not (room.cuda and room.transformer_engine), "local", _TE),
+    "fp8": (_without_te("fp8"), None, _TE),
+    **_each(
+        ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion",
+         "use_precision_aware_optimizer", "tp_comm_overlap", "first_last_layers_bf16",
+         "use_transformer_engine_op_fuser"), _without_te, False, _TE),
+    **_each(
+        ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        _needs_precision_aware, "fp32", "only with a precision-aware optimizer"),
+    **_each(
+        ("optimizer_cpu_offload", "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion",
+         "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
+         "cross_entropy_loss_fusion", "nccl_ub", "fsdp_copy_engine_all_gather",
+         "fsdp_copy_engine_reduce_scatter", "fsdp_manual_registration",
+         "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+        _on_cpu, False, _GPU),
+    "moe_token_dispatcher_type": (
+        lambda o, room: o.get("moe_token_dispatcher_type") == "flex", "alltoall",
+        "needs a package, and GPUs with the links that its kernels require"),
+    "moe_expert_rank_capacity_factor": (
+        _on("moe_expert_rank_capacity_factor"), None, "only with the flex dispatcher"),
+    "moe_paged_stash": (_on("moe_paged_stash"), False, "only with the flex dispatcher"),
+    "cuda_graph_impl": (
+        lambda o, room: o.get("cuda_graph_impl") not in (None, "none"), "none", _READ_EARLY),
+    "enable_cuda_graph": (_on("enable_cuda_graph"), False, _READ_EARLY),
+    "init_model_with_meta_device": (_on("init_model_with_meta_device"), False, _SAME_START),
+    **_each(("fp8_param", "fp8_param_gather"), _on, False, f"{_SAME_START}, in bf16"),
+    **_each(
+        ("fine_grained_activation_offloading", "cpu_offloading"), _on, False, _FEW_ACTIVATIONS),
+    **_each(
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), _on,
+        False, "stages are made even"),
+    **_each(
+        ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), _on, None,
+        "stages are made even"),
+    **_each(
+        ("pipeline_model_parallel_layout", "heterogeneous_layers_config_path"), _on, None,
+        _LAYERS_GONE),
+    **_each(
+        ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_limited_devices"), _on,
+        None, "the small model has too few experts for groups"),
+    "moe_input_jitter_eps": (_on("moe_input_jitter_eps"), None, _RANDOM),
+    "fp4": (_on("fp4"), None, "no error bound is known for its GEMMs"),
+    "moe_expert_capacity_factor": (
+        _on("moe_expert_capacity_factor"), None,
+        "it makes routing depend on other ranks' tokens"),
+}  # fmt: skip
+"""Options that a proof cannot keep: when, the neutral value, and why."""
 
 UNSUPPORTED: Mapping[str, Any] = {
     "yaml_cfg": None,
@@ -197,29 +208,6 @@ def _up(value: float, multiple: int) -> int:
     return max(1, -(-int(value) // multiple)) * multiple
 
 
-class _Work:
-    """Mutable options with a record of each change."""
-
-    def __init__(self, options: Options, keep: frozenset[str]) -> None:
-        self.options = dict(options)
-        self.keep = keep
-        self.changes: list[Change] = []
-        self.left_out: list[str] = []
-
-    def set(self, name: str, value: Any, reason: str) -> None:
-        before = self.options.get(name)
-        if name in self.keep or before == value:
-            return
-        self.options[name] = value
-        self.changes.append(Change(name, before, value, reason))
-
-    def least(self, name: str, value: int, reason: str) -> None:
-        """Lowers a size to `value` if it is larger."""
-        before = self.options.get(name)
-        if before is not None and before > value:
-            self.set(name, value, reason)
-
-
 def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> ScaledDown:
     """The scaled-down run. options: by Megatron's names; keep: sizes that are not changed.
 
@@ -233,11 +221,11 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
     for name, allowed in UNSUPPORTED.items():
         if options.get(name, allowed) not in (allowed, None):
             raise ValueError(f"{name}={options[name]!r}: not supported by a proof. Leave it out")
-    work = _Work(options, keep)
-    for row in DROPPED:
-        if row.when(work.options, room):
-            work.left_out.append(f"{row.option}={work.options.get(row.option)}: {row.reason}")
-            work.set(row.option, row.value, row.reason)
+    work = ScaledDown(dict(options), keep)
+    for option, (when, value, reason) in DROPPED.items():
+        if when(work.options, room):
+            work.left_out.append(f"{option}={work.options.get(option)}: {reason}")
+            work.set(option, value, reason)
     _recomputed(work, room)
     _ranks(work, room)
     _layers(work)
@@ -246,11 +234,12 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
     _batches(work, room)
     _schedule(work)
     work.left_out.append("data, tokenizer and learning-rate schedule: random tokens, one rate")
-    return ScaledDown(work.options, tuple(work.changes), tuple(dict.fromkeys(work.left_out)))
+    work.left_out = list(dict.fromkeys(work.left_out))
+    return work
 
 
 _ASKS_TE = "core's recomputation of it needs Transformer Engine"
-NOT_RECOMPUTED: Mapping[str, tuple[Callable[[Options, Room], bool], str]] = {
+NOT_RECOMPUTED: Mapping[str, tuple[When, str]] = {
     "moe_act": (lambda o, room: not o.get("moe_grouped_gemm"), "only with moe_grouped_gemm"),
     "layernorm": (lambda o, room: not room.transformer_engine, _ASKS_TE),
     "mla_up_proj": (lambda o, room: not room.transformer_engine, _ASKS_TE),
@@ -258,7 +247,7 @@ NOT_RECOMPUTED: Mapping[str, tuple[Callable[[Options, Room], bool], str]] = {
 """Parts of layers that core cannot recompute, when, and why."""
 
 
-def _recomputed(work: _Work, room: Room) -> None:
+def _recomputed(work: ScaledDown, room: Room) -> None:
     for module, (when, reason) in NOT_RECOMPUTED.items():
         modules = work.options.get("recompute_modules") or []
         if module not in modules or not when(work.options, room):
@@ -269,7 +258,7 @@ def _recomputed(work: _Work, room: Room) -> None:
             work.set("recompute_granularity", None, reason)
 
 
-def _ranks(work: _Work, room: Room) -> None:
+def _ranks(work: ScaledDown, room: Room) -> None:
     """Sets two ranks for each axis, data parallelism first, because sharding is what is proven."""
     o = work.options
     work.set("num_query_groups", None if not o.get("group_query_attention")
@@ -321,7 +310,7 @@ def _ranks(work: _Work, room: Room) -> None:
     work.set("world_size", world, "the fewest ranks that have all axes")
 
 
-def _layers(work: _Work) -> None:
+def _layers(work: ScaledDown) -> None:
     o = work.options
     stages = _number(o, "pipeline_model_parallel_size", 1)
     virtual = o.get("virtual_pipeline_model_parallel_size")
@@ -361,7 +350,7 @@ def quantum(options: Options) -> int:
     return {"blockwise": 128, "mxfp8": 32}.get(str(options.get("fp8_recipe")), 16)
 
 
-def _widths(work: _Work, room: Room) -> None:
+def _widths(work: ScaledDown, room: Room) -> None:
     """Shrinks heads, then the widths that follow from them. Small head sizes and ratios stay."""
     o = work.options
     tensor = _number(o, "tensor_model_parallel_size", 1)
@@ -391,7 +380,7 @@ def _widths(work: _Work, room: Room) -> None:
     work.set("padded_vocab_size", _up(200, 8 * tensor), "a small vocabulary")
 
 
-def _mlp(work: _Work, name: str, wanted: float, multiple: int) -> None:
+def _mlp(work: ScaledDown, name: str, wanted: float, multiple: int) -> None:
     """Sets a width that is no power of two, so that shards end inside matrices."""
     size = _up(wanted, multiple) + multiple
     if work.options.get(name) is None:
@@ -407,7 +396,7 @@ def routes_by_rounding(options: Options) -> bool:
     return bool(options.get("num_moe_experts")) and is_narrow
 
 
-def _experts(work: _Work, room: Room) -> None:
+def _experts(work: ScaledDown, room: Room) -> None:
     o = work.options
     if not o.get("num_moe_experts"):
         return
@@ -428,7 +417,7 @@ def _experts(work: _Work, room: Room) -> None:
             work.least(name, _up(hidden, unit) + unit, "width")
 
 
-def _batches(work: _Work, room: Room) -> None:
+def _batches(work: ScaledDown, room: Room) -> None:
     o = work.options
     context = _number(o, "context_parallel_size", 1)
     stages = _number(o, "pipeline_model_parallel_size", 1)
@@ -448,7 +437,7 @@ def _batches(work: _Work, room: Room) -> None:
              "microbatches x ranks x samples")  # fmt: skip
 
 
-def _schedule(work: _Work) -> None:
+def _schedule(work: ScaledDown) -> None:
     """Sets a learning rate whose updates change bf16 weights: after an update of 1e-5 stale weights
     would round to the same bf16 values, and would not be noticed."""
     work.set("lr", STEP_LR, "a step that rounding does not hide")

@@ -1,4 +1,4 @@
-"""A comparison finds what differs, names it, and says what it looks like."""
+"""A comparison finds what differs, and says where."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ LOOKS: dict[str, tuple[Any, Any, str | None]] = {
     "noise where the reference is zero": (
         {**tensors(), "zero": NOISE}, {**tensors(), "zero": ZEROS}, None),
     "a factor": (changed(lambda v: v * 0.5), tensors(),
-                 "all 6 parameters; a constant factor 0.5: a scale"),
+                 "all 6 parameters"),
     "one unit": (changed(torch.zeros_like, *NAMES[2:4]), tensors(),
-                 "only decoder.layers.1 (2 of its 2 parameters); zero: it is missing"),
+                 "only decoder.layers.1 (2 of its 2 parameters)"),
     "a missing microbatch": (*SUMS, "all 6 parameters"),
     "wrong rows": (changed(lambda v: v.roll(1, 0), NAMES[0]), tensors(),
                    "only decoder.layers.0 (1 of its 2 parameters)"),
     "NaN": (changed(with_nan, NAMES[1]), tensors(),
-            "NaN: uninitialized memory was read"),
+            f"only decoder.layers.0 (1 of its 2 parameters); of {NAMES[1]} rows 3 to 3 of 24"),
     "a name that one lacks": (WITHOUT, tensors(), "only one of the two has it"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_a_difference_is_named_with_what_it_looks_like(name: str) -> None:
+def test_a_difference_is_named_with_where_it_is(name: str) -> None:
     mine, theirs, remark = LOOKS[name]
     found = row(mine, theirs)
     assert found.holds == (remark is None)
@@ -83,26 +83,6 @@ def test_steps_by_the_sign_of_noise_are_left_out() -> None:
     assert torch.equal(one["bias"], torch.tensor([1.0, 0.0, 1.0, 0.0]))
     two = compare.significant_update(before, other, [gradient], 1e-3)
     assert torch.equal(one["bias"], two["bias"])
-
-
-def _rows(*wrong: tuple[int, str]) -> list[Row]:
-    return [
-        Row("trained", step, quantity, 1.0 if (step, quantity) in wrong else 0.0, 0.1)
-        for step in (1, 2)
-        for quantity in ("loss", "gradients", "norm", "update")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [([(2, "loss"), (2, "gradients")], "other weights than the optimizer wrote"),
-     ([(1, "update")], "an error of the optimizer"),
-     ([(1, "gradients"), (1, "norm"), (1, "update")], "the reduction"),
-     ([(1, "loss")], "first difference: loss in step 1 of trained")],
-)  # fmt: skip
-def test_the_first_difference_says_where_to_look(wrong: list[tuple[int, str]], said: str) -> None:
-    assert compare.conclusion(_rows()) is None
-    assert said in (compare.conclusion(_rows(*wrong)) or "")
 
 
 def test_bounds_are_eps_times_the_stated_factor() -> None:
