@@ -30,6 +30,14 @@ REMOVED = {
     "estimate --max-segments": "removed, because no run has the option. Leave it out",
     "doctor --plan": "removed. Give the model and the run to `plan`",
     "doctor --no-poison": "removed. Fresh buffers of a proof are filled with NaN. Leave it out",
+    "convert --from": "removed. The format of the source is detected",
+    "convert --block-mib": "removed. Blocks have 64 MiB",
+    "convert --quiet": "removed. Lines of progress go to stderr, every 10 seconds",
+    "diff --block-mib": "removed. Blocks have 64 MiB",
+    "diff --quiet": "removed. Lines of progress go to stderr, every 10 seconds",
+    "diff --all": "removed. --json has everything",
+    "verify --quiet": "removed. Lines of progress go to stderr, every 10 seconds",
+    "verify --jobs": "removed. Up to 8 files are read at a time",
     "convert --hf-config": "removed. Megatron-Bridge converts from and to Hugging Face",
 }
 """Options of commands that there were -> why not, and what to do."""

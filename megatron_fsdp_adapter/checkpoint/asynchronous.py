@@ -1,15 +1,16 @@
 """Background saves.
 
-A save copies this rank's part of the state to the host, and torch DCP's `async_save` plans and
-writes the copy in a thread. Training waits only for the copy. The thread's collectives run on a
+A save copies this rank's part of the state to the host, and torch DCP plans and writes the copy in
+a thread. Training waits only for the copy. The thread's collectives run on a
 separate group: on the training group their order would differ between ranks.
 
 Memory: one copy of this rank's state (page-locked for GPU tensors), allocated at the first save and
 reused by the next. There is never a second copy, because a save waits for the previous one.
 
-DCP's process is not used: it would need the copy sent to it, DTensors and meshes pickled, and a
-second set of process groups. The thread costs training the interpreter lock, except in the long
-calls that release it (copying, digests, file writes).
+DCP's `async_save` is not used: it copies after it was called, and cannot report a rank that runs
+out of memory to the others. Its process would need the copy sent to it, DTensors and meshes
+pickled, and a second set of process groups. The thread costs training the interpreter lock, except
+in the long calls that release it (copying, digests, file writes).
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.chunks import stored_alike
@@ -101,55 +101,21 @@ class Writing:
         stream.flush = flush_or_fail  # type: ignore[method-assign]
 
 
-class BackgroundWriter:
-    """Copies states to the host and writes them in a thread.
-
-    The constructor, `start` and `close` are collective: all ranks, in the same order. A second
-    `start` overwrites the first save's copy, so the caller waits for the first save before."""
-
-    def __init__(self) -> None:
-        """Raises ValueError if torch.distributed is not initialized."""
-        self.ranks = Coordinator.of(dist.new_group(backend="gloo"))
-        self._stager = HostStager()
-
-    def start(
-        self, state: Callable[[], Mapping[str, Any]], make_writer: Callable[[], SafeWriter]
-    ) -> Writing:
-        """Copies the state (as torch DCP stores it) and starts writing it.
-
-        Raises on every rank if a rank has no memory for the copy; nothing is then written."""
-        staged, _ = self.ranks.run("copying the state", lambda: self._stager.copy(state()))
-        writer = make_writer()
-        future = torch_dcp.async_save(
-            staged,
-            storage_writer=writer,
-            planner=torch_dcp.DefaultSavePlanner(),
-            process_group=self.ranks.group,
-            async_stager=self._stager,
-        )
-        writing = Writing(cast("Future[Any]", future), writer)
-        writing.watch()
-        return writing
-
-    def close(self) -> None:
-        """Frees the copy and the process group. No save may be running."""
-        self._stager.close()
-        dist.destroy_process_group(self.ranks.group)
-
-
 class AsyncSaver:
     """Background saves, one checkpoint at a time.
 
-    The constructor, `save`, `wait` and `close` are collective calls: all ranks, in the same order.
-    The context manager calls `close`. A process that ends without `close` still finishes the
-    running save, because Python joins the thread. If it destroys its process groups first, that
-    save is abandoned and the previous checkpoint stays. A failed save is reported on stderr;
-    without a later `wait` or `close` the process exits with status 120.
+    The constructor, `save`, `start`, `wait` and `close` are collective calls: all ranks, in the
+    same order. The context manager calls `close`. A process that ends without `close` still
+    finishes the running save, because Python joins the thread. If it destroys its process groups
+    first, that save is abandoned and the previous checkpoint stays. A failed save is reported on
+    stderr; without a later `wait` or `close` the process exits with status 120.
     """
 
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialized."""
-        self._background = BackgroundWriter()
+        self.ranks = Coordinator.of(dist.new_group(backend="gloo"))
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._buffers: dict[str, torch.Tensor] = {}
         self._writing: Writing | None = None
 
     def save(
@@ -168,12 +134,32 @@ class AsyncSaver:
         of `save_checkpoint` and of the previous save; nothing is then saved.
         """
         self.wait()
-        ranks, folder = self._background.ranks, Path(root)
-        stored = begin_save(ranks, folder, iteration, state, keep_last)
-        self._writing = self._background.start(
-            lambda: stored,
-            lambda: make_writer(folder, iteration, keep_last, topology),
+        stored = begin_save(self.ranks, Path(root), iteration, state, keep_last)
+        self._writing = self.start(
+            stored, lambda: make_writer(Path(root), iteration, keep_last, topology)
         )
+
+    def start(
+        self, stored: Mapping[str, Any], make_writer: Callable[[], SafeWriter]
+    ) -> Writing:
+        """Copies a state, as torch DCP stores it, and starts writing it. For callers that check and
+        finish saves themselves: a second call overwrites the copy of the first.
+
+        Raises on every rank if a rank has no memory for the copy; nothing is then written."""
+        copied, _ = self.ranks.run(
+            "copying the state", lambda: host_copy(stored, self._buffers)
+        )
+        writer = make_writer()
+        future = self._thread.submit(
+            torch_dcp.save,
+            copied,
+            storage_writer=writer,
+            planner=torch_dcp.DefaultSavePlanner(),
+            process_group=self.ranks.group,
+        )
+        writing = Writing(future, writer)
+        writing.watch()
+        return writing
 
     @property
     def busy(self) -> bool:
@@ -185,14 +171,16 @@ class AsyncSaver:
         failed on any."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.finish(self._background.ranks)
+            writing.finish(self.ranks)
 
     def close(self) -> None:
         """Waits, then frees memory and process group, even if the save failed."""
         try:
             self.wait()
         finally:
-            self._background.close()
+            self._thread.shutdown()
+            self._buffers.clear()
+            dist.destroy_process_group(self.ranks.group)
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -215,57 +203,32 @@ def _result(future: Future[Any], writer: SafeWriter) -> None:
     future.result()
 
 
-class HostStager(AsyncStager):
-    """Copies nested states to the host, reusing the same memory.
+def host_copy(state: Mapping[str, Any], buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The state with a host copy of every tensor and a deep copy of all other values. A DTensor
+    becomes a plain tensor that torch DCP stores as it would store the DTensor.
 
-    An `AsyncStager` of torch DCP that returns an earlier copy: the copy is made before DCP is
-    called, because DCP cannot report a rank that runs out of memory to the other ranks.
-    """
+    buffers: memory of the last copy by path, which is used again; what this state does not use is
+    freed."""
+    before = dict(buffers)
+    buffers.clear()
 
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False (DCP's protocol): the copy is complete already."""
-        return False
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._before: dict[str, torch.Tensor] = {}
-
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state with a host copy of every tensor and a deep copy of all other values. A DTensor
-        becomes a plain tensor that torch DCP stores as it would store the DTensor."""
-        # Buffers that this state does not use are freed.
-        self._before, self._buffers = self._buffers, {}
-        copied = mapped(state, self._copied)
-        self._before = {}
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return copied  # type: ignore[no-any-return]
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state unchanged: `copy` has copied it."""
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        """No-op (DCP's protocol)."""
-        return None
-
-    def close(self) -> None:
-        """Frees the buffers."""
-        self._buffers.clear()
-
-    def _copied(self, value: Any, path: str) -> Any:
-        if isinstance(value, DTensor):
-            return stored_alike(value, self._host(value._local_tensor, path))
-        if isinstance(value, torch.Tensor):
-            return self._host(value, path)
-        return copy.deepcopy(value)
-
-    def _host(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        held = self._before.pop(path, None)
+    def on_host(tensor: torch.Tensor, path: str) -> torch.Tensor:
+        held = before.pop(path, None)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             pinned = tensor.is_cuda
             held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        self._buffers[path] = held
+        buffers[path] = held
         # A new object each time, because `stored_alike` attaches chunks that may differ next time.
         return held.copy_(tensor.detach(), non_blocking=True).detach()
+
+    def copied(value: Any, path: str) -> Any:
+        if isinstance(value, DTensor):
+            return stored_alike(value, on_host(value._local_tensor, path))
+        if isinstance(value, torch.Tensor):
+            return on_host(value, path)
+        return copy.deepcopy(value)
+
+    found: dict[str, Any] = mapped(state, copied)
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
@@ -28,12 +28,6 @@ class CheckpointError(RuntimeError):
 
 # The errors that a step may raise on any rank, most specific first. Every rank raises the first.
 _KINDS: tuple[type[Exception], ...] = (FileNotFoundError, ValueError, CheckpointError)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    kind: int
-    message: str
 
 
 @dataclass(frozen=True)
@@ -62,20 +56,21 @@ class Coordinator:
         One all_gather_object either way.
         """
         cause: BaseException | None = None
-        message: R | _Failure | None
+        mine: tuple[R | None, tuple[int, str] | None]
         try:
             result = step()
-            message = tell(result)
+            mine = tell(result), None
         except (Exception, CheckpointException) as error:
             cause = error
-            message = _Failure(_kind_of(error), message_of(error))
-        told: list[R | _Failure | None] = [None] * self.size
-        dist.all_gather_object(told, message, group=self.group)
-        failures = {rank: m for rank, m in enumerate(told) if isinstance(m, _Failure)}
+            mine = None, (_kind_of(error), message_of(error))
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, mine, group=self.group)
+        failures = {rank: failure for rank, (_, failure) in enumerate(told) if failure}
         if failures:
-            kind = _KINDS[min(failure.kind for failure in failures.values())]
-            raise kind(_report(stage, failures, self.size)) from cause
-        return result, tuple(m for m in told if not isinstance(m, _Failure))
+            kind = _KINDS[min(kind for kind, _ in failures.values())]
+            messages = {rank: message for rank, (_, message) in failures.items()}
+            raise kind(_report(stage, messages, self.size)) from cause
+        return result, tuple(value for value, _ in told)
 
 
 @contextmanager
@@ -130,9 +125,8 @@ def _by_ranks(messages: Mapping[int, str]) -> list[str]:
     return [f"rank {', '.join(ranks)}: {message}" for message, ranks in ranks_of.items()]
 
 
-def _report(stage: str, failures: dict[int, _Failure], size: int) -> str:
-    messages = {rank: failure.message for rank, failure in failures.items()}
-    if len(set(messages.values())) == 1 and len(failures) == size:
+def _report(stage: str, messages: Mapping[int, str], size: int) -> str:
+    if len(set(messages.values())) == 1 and len(messages) == size:
         return next(iter(messages.values()))
-    head = f"{stage} failed on {len(failures)} of {size} ranks:"
+    head = f"{stage} failed on {len(messages)} of {size} ranks:"
     return "\n  ".join([head, *_by_ranks(messages)])

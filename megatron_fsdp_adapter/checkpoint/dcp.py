@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 
-from megatron_fsdp_adapter.checkpoint import digests, folders
+from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
 from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, FP8_SCALING
 from megatron_fsdp_adapter.checkpoint.scaling import fit_scaling
@@ -50,36 +48,26 @@ PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class _View:
-    """The summary of an opened checkpoint that ranks exchange."""
-
-    iteration: int
-    digest: str
-    mismatch: Mismatch
-
-
-@dataclass(frozen=True)
 class _Opened:
     """A checkpoint opened by this rank.
 
-    keys: the general keys that it loads; stored: the state to read them into; read: the planned
-    read (None: the state does not fit)."""
+    keys: the general keys that it loads; stored: the state to read them into."""
 
     folder: Path
+    iteration: int
     metadata: Metadata
-    keys: tuple[str, ...]
-    view: _View
     stored: dict[str, Any]
-    read: _Read | None = None
+    mismatch: Mismatch
+    keys: tuple[str, ...] = ()
+
+    def told(self) -> _Told:
+        """The summary that ranks exchange."""
+        digest = hashlib.sha256("\n".join(self.keys).encode()).hexdigest()
+        return self.iteration, digest, self.mismatch
 
 
-@dataclass(frozen=True)
-class _Read:
-    """This rank's blocks, as torch DCP plans and reads them."""
-
-    reader: StorageReader
-    planner: LoadPlanner
-    plan: LoadPlan
+_Told = tuple[int, str, Mismatch]
+"""Iteration, digest of the general keys, and the differences of a rank's state."""
 
 
 def save_checkpoint(
@@ -119,7 +107,6 @@ def load_checkpoint(
     *,
     ignore_unexpected: Sequence[str] = (),
     vocab_size: int | None = None,
-    check_digests: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
@@ -129,31 +116,30 @@ def load_checkpoint(
     same tensors, and the stored values for everything else; the containers of `state` are not
     changed. iteration: None for the newest. ignore_unexpected: prefixes of keys that may be in the
     checkpoint and not in `state`. vocab_size: number of real tokens; with it vocabulary tables may
-    have another number of padding rows than the stored ones. check_digests: first compare this
-    rank's blocks with the recorded digests; torch itself does not notice damaged tensor values.
+    have another number of padding rows than the stored ones.
+
+    Lengths of files are checked, and not digests: the command `verify` reads every byte.
 
     Raises on every rank, before a tensor is touched: FileNotFoundError if root, tracker or folder
-    is missing, ValueError if the checkpoint is half-written, of a newer format, of another program
-    or (with check_digests) damaged, or if any rank's keys, shapes or dtypes differ from it (one
-    error lists all). CheckpointError if reading fails on any rank; the tensors then hold a mixture
-    of old and new values.
+    is missing, ValueError if the checkpoint is half-written, of a newer format or of another
+    program, or if any rank's keys, shapes or dtypes differ from it (one error lists all).
+    CheckpointError if reading fails on any rank; the tensors then hold a mixture of old and new
+    values.
     """
     root = Path(root)
     with coordination(group) as ranks:
-        opened, views = ranks.run(
+        opened, told = ranks.run(
             "opening the checkpoint",
             lambda: _open(root, iteration, state, ranks.rank, vocab_size),
-            tell=lambda opened: opened.view,
+            tell=_Opened.told,
         )
-        mismatch = _mismatch_of_all(ranks, opened, views, tuple(ignore_unexpected))
+        mismatch = _mismatch_of_all(ranks, opened, told, tuple(ignore_unexpected))
         if mismatch:
             raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
-        if check_digests:
-            ranks.run("checking the checkpoint", lambda: _check(opened))
         loaded, _ = ranks.run(
             "reading the checkpoint", lambda: _loaded(opened, state, ranks.rank)
         )
-        return opened.view.iteration, loaded
+        return opened.iteration, loaded
 
 
 def latest_iteration(root: PathLike) -> int:
@@ -232,39 +218,34 @@ def _open(
     folder, metadata = folders.open_checkpoint(root, number)
     problems = problems_of(stored)
     if problems:
-        view = _View(number, "", Mismatch(unusable=problems))
-        return _Opened(folder, metadata, (), view, stored)
+        return _Opened(folder, number, metadata, stored, Mismatch(unusable=problems))
     if vocab_size is not None:
         fit_vocabulary(stored, metadata, vocab_size)
     fit_scaling(stored, metadata)
     leaves = flatten(stored)
-    keys = general_keys(leaves, rank)
-    digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
-    view = _View(number, digest, compare(leaves, metadata))
-    read = None if view.mismatch else _plan_read(folder, metadata, stored)
-    return _Opened(folder, metadata, keys, view, stored, read)
+    mismatch, keys = compare(leaves, metadata), general_keys(leaves, rank)
+    return _Opened(folder, number, metadata, stored, mismatch, keys)
 
 
 def _mismatch_of_all(
-    ranks: Coordinator, opened: _Opened, views: Sequence[_View | None], ignored: tuple[str, ...]
+    ranks: Coordinator, opened: _Opened, told: Sequence[_Told | None], ignored: tuple[str, ...]
 ) -> Mismatch:
     """The mismatches of all ranks, and the keys that no rank loads; the same on every rank."""
-    known = [view for view in views if view is not None]
-    if len({view.iteration for view in known}) > 1:
-        newest = [view.iteration for view in known]
+    newest, digests, mismatches = zip(*filter(None, told), strict=True)
+    if len(set(newest)) > 1:
         raise ValueError(
-            f"ranks see different newest iterations: {newest}. Check that root is a shared folder"
+            f"ranks see different newest iterations: {list(newest)}. Check that root is a shared "
+            "folder"
         )
-    digests = [view.digest for view in known]
     general: set[str] = set(opened.keys)
     if len(set(digests)) > 1:
         # One rank sends each different set of keys; most ranks have the same set.
-        speaks = digests.index(opened.view.digest) == ranks.rank
-        _, told = ranks.run("comparing keys", lambda: opened.keys if speaks else (), tell=tuple)
-        general = {key for keys in told for key in keys or ()}
+        speaks = digests.index(opened.told()[1]) == ranks.rank
+        _, sent = ranks.run("comparing keys", lambda: opened.keys if speaks else (), tell=tuple)
+        general = {key for keys in sent for key in keys or ()}
     wanted = keys_of_all(general, ranks.size)
     stored = opened.metadata.state_dict_metadata
-    merged = merge([view.mismatch for view in known])
+    merged = merge(mismatches)
     unexpected = tuple(
         key
         for key in stored
@@ -276,48 +257,15 @@ def _mismatch_of_all(
     return merged if merged.unusable else replace(merged, unexpected=unexpected)
 
 
-def _plan_read(folder: Path, metadata: Metadata, stored: dict[str, Any]) -> _Read:
-    """Plans the read of this rank's blocks with DCP's planner and reader.
+def _loaded(opened: _Opened, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Reads this rank's blocks with DCP's planner and reader; returns the loaded state.
 
     DCP's `load` would also exchange the plans, which no rank needs, and read the metadata again."""
-    reader = torch_dcp.FileSystemReader(folder)
-    planner = torch_dcp.DefaultLoadPlanner()
-    planner.set_up_planner(stored, metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader, planner = torch_dcp.FileSystemReader(opened.folder), torch_dcp.DefaultLoadPlanner()
+    planner.set_up_planner(opened.stored, opened.metadata, is_coordinator=False)
+    reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-    return _Read(reader, planner, planner.finish_plan(plan))
-
-
-def _loaded(opened: _Opened, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Runs the planned read; returns the loaded state."""
-    assert opened.read is not None
     with torch.no_grad():
-        opened.read.reader.read_data(opened.read.plan, opened.read.planner).wait()
+        reader.read_data(planner.finish_plan(plan), planner).wait()
     return from_stored(opened.stored, state, rank)
-
-
-def _check(opened: _Opened) -> None:
-    """Raises ValueError if the bytes to be read differ from their digests."""
-    assert opened.read is not None
-    recorded = digests.read_digests(opened.folder)
-    if recorded is None:
-        raise ValueError(
-            f"{opened.folder} has no {digests.DIGESTS}, which check_digests=True needs. Load it "
-            "without check_digests"
-        )
-    starts: dict[str, set[int]] = {}
-    for item in opened.read.plan.items:
-        place = opened.metadata.storage_data[item.storage_index]
-        starts.setdefault(place.relative_path, set()).add(place.offset)
-    unknown = digests.FileDigest((), ())
-    damage: list[digests.Problem] = []
-    for name in sorted(starts):
-        digest = recorded.get(name, unknown)
-        damage += digests.check_file(opened.folder / name, digest, starts=starts[name])
-    if damage:
-        lines = "\n".join(f"  {line}" for line in digests.described(damage, opened.metadata))
-        raise ValueError(
-            f"{opened.folder} is damaged. Load another iteration:\n"
-            f"{lines}"
-        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,11 @@ DIGESTS = "digests.json"
 ALGORITHM = "crc32"
 _PIECE = 4 << 20
 
-Progress = Callable[[int], None]
-"""Called from several threads with the number of bytes read since its last call."""
+Progress = Callable[[str, int], None]
+"""Called, from several threads, with a name and the bytes that were read since its last call."""
 
 
-def nothing(_: int) -> None:
+def silent(name: str, nbytes: int) -> None:
     """A `Progress` that shows nothing."""
 
 
@@ -57,14 +57,8 @@ class FileDigest:
         return self.ends[-1] if self.ends else 0
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Damage: the file, the bytes (None: the whole file), and a description."""
-
-    file: str
-    start: int | None
-    stop: int | None
-    what: str
+Problem = dict[str, Any]
+"""Damage: file, start and stop of the bytes (None: the whole file), and what is wrong."""
 
 
 class DigestingFile:
@@ -171,37 +165,29 @@ def check_bytes(path: Path, content: bytes) -> None:
             raise ValueError(f"{path.name} differs from its digest in {DIGESTS}")
 
 
-def check_file(
-    path: Path,
-    digest: FileDigest,
-    progress: Progress = nothing,
-    starts: Iterable[int] | None = None,
-) -> list[Problem]:
+def check_file(path: Path, digest: FileDigest, progress: Progress = silent) -> list[Problem]:
     """Reads a file and compares its items with the digests.
 
-    starts: positions of the items to check (None: all, in order). An OSError is reported as a
-    problem, because unreadable blocks are a kind of damage.
+    An OSError is reported as a problem, because unreadable blocks are a kind of damage.
     """
     name = path.name
-    if not path.is_file():
-        return [Problem(name, None, None, "missing")]
-    size = path.stat().st_size
+    size = path.stat().st_size if path.is_file() else None
     if size != digest.size:
-        return [Problem(name, None, None, f"has {size} bytes, was saved with {digest.size}")]
-    wanted = None if starts is None else set(starts)
+        what = "missing" if size is None else f"has {size} bytes, was saved with {digest.size}"
+        return [{"file": name, "start": None, "stop": None, "what": what}]
     found = []
     with path.open("rb", buffering=0) as file:
         start, before = 0, 0
         for end, crc in zip(digest.ends, digest.crcs, strict=True):
-            if wanted is None or start in wanted:
-                why = _check_item(file, (start, end), (before, crc), progress)
-                found += [Problem(name, start, end, why)] if why else []
+            file.seek(start)
+            if what := _check_item(file, end - start, before, crc, lambda n: progress(name, n)):
+                found.append({"file": name, "start": start, "stop": end, "what": what})
             start, before = end, crc
     return found
 
 
 def check_folder(
-    folder: Path, files: Mapping[str, FileDigest], progress: Progress = nothing, jobs: int = 1
+    folder: Path, files: Mapping[str, FileDigest], progress: Progress = silent, jobs: int = 1
 ) -> list[Problem]:
     """Checks all files, `jobs` at a time (reading and digesting release Python's lock)."""
     with ThreadPoolExecutor(jobs) as pool:
@@ -211,36 +197,29 @@ def check_folder(
         return [problem for part in parts for problem in part]
 
 
-def described(problems: Iterable[Problem], metadata: Metadata) -> list[str]:
-    """One line for each problem, with the key of the damaged item."""
-    keys: dict[tuple[str, int], str] = {
-        (info.relative_path, info.offset): index.fqn
-        for index, info in (metadata.storage_data or {}).items()
-    }
-    lines = []
-    for problem in problems:
-        where = problem.file
-        if problem.start is not None:
-            key = keys.get((problem.file, problem.start))
-            where += f", bytes {problem.start} to {problem.stop}" + (f" ({key})" if key else "")
-        lines.append(f"{where}: {problem.what}")
-    return lines
+def described(problem: Problem, metadata: Metadata) -> str:
+    """The problem as a line, with the key of the damaged item."""
+    name, start, stop = (problem[field] for field in ("file", "start", "stop"))
+    keys = [
+        index.fqn for index, info in (metadata.storage_data or {}).items()
+        if (info.relative_path, info.offset) == (name, start)
+    ]
+    place = "" if start is None else f", bytes {start} to {stop}"
+    return f"{name}{place}{''.join(f' ({key})' for key in keys)}: {problem['what']}"
 
 
 def _check_item(
-    file: BinaryIO, span: tuple[int, int], crcs: tuple[int, int], progress: Progress
+    file: BinaryIO, size: int, crc: int, wanted: int, tell: Callable[[int], None]
 ) -> str:
-    """The problem with the bytes of `span` ("" if none), by the running digests before and
+    """The problem with the next `size` bytes ("" if none), by the running digests before and
     after."""
-    position, crc = span[0], crcs[0]
     try:
-        file.seek(position)
-        while position < span[1]:
-            piece = file.read(min(_PIECE, span[1] - position))
+        while size:
+            piece = file.read(min(_PIECE, size))
             if not piece:
                 return "ends early"
-            crc, position = zlib.crc32(piece, crc), position + len(piece)
-            progress(len(piece))
+            crc, size = zlib.crc32(piece, crc), size - len(piece)
+            tell(len(piece))
     except OSError as error:
         return f"cannot be read ({error})"
-    return "" if crc == crcs[1] else "differs from its digest"
+    return "" if crc == wanted else "differs from its digest"

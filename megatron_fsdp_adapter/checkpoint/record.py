@@ -6,14 +6,12 @@ docs/checkpoint.md. A folder without it, from another program or an older releas
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import importlib.metadata
 import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,36 +41,19 @@ _DISTRIBUTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class SaveRecord:
-    """The record of a save.
+def write_record(
+    folder: Path, world_size: int, iteration: int | None, topology: Mapping[str, Any]
+) -> None:
+    """Writes the record of a save by this process, now. Not forced to disk.
 
     world_size: ranks that saved; iteration: None if the folder's name has none; topology: the known
-    values of `TOPOLOGY_OPTIONS`; versions: versions of the packages involved, by name; saved_at:
-    time in UTC, ISO 8601.
-    """
-
-    world_size: int
-    iteration: int | None = None
-    topology: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    saved_at: str = ""
-    format: str = FORMAT
-    format_version: int = FORMAT_VERSION
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size={self.world_size} must be at least 1")
-        if not all(isinstance(table, Mapping) for table in (self.topology, self.versions)):
-            raise ValueError("topology and versions must be tables of names and values")
-
-
-def make_record(
-    world_size: int, iteration: int | None = None, topology: Mapping[str, Any] | None = None
-) -> SaveRecord:
-    """The record of a save by this process, now. topology: plain values by option."""
+    values of `TOPOLOGY_OPTIONS`."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return SaveRecord(world_size, iteration, dict(topology or {}), versions(), now)
+    record = {
+        "world_size": world_size, "iteration": iteration, "topology": topology,
+        "versions": versions(), "saved_at": now, "format": FORMAT, "format_version": FORMAT_VERSION,
+    }  # fmt: skip
+    (folder / RECORD).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def topology_of(options: object) -> dict[str, Any]:
@@ -99,13 +80,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_record(folder: Path, record: SaveRecord) -> None:
-    """Writes the record's file. Not forced to disk."""
-    text = json.dumps(dataclasses.asdict(record), indent=2, default=str)
-    (folder / RECORD).write_text(text + "\n")
-
-
-def read_record(folder: Path) -> SaveRecord | None:
+def read_record(folder: Path) -> dict[str, Any] | None:
     """The record of a checkpoint folder; None if it has none.
 
     Raises ValueError if the file is damaged, or if its format version is newer than
@@ -115,14 +90,14 @@ def read_record(folder: Path) -> SaveRecord | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text())
+        values: dict[str, Any] = json.loads(path.read_text())
         version = values["format_version"]
-        known = {item.name for item in dataclasses.fields(SaveRecord)}
-        if isinstance(version, int) and version <= FORMAT_VERSION:
-            return SaveRecord(**{name: value for name, value in values.items() if name in known})
-        by = dict(values.get("versions", {})).get("megatron_fsdp_adapter", "an unknown release")
+        tables = [dict(values.get(name, {})) for name in ("versions", "topology")]
+        by = tables[0].get("megatron_fsdp_adapter", "an unknown release")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if isinstance(version, int) and version <= FORMAT_VERSION:
+        return values
     raise ValueError(
         f"{folder} has format version {version!r}, written by megatron_fsdp_adapter {by}; this "
         f"release ({versions().get('megatron_fsdp_adapter', 'unknown')}) reads versions up to "

@@ -23,22 +23,16 @@ import io
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import (
-    DEFAULT_SUFFIX,
-    _StorageInfo,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -50,21 +44,6 @@ from megatron_fsdp_adapter.checkpoint.tensor_properties import PortablePropertie
 
 Publish = Callable[[Path, Path], None]
 """Renames a finished temporary folder (first argument) to its final name (second)."""
-
-
-@dataclass
-class _Place(_StoragePrefix):
-    """The prefix of a rank's file names, and the temporary folder."""
-
-    folder: str = ""
-
-
-@dataclass
-class _DigestedInfo(_StorageInfo):
-    """The place of an item, and the running digest of its file at its end. It is sent to the
-    coordinator with DCP's results and is not stored in the metadata."""
-
-    crc: int = 0
 
 
 class SafeWriter(FileSystemWriter):
@@ -85,7 +64,7 @@ class SafeWriter(FileSystemWriter):
         # `complete_folder` syncs the files after they are flushed; torch syncs before.
         super().__init__(folder, sync_files=False)
         self._folder, self._publish = folder, publish
-        self._topology, self._iteration = topology, iteration
+        self._topology, self._iteration = topology or {}, iteration
         self._temporary: Path | None = None
         self._discarding = threading.Lock()
 
@@ -105,16 +84,15 @@ class SafeWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds to each rank's plan where to write. Runs on the coordinator."""
+        """Adds to each rank's plan the file to write. Runs on the coordinator."""
         return [
-            dataclasses.replace(plan, storage_data=_Place(f"__{rank}_", str(self._temporary)))
+            dataclasses.replace(plan, storage_data=f"{self._temporary}/__{rank}_0{DEFAULT_SUFFIX}")
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items into one file, and forces it to disk."""
-        place: _Place = plan.storage_data
-        path = Path(place.folder) / f"{place.prefix}0{DEFAULT_SUFFIX}"
+        path = Path(plan.storage_data)
         done: Future[list[WriteResult]] = Future()
         with _unless_taken(path.parent, self._folder):
             done.set_result(_write_file(path, plan.items, planner))
@@ -124,11 +102,8 @@ class SafeWriter(FileSystemWriter):
         """Writes metadata, record and digests, forces them to disk, and publishes."""
         temporary = Path(self.path)
         with _unless_taken(temporary, self._folder):
-            once = Once()
-            share_equal_parts(metadata, once)
-            super().finish(metadata, [_without_digests(part, once) for part in results])
-            saved_by = record.make_record(len(results), self._iteration, self._topology)
-            record.write_record(temporary, saved_by)
+            super().finish(metadata, with_shared_parts(metadata, results))
+            record.write_record(temporary, len(results), self._iteration, self._topology)
             complete_folder(temporary, _file_digests(item for part in results for item in part))
         self._publish(temporary, self._folder)
         self._temporary = None
@@ -183,6 +158,8 @@ def exact_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    """Writes the items. The data of a result is the place of its item, and the running digest of
+    the file at its end, which the coordinator takes out (`with_shared_parts`)."""
     if not items:
         return []
     results = []
@@ -194,8 +171,8 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> lis
             else:
                 torch.save(exact_storage(data), cast(Any, file))
             length = file.tell() - start
-            info = _DigestedInfo(path.name, start, length, crc=file.crc)
-            results.append(WriteResult(item.index, length, info))
+            place = _StorageInfo(path.name, start, length), file.crc
+            results.append(WriteResult(item.index, length, place))
     return results
 
 
@@ -211,70 +188,52 @@ def _no_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class Once:
-    """Replaces equal parts of metadata by one object, because pickle writes an object once but
-    equal objects each time. This makes the metadata of many ranks smaller and faster to write."""
+def with_shared_parts(
+    metadata: Metadata, results: list[list[WriteResult]]
+) -> list[list[WriteResult]]:
+    """Replaces equal parts of `metadata`, in place, and of `results` by one object, and returns the
+    results without digests.
 
-    def __init__(self) -> None:
-        self._sizes: dict[torch.Size, torch.Size] = {}
-        self._chunks: dict[tuple[tuple[torch.Size, torch.Size], ...], Any] = {}
-        self._properties: dict[tuple[Any, ...], PortableProperties] = {}
+    Pickle writes an object once but equal objects each time, so this makes the metadata of many
+    ranks smaller and faster to write. Properties that only newer torch reads are dropped."""
+    sizes: dict[torch.Size, torch.Size] = {}
+    cuts: dict[tuple[tuple[torch.Size, torch.Size], ...], list[ChunkStorageMetadata]] = {}
+    kinds: dict[tuple[Any, ...], PortableProperties] = {}
 
-    def size(self, value: torch.Size) -> torch.Size:
-        return self._sizes.setdefault(value, value)
+    def once(size: torch.Size) -> torch.Size:
+        return sizes.setdefault(size, size)
 
-    def chunks(self, given: list[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
-        """One list for all tensors with the same blocks, such as a weight and its moments."""
-        key = tuple((chunk.offsets, chunk.sizes) for chunk in given)
-        if key not in self._chunks:
-            self._chunks[key] = [
-                ChunkStorageMetadata(self.size(offsets), self.size(sizes)) for offsets, sizes in key
-            ]
-        return self._chunks[key]  # type: ignore[no-any-return]
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            cut = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+            if cut not in cuts:
+                cuts[cut] = [ChunkStorageMetadata(once(at), once(size)) for at, size in cut]
+            made = portable(entry.properties)
+            metadata.state_dict_metadata[key] = TensorStorageMetadata(
+                kinds.setdefault(made.state(), made), entry.size, cuts[cut]
+            )
 
-    def properties(self, given: TensorProperties) -> PortableProperties:
-        made = portable(given)
-        return self._properties.setdefault(made.state(), made)
+    def shared(index: MetadataIndex) -> MetadataIndex:
+        at = index.offset
+        return index if at is None else dataclasses.replace(index, offset=once(at))
 
-
-def share_equal_parts(metadata: Metadata, once: Once) -> None:
-    """Shares equal parts of `metadata` in place, and drops properties that only newer torch
-    reads."""
-    metadata.state_dict_metadata = {
-        key: TensorStorageMetadata(
-            once.properties(entry.properties), entry.size, once.chunks(entry.chunks)
-        ) if isinstance(entry, TensorStorageMetadata) else entry
-        for key, entry in metadata.state_dict_metadata.items()
-    }  # fmt: skip
-
-
-def _without_digests(results: list[WriteResult], once: Once) -> list[WriteResult]:
     return [
-        dataclasses.replace(
-            result,
-            index=_with_offset(result.index, once),
-            storage_data=_StorageInfo(
-                result.storage_data.relative_path,
-                result.storage_data.offset,
-                result.storage_data.length,
-            ),
-        )
-        for result in results
+        [
+            dataclasses.replace(
+                result, index=shared(result.index), storage_data=result.storage_data[0]
+            )
+            for result in part
+        ]
+        for part in results
     ]
-
-
-def _with_offset(index: MetadataIndex, once: Once) -> MetadataIndex:
-    if index.offset is None:
-        return index
-    return dataclasses.replace(index, offset=once.size(index.offset))
 
 
 def _file_digests(results: Iterable[WriteResult]) -> dict[str, digests.FileDigest]:
     """Digests of the data files, from the results of their items, which are in file order."""
     notes: dict[str, list[tuple[int, int]]] = {}
     for result in results:
-        info = result.storage_data
-        notes.setdefault(info.relative_path, []).append((info.offset + info.length, info.crc))
+        info, crc = result.storage_data
+        notes.setdefault(info.relative_path, []).append((info.offset + info.length, crc))
     return {
         name: digests.FileDigest(*zip(*listed, strict=True)) for name, listed in notes.items()
     }

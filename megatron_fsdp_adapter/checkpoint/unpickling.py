@@ -43,10 +43,6 @@ class RefusedName(pickle.UnpicklingError):
     """A pickle names a class or function that is not allowed in it."""
 
 
-class _CoreMetadata(Metadata):
-    """Stands in for megatron-core's class in folders of 0.15 and earlier; same content."""
-
-
 _DCP = (
     "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
     "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -55,7 +51,7 @@ _METADATA: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _DCP},
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): PortableProperties,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _CoreMetadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,  # to 0.15
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,

@@ -13,10 +13,7 @@ Exit status: 0 if it is undamaged, 1 if it is damaged, 2 if it cannot be checked
 from __future__ import annotations
 
 import argparse
-import functools
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,16 +22,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import digests, folders
 
-from .progress import progress_lines
+from .output import answer, make_parser, progress_lines
 
 _SHOWN = 20
 
 
-def examine(folder: Path, jobs: int = 1, quiet: bool = True) -> dict[str, Any]:
+def examine(
+    folder: Path, jobs: int = 1, progress: digests.Progress = digests.silent
+) -> dict[str, Any]:
     """Checks a folder; returns the report as plain values.
 
-    quiet: no lines of progress on stderr. Raises ValueError if the folder has no digests, or
-    damaged ones.
+    Raises ValueError if the folder has no digests, or damaged ones.
     """
     recorded = digests.read_digests(folder)
     if recorded is None:
@@ -42,17 +40,18 @@ def examine(folder: Path, jobs: int = 1, quiet: bool = True) -> dict[str, Any]:
             f"{folder} has no {digests.DIGESTS}: another program or an older release wrote it, so "
             "it cannot be verified"
         )
-    total = sum(digest.size for digest in recorded.values())
-    advance = functools.partial(progress_lines(quiet)(total), folder.name)
-    found = digests.check_folder(folder, recorded, advance, jobs)
+    found = digests.check_folder(folder, recorded, progress, jobs)
+    # Metadata is read only if there is damage, and is not used for names if it is damaged itself.
+    asked = found and all(problem["file"] != ".metadata" for problem in found)
+    metadata = folders.readable_metadata(folder) if asked else Metadata({})
     covered = {*recorded, digests.DIGESTS}
     return {
         "folder": str(folder),
         "files": len(recorded),
-        "bytes": total,
+        "bytes": sum(digest.size for digest in recorded.values()),
         "algorithm": digests.ALGORITHM,
         "intact": not found,
-        "problems": _problems(folder, found),
+        "problems": [{**one, "text": digests.described(one, metadata)} for one in found],
         "without_digest": sorted(p.name for p in folder.iterdir() if p.name not in covered),
     }
 
@@ -69,39 +68,20 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"verify: {'intact' if report['intact'] else 'DAMAGED (above)'}"])
 
 
-def _problems(folder: Path, found: Sequence[digests.Problem]) -> list[dict[str, Any]]:
-    # Metadata is read only if there is damage, and is not used for names if it is damaged itself.
-    asked = found and all(problem.file != ".metadata" for problem in found)
-    metadata = folders.readable_metadata(folder) if asked else Metadata({})
-    texts = digests.described(found, metadata)
-    return [{**vars(one), "text": text} for one, text in zip(found, texts, strict=True)]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_fsdp_adapter verify", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = make_parser("verify", __doc__)
     parser.add_argument("folder", type=Path, help="checkpoint root, or one checkpoint's folder")
     parser.add_argument("--iteration", type=int, help="iteration of a root; default: the newest")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="files read at a time"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the report. Returns 0, 1 if the checkpoint is damaged, 2 if it cannot be checked."""
     given = _parser().parse_args(argv)
-    try:
-        if given.jobs < 1:
-            raise ValueError(f"--jobs {given.jobs} must be at least 1")
+
+    def report() -> dict[str, Any]:
         folder = folders.find_folder(*folders.locate(given.folder, given.iteration))
-        report = examine(folder, given.jobs, given.quiet)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"verify: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(report, indent=2) if given.json else render(report))
-    return 0 if report["intact"] else 1
+        return examine(folder, min(8, os.cpu_count() or 1), progress_lines())
+
+    found = answer(given, "verify", report, render)
+    return 2 if found is None else int(not found["intact"])

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, open_state
+from megatron_fsdp_adapter.checkpoint.convert.conversion import open_state
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor
 from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name
 from megatron_fsdp_adapter.checkpoint.coordination import coordination
@@ -86,12 +86,11 @@ def load_plain(
     with coordination() as ranks:
 
         def plan() -> tuple[Path, list[_Read]]:
-            opened = open_state(path, None, iteration, Options(weights_only=True), trusted=False)
-            weights = opened.state.weights
+            opened, state = open_state(path, iteration, weights_only=True, trusted=False)
             reads: list[_Read] = []
             found = _on_meta(models)
             for model in models:
-                for name, item in _plan(model, weights, dense, expert, vocab_size):
+                for name, item in _plan(model, state.weights, dense, expert, vocab_size):
                     if isinstance(item, str):
                         found.append(f"{name}: {item}")
                     else:

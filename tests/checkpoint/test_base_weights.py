@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert.conversion import convert
 from megatron_fsdp_adapter.megatron import peft_base_weights
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
@@ -64,8 +64,8 @@ def check_splits(
     saved = Path(root) / source.name
     plain = Path(root) / "torch_dist"
     if rank == 0:
-        convert(saved, plain, "torch_dist", options=Options(
-            weights_only=True, transformer_impl="local", experts="sequential"))  # fmt: skip
+        style = {"fused_norms": False, "grouped_experts": False}
+        convert(saved, plain, "torch_dist", weights_only=True, style=style)
     dist.barrier()
     whole = {n: v["weight"] for n, v in torch.load(f"{root}/{source.name}.pt").items()}
     for target in targets:
@@ -152,7 +152,7 @@ def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(
 ) -> None:
     groups = SimpleNamespace(tp=None)
     assert bridge._load_base_checkpoint("x", None, rank0=True, pg_collection=groups) == "its own"
-    opened = SimpleNamespace(folder=tmp_path, state=SimpleNamespace(weights={}))
+    opened = SimpleNamespace(folder=tmp_path), SimpleNamespace(weights={})
     monkeypatch.setattr(peft_base_weights, "open_state", lambda *_, **__: opened)
     state = {"_model": [_Plain("meta")], "model": {}, "iteration": 3}
     with pytest.raises(ValueError, match="init_model_with_meta_device=False"):

@@ -30,7 +30,7 @@ from megatron_fsdp_adapter.checkpoint import (
     folders,
     storage,
 )
-from megatron_fsdp_adapter.checkpoint.asynchronous import HostStager
+from megatron_fsdp_adapter.checkpoint.asynchronous import host_copy
 from megatron_fsdp_adapter.checkpoint.dcp import (
     latest_iteration,
     load_checkpoint,
@@ -99,7 +99,7 @@ def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> N
             for found in (root, f"{work}/sync{cut}"):
                 target = _full_state(rank, size, poison=True)
                 target["schedule"] = {"history": [], "pair": ()}
-                iteration, loaded = load_checkpoint(found, target, check_digests=True)
+                iteration, loaded = load_checkpoint(found, target)
                 assert iteration == 10
                 expected = {**_full_state(rank, size), "rng": rank}
                 assert same(loaded, expected)
@@ -198,24 +198,22 @@ def test_a_failure_that_nothing_waits_for_is_told_and_fails_the_process(
 
 
 def test_the_copy_is_one_and_is_used_again(one_rank: None) -> None:
-    stager = HostStager()
+    buffers: dict[str, torch.Tensor] = {}
     state = nested_state(0, 1)
-    first = stager.copy(state)
-    held = {path: buffer.data_ptr() for path, buffer in stager._buffers.items()}
+    first = host_copy(state, buffers)
+    held = {path: buffer.data_ptr() for path, buffer in buffers.items()}
     expected = sum(value._local_tensor.nbytes for value in state["model"].values())
-    of_model = [b.nbytes for p, b in stager._buffers.items() if p.startswith("model.")]
+    of_model = [b.nbytes for p, b in buffers.items() if p.startswith("model.")]
     assert sum(of_model) == expected
     state["model"]["module.float32.fc"]._local_tensor.fill_(7)
-    second = stager.copy(state)
-    assert {path: buffer.data_ptr() for path, buffer in stager._buffers.items()} == held
+    second = host_copy(state, buffers)
+    assert {path: buffer.data_ptr() for path, buffer in buffers.items()} == held
     name = "module.float32.fc"
     assert second["model"][name].data_ptr() == first["model"][name].data_ptr()
     assert bool((second["model"][name] == 7).all())
     del state["optimizer"]
-    stager.copy(state)
-    assert all(path.startswith("model.") for path in stager._buffers), "more than one copy"
-    stager.close()
-    assert not stager._buffers
+    host_copy(state, buffers)
+    assert all(path.startswith("model.") for path in buffers), "more than one copy"
 
 
 def test_without_a_process_group() -> None:

@@ -109,7 +109,7 @@ def _full(rank: int, size: int, root: str) -> None:
     assert load_checkpoint(root, _state(rank, 0.0))[1]["number"] == 1.0
     dist.barrier()
     save_checkpoint(root, 3, _state(rank, 3.0))
-    loaded = load_checkpoint(root, _state(rank, 0.0), check_digests=True)[1]
+    loaded = load_checkpoint(root, _state(rank, 0.0))[1]
     assert loaded["number"] == 3.0
 
 
@@ -221,7 +221,7 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
         dist.barrier()
         assert names(root) == ["iter_0000010", folders.TRACKER]
         target = {"model": keys[1], "number": 0, "x": torch.ones(3)}
-        _, loaded = load_checkpoint(root, target, check_digests=True, group=group)
+        _, loaded = load_checkpoint(root, target, group=group)
         assert loaded["number"] == 2.0 and bool((loaded["model"]["w1"] == 2).all())
         dist.barrier()
     _race(rank, f"{work}/race", group)
@@ -240,7 +240,7 @@ def _race(rank: int, root: str, group: Any) -> None:
             assert "another job" in str(error), error
         dist.barrier()
         target = {"model": {"w": torch.empty(1000)}, "number": ()}
-        _, loaded = load_checkpoint(root, target, check_digests=True, group=group)
+        _, loaded = load_checkpoint(root, target, group=group)
         winner, at = loaded["number"]
         assert bool((loaded["model"]["w"] == winner).all()) and at == turn
     total = torch.tensor([won])

@@ -11,31 +11,33 @@ from checkpoint_cases import names
 from convert_cases import Model, differences, fsdp_state, load_all, save_fsdp
 
 from megatron_fsdp_adapter.checkpoint import folders
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert import convert
 
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert import convert
 source, target, to, point = sys.argv[1:]
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 seen = []
-def watch(event, args):  # every operation on the file system, from the first block on
+def watch(event, args):  # every operation on the target
     names = [str(a) for a in args if isinstance(a, (str, bytes, os.PathLike))]
     if any(Path(target).name in name for name in names):
         seen.append(event)
         if len(seen) == int(point):
             die()
 
-def begin(total):
-    sys.addaudithook(watch)
-    return lambda name, nbytes: seen.append(name) or (len(seen) == int(point) and die())
+def advance(name, nbytes):
+    seen.append(name)
+    if len(seen) == int(point):
+        die()
 
-convert(Path(source), Path(target), to, options=Options(block_bytes=2000), begin=begin)
+sys.addaudithook(watch)
+convert(Path(source), Path(target), to, block_bytes=2000, progress=advance)
 print(len(seen))
 """
 
@@ -61,7 +63,7 @@ def is_finished(target: Path) -> bool:
 @pytest.mark.full
 def test_killed_anywhere_nothing_unfinished_has_a_final_name(source: Path, tmp_path: Path) -> None:
     to = "torch_dist"
-    convert(source, tmp_path / "whole", to, options=Options(block_bytes=2000))
+    convert(source, tmp_path / "whole", to, block_bytes=2000)
     alone = run(source, tmp_path / "alone", to, 0)
     assert alone.returncode == 0, alone.stderr
     points = int(alone.stdout.split()[-1])
@@ -77,25 +79,21 @@ def test_killed_anywhere_nothing_unfinished_has_a_final_name(source: Path, tmp_p
         if finals:
             continue
         assert not is_finished(target)
-        convert(source, target, to, options=Options(block_bytes=2000))
+        convert(source, target, to, block_bytes=2000)
         assert is_finished(target)
 
 
 def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> None:
     blocks = 0
 
-    def begin(total: int):
-        def advance(name: str, nbytes: int) -> None:
-            nonlocal blocks
-            blocks += 1
-            if blocks == 9:
-                raise KeyboardInterrupt
-
-        return advance
+    def advance(name: str, nbytes: int) -> None:
+        nonlocal blocks
+        blocks += 1
+        if blocks == 9:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        options = Options(block_bytes=2000)
-        convert(source, tmp_path / "b", "torch_dist", options=options, begin=begin)
+        convert(source, tmp_path / "b", "torch_dist", block_bytes=2000, progress=advance)
     assert blocks == 9
     assert not list(tmp_path.glob("b/*")) and not list(tmp_path.glob("*tmp*"))
     convert(source, tmp_path / "b", "torch_dist")
@@ -114,14 +112,7 @@ def test_what_a_killed_conversion_left_is_no_result_of_another(
 
 
 def test_what_is_converted_is_told_block_by_block(source: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int]] = []
-    totals: list[int] = []
-
-    def begin(total: int):
-        totals.append(total)
-        return lambda name, nbytes: told.append((name, nbytes))
-
-    report = convert(source, tmp_path / "b", "torch_dist", begin=begin,
-                     options=Options(block_bytes=500))  # fmt: skip
-    assert totals == [report.nbytes] and sum(nbytes for _, nbytes in told) == report.nbytes
-    assert max(nbytes for _, nbytes in told) <= 500
+    told: list[int] = []
+    report = convert(source, tmp_path / "b", "torch_dist", block_bytes=500,
+                     progress=lambda name, nbytes: told.append(nbytes))  # fmt: skip
+    assert sum(told) == report["nbytes"] and max(told) <= 500

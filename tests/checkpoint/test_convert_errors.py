@@ -15,7 +15,7 @@ from convert_cases import Model, fsdp_state, save_fsdp
 from test_convert_run_config import bridge_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert import convert
 
 ITERATION, TRACKER = "iter_0000003", "latest_checkpointed_iteration.txt"
 
@@ -218,19 +218,6 @@ def test_a_target_that_is_taken_is_left_alone(tmp_path: Path) -> None:
         convert(tmp_path / "a", tmp_path / "b", "torch_dist")
 
 
-BAD_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"transformer_impl": "inference"}, "transformer_impl='inference' must be one of local"),
-    ({"experts": "legacy"}, "experts='legacy'"),
-    ({"block_bytes": 0}, "block_bytes=0"),
-)
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
-def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Options(**options)
-
-
 @pytest.mark.parametrize(
     ("to", "message"),
     [("huggingface", "AutoBridge.export_ckpt"), ("nemo", "one of fsdp_dtensor, torch_dist")],
@@ -241,6 +228,5 @@ def test_another_format_is_refused_by_name(tmp_path: Path, to: str, message: str
 
 
 def test_buckets_do_not_hinder_a_conversion_of_weights(tmp_path: Path) -> None:
-    options = Options(weights_only=True)
-    report = convert(buckets(tmp_path / "a"), tmp_path / "b", "fsdp_dtensor", options=options)
-    assert report.tensors == 17
+    report = convert(buckets(tmp_path / "a"), tmp_path / "b", "fsdp_dtensor", weights_only=True)
+    assert report["tensors"] == 17

@@ -11,7 +11,7 @@ import pytest
 import torch
 from convert_cases import Model, arguments, fsdp_state, save_fsdp, shapes
 
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, write_folder
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, from_tensor
 
@@ -25,14 +25,13 @@ SLACK = 8 * MIB
 PROGRAM = """
 import resource, sys
 from pathlib import Path
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert import convert
 warm, source, target, to, block, allowed = sys.argv[1:]
-options = Options(block_bytes=int(block))
-convert(Path(warm), Path(target + "_warm"), to, options=options)  # imports, pools, caches
+convert(Path(warm), Path(target + "_warm"), to, block_bytes=int(block))  # imports, pools, caches
 used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(allowed),) * 2)
-report = convert(Path(source), Path(target), to, options=options)
-print(report.nbytes)
+report = convert(Path(source), Path(target), to, block_bytes=int(block))
+print(report["nbytes"])
 """
 
 
@@ -56,7 +55,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     objects = {("args",): arguments(model), ("iteration",): 3}
     write_folder(folder, Contents(tensors, objects), BLOCK, lambda name, nbytes: None)
     (large / "latest_checkpointed_iteration.txt").write_text("3")
-    convert(large, root / "large_td", "torch_dist", options=Options(block_bytes=BLOCK))
+    convert(large, root / "large_td", "torch_dist", block_bytes=BLOCK)
     convert(small, root / "small_td", "torch_dist")
     return {
         "fsdp_dtensor": (small, large),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.distributed.checkpoints import loaded, saved
 
 CASES: dict[str, dict[str, Any]] = {
@@ -88,13 +88,14 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     torch_adam.make_loadable()
     case = gpt.Case(num_layers=3, microbatches=2, **options)
     other = case.but(seed=4321)
-    style = Options(transformer_impl="local", swiglu=case.swiglu, block_bytes=1000)
+    style = {"fused_norms": False, "gated": case.swiglu}
 
     ours = gpt.build_trainer(case, "optim_grads_params", device)
     _steps(ours, case, 0, rank, device)
     saved(ours, root / "ours", STEPS, iteration=STEPS)
     kept = gpt.full_weights(ours)
-    _on_first(lambda: convert(root / "ours", root / "td", "torch_dist", options=style))
+    source, plain = root / "ours", root / "td"
+    _on_first(lambda: convert(source, plain, "torch_dist", style=style, block_bytes=1000))
     expected = _steps(ours, case, STEPS, rank, device)
 
     # In one bucket: saving `fully_reshardable`, core 0.16.1 leaves out the padding between buckets,
@@ -108,7 +109,7 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     _save_stock(stock, root / "again" / "iter_0000002")
     losses = _steps(stock, case, STEPS, rank, device)
 
-    _on_first(lambda: convert(root / "again", root / "back", "fsdp_dtensor", options=style))
+    _on_first(lambda: convert(root / "again", root / "back", "fsdp_dtensor", style=style))
     second = gpt.build_trainer(other, "optim_grads", device)
     assert loaded(second, root / "back", iteration=0)["iteration"] == STEPS
     returned = gpt.full_weights(second)

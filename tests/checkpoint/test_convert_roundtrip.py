@@ -9,7 +9,7 @@ import pytest
 import torch
 from convert_cases import MODELS, Model, differences, fsdp_state, load_all, save_fsdp, shapes
 
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert, detect_format
+from megatron_fsdp_adapter.checkpoint.convert import convert, detect_format
 from megatron_fsdp_adapter.cli.verify import examine
 
 SMALL = 700
@@ -19,12 +19,12 @@ FOLDER = "iter_0000003"
 SLOW = ("experts behind a dense layer", "dense, fp32, not gated")
 
 
-def trip(root: Path, source: Any, *steps: tuple[str, Options]) -> list[dict[str, Any]]:
+def trip(root: Path, source: Any, *steps: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Converts a state of fsdp_dtensor to root/1, 2, ... step by step; all that is in each."""
     save_fsdp(root / "0", source)
     for number, (to, options) in enumerate(steps, 1):
-        report = convert(root / str(number - 1), root / str(number), to, options=options)
-        assert report.dropped == ()
+        report = convert(root / str(number - 1), root / str(number), to, **options)
+        assert report["dropped"] == ()
     return [load_all(root / str(number) / FOLDER) for number in range(len(steps) + 1)]
 
 
@@ -35,7 +35,7 @@ def test_to_torch_dist_and_back_is_the_identity(tmp_path: Path, name: str) -> No
     """With a tensor without elements, as a list of what was seen has before anything was."""
     model = MODELS[name]
     state = {**fsdp_state(model), "data": {"seen": torch.zeros(0, 3, dtype=torch.int64)}}
-    small = Options(block_bytes=SMALL)
+    small = {"block_bytes": SMALL}
     formats = ("fsdp_dtensor", "torch_dist", "fsdp_dtensor")
     before, same, between, after = trip(tmp_path, state, *((to, small) for to in formats))
     assert detect_format(tmp_path / "2") == "torch_dist"
@@ -75,8 +75,8 @@ def test_modules_of_another_kind_get_other_names_and_the_same_values(tmp_path: P
     local = Model(experts=4)
     before, found, after = trip(
         tmp_path, fsdp_state(local),
-        ("fsdp_dtensor", Options(transformer_impl="transformer_engine", experts="grouped")),
-        ("fsdp_dtensor", Options(transformer_impl="local", experts="sequential")),
+        ("fsdp_dtensor", {"style": {"fused_norms": True, "grouped_experts": True}}),
+        ("fsdp_dtensor", {"style": {"fused_norms": False, "grouped_experts": False}}),
     )  # fmt: skip
     wanted = shapes(local.but(te=True, grouped=True))
     names = {k.removeprefix("model.module.") for k in found if k.startswith("model.")}
@@ -86,7 +86,7 @@ def test_modules_of_another_kind_get_other_names_and_the_same_values(tmp_path: P
 
 
 def test_weights_only_leaves_out_optimizer_scheduler_and_generators(tmp_path: Path) -> None:
-    only = Options(weights_only=True)
+    only = {"weights_only": True}
     found = trip(tmp_path, fsdp_state(Model()), ("torch_dist", only), ("fsdp_dtensor", only))[-1]
     parts = {key.split(".")[0] for key in found}
     assert parts == {"model", "args", "checkpoint_version", "iteration"}

@@ -75,6 +75,6 @@ def test_inspect_knows_the_model_too(tmp_path: Path) -> None:
     found = inspection.describe(bridge_checkpoint(tmp_path / "b", model, config(model)))
     expected = inspection.describe(save_fsdp(tmp_path / "lm", fsdp_state(model)))
     shared = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "bf16")
-    assert {name: found.model[name] for name in shared} == {
-        name: expected.model[name] for name in shared
+    assert {name: found["model"][name] for name in shared} == {
+        name: expected["model"][name] for name in shared
     }

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_fsdp_adapter.checkpoint import unpickling
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, write_folder
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor
-from megatron_fsdp_adapter.checkpoint.storage import SafeWriter, _DigestedInfo
+from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
 
 RANKS, KEYS = 200, [f"{kind}.linear_fc2.weight" for kind in ("model", "exp_avg", "exp_avg_sq")]
@@ -73,11 +73,11 @@ def results_of(rank: int) -> list[WriteResult]:
     found = []
     for number, key in enumerate(KEYS):
         index = MetadataIndex(key, torch.Size([3 * rank, 0]), rank)
-        info = _DigestedInfo(f"__{rank}_0.distcp", 6144 * number, 6144, crc=7)
-        found.append(WriteResult(index, 6144, info))
+        info = _StorageInfo(f"__{rank}_0.distcp", 6144 * number, 6144)
+        found.append(WriteResult(index, 6144, (info, 7)))
     if rank == 0:
-        info = _DigestedInfo("__0_0.distcp", 3 * 6144, 9, crc=7)
-        found.append(WriteResult(MetadataIndex("step"), 9, info))
+        info = _StorageInfo("__0_0.distcp", 3 * 6144, 9)
+        found.append(WriteResult(MetadataIndex("step"), 9, (info, 7)))
     return pickle.loads(pickle.dumps(found))
 
 
@@ -90,7 +90,7 @@ def test_equal_parts_are_written_once_and_say_what_they_said(tmp_path: Path) -> 
     file = written(tmp_path / "iter_0000001", given(), [results_of(r) for r in range(RANKS)])
     read = pickle.loads(file.read_bytes())
     assert read.state_dict_metadata == given().state_dict_metadata
-    places = {one.index: one.storage_data for rank in range(RANKS) for one in results_of(rank)}
+    places = {one.index: one.storage_data[0] for rank in range(RANKS) for one in results_of(rank)}
     assert read.storage_data.keys() == places.keys()
     for index, place in places.items():
         stored = read.storage_data[index]

@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.checkpoint import (
     training_state,
 )
 from megatron_fsdp_adapter.checkpoint.chunks import read_chunks
-from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from tests.distributed import gpt
@@ -352,10 +352,10 @@ def test_a_run_is_resumed_bit_for_bit_and_read_elsewhere(
         if run.readers:
             saved[name] = [f"{name}-{one}{end}" for one in run.strategies for end in ends]
         if run.alone is not None:
-            style = Options(transformer_impl="local", swiglu=False)
+            style = {"fused_norms": False, "gated": False}
             source, back = saved[name][-1], f"{saved[name][-1]}-converted"
-            convert(tmp_path / source, tmp_path / "other" / name, "torch_dist", options=style)
-            convert(tmp_path / "other" / name, tmp_path / back, "fsdp_dtensor", options=style)
+            convert(tmp_path / source, tmp_path / "other" / name, "torch_dist", style=style)
+            convert(tmp_path / "other" / name, tmp_path / back, "fsdp_dtensor", style=style)
             saved[name].append(back)
     if saved:
         run_ranks(check_readers, other, str(tmp_path), saved, timeout=600)

@@ -120,9 +120,9 @@ def _run_all(root: Path, clean: dict[bool, Path]) -> list[int]:
     found = [
         main(["inspect", str(root), "--keys"]),
         main(["inspect", str(root), "--json"]),
-        main(["diff", str(root), str(root), "--quiet"]),
-        *(main(["diff", str(other), str(root), "--quiet"]) for other in clean.values()),
-        main(["diff", str(root), str(clean[False]), "--quiet", "--weights-only"]),
+        main(["diff", str(root), str(root)]),
+        *(main(["diff", str(other), str(root)]) for other in clean.values()),
+        main(["diff", str(root), str(clean[False]), "--weights-only"]),
     ]
     _with_digests(root / FOLDER)
     for damaged in (DATA, ".metadata"):
@@ -203,9 +203,9 @@ def test_objects_of_unknown_classes_are_shown_and_compared(
             ("a", Backend.auto, 1), ("same", Backend.auto, 1), ("b", Backend.other, 2)
         )
     )  # fmt: skip
-    assert main(["diff", str(a), str(same), "--quiet"]) == 0
+    assert main(["diff", str(a), str(same)]) == 0
     capsys.readouterr()
-    assert main(["diff", str(a), str(b), "--quiet", "--json"]) == 1
+    assert main(["diff", str(a), str(b), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert sorted(key.split(".")[0] for key in found["objects"]) == ["args", "numpy"]
     assert main(["inspect", str(a), "--json"]) == 0

@@ -35,7 +35,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run = train_recipe(EXAMPLE, [f"checkpoint.save={sharded}", "train.train_iters=1",
                                 "rng.seed=7"])  # fmt: skip
     assert run.status == 0, run.end
-    assert convert.main([str(sharded), str(plain), "--to", "torch_dist", "--quiet",
+    assert convert.main([str(sharded), str(plain), "--to", "torch_dist",
                          "--transformer-impl", "local", "--weights-only"]) == 0  # fmt: skip
     return {"fsdp_dtensor": str(sharded), "torch_dist": str(plain)}
 

@@ -229,8 +229,8 @@ def assert_saved(root: Path, iteration: int) -> None:
     folder = folders.final_folder(root, iteration)
     assert verify.examine(folder)["intact"]
     record = read_record(folder)
-    assert record is not None and (record.world_size, record.iteration) == (2, iteration)
-    assert record.topology["data_parallel_sharding_strategy"] == "optim_grads_params"
+    assert record is not None and (record["world_size"], record["iteration"]) == (2, iteration)
+    assert record["topology"]["data_parallel_sharding_strategy"] == "optim_grads_params"
 
 
 def test_a_run_that_saves_asynchronously_trains_and_resumes_as_one_that_does_not(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.checkpoint import CheckpointError, folders, load_checkpoint, storage
 from megatron_fsdp_adapter.checkpoint.record import read_record
+from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import background_saves
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, SAVES
@@ -135,11 +136,12 @@ def _late(rank: int, loop: Loop) -> None:
     dist.barrier()
     assert loop.tracked == 7 and loop.queue.get_num_unfinalized_calls() == 0
     empty = {"model": {"w": torch.zeros(5, 3)}, "iteration": 0}
-    iteration, loaded = load_checkpoint(loop.root, empty, check_digests=True)
+    iteration, loaded = load_checkpoint(loop.root, empty)
+    assert verify.examine(folders.final_folder(loop.root, 7))["intact"]
     assert iteration == loaded["iteration"] == 7 and bool((loaded["model"]["w"] == 7).all())
     record = read_record(folders.final_folder(loop.root, 7))
-    assert record is not None and (record.world_size, record.iteration) == (2, 7)
-    assert record.topology == {"tensor_model_parallel_size": 2}
+    assert record is not None and (record["world_size"], record["iteration"]) == (2, 7)
+    assert record["topology"] == {"tensor_model_parallel_size": 2}
     assert folders.half_written(loop.root) == ()
 
 

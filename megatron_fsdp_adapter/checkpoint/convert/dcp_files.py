@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.chunks import tile
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
+from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
 from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 from megatron_fsdp_adapter.core.layout.ranges import Box
 
 KeyPath = tuple[str | int, ...]
-Progress = Callable[[str, int], None]
-"""Called after each block with the tensor's name and the bytes of the block."""
+BLOCK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow
 from megatron_fsdp_adapter.checkpoint.names import HALVES, split_depth
 
-TRANSFORMER_IMPLS: Mapping[str | None, bool] = {"local": False, "transformer_engine": True}
+TRANSFORMER_IMPLS: Mapping[str, bool] = {"local": False, "transformer_engine": True}
 """Layers by name -> whether norms are fused into them."""
 
-EXPERT_LAYOUTS: Mapping[str | None, bool] = {"sequential": False, "grouped": True}
+EXPERT_LAYOUTS: Mapping[str, bool] = {"sequential": False, "grouped": True}
 """Experts by name -> whether one module holds them."""
 
 _FUSED = (

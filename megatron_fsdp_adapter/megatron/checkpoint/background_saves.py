@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.checkpoint import folders
-from megatron_fsdp_adapter.checkpoint.asynchronous import BackgroundWriter, Writing
+from megatron_fsdp_adapter.checkpoint.asynchronous import AsyncSaver, Writing
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
@@ -148,7 +148,7 @@ class AsyncStrategy:
         self, original: Callable[..., Any], topology: Callable[[], Mapping[str, Any]]
     ) -> None:
         self._original, self._topology = original, topology
-        self._background: BackgroundWriter | None = None
+        self._background: AsyncSaver | None = None
         self._ranks: Coordinator | None = None
         self._last: Save | None = None
 
@@ -181,12 +181,12 @@ class AsyncStrategy:
         if self._last is not None:
             self._last.is_over(blocking=True)
         if self._background is None:
-            self._background = BackgroundWriter()
+            self._background = AsyncSaver()
             self._ranks = Coordinator.of(dist.new_group(backend="gloo"))
         assert self._ranks is not None
         folder = storage_writer.folder
         writing = self._background.start(
-            lambda: state_dict,
+            state_dict,
             lambda: SafeWriter(
                 folder,
                 dict(self._topology()),

@@ -1,0 +1,62 @@
+"""What commands about checkpoints have in common: parser, progress, answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fsdp_adapter.checkpoint.digests import Progress
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with `--json`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m megatron_fsdp_adapter {command}", description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def answer(
+    given: argparse.Namespace, command: str, values: Callable[[], dict[str, Any]],
+    render: Callable[[dict[str, Any]], str],
+) -> dict[str, Any] | None:
+    """Prints the values as JSON or text, and returns them; None for bad input, which is a line on
+    stderr."""
+    try:
+        found = values()
+    except (ValueError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return None
+    print(json.dumps(found, indent=2, default=str) if given.json else render(found))
+    return found
+
+
+def progress_lines() -> Progress:
+    """A line on stderr every few seconds."""
+    done, last = 0, time.monotonic()
+
+    def advance(name: str, nbytes: int) -> None:
+        nonlocal done, last
+        done += nbytes
+        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            print(f"{size_text(done)} read: {name}", file=sys.stderr)
+
+    return advance
+
+
+def size_text(nbytes: int) -> str:
+    """A readable size, in powers of 1024."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
