@@ -34,7 +34,7 @@ from megatron_fsdp_adapter.planning.planned import PlannedModel, layer_numels, p
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 
-from .estimate_text import render, unit_rows
+from .estimate_text import render
 from .precision_options import (
     MOMENTS,
     POLICY_DTYPES,
@@ -64,7 +64,6 @@ def estimate(
     report: dict[str, Any] = {
         "num_shards": model.num_shards,
         "rank": rank,
-        "units": unit_rows(model.planned),
         "strategies": {},
     }
     for strategy in strategies:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.description import aligned
 from megatron_fsdp_adapter.diagnostics.memory import LIFE
-from megatron_fsdp_adapter.planning.planned import PlannedUnit
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 TOTALS = {
@@ -19,52 +17,16 @@ TOTALS = {
 """Total rows of the report -> their names in `estimate`'s values."""
 
 
-def unit_rows(units: Sequence[PlannedUnit]) -> list[dict[str, Any]]:
-    """Rows for the flat buffer of each group, one for all equal units, in `estimate`'s values."""
-    alike: dict[int, list[PlannedUnit]] = {}
-    for unit in units:
-        alike.setdefault(id(unit.layouts), []).append(unit)
-    return [
-        {
-            "unit": _title([unit.name for unit in kind], layout.format),
-            "count": len(kind),
-            "parameters": layout.item_numel,
-            "padding": layout.padding_numel,
-            "padding_fraction": layout.padding_fraction,
-            "segments": [segment.numel for segment in layout.segments],
-            "shard_numel": layout.shard_numel,
-        }
-        for kind in alike.values() for layout in kind[0].layouts
-    ]
-
-
-def _title(names: Sequence[str], form: WeightFormat) -> str:
-    """Up to two names, or the first and the last."""
-    title = ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]}"
-    return f"{title}, {form.name}" if form.quantized else title
-
-
 def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) -> str:
     """The report as text."""
     head = (
         f"{report['parameters']:,} parameters, {weights}, "
         f"data-parallel size {report['num_shards']:,}"
     )
-    units: list[tuple[str, ...]] = [
-        ("unit", "count", "parameters", "padding", "", "segments", "shard")
-    ]
-    for unit in report["units"]:
-        numbers = [f"{unit[key]:,}" for key in ("count", "parameters", "padding")]
-        segments = str(len(unit["segments"]))
-        fraction = f"{unit['padding_fraction']:.2%}"
-        units.append((unit["unit"], *numbers, fraction, segments, f"{unit['shard_numel']:,}"))
     return "\n".join(
         [
             head,
             *(f"not counted: {line}" for line in report["not_counted"]),
-            "",
-            "Flat buffers, in elements, of each unit:",
-            *aligned(units),
             "",
             f"GiB on rank {report['rank']} (activations not counted):",
             *aligned(_strategy_rows(report["strategies"], memory_gib)),

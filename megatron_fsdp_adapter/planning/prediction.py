@@ -14,7 +14,7 @@ from .machine import Machine
 from .program import Program
 from .shapes import BF16, units, waits_for_longer
 from .step import record_step
-from .timing import EXPOSED, HOST, STEP, time_windows
+from .timing import EXPOSED, HOST, STEP, Window, time_windows
 
 FEW, MORE = 4, 7
 """Numbers of layer units that are simulated. Their difference is the time of each further unit."""
@@ -67,17 +67,6 @@ class Prediction:
         return f"{name} {ms:.0f} ms" if ms > 0.05 * self.ms else "compute"
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """Seconds of a stage with some number of layers: around (begin and end of a step), and of a
-    middle microbatch."""
-
-    around: float
-    middle: float
-    spent: Mapping[str, float]
-    spent_middle: Mapping[str, float]
-
-
 def predict(
     spec: ModelSpec, chosen: Configuration, machine: Machine, global_batch: int
 ) -> Prediction:
@@ -114,21 +103,22 @@ def _stage(
     joined = max(unit.layers for unit in planned(spec, chosen, stage).units)
     least, most = FEW * joined, MORE * joined
     if layers <= most:
-        ran = _ran(spec, chosen, machine, run, stage, layers)
+        around, middle = _ran(spec, chosen, machine, run, stage, layers)
     else:
         few, more = (_ran(spec, chosen, machine, run, stage, n) for n in (least, most))
-        ran = _further(few, more, (layers - most) / (most - least))
+        times = (layers - most) / (most - least)
+        around, middle = (_further(*two, times) for two in zip(few, more, strict=True))
     middles = count - run
     waits = waits_for_longer(spec, parallel, stage)
-    bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle * (1 + waits)
+    bubble = (parallel.pipeline - 1) / parallel.virtual * middle[0] * (1 + waits)
     spent = {
-        name: ran.spent.get(name, 0.0) + middles * ran.spent_middle.get(name, 0.0)
-        for name in {**ran.spent, **ran.spent_middle}  # in a fixed order, which decides ties
+        name: around[1].get(name, 0.0) + middles * middle[1].get(name, 0.0)
+        for name in {**around[1], **middle[1]}  # in a fixed order, which decides ties
     }
-    seconds = ran.around + middles * ran.middle
+    seconds = around[0] + middles * middle[0]
     if waits:
-        spent["uneven virtual stages"] = waits * count * ran.middle
-        seconds += waits * count * ran.middle
+        spent["uneven virtual stages"] = waits * count * middle[0]
+        seconds += waits * count * middle[0]
     if parallel.pipeline > 1:
         spent["pipeline bubble"] = bubble
         tokens = chosen.microbatch * spec.tokens / parallel.context / parallel.tensor
@@ -138,19 +128,15 @@ def _stage(
     return seconds, spent
 
 
-def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
-    """Extrapolates by `times` the difference of two stages beyond the larger."""
+def _further(few: Window, more: Window, times: float) -> Window:
+    """Extrapolates by `times` the difference of two numbers of layers beyond the larger."""
 
     def on(small: float, large: float) -> float:
         return max(0.0, large + (large - small) * times)
 
-    def each(small: Mapping[str, float], large: Mapping[str, float]) -> dict[str, float]:
-        return {n: on(small.get(n, 0.0), large.get(n, 0.0)) for n in {**small, **large}}
-
-    return _Stage(
-        on(few.around, more.around), on(few.middle, more.middle), each(few.spent, more.spent),
-        each(few.spent_middle, more.spent_middle),
-    )
+    names = {**few[1], **more[1]}
+    spent = {name: on(few[1].get(name, 0.0), more[1].get(name, 0.0)) for name in names}
+    return on(few[0], more[0]), spent
 
 
 def program_of(
@@ -176,10 +162,9 @@ def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
 
 def _ran(
     spec: ModelSpec, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
-) -> _Stage:
-    """Times the engine's program with `layers` of the stage's layers."""
+) -> list[Window]:
+    """Times the engine's program with `layers` of the stage's layers: the step (begin and end are
+    in it), and a middle microbatch."""
     program = program_of(spec, chosen, run, stage, layers)
-    where = groups(chosen, machine)
     windows = [STEP, ("microbatch", run + 1)] if run >= 3 else [STEP, STEP]
-    step, middle = time_windows(program, machine, where, windows)
-    return _Stage(step.seconds, middle.seconds, step.spent, middle.spent)
+    return time_windows(program, machine, groups(chosen, machine), windows)

@@ -153,7 +153,7 @@ def render(plan: Plan, top: int) -> str:
         f"global batch {wanted.global_batch:,} x {wanted.spec.tokens:,} tokens, "
         f"{wanted.memory_gib:g} GiB a GPU",
         *(f"not counted: {line}" for line in wanted.spec.left_out),
-        "", *aligned(rows), *_legend(plan.predictions[:top]), "",
+        "", *aligned(rows), "",
         "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
         "               time: " + _largest(_times(best.spent), 1.0, "ms"),
         *_margin(plan),
@@ -168,25 +168,6 @@ def render(plan: Plan, top: int) -> str:
     if len(reasons) > REASONS:
         lines.append(f"  and {len(reasons) - REASONS} more (--json names them)")
     return "\n".join(lines)
-
-
-LEGEND = {
-    "compute": "nothing except forward and backward exceeds 5% of a step",
-    "exposed": 'exposed communication; "of the model": of tensor, context or expert '
-    "parallelism",
-    "waits for the host": "the GPU is idle until the host has launched its kernels",
-    "pipeline bubble": "stages wait for the first and the last microbatch",
-    "optimizer": "the update of main weights",
-    "norm": "the norm of the gradients",
-}
-"""Values of `Prediction.limit`, and their meanings."""
-
-
-def _legend(rows: Sequence[Prediction]) -> list[str]:
-    return [
-        f"  limited by {name}: {what}" for name, what in LEGEND.items()
-        if any(one.limit.startswith(name) for one in rows)
-    ]
 
 
 TIGHT = 0.95

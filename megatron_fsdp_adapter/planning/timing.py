@@ -20,28 +20,15 @@ from .program import COLLECTIVES, PRODUCTS, Kind, Operation, Program
 EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Times of a program.
-
-    starts, ends: seconds of each operation of `program`. spent: seconds between `begin` and `end`
-    by purpose: parts of compute, "exposed <collective>", idle, host."""
-
-    program: Program
-    starts: Sequence[float]
-    ends: Sequence[float]
-    begin: float
-    end: float
-    spent: Mapping[str, float]
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
+Window = tuple[float, dict[str, float]]
+"""Seconds of a part of a program, and seconds by purpose: parts of compute, "exposed <collective>",
+idle, host."""
 
 
 @dataclass
-class _State:
-    """State of the simulation. queues: of each stream, what has not begun."""
+class State:
+    """State of the simulation. starts, ends: seconds of each operation of `program`; queues: of
+    each stream, what has not begun."""
 
     program: Program
     alone: list[float]
@@ -63,30 +50,31 @@ STEP = ("step", 1)
 def time_windows(
     program: Program, machine: Machine, groups: Mapping[str, Group],
     windows: Sequence[tuple[str, int]],
-) -> list[Timeline]:
+) -> list[Window]:
     """Times windows of one run: name and number of the mark at which measuring begins; it ends at
     the next mark of that name, or at the end. The first decides the slowdown by the power limit."""
-    state, intervals = _simulate(program, machine, groups)
+    state, intervals = simulate(program, machine, groups)
     gpu = machine.gpu
-    first = _timeline(state, intervals, windows[0])
-    duty = first.spent.get("products", 0.0) / max(first.seconds, 1e-12)
+    seconds, spent = _window(state, intervals, windows[0])
+    duty = spent.get("products", 0.0) / max(seconds, 1e-12)
     if gpu.sustained > 1.0 and duty > gpu.busy:
         slower = 1.0 + (gpu.sustained - 1.0) * (duty - gpu.busy) / (1.0 - gpu.busy)
         rates = {
             name: getattr(gpu, name) / slower for name in ("product_tflops", "fp8_product_tflops")
         }
         hot = replace(machine, gpu=replace(gpu, **rates))
-        state, intervals = _simulate(program, hot, groups)
-    return [_timeline(state, intervals, window) for window in windows]
+        state, intervals = simulate(program, hot, groups)
+    return [_window(state, intervals, window) for window in windows]
 
 
 Interval = tuple[float, float, tuple[int, ...], bool]
 """Begin, end, running operations, and True if compute waited for the host."""
 
 
-def _simulate(
+def simulate(
     program: Program, machine: Machine, groups: Mapping[str, Group]
-) -> tuple[_State, list[Interval]]:
+) -> tuple[State, list[Interval]]:
+    """Runs a program; returns the times of its operations, and what ran when."""
     state = _prepare(program, machine, groups)
     intervals: list[Interval] = []
     now = 0.0
@@ -119,10 +107,10 @@ def _simulate(
 
 def _prepare(
     program: Program, machine: Machine, groups: Mapping[str, Group]
-) -> _State:
+) -> State:
     alone: list[float] = []
     last: dict[str, int] = {}
-    state = _State(program, alone, [math.inf] * len(program.operations), [], [])
+    state = State(program, alone, [math.inf] * len(program.operations), [], [])
     for index, one in enumerate(program.operations):
         alone.append(_alone(one, machine, groups))
         state.queues.setdefault(one.role, deque()).append(index)
@@ -134,7 +122,7 @@ def _prepare(
     return state
 
 
-def _launch(state: _State, begin: int, now: float, host: float) -> None:
+def _launch(state: State, begin: int, now: float, host: float) -> None:
     """Sets launch times from `begin` up to the next operation whose result the host reads."""
     for index in range(begin, len(state.launched)):
         one = state.program.operations[index]
@@ -152,7 +140,7 @@ def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group]) -> flo
     return operation_seconds(one.kind, one.amount, machine.gpu, one.kernels)
 
 
-def _blocked(state: _State, index: int) -> bool:
+def _blocked(state: State, index: int) -> bool:
     """True if another operation must end first."""
     one, before = state.program.operations[index], state.before_on_channel[index]
     if before >= 0 and state.ends[before] < 0:
@@ -160,7 +148,7 @@ def _blocked(state: _State, index: int) -> bool:
     return any(state.ends[i] < 0 for i in one.after)
 
 
-def _waiting(state: _State) -> dict[str, int]:
+def _waiting(state: State) -> dict[str, int]:
     """The next operation of each idle stream."""
     return {
         role: queue[0] for role, queue in state.queues.items()
@@ -168,11 +156,11 @@ def _waiting(state: _State) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _is_launched(state: _State, index: int, now: float) -> bool:
+def _is_launched(state: State, index: int, now: float) -> bool:
     return state.launched[index] <= now + 1e-12
 
 
-def _begin_ready(state: _State, now: float) -> None:
+def _begin_ready(state: State, now: float) -> None:
     for role, index in _waiting(state).items():
         if _is_launched(state, index, now) and not _blocked(state, index):
             state.queues[role].popleft()
@@ -181,20 +169,20 @@ def _begin_ready(state: _State, now: float) -> None:
             state.starts[index] = now
 
 
-def _next_launch(state: _State, now: float) -> float:
+def _next_launch(state: State, now: float) -> float:
     """When the host launches the next operation of an idle stream; infinity for never."""
     waiting = _waiting(state).values()
     return min((state.launched[i] for i in waiting if not _is_launched(state, i, now)),
                default=math.inf)  # fmt: skip
 
 
-def _waits_for_host(state: _State, now: float) -> bool:
+def _waits_for_host(state: State, now: float) -> bool:
     """True if the compute stream's next operation waits only for its launch."""
     head = _waiting(state).get(COMPUTE)
     return head is not None and not (_is_launched(state, head, now) or _blocked(state, head))
 
 
-def _rates(state: _State, cost: Contention) -> dict[int, float]:
+def _rates(state: State, cost: Contention) -> dict[int, float]:
     """Index of a running operation -> its speed relative to running alone."""
     operations = state.program.operations
     return {
@@ -223,10 +211,10 @@ def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
     return found if computes else 1.0
 
 
-def _timeline(
-    state: _State, intervals: Sequence[Interval], window: tuple[str, int]
-) -> Timeline:
-    """The timeline of a window. It begins and ends when the compute stream passes a mark."""
+def _window(
+    state: State, intervals: Sequence[Interval], window: tuple[str, int]
+) -> Window:
+    """The times of a window. It begins and ends when the compute stream passes a mark."""
     marks = [count for name, count in state.program.marks if name == window[0]]
     begin = _passed(state, marks[window[1]])
     later = marks[window[1] + 1 :]
@@ -237,10 +225,10 @@ def _timeline(
         if inside > 0:
             for name in _purposes(state.program.operations, running, late):
                 spent[name] = spent.get(name, 0.0) + inside
-    return Timeline(state.program, state.starts, state.ends, begin, end, spent)
+    return end - begin, spent
 
 
-def _passed(state: _State, count: int) -> float:
+def _passed(state: State, count: int) -> float:
     """The end of the last compute operation before a mark."""
     operations = state.program.operations
     for index in range(count - 1, -1, -1):

@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.planning.machine import (
     machine_named,
 )
 from megatron_fsdp_adapter.planning.program import Kind, Operation, Program
-from megatron_fsdp_adapter.planning.timing import HOST, time_windows
+from megatron_fsdp_adapter.planning.timing import HOST, simulate, time_windows
 
 ALONE = Contention(*[1.0] * len(fields(Contention)))
 GPU = replace(GPUS["h200"], memory_tbps=1.0, product_tflops=1.0, kernel_us=1e-9, sustained=1.0)
@@ -27,8 +27,10 @@ MS = 1e9
 
 
 def timed(*operations: Operation, machine: Machine = MACHINE):
-    marks = (("step", 0), ("end", len(operations)))
-    return time_windows(Program(operations, marks), machine, PAIR, [("step", 0)])[0]
+    program = Program(operations, (("step", 0), ("end", len(operations))))
+    state, _ = simulate(program, machine, PAIR)
+    seconds, spent = time_windows(program, machine, PAIR, [("step", 0)])[0]
+    return {"starts": state.starts, "ends": state.ends, "seconds": seconds, "spent": spent}
 
 
 def product(amount: float = MS, **given) -> Operation:
@@ -44,8 +46,8 @@ def memory(role: str = "gather", amount: float = MS, **given) -> Operation:
 
 
 REDUCE = Operation("reduce", Kind.REDUCE_SCATTER, 1e9, group="dense", channel="dense")
-ALONE_S = timed(gather(1e8)).ends[0]
-LONG_S = timed(gather(1e9)).ends[0]
+ALONE_S = timed(gather(1e8))["ends"][0]
+LONG_S = timed(gather(1e9))["ends"][0]
 SLOWED = replace(MACHINE, contention=replace(ALONE, product_beside_nccl=2.0))
 HOT = replace(MACHINE, gpu=replace(GPU, sustained=1.1, busy=0.5))
 TIMES = {
@@ -81,7 +83,7 @@ TIMES = {
 def test_times(name):
     operations, machine, expected = TIMES[name]
     found = timed(*operations, machine=machine)
-    assert {key: getattr(found, key) for key in expected} == {
+    assert {key: found[key] for key in expected} == {
         key: pytest.approx(value) for key, value in expected.items()
     }
 

@@ -106,6 +106,8 @@ def _resume(rank: int, world: int, root: str) -> None:
     for strategy in STRATEGIES if world == 2 else (SAVED,):
         for when, expected in (("before", bits), ("after", bits), ("left out", left_out)):
             second = made(strategy, seed=4321)
+            # As in a graph: bytes are made at once, by the scales that are loaded.
+            second.wrapper.engine.quantization.at_once = when == "after"
             loaded(second, f"{root}/{when}")
             found = bits_of(second)
             same_planes(found, expected, f"{strategy}, {when}")
