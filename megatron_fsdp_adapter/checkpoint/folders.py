@@ -356,8 +356,6 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
             f"{folder} is not to be trusted: torch.distributed.checkpoint did not write its "
             f".metadata, because {error}. Nothing in it was executed"
         ) from error
-    except OSError as error:
-        raise _broken(root, folder, f".metadata cannot be read ({error})") from error
     except ValueError as error:
         raise ValueError(f"{folder} is damaged: {error}; {_remedy(root)}") from error
     except Exception as error:

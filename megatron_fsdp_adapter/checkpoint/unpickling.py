@@ -4,8 +4,7 @@ Unpickling calls the functions that a pickle names. A checkpoint has two kinds o
 
 - `.metadata`, which torch DCP reads with plain pickle. It needs the classes of `_METADATA` and
   dtypes. Plans in it become inert, and any other name is an error (`read_metadata`, used by every
-  reader here, loads included). Its bytes are first compared with their digest if there is one, and
-  its fields are checked one by one: a flipped bit raises and never changes a tensor.
+  reader here, loads included). Its bytes are first compared with their digest if there is one.
 - objects (arguments, generators), which torch.save wrote. A load needs the real ones. Inspection
   uses `load_inert`: torch's `weights_only` reader with an inert stand-in for every class and
   function that it does not know.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import pathlib
 import pickle
 from collections import OrderedDict
@@ -26,14 +24,7 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from . import digests
 from .tensor_properties import PortableProperties
@@ -83,10 +74,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The content of a `.metadata` file, with the type of every field checked.
+    """The content of a `.metadata` file.
 
-    Raises OSError if it cannot be read, ValueError if it differs from its digest or has wrong
-    content, RefusedName if it names other classes than metadata has, and any other error on damaged
+    Raises OSError if it cannot be read, ValueError if it differs from its digest or is something
+    else, RefusedName if it names other classes than metadata has, and any other error on damaged
     bytes.
     """
     content = path.read_bytes()
@@ -94,63 +85,7 @@ def read_metadata(path: Path) -> Metadata:
     found = _MetadataUnpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):
         raise ValueError(f"{path.name} holds a {type(found).__name__}, not metadata of torch DCP")
-    _check_fields(found)
     return found
-
-
-def _check_fields(found: Metadata) -> None:
-    """Raises ValueError for a wrong field, or AttributeError for a missing one."""
-    entries, stored = found.state_dict_metadata, found.storage_data
-    _require(isinstance(entries, dict) and isinstance(stored, (dict, type(None))), "its tables")
-    _require(isinstance(found.storage_meta, (StorageMeta, type(None))), "storage_meta")
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for index, info in (stored or {}).items():
-        at = (info.relative_path, info.offset, info.length)
-        named = type(index.fqn) is str and (index.offset is None or _is_size(index.offset))
-        inside = tuple(map(type, at)) == (str, int, int) and info.offset >= 0 <= info.length
-        _require(named and inside, (index.fqn, index.offset, *at))
-        spans.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
-    for name, listed in spans.items():
-        listed.sort()
-        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(listed))
-        _require(apart, f"two values have the same bytes of {name}")
-    checked: set[tuple[int, torch.Size]] = set()  # lists of blocks are shared (`storage.Once`)
-    for key, entry in entries.items():
-        offsets: list[torch.Size | None] = [None]
-        if isinstance(entry, TensorStorageMetadata):
-            same = (id(entry.chunks), entry.size)
-            _require(same in checked or _is_cut(entry), f"the blocks of {key!r}")
-            checked.add(same)
-            _require(isinstance(entry.properties.dtype, torch.dtype), f"the dtype of {key!r}")
-            offsets = [chunk.offsets for chunk in entry.chunks]
-        else:
-            _require(type(entry) is BytesStorageMetadata, f"{key!r}")
-        there = all(MetadataIndex(key, at) in (stored or {}) for at in offsets)
-        _require(isinstance(key, str) and there, f"nothing is stored for {key!r}")
-
-
-def _is_size(value: object) -> bool:
-    """True for a `torch.Size`, and for the tuple of integers that Megatron's bundled engine writes
-    instead."""
-    return isinstance(value, tuple) and all(type(number) is int for number in value)
-
-
-def _is_cut(entry: TensorStorageMetadata) -> bool:
-    """True if all blocks have the tensor's number of dimensions."""
-    sizes = [entry.size]
-    for chunk in entry.chunks:
-        if type(chunk) is not ChunkStorageMetadata:
-            return False
-        sizes += [chunk.offsets, chunk.sizes]
-    return all(
-        _is_size(size) and len(size) == len(entry.size) and min(size, default=0) >= 0
-        for size in sizes
-    )
-
-
-def _require(holds: bool, what: object) -> None:
-    if not holds:
-        raise ValueError(f".metadata has a wrong field: {what}")
 
 
 class Reader(FileSystemReader):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,53 +11,32 @@ import torch.distributed as dist
 from megatron_fsdp_adapter.megatron.options.validation import CONNECTIONS
 
 
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable, its harmful values, and their effect."""
-
-    name: str
-    hurts: Callable[[str], bool]
-    effect: str
-
-
-def _is(*values: str) -> Callable[[str], bool]:
-    return lambda value: value.upper() in values
-
-
 def _is_on(value: str) -> bool:
     return value.upper() not in ("", "0", "FALSE", "OFF", "N")
 
 
-VARIABLES: tuple[Variable, ...] = (
-    Variable(
-        CONNECTIONS, _is("1"), ("one hardware queue: communication waits for compute; rejected")
-    ),
-    Variable("CUDA_LAUNCH_BLOCKING", _is_on, "the host waits for every kernel: nothing overlaps"),
-    Variable("NCCL_P2P_DISABLE", _is_on, "GPUs of one host communicate through host memory"),
-    Variable(
-        "NCCL_SHM_DISABLE",
-        _is_on,
-        ("ranks of one host without P2P communicate through the network"),
-    ),
-    Variable("NCCL_IB_DISABLE", _is_on, "hosts communicate over sockets, not InfiniBand"),
-    Variable("NCCL_DEBUG", _is("TRACE"), "NCCL writes a line for every call"),
-    Variable(
-        "TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), ("each collective is preceded by another one")
-    ),
-    Variable("TORCH_NCCL_BLOCKING_WAIT", _is_on, "the host waits for each collective"),
-    Variable(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, ("each gather allocates memory from the driver")
-    ),
-    Variable("TORCH_SHOW_CPP_STACKTRACES", _is_on, "errors take seconds to be raised"),
-)
+VARIABLES: Mapping[str, tuple[str | None, str]] = {
+    CONNECTIONS: ("1", "one hardware queue: communication waits for compute; rejected"),
+    "CUDA_LAUNCH_BLOCKING": (None, "the host waits for every kernel: nothing overlaps"),
+    "NCCL_P2P_DISABLE": (None, "GPUs of one host communicate through host memory"),
+    "NCCL_SHM_DISABLE": (None, "ranks of one host without P2P communicate through the network"),
+    "NCCL_IB_DISABLE": (None, "hosts communicate over sockets, not InfiniBand"),
+    "NCCL_DEBUG": ("TRACE", "NCCL writes a line for every call"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "each collective is preceded by another one"),
+    "TORCH_NCCL_BLOCKING_WAIT": (None, "the host waits for each collective"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (None, "each gather allocates memory from the driver"),
+    "TORCH_SHOW_CPP_STACKTRACES": (None, "errors take seconds to be raised"),
+}
+"""Environment variables: the harmful value (None: any that switches it on), and its effect."""
 
 
 def harmful_variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Rows of `VARIABLES` that are set to a harmful value."""
     return [
-        {"variable": row.name, "value": environment[row.name], "effect": row.effect}
-        for row in VARIABLES
-        if row.name in environment and row.hurts(environment[row.name])
+        {"variable": name, "value": value, "effect": effect}
+        for name, (harmful, effect) in VARIABLES.items()
+        if (value := environment.get(name)) is not None
+        and (_is_on(value) if harmful is None else value.upper() == harmful)
     ]
 
 

@@ -134,17 +134,18 @@ def plan(wanted: Wanted) -> Plan:
     Raises:
         ValueError: none fits, or the fixed options allow none.
     """
+    spec, machine, limit = wanted.spec, wanted.machine, wanted.memory_gib * GIB
     known: list[tuple[float, Configuration]] = []
     too_large: dict[str, tuple[float, str]] = {}
-    limit, seen = wanted.memory_gib * GIB, False
     for chosen in (one for split in splits(wanted) for one in candidates(wanted, split)):
-        seen, needed = True, _at_least(wanted, chosen)
+        count = chosen.microbatches(wanted.global_batch)
+        needed = at_least_bytes(spec, chosen, count) + machine.gpu.reserved_gib * GIB
         if needed > limit:
             large, kind = (needed, chosen.name), _kind(chosen)
             too_large[kind] = min(too_large.get(kind, large), large)
-            continue
-        known.append((_guess(wanted, chosen), chosen))
-    if not seen:
+        else:
+            known.append((seconds(spec, chosen, machine, count), chosen))
+    if not known and not too_large:
         raise ValueError(_why_none(wanted))
     found, refused, needs = _run_best(wanted, known, limit)
     for kind, (needed, name) in too_large.items():
@@ -192,25 +193,6 @@ def _is_due(chosen: Configuration, found: Sequence[Prediction]) -> bool:
     return _kind(chosen) == BASELINE and not chosen.graph and not had
 
 
-def _guess(wanted: Wanted, chosen: Configuration) -> float:
-    """Rough seconds of a step, without planning it."""
-    count = chosen.microbatches(wanted.global_batch)
-    return seconds(wanted.spec, chosen, wanted.machine, count)
-
-
-def _at_least(wanted: Wanted, chosen: Configuration) -> float:
-    """A lower bound on bytes, without planning."""
-    count = chosen.microbatches(wanted.global_batch)
-    reserved = wanted.machine.gpu.reserved_gib * GIB
-    return at_least_bytes(wanted.spec, chosen, count) + reserved
-
-
-def _held(wanted: Wanted, chosen: Configuration) -> float:
-    """Peak bytes of a step."""
-    microbatches = chosen.microbatches(wanted.global_batch)
-    return sum(memory(wanted.spec, chosen, wanted.machine, microbatches).values())
-
-
 NOT_LAUNCH_BOUND = "not launch-bound, so a graph saves nothing"
 
 
@@ -246,7 +228,8 @@ def _run_best(
             refused.append((chosen.name, why))
             times[kind] -= 1
             continue
-        held = _held(wanted, chosen)
+        count = chosen.microbatches(wanted.global_batch)
+        held = sum(memory(wanted.spec, chosen, wanted.machine, count).values())
         if held > limit:
             refused.append((chosen.name, f"peak memory {math.ceil(held / GIB)} GiB"))
             needs.append((held, chosen.name))

@@ -79,6 +79,16 @@ class ScaledDown:
         self.options[name] = value
         self.changes.append(Change(name, before, value, reason))
 
+    def halve(self, name: str, fits: bool, why_not: str) -> bool:
+        """Gives an axis of several ranks two, if they fit, else one. True if it stays an axis."""
+        size = _number(self.options, name, 1)
+        if size == 1:
+            return False
+        if not fits:
+            self.left_out.append(f"{name}={size}: {why_not}")
+        self.set(name, 1 + fits, "the fewest ranks that have this axis" if fits else why_not)
+        return fits
+
     def least(self, name: str, value: int, reason: str) -> None:
         """Lowers a size to `value` if it is larger."""
         before = self.options.get(name)
@@ -263,47 +273,28 @@ def _ranks(work: ScaledDown, room: Room) -> None:
     o = work.options
     work.set("num_query_groups", None if not o.get("group_query_attention")
              else o.get("num_query_groups"), "only with group_query_attention")  # fmt: skip
-    data = min(2, room.ranks)
-    world = data
-    if data < 2:
+    world, few = min(2, room.ranks), f"there are {room.ranks} ranks"
+    if world < 2:
         work.left_out.append("shards of several ranks: there is one rank")
     for name in AXES:
         if name == "context_parallel_size" and not room.cuda:
-            if _number(o, name, 1) > 1:
-                work.left_out.append(f"{name}={o[name]}: {_TE}")
-            work.set(name, 1, _TE)
-        size = _number(o, name, 1)
-        if size == 1:
-            continue
-        if world * 2 <= room.ranks:
-            work.set(name, 2, "the fewest ranks that have this axis")
+            work.halve(name, False, _TE)
+        elif work.halve(name, 2 * world <= room.ranks, few):
             world *= 2
-        else:
-            work.left_out.append(
-                f"{name}={size}: needs {world * 2} ranks, there are {room.ranks}"
-            )
-            work.set(name, 1, f"there are {room.ranks} ranks")
     if "world_size" in work.keep:
         world = _number(o, "world_size", world)
-    experts = _number(o, "num_moe_experts", 0)
     tensor, pipeline = (_number(o, name, 1) for name in AXES[:2])
-    if experts and _number(o, "expert_model_parallel_size", 1) > 1:
+    if _number(o, "num_moe_experts", 0):
+        split = _number(o, "expert_model_parallel_size", 1) > 1
+        if split and world // pipeline == 2 and 2 * world <= room.ranks:
+            world *= 2  # shards of experts, too
         room_for = world // pipeline
-        if room_for < 2:
-            work.left_out.append(f"expert_model_parallel_size: there are {room.ranks} ranks")
-        if room_for == 2 and room.ranks >= 2 * world:
-            world, room_for = 2 * world, 4
-        if room_for < 4 and room_for > 1:
+        if work.halve("expert_model_parallel_size", room_for > 1, few) and room_for < 4:
             work.left_out.append("shards of experts: each expert is on one rank")
-        work.set("expert_model_parallel_size", 2 if room_for > 1 else 1, "the fewest that split")
-    etp = o.get("expert_tensor_parallel_size")
-    if not experts:  # Megatron sets it, and requires that it divides the ranks
+        both = 2 * _number(o, "expert_model_parallel_size", 1)
+        work.halve("expert_tensor_parallel_size", tensor > 1 and room_for >= both, few)
+    else:  # Megatron sets it, and requires that it divides the ranks
         work.set("expert_tensor_parallel_size", tensor, "as tensor parallelism: no experts")
-    if experts and etp is not None and etp > 1:
-        fits = tensor > 1 and world // pipeline >= 2 * _number(o, "expert_model_parallel_size", 1)
-        if not fits:
-            work.left_out.append(f"expert_tensor_parallel_size={etp}: too few ranks")
-        work.set("expert_tensor_parallel_size", 2 if fits else 1, "the fewest that split")
     if tensor == 1 and o.get("sequence_parallel"):
         work.left_out.append("sequence_parallel: only with tensor parallelism")
         work.set("sequence_parallel", False, "one tensor-parallel rank")
@@ -336,10 +327,8 @@ def _layers(work: ScaledDown) -> None:
         if len(set(frequency)) > len(set(kept)):  # dense layers come first: keep one
             kept = [0] + [1] * (layers - 1)
         work.set("moe_layer_freq", kept, "one entry a layer")
-    work.least("mtp_num_layers", 1, "one module")
-    if o.get("recompute_num_layers"):
-        work.least("recompute_num_layers", 1, "fewer layers")
-    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+    for name in ("mtp_num_layers", "recompute_num_layers", "num_layers_at_start_in_bf16",
+                 "num_layers_at_end_in_bf16"):  # fmt: skip
         work.least(name, 1, "fewer layers")
 
 
@@ -373,20 +362,13 @@ def _widths(work: ScaledDown, room: Room) -> None:
     hidden = _number(o, "hidden_size", hidden)
     if "hidden_size" not in work.keep:
         work.set("kv_channels", small_dim, "width of a head")
-    _mlp(work, "ffn_hidden_size", hidden * min(ratio, 3.0), unit * tensor)
+    # No power of two, so that shards end inside matrices.
+    ffn = _up(hidden * min(ratio, 3.0), unit * tensor) + unit * tensor
+    work.set("ffn_hidden_size", min(ffn, o.get("ffn_hidden_size") or ffn), "width")
     for name, size in (("q_lora_rank", 32), ("kv_lora_rank", 32), ("qk_head_dim", 16),
                        ("qk_pos_emb_head_dim", 16), ("v_head_dim", 16)):  # fmt: skip
         work.least(name, size, "width")
     work.set("padded_vocab_size", _up(200, 8 * tensor), "a small vocabulary")
-
-
-def _mlp(work: ScaledDown, name: str, wanted: float, multiple: int) -> None:
-    """Sets a width that is no power of two, so that shards end inside matrices."""
-    size = _up(wanted, multiple) + multiple
-    if work.options.get(name) is None:
-        work.set(name, size, "width")
-    else:
-        work.least(name, size, "width")
 
 
 def routes_by_rounding(options: Options) -> bool:

@@ -403,16 +403,16 @@ def test_no_flipped_bit_of_metadata_gives_other_values_or_a_traceback(
     if not ours:
         (folder / digests.DIGESTS).unlink()
     content, loads = (folder / ".metadata").read_bytes(), 0
+    readers = (describe, lambda path: diff(path, path)) if ours else ()
     for at in range(0, len(content), 13 if ours else 1):
         bit = 1 << at * 5 % 8
         damaged = content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
         if not ours and _overgrown(damaged):
             continue
         (folder / ".metadata").write_bytes(damaged)
-        for read in (describe, lambda path: diff(path, path)):
-            with contextlib.suppress(ValueError, FileNotFoundError):
+        for read in readers:
+            with pytest.raises(ValueError):
                 read(folder)
-                assert not ours
         with contextlib.suppress(ValueError, CheckpointError):
             assert same(load_checkpoint(root, _state(-1.0))[1], _state(2.0)), (at, bit)
             loads += 1

@@ -168,7 +168,7 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json", json.dumps(
          {"sharded_backend": "torch_dist", "sharded_backend_version": 2,
           "common_backend": "torch", "common_backend_version": 1})),
-     "fsdp_dtensor", "sharded_backend_version=2 is newer"),
+     "fsdp_dtensor", "sharded_backend_version=2, only 1 can be read. A newer"),
     ("zarr", lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json",
                                  json.dumps({"sharded_backend": "zarr"})),
      "fsdp_dtensor", "sharded_backend='zarr'"),

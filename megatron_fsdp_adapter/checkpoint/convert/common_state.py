@@ -40,17 +40,15 @@ def check_config(folder: DcpFolder) -> None:
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    for name, known in BACKENDS.items():
-        value = found.get(name) if isinstance(found, dict) else None
-        if value is None and name.startswith("common_") and _is_object(folder):
-            continue
-        if name.endswith("_version") and isinstance(value, int) and value > int(str(known)):
-            raise ValueError(
-                f"{path}: {name}={value} is newer than this converter supports ({known}). Update "
-                "megatron_fsdp_adapter"
-            )
-        if value != known:
-            raise ValueError(f"{path}: {name}={value!r}, only {known!r} can be read")
+    read = found if isinstance(found, dict) else {}
+    optional = {name for name in BACKENDS if name.startswith("common_") and _is_object(folder)}
+    wrong = [
+        f"{name}={read.get(name)!r}, only {known!r} can be read"
+        for name, known in BACKENDS.items()
+        if read.get(name) != known and not (name in optional and name not in read)
+    ]
+    if wrong:
+        raise ValueError(f"{path}: {'; '.join(wrong)}. A newer megatron_fsdp_adapter may read it")
 
 
 def has_common(folder: DcpFolder) -> bool:
