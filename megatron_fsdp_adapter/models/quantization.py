@@ -37,8 +37,8 @@ RECIPES: Mapping[str, Mapping[str, WeightFormat]] = {
 """Precision -> recipe -> weight format of the GEMM."""
 
 DEFAULTS = {"fp8": "delayed", "fp4": "nvfp4"}
-KEPT_IN_BF16 = ("first_last_layers_bf16",)
-"""Options that exclude some layers from quantization; not supported here."""
+KEPT_IN_BF16 = "first_last_layers_bf16"
+"""The option that excludes some layers from quantization; not supported here."""
 
 STRINGS = {
     "fp8_format": "hybrid or e4m3: FP8 GEMMs",
@@ -78,19 +78,17 @@ PLAIN = Quantization()
 def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
     """The quantization by Megatron's options. dtype: that of compute weights. Raises ValueError
     with option, value and remedy."""
-    weights: list[WeightFormat] = []
-    products: list[WeightFormat] = []
     refused = [name for name in ("fp4_param_gather", "fp4_param") if options.get(name)]
     if refused:
         raise ValueError(
             f"{flag(refused[0])}: weights cannot be kept or gathered in NVFP4. Leave it out"
         )
+    found: list[tuple[bool, WeightFormat]] = []
     for precision, recipes in RECIPES.items():
         name = options.get(f"{precision}_recipe") or DEFAULTS[precision]
         gather = f"{precision}_param_gather"
-        gathers = options.get(gather) or options.get(f"{precision}_param")
-        computes = options.get(f"{precision}_format") or options.get(precision)
-        if not gathers and not computes:
+        gathers = bool(options.get(gather) or options.get(f"{precision}_param"))
+        if not (gathers or options.get(f"{precision}_format") or options.get(precision)):
             continue
         if name not in recipes:
             raise ValueError(
@@ -98,20 +96,17 @@ def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
             )
         if gathers and dtype != "bf16":
             raise ValueError(
-                f"{flag(gather)} with --params-dtype {dtype}requires bf16 for weights that are "
+                f"{flag(gather)} with --params-dtype {dtype} requires bf16 for weights that are "
                 "not quantized. Use --params-dtype bf16, or leave it out"
             )
-        (weights if gathers else products).append(recipes[name])
-    if len(weights) + len(products) > 1:
+        found.append((gathers, recipes[name]))
+    if len(found) > 1:
         raise ValueError("FP8 and FP4 are both set. Leave the options of one of them out")
-    for option in KEPT_IN_BF16 if weights or products else ():
-        if options.get(option):
-            raise ValueError(
-                f"{flag(option)}: unsupported, because layers that stay bf16 are not modeled. "
-                "Leave it out"
-            )
-    return Quantization(
-        weights[0] if weights else None,
-        products[0] if products else None,
-        options.get("recompute_granularity") == "full",
-    )
+    if found and options.get(KEPT_IN_BF16):
+        raise ValueError(
+            f"{flag(KEPT_IN_BF16)}: unsupported, because layers that stay bf16 are not modeled. "
+            "Leave it out"
+        )
+    gathers, form = found[0] if found else (False, None)
+    recomputes = options.get("recompute_granularity") == "full"
+    return Quantization(form if gathers else None, None if gathers else form, recomputes)

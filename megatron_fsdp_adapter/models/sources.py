@@ -286,7 +286,6 @@ def parallel_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "num_virtual_stages_per_pipeline_rank": parallel.virtual,
-        "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
     }
     options: dict[str, Any] = {name: size for name, size in named.items() if size > 1}

@@ -242,18 +242,17 @@ OPTIONS = tuple(item.name for item in fields(ModelSpec) if item.name not in _NOT
 
 @dataclass(frozen=True)
 class Parallel:
-    """Model-parallel sizes: tensor, pipeline (and virtual stages), context and expert. recompute:
-    True recomputes every layer."""
+    """Model-parallel sizes: tensor, pipeline (and virtual stages) and expert. recompute: True
+    recomputes every layer."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
-    context: int = 1
     expert: int = 1
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "virtual", "context", "expert"):
+        for name in ("tensor", "pipeline", "virtual", "expert"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} parallel size {getattr(self, name)}: must be at least 1")
 

@@ -66,16 +66,15 @@ class Configuration:
     layer_graphs: bool = False
 
     def __post_init__(self) -> None:
-        split = self.parallel.tensor * self.parallel.pipeline
-        if self.gpus % (split * self.parallel.context):
+        if self.gpus % (self.parallel.tensor * self.parallel.pipeline):
             raise ValueError(
                 f"{self.gpus} GPUs are no multiple of tensor {self.parallel.tensor} x pipeline "
-                f"{self.parallel.pipeline} x context {self.parallel.context} ranks"
+                f"{self.parallel.pipeline} ranks"
             )
-        if self.sharded_over % self.instances or self.experts_over % self.instances:
+        if self.data_parallel % self.instances or self.experts_over % self.instances:
             raise ValueError(
                 f"num_distributed_optimizer_instances={self.instances} does not divide the "
-                f"{self.sharded_over} (experts: {self.experts_over}) data-parallel ranks"
+                f"{self.data_parallel} (experts: {self.experts_over}) data-parallel ranks"
             )
         if self.bf16_wire and self.strategy == "no_shard":
             raise ValueError("fp32 accumulation of bf16 gradients requires a sharded reduction")
@@ -84,14 +83,8 @@ class Configuration:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with different batches."""
-        split = self.parallel.tensor * self.parallel.pipeline * self.parallel.context
-        return self.gpus // split
-
-    @property
-    def sharded_over(self) -> int:
-        """Data- and context-parallel ranks of all instances."""
-        return self.data_parallel * self.parallel.context
+        """Ranks of all instances with different batches."""
+        return self.gpus // (self.parallel.tensor * self.parallel.pipeline)
 
     @property
     def experts_over(self) -> int:
@@ -113,7 +106,7 @@ class Configuration:
     def shards(self) -> dict[str, tuple[int, int]]:
         """Domain -> (ranks of an instance, instances)."""
         return {
-            DENSE: (self.sharded_over // self.instances, self.instances),
+            DENSE: (self.data_parallel // self.instances, self.instances),
             EXPERT: (self.experts_over // self.instances, self.instances),
         }
 
@@ -161,8 +154,8 @@ class Configuration:
         """Name for a table."""
         parts = [self.strategy]
         sizes = {"TP": self.parallel.tensor, "PP": self.parallel.pipeline,
-                 "VPP": self.parallel.virtual, "CP": self.parallel.context,
-                 "EP": self.parallel.expert, "instances": self.instances,
+                 "VPP": self.parallel.virtual, "EP": self.parallel.expert,
+                 "instances": self.instances,
                  "micro": self.microbatch}  # fmt: skip
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
         flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
@@ -248,11 +241,11 @@ def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[
 
 
 def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
-    """The ranks of each axis: tensor-parallel ranks are neighbors, then context- and data-parallel
-    ranks (of one instance first), then stages."""
+    """The ranks of each axis: tensor-parallel ranks are neighbors, then data-parallel ranks (of one
+    instance first), then stages."""
     domain = machine.network.domain
     parallel = chosen.parallel
-    tensor, context = parallel.tensor, parallel.context
+    tensor = parallel.tensor
 
     def spread(size: int, stride: int) -> Group:
         return Group(size, max(1, min(size, domain // stride)) if size > 1 else 1)
@@ -260,7 +253,7 @@ def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
     inner, outer = chosen.shards[DENSE]
     einner, eouter = chosen.shards[EXPERT]
     return {
-        "tensor": spread(tensor, 1), "context": spread(context, tensor),
+        "tensor": spread(tensor, 1),
         DENSE: spread(inner, tensor), f"{DENSE} outer": spread(outer, inner * tensor),
         EXPERTS: spread(parallel.expert, 1),
         EXPERT: spread(einner, parallel.expert),

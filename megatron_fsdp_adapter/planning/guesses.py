@@ -21,7 +21,7 @@ def stage_seconds(
 ) -> float:
     """Compute seconds of a microbatch on the slowest stage. Layers are not split, and the last
     stage computes the loss."""
-    tokens = microbatch * spec.tokens / parallel.context
+    tokens = microbatch * spec.tokens
     *layer, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1, quantized)
     own, head = (
         sum(

@@ -121,7 +121,7 @@ def _stage(
         seconds += waits * count * middle[0]
     if parallel.pipeline > 1:
         spent["pipeline bubble"] = bubble
-        tokens = chosen.microbatch * spec.tokens / parallel.context / parallel.tensor
+        tokens = chosen.microbatch * spec.tokens / parallel.tensor
         sent = 2 * tokens * spec.hidden_size * BF16 / (machine.network.rail_gbps * 1e9)
         spent[f"{EXPOSED} pipeline sends"] = sent * parallel.pipeline
         seconds += bubble + sent * parallel.pipeline

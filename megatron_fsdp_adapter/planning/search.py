@@ -80,7 +80,7 @@ def splits(wanted: Wanted) -> Iterator[Configuration]:
         if wanted.gpus % (tensor * pipeline) or not _is(wanted, "microbatch", micro):
             continue
         for virtual in (1, 2, 4, 8) if pipeline > 1 else (1,):
-            parallel = Parallel(tensor, pipeline, virtual, 1, expert, recompute)
+            parallel = Parallel(tensor, pipeline, virtual, expert, recompute)
             told = all(_is(wanted, name, value) for name, value in vars(parallel).items())
             if not told or spec.num_layers < pipeline * virtual:
                 continue
@@ -105,7 +105,7 @@ def candidates(wanted: Wanted, split: Configuration) -> Iterator[Configuration]:
 def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
     """The candidates of a strategy."""
     parallel, strategy = base.parallel, base.strategy
-    over = base.sharded_over
+    over = base.data_parallel
     if over == base.experts_over == 1 and strategy != "optim":
         return  # one rank: all strategies are the same
     inside = wanted.machine.network.domain // parallel.tensor

@@ -72,7 +72,7 @@ def units(
     rows = sorted(listing(spec, parallel, stage), key=lambda row: _order(row[0]))
     for unit, fqn, full, domain in _joined(rows):
         params.setdefault(unit, []).append((fqn, full, domain))
-    tokens = microbatch * spec.tokens / parallel.context
+    tokens = microbatch * spec.tokens
     found = []
     head = "output_layer"
     if stage == parallel.pipeline - 1 and head not in params:  # tied: the root has the weights
@@ -139,9 +139,6 @@ def layer_work(
     if tensor > 1:  # sequence parallelism: a gather and a reduction around attention and MLP
         gathered = Work(Kind.ALL_GATHER, whole, "tensor")
         own += [gathered, Work(Kind.REDUCE_SCATTER, whole, "tensor")] * 2
-    if parallel.context > 1:  # keys and values of the other ranks
-        kv = 2 * whole * spec.query_groups / spec.num_attention_heads * parallel.context
-        own.append(Work(Kind.ALL_GATHER, kv / tensor, "context"))
     if moe and parallel.expert > 1:
         own += [Work(Kind.EXCHANGE, sent / tensor, EXPERTS)] * 2
     forward += own
@@ -204,7 +201,7 @@ def head_work(
 
 def _tokens(spec: ModelSpec, parallel: Parallel, microbatch: int) -> float:
     """Tokens of a microbatch on a rank between GEMMs."""
-    return microbatch * spec.tokens / parallel.context / parallel.tensor
+    return microbatch * spec.tokens / parallel.tensor
 
 
 def layer_bytes(
@@ -248,5 +245,5 @@ def activation_bytes(
         total += tokens * BF16 * again
     else:
         total = sum(layer_bytes(spec, parallel, microbatch, n, fp8) for n in layers) * in_flight
-    logits = microbatch * spec.tokens / parallel.context * spec.embedding_rows / parallel.tensor
+    logits = microbatch * spec.tokens * spec.embedding_rows / parallel.tensor
     return int(total + (6 * logits if parallel.pipeline == 1 else 0))
