@@ -56,24 +56,13 @@ class LayoutRef:
 
     layout: the group's layout; index: the parameter's number in it; rank: the shard number of this
     process; tp_offset: origin of this process's tensor-parallel slice in the whole tensor, one
-    number per dimension (None: zeros). Raises ValueError if the layout has no such parameter or
-    shard.
+    number per dimension (None: zeros).
     """
 
     layout: GroupLayout
     index: int
     rank: int
     tp_offset: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < len(self.layout.specs):
-            raise ValueError(
-                f"parameter {self.index} is not in a layout of {len(self.layout.specs)} parameters"
-            )
-        if not 0 <= self.rank < self.layout.num_shards:
-            raise ValueError(f"shard {self.rank} is not one of {self.layout.num_shards} shards")
-        if self.tp_offset is not None and len(self.tp_offset) != len(self.shape):
-            raise ValueError(f"tp_offset={self.tp_offset} does not fit the shape {self.shape}")
 
     @property
     def shape(self) -> tuple[int, ...]:

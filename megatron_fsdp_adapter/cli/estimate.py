@@ -26,9 +26,15 @@ from megatron_fsdp_adapter.megatron.options import unit_grouping
 from megatron_fsdp_adapter.megatron.options.rules import is_on
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
-from megatron_fsdp_adapter.models import quantization as quantized_options
-from megatron_fsdp_adapter.models.quantization import quantization
-from megatron_fsdp_adapter.models.sources import add_arguments, from_options, name_of, options_from
+from megatron_fsdp_adapter.models.quantization import STRINGS, quantization
+from megatron_fsdp_adapter.models.quantization import SWITCHES as FP8_SWITCHES
+from megatron_fsdp_adapter.models.sources import (
+    add_arguments,
+    add_flags,
+    from_options,
+    name_of,
+    options_from,
+)
 from megatron_fsdp_adapter.models.spec import Parallel, flag
 from megatron_fsdp_adapter.planning.planned import PlannedModel, layer_numels, planned_units
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
@@ -50,6 +56,35 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 """Options that split the model itself, which `plan` counts."""
+
+
+RUN: Mapping[str, Mapping[str, Any]] = {
+    "data_parallel_size": {"type": int, "default": 1, "metavar": "N", "help": "shards"},
+    EXPERTS: {"type": int, "metavar": "N", "help": "ranks that share out experts"},
+    "data_parallel_sharding_strategy": {"choices": list(STRATEGIES), "help": "default: all"},
+    "params_dtype": {"choices": list(DTYPES), "help": "default: that of --config, else bf16"},
+    **{
+        option: {"choices": list(POLICY_DTYPES), "help": meaning}
+        for option, meaning in POLICY_OPTIONS.items()
+    },
+    **{option: {"help": meaning} for option, meaning in STRINGS.items()},
+    **{
+        option: {"action": "store_true", "help": meaning}
+        for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
+    },
+    BUDGET: {"type": float, "help": "GiB for weights and gradients unsharded over a step"},
+    UNIT_NUMEL: {"type": int, "help": (
+        "elements up to which layers are grouped into one unit; 0: each layer is one; default: "
+        "the wrapper's"
+    )},
+    "optimizer": {
+        "choices": ("adam", *sorted(MOMENTS)), "help": "adam, or an optimizer for matrices only",
+    },
+    "rank": {"type": int, "default": None, "help": "default: the rank that holds most"},
+    "memory_gib": {"type": float, "default": None, "help": "report what fits in it"},
+    "json": {"action": "store_true", "default": False, "help": "print it as JSON"},
+}  # fmt: skip
+"""Options beside those of the model."""
 
 
 def estimate(
@@ -92,34 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    run = parser.add_argument_group("run")
-    run.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="shards")
-    run.add_argument(flag(EXPERTS), type=int, metavar="N", help="ranks that share out experts")
-    run.add_argument(
-        "--data-parallel-sharding-strategy", choices=list(STRATEGIES), help="default: all"
-    )
-    run.add_argument(
-        "--params-dtype", choices=list(DTYPES), help="default: that of --config, else bf16"
-    )
-    for option, meaning in POLICY_OPTIONS.items():
-        run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
-    for option, meaning in quantized_options.STRINGS.items():
-        run.add_argument(flag(option), help=meaning)
-    switches = {**SWITCHES, **quantized_options.SWITCHES}
-    for option, meaning in switches.items():
-        run.add_argument(flag(option), action="store_true", help=meaning)
-    run.add_argument(
-        flag(BUDGET), type=float, help="GiB for weights and gradients unsharded over a step"
-    )
-    run.add_argument(flag(UNIT_NUMEL), type=int, help=(
-        "elements up to which layers are grouped into one unit; 0: each layer is one; default: "
-        "the wrapper's"
-    ))
-    run.add_argument("--optimizer", choices=("adam", *sorted(MOMENTS)),
-                     help="adam, or an optimizer for matrices only")
-    run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
-    run.add_argument("--memory-gib", type=float, default=None, help="report what fits in it")
-    run.add_argument("--json", action="store_true", default=False, help="print it as JSON")
+    add_flags(parser.add_argument_group("run"), RUN)
     return parser
 
 

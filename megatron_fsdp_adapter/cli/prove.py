@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.models import sources
-from megatron_fsdp_adapter.models.spec import flag
 from megatron_fsdp_adapter.prove import ranks, report, run, source
 from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 
@@ -30,20 +29,21 @@ GLOO_RANKS = 4
 """Default for `--ranks` without GPUs."""
 
 
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "prove": {"action": "store_true", "help": "train it, scaled down, and compare"},
+    **sources.FILES,  # instead of a script
+    "ranks": {"type": int, "help": f"processes at most; default: the GPUs, else {GLOO_RANKS}"},
+    "steps": {"type": int, "default": 3, "help": "before the save; default %(default)s"},
+    "more": {"type": int, "default": 2, "help": "after the load; default %(default)s"},
+    "keep": {"action": "append", "default": [], "metavar": "SIZE",
+             "help": "name of a size that is not scaled down, such as hidden_size"},
+    "timeout": {"type": float, "default": 900.0, "help": "seconds; default %(default)s"},
+}  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a proof."""
-    group = parser.add_argument_group("with --prove")
-    add = group.add_argument
-    add("--prove", action="store_true", help="train it, scaled down, and compare")
-    for name, named in sources.FILES.items():  # instead of a script
-        add(flag(name), **named)
-    add("--ranks", type=int, help=f"processes at most; default: the GPUs, else {GLOO_RANKS}")
-    add("--steps", type=int, default=3, help="before the save; default %(default)s")
-    add("--more", type=int, default=2, help="after the load; default %(default)s")
-    add("--keep", action="append", default=[], metavar="SIZE", help=(
-        "name of a size that is not scaled down, such as hidden_size"
-    ))  # fmt: skip
-    add("--timeout", type=float, default=900.0, help="seconds; default %(default)s")
+    sources.add_flags(parser.add_argument_group("with --prove"), OPTIONS)
 
 
 def this_room(asked: int | None) -> Room:

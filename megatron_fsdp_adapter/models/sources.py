@@ -91,8 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "model (Megatron's flags; a flag overrides the files)", argument_default=argparse.SUPPRESS
     )
-    for name, named in FILES.items():
-        group.add_argument(flag(name), **named)
+    add_flags(group, FILES)
     for item in fields(ModelSpec):
         if item.name in MEANINGS:
             kind = str(item.type).split(" ")[0]
@@ -103,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, value in (("add", True), ("disable", False)):
         group.add_argument(f"--{name}-bias-linear", dest="add_bias_linear", action="store_const",
                            const=value, help=f"{name} biases")  # fmt: skip
+
+
+def add_flags(group: Any, table: Mapping[str, Mapping[str, Any]]) -> None:
+    """Adds a flag for each option to a parser or a group of it. table: option -> the arguments of
+    `add_argument`."""
+    for name, named in table.items():
+        group.add_argument(flag(name), **named)
 
 
 def read_preset(path: str) -> dict[Any, Any]:

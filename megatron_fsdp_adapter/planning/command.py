@@ -18,11 +18,11 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.models.quantization import STRINGS, SWITCHES, quantization
 from megatron_fsdp_adapter.models.sources import (
     add_arguments,
+    add_flags,
     from_options,
     name_of,
     options_from,
 )
-from megatron_fsdp_adapter.models.spec import flag
 
 from . import report
 from .machine import GPUS, NETWORKS, machine_named
@@ -60,45 +60,52 @@ UNMODELED = {
 """Options that are not modeled, and what they do."""
 
 
+RUN: Mapping[str, Mapping[str, Any]] = {
+    "gpus": {"type": int, "default": 8, "metavar": "N",
+             "help": "number of GPUs; default: %(default)s"},
+    "gpu": {"default": "h200", "choices": sorted(GPUS),
+            "help": "kind of GPU; default: %(default)s"},
+    "network": {"choices": sorted(NETWORKS), "help": "default: that of the GPU"},
+    "memory_gib": {"type": float, "help": "of a GPU; default: that of the GPU"},
+    "global_batch_size": {"type": int, "metavar": "N", "help": "sequences; default 16 a GPU"},
+    "tries": {"type": int, "default": 10, "help": "configurations that are simulated"},
+    "top": {"type": int, "default": 5, "help": "configurations shown"},
+    **{
+        name: {"type": kind, "choices": list(STRATEGIES) if field == "strategy" else None,
+               "help": "fixed; default: planned"}
+        for name, (field, kind) in FIXED.items()
+    },
+    "json": {"action": "store_true", "help": "print the plan as JSON"},
+}  # fmt: skip
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    **{
+        name: {"metavar": "NAME", "help": text}
+        for name, text in STRINGS.items() if name.startswith("fp8")
+    },
+    "fp8_param_gather": {"action": "store_true", "help": SWITCHES["fp8_param_gather"]},
+    "megatron_fsdp_grad_comm_dtype": {
+        "choices": ("fp32", "bf16"), "help": "gradients on the wire; bf16 ones are summed in fp32",
+    },
+    "cuda_graph_impl": {
+        "choices": ["local"], "help": "layer graphs; full-iteration graphs are searched",
+    },
+    **{
+        name: {"nargs": "?", "const": True, "help": f"not modeled: {what}"}
+        for name, what in UNMODELED.items()
+    },
+}  # fmt: skip
+"""Options beside those of the model."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_fsdp_adapter plan", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_arguments(parser)
-    run = parser.add_argument_group("run")
-    run.add_argument("--gpus", type=int, default=8, metavar="N",
-                     help="number of GPUs; default: %(default)s")  # fmt: skip
-    run.add_argument("--gpu", default="h200", choices=sorted(GPUS),
-                     help="kind of GPU; default: %(default)s")  # fmt: skip
-    run.add_argument("--network", choices=sorted(NETWORKS), help="default: that of the GPU")
-    run.add_argument("--memory-gib", type=float, help="of a GPU; default: that of the GPU")
-    run.add_argument("--global-batch-size", type=int, default=None, metavar="N",
-                     help="sequences; default 16 a GPU")  # fmt: skip
-    run.add_argument("--tries", type=int, default=10, help="configurations that are simulated")
-    run.add_argument("--top", type=int, default=5, help="configurations shown")
-    for name, (field, kind) in FIXED.items():
-        choices = list(STRATEGIES) if field == "strategy" else None
-        run.add_argument(flag(name), type=kind, choices=choices, help="fixed; default: planned")
-    _add_features(parser)
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_flags(parser.add_argument_group("run"), RUN)
+    add_flags(parser.add_argument_group("features (fixed, not searched)"), FEATURES)
     return parser
-
-
-def _add_features(parser: argparse.ArgumentParser) -> None:
-    told = parser.add_argument_group("features (fixed, not searched)")
-    for name, text in STRINGS.items():
-        if name.startswith("fp8"):
-            told.add_argument(flag(name), metavar="NAME", help=text)
-    told.add_argument("--fp8-param-gather", action="store_true",
-                      help=SWITCHES["fp8_param_gather"])  # fmt: skip
-    told.add_argument("--megatron-fsdp-grad-comm-dtype", choices=("fp32", "bf16"),
-                      help="gradients on the wire; bf16 ones are summed in fp32")  # fmt: skip
-    for name, what in UNMODELED.items():
-        told.add_argument(flag(name), nargs="?", const=True, help=f"not modeled: {what}")
-    told.add_argument("--cuda-graph-impl", choices=["local"],
-                      help="layer graphs; full-iteration graphs are searched")  # fmt: skip
 
 
 def features_of(options: Mapping[str, Any]) -> dict[str, Any]:

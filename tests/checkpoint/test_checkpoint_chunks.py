@@ -35,20 +35,6 @@ def rows(local: torch.Tensor, chunks: tuple = ROWS) -> DTensor:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ((99, 0), "parameter 99"),
-        ((0, 2), "shard 2"),
-        ((0, -1), "shard -1"),
-        ((0, 0, (1,)), "tp_offset"),
-    ],
-)
-def test_layout_ref_refuses_what_is_not_in_the_layout(arguments: tuple, names: str) -> None:
-    with pytest.raises(ValueError, match=names):
-        LayoutRef(plan(2), *arguments)
-
-
-@pytest.mark.parametrize(
     "chunks",
     [
         (((0, 0), (2, 5)),),  # 10 elements, the local tensor has 15

@@ -70,12 +70,9 @@ def test_blocks_cover_a_shape_once_in_order_and_keep_the_limit(
 
 
 BAD = {
-    "rows outside": lambda: lazy.narrow(lazy.from_tensor(X), 3, 3),
-    "no such entry": lambda: lazy.select(lazy.from_tensor(X), 5),
     "widths differ": lambda: lazy.concat([lazy.from_tensor(X), lazy.from_tensor(numbered(2, 4))]),
     "dtypes differ": lambda: lazy.concat([lazy.from_tensor(X), lazy.from_tensor(Y.double())]),
     "shapes differ": lambda: lazy.stack([lazy.from_tensor(X), lazy.from_tensor(Y)]),
-    "nothing": lambda: lazy.stack([]),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from layout_cases import layouts, scatter, specs_of
 
@@ -37,8 +36,6 @@ def test_chunks_of_a_model_parallel_slice() -> None:
     sizes = [layout.local_shape(0, rank) for rank in range(2)]
     assert rows == [(((16, 0), sizes[0]),), (((16 + sizes[0][0], 0), sizes[1]),)]
     assert LayoutRef(layout, 1, layout.holders(1)[0], (100,)).chunks()[0][0] == (100,)
-    with pytest.raises(ValueError, match="tp_offset"):
-        LayoutRef(layout, 0, 0, (16,))
 
 
 def test_an_empty_shard_has_no_chunk() -> None:

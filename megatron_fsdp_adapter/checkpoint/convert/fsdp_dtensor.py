@@ -50,7 +50,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if the folder has no key
     of the format, lacks layers or halves, or if a pickled object is damaged.
     """
-    paths = {key: _split(folder, key) for key in (*folder.tensor_keys, *folder.object_keys)}
+    paths = {key: folder.path_of(key) for key in (*folder.tensor_keys, *folder.object_keys)}
     tensors = {paths[key]: folder.tensor(key) for key in folder.tensor_keys}
     model = {
         str(path[1]): tensor for path, tensor in tensors.items()
@@ -107,21 +107,6 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
         else:
             objects[tuple(paths[key])] = value
     return Contents(tensors, objects)
-
-
-def _split(folder: DcpFolder, key: str) -> KeyPath:
-    """The path of a key; by the grammar if it was not recorded."""
-    path = folder.path_of(key)
-    if len(path) > 1:
-        return path
-    if key.startswith("model."):
-        return "model", key.removeprefix("model.")
-    for prefix in (_STATE, _META):
-        start = ".".join(prefix) + "."
-        if key.startswith(start):
-            name, _, last = key.removeprefix(start).rpartition(".")
-            return (*prefix, name, last)
-    return path
 
 
 def _style(listed: Collection[str]) -> NameStyle:

@@ -74,10 +74,6 @@ def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 def narrow(tensor: LazyTensor, start: int, length: int) -> LazyTensor:
     """Rows start..start+length of dimension 0."""
-    rows = tensor.shape[0] if tensor.shape else 0
-    if start < 0 or length < 0 or start + length > rows:
-        raise ValueError(f"rows {start}..{start + length} are not in a tensor of {rows} rows")
-
     def fill(offsets: Shape, out: torch.Tensor) -> None:
         tensor.fill((offsets[0] + start, *offsets[1:]), out)
 
@@ -86,9 +82,6 @@ def narrow(tensor: LazyTensor, start: int, length: int) -> LazyTensor:
 
 def select(tensor: LazyTensor, index: int) -> LazyTensor:
     """`tensor[index]`: one entry of dimension 0, without that dimension."""
-    if not tensor.shape or not 0 <= index < tensor.shape[0]:
-        raise ValueError(f"no entry {index} in a tensor of shape {tensor.shape}")
-
     def fill(offsets: Shape, out: torch.Tensor) -> None:
         tensor.fill((index, *offsets), out.unsqueeze(0))
 
@@ -145,8 +138,6 @@ def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def _check_alike(parts: Sequence[LazyTensor], shapes: Sequence[Shape]) -> None:
-    if not parts:
-        raise ValueError("nothing to join")
     if len(set(shapes)) > 1 or len({part.dtype for part in parts}) > 1:
         found = sorted({f"{part.shape} {part.dtype}" for part in parts})
         raise ValueError(f"tensors of different shapes or dtypes: {', '.join(found)}")
