@@ -26,6 +26,17 @@ REMOVED = {
     "plan --explain": "removed. A profiler shows what a run launches",
     "plan --plot": "removed. Draw the values of --json",
     "plan --bf16-wire": "removed. Give --megatron-fsdp-grad-comm-dtype bf16, or leave it out",
+    **{f"plan --{name}": f"not modeled: {what}. Leave it out" for name, what in {
+        "tp-comm-overlap": "a plan would overestimate the time of tensor-parallel communication",
+        "overlap-moe-expert-parallel-comm": "a plan would overestimate the time of exchanges",
+        "optimizer-cpu-offload": "`estimate` counts its memory",
+        "chunked-optimizer-state-offload": "`estimate` counts its memory",
+        "fsdp-unsharded-budget-gib": "`estimate` counts its memory",
+        "suggested-communication-unit-size": "`estimate` counts its memory",
+        "cpu-offloading": "activations in host memory",
+        "fp4-format": "there are no measurements of FP4",
+        "cuda-graph-modules": "graphs of layers and of an iteration are",
+    }.items()},
     "estimate --padding-bound": "removed, because no run has the option. Leave it out",
     "estimate --max-segments": "removed, because no run has the option. Leave it out",
     "doctor --plan": "removed. Give the model and the run to `plan`",
@@ -40,7 +51,7 @@ REMOVED = {
     "verify --jobs": "removed. Up to 8 files are read at a time",
     "convert --hf-config": "removed. Megatron-Bridge converts from and to Hugging Face",
 }
-"""Options of commands that there were -> why not, and what to do."""
+"""Options that a command had, or has not -> why not, and what to do."""
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
        python -m megatron_fsdp_adapter {{{",".join(COMMANDS)}}} ...

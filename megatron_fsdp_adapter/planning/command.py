@@ -38,28 +38,6 @@ FIXED = {
 }
 """Option that fixes a field of a configuration -> the field, and its type."""
 
-UNMODELED = {
-    "tp_comm_overlap": (
-        "tensor-parallel communication beside GEMMs: a plan would overestimate the time"
-    ),
-    "optimizer_cpu_offload": "an optimizer on the host; `estimate` counts its memory",
-    "chunked_optimizer_state_offload": "a streamed optimizer; `estimate` counts its memory",
-    "overlap_moe_expert_parallel_comm": (
-        "exchanges between experts beside another microbatch: a plan would overestimate the time"
-    ),
-    "cpu_offloading": "activations in host memory",
-    "fp4_format": "FP4 GEMMs and weights: there are no measurements",
-    "cuda_graph_modules": (
-        "graphs of parts of layers; graphs of layers and of an iteration are planned"
-    ),
-    "fsdp_unsharded_budget_gib": "units that stay unsharded; `estimate` counts their memory",
-    "suggested_communication_unit_size": (
-        "layers in units of another size than the default; `estimate` counts their memory"
-    ),
-}
-"""Options that are not modeled, and what they do."""
-
-
 RUN: Mapping[str, Mapping[str, Any]] = {
     "gpus": {"type": int, "default": 8, "metavar": "N",
              "help": "number of GPUs; default: %(default)s"},
@@ -89,10 +67,6 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "cuda_graph_impl": {
         "choices": ["local"], "help": "layer graphs; full-iteration graphs are searched",
     },
-    **{
-        name: {"nargs": "?", "const": True, "help": f"not modeled: {what}"}
-        for name, what in UNMODELED.items()
-    },
 }  # fmt: skip
 """Options beside those of the model."""
 
@@ -109,11 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def features_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a configuration that are given, not searched. Raises ValueError for options that
-    are not modeled."""
-    for name, what in UNMODELED.items():
-        if options.get(name) is not None:
-            raise ValueError(f"{name}={options[name]!r} is not modeled: {what}. Leave it out")
+    """Fields of a configuration that are given, not searched."""
     return {
         "quantized": quantization(options, "bf16"),
         "bf16_wire": options.get("megatron_fsdp_grad_comm_dtype") == "bf16",

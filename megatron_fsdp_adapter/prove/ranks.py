@@ -24,8 +24,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from . import gloo_device
-
 
 class RanksError(RuntimeError):
     """A rank raised (with its traceback), or the run timed out (with every rank's stack)."""
@@ -123,7 +121,6 @@ def _child(
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         try:
             torch.set_num_threads(1)
-            gloo_device.share()
             if backend == "nccl":
                 # NCCL rejects ranks that share a device by default.
                 torch.cuda.set_device(rank % torch.cuda.device_count())

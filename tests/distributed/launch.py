@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fsdp_adapter.prove import ranks
+from tests.distributed.gloo_device import with_one_device
 from tests.one_rank import as_one_of_many_in
 
 PRELOADED = ranks.PRELOADED
@@ -22,6 +23,7 @@ def run_ranks(
     rank stands for one of many, unless it is to be a `whole` world."""
     if world_size == 1 and not whole:
         fn = functools.partial(as_one_of_many_in, fn)
+    fn = functools.partial(with_one_device, fn)
     try:
         return ranks.run_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
     except ranks.RanksError as error:
@@ -33,6 +35,7 @@ def settle_ranks(
     backend: str = "gloo", grace: float = ranks.GRACE_S,
 ) -> list[tuple[bool, Any]]:
     """As `ranks.settle_ranks`; an AssertionError if the time (seconds) ran out."""
+    fn = functools.partial(with_one_device, fn)
     try:
         return ranks.settle_ranks(
             fn, world_size, *args, timeout=timeout, backend=backend, grace=grace

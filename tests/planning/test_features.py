@@ -1,4 +1,4 @@
-"""What is turned on beside how a run is sharded: FP8, graphs, experts; what is refused."""
+"""What is turned on beside how a run is sharded: FP8, graphs, experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.models.quantization import NVFP4, Quantization
 from megatron_fsdp_adapter.models.spec import Parallel, listing
 from megatron_fsdp_adapter.planning import step
-from megatron_fsdp_adapter.planning.command import UNMODELED, features_of
 from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
     memory,
@@ -117,13 +116,6 @@ def test_small_layers_are_joined_where_the_wrapper_joins_them():
         (longer, replace(PLAIN, parallel=Parallel(pipeline=2, virtual=2)), 1),
     ):  # fmt: skip
         assert max(unit.layers for unit in planned(spec, chosen).units) == joined, chosen.name
-
-
-@pytest.mark.parametrize("name", UNMODELED)
-def test_what_is_not_modeled_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"{name}=True is not modeled: .*Leave it out"):
-        features_of({name: True})
-    assert features_of({name: None, "cuda_graph_impl": "local"})["layer_graphs"]
 
 
 MIXTRAL = replace(model_named("mixtral-8x7b"), num_layers=4, seq_length=4096)

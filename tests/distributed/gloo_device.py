@@ -8,6 +8,7 @@ cores.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +16,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
+def with_one_device(fn: Callable[..., Any], rank: int, world: int, *args: Any) -> Any:
+    """What a rank's function returns, with one device for all groups that it makes."""
+    share()
+    return fn(rank, world, *args)
+
+
 def share() -> None:
-    """Makes all later gloo groups of this process use one device. Only for processes that this
-    package starts."""
+    """Makes all later gloo groups of this process use one device."""
     base: Any = dist.ProcessGroupGloo
     device = functools.cache(base.create_default_device)  # not created without gloo groups
 
