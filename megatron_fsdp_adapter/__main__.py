@@ -18,7 +18,7 @@ COMMANDS = {
     "doctor": "megatron_fsdp_adapter.cli.doctor",
     "estimate": "megatron_fsdp_adapter.cli.estimate",
     "inspect": "megatron_fsdp_adapter.cli.inspect",
-    "plan": "megatron_fsdp_adapter.planning.command",
+    "plan": "megatron_fsdp_adapter.cli.plan",
     "verify": "megatron_fsdp_adapter.cli.verify",
 }
 REMOVED = {

@@ -8,9 +8,7 @@ tensors of kernels and the CUDA context are not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +39,7 @@ from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 
 from .estimate_text import render
+from .output import answer
 from .precision_options import (
     MOMENTS,
     POLICY_DTYPES,
@@ -157,8 +156,8 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(f"--memory-gib {given.memory_gib} must be above 0")
 
 
-def run(given: argparse.Namespace) -> str:
-    """The output of the command. Raises ValueError or FileNotFoundError for bad input."""
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """The report of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
     options = options_from(vars(given))
     split = [name for name in SPLITS if options.get(name) not in (None, 1)]
@@ -191,17 +190,13 @@ def run(given: argparse.Namespace) -> str:
     report["params_dtype"] = dtype
     report["quantized"] = quantized.name
     report["parameters"], report["not_counted"] = spec.num_parameters, list(spec.left_out)
-    if given.json:
-        return json.dumps(report, indent=2)
-    described = f"{dtype} compute weights" + (f", {quantized.name}" if quantized.name else "")
-    return render(report, described, given.memory_gib)
+    return report
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
-    try:
-        print(run(make_parser().parse_args(argv)))
-    except (ValueError, FileNotFoundError) as error:
-        print(f"estimate: {error}", file=sys.stderr)
-        return 2
-    return 0
+    given = make_parser().parse_args(argv)
+    found = answer(
+        given, "estimate", lambda: run(given), lambda report: render(report, given.memory_gib)
+    )
+    return 2 if found is None else 0

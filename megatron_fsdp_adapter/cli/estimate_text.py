@@ -17,11 +17,12 @@ TOTALS = {
 """Total rows of the report -> their names in `estimate`'s values."""
 
 
-def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) -> str:
+def render(report: Mapping[str, Any], memory_gib: float | None) -> str:
     """The report as text."""
+    quantized = f", {report['quantized']}" if report["quantized"] else ""
     head = (
-        f"{report['parameters']:,} parameters, {weights}, "
-        f"data-parallel size {report['num_shards']:,}"
+        f"{report['parameters']:,} parameters, {report['params_dtype']} compute weights"
+        f"{quantized}, data-parallel size {report['num_shards']:,}"
     )
     return "\n".join(
         [

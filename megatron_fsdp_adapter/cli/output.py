@@ -1,4 +1,4 @@
-"""What commands about checkpoints have in common: parser, progress, answer."""
+"""What commands have in common: parser, progress, answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
+
+T = TypeVar("T")
 
 
 def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
@@ -25,17 +27,17 @@ def make_parser(command: str, description: str | None) -> argparse.ArgumentParse
 
 
 def answer(
-    given: argparse.Namespace, command: str, values: Callable[[], dict[str, Any]],
-    render: Callable[[dict[str, Any]], str],
-) -> dict[str, Any] | None:
-    """Prints the values as JSON or text, and returns them; None for bad input, which is a line on
-    stderr."""
+    given: argparse.Namespace, command: str, values: Callable[[], T], render: Callable[[T], str],
+    plain: Callable[[T], Any] = lambda found: found,
+) -> T | None:
+    """Prints what was found as JSON (of `plain`) or text, and returns it; None for bad input, which
+    is a line on stderr."""
     try:
         found = values()
     except (ValueError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return None
-    print(json.dumps(found, indent=2, default=str) if given.json else render(found))
+    print(json.dumps(plain(found), indent=2, default=str) if given.json else render(found))
     return found
 
 

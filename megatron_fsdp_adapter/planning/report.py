@@ -156,7 +156,6 @@ def render(plan: Plan, top: int) -> str:
         "", *aligned(rows), "",
         "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
         "               time: " + _largest(_times(best.spent), 1.0, "ms"),
-        *_margin(plan),
         f"  Megatron-LM        {megatron_flags(wanted.spec, best.configuration)}",
         f"  Megatron-Bridge    {bridge_overrides(wanted.spec, best.configuration)}",
     ]  # fmt: skip
@@ -168,21 +167,6 @@ def render(plan: Plan, top: int) -> str:
     if len(reasons) > REASONS:
         lines.append(f"  and {len(reasons) - REASONS} more (--json names them)")
     return "\n".join(lines)
-
-
-TIGHT = 0.95
-"""Fraction of the memory above which a prediction error may exceed it."""
-
-
-def _margin(plan: Plan) -> list[str]:
-    """A line if the first configuration leaves little memory."""
-    limit, first = plan.wanted.memory_gib * GIB, plan.predictions[0]
-    left = (
-        f"               margin: {(limit - first.peak_bytes) / GIB:.1f} of "
-        f"{plan.wanted.memory_gib:g} GiB are left, and predicted peaks had errors up to 7%; "
-        "--memory-gib plans for less"
-    )
-    return [left] if first.peak_bytes > TIGHT * limit else []
 
 
 def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

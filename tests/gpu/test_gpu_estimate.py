@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import sys
 from pathlib import Path
@@ -60,7 +59,7 @@ def estimated(rank: int, world: int, words: list[str], precision: str, again: bo
     more += ["--recompute-granularity=full"] if again else []
     run = [f"--data-parallel-size={world}", f"--rank={rank}", "--json", "--params-dtype=bf16"]
     given = [*words, *more, *run, f"--data-parallel-sharding-strategy={STRATEGY}"]
-    report = json.loads(estimate.run(estimate.make_parser().parse_args(given)))
+    report = estimate.run(estimate.make_parser().parse_args(given))
     return report["strategies"][STRATEGY]
 
 

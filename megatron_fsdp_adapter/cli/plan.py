@@ -9,8 +9,6 @@ No GPU and no weights are needed. docs/plan.md lists what is modeled, and predic
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,10 +21,11 @@ from megatron_fsdp_adapter.models.sources import (
     name_of,
     options_from,
 )
+from megatron_fsdp_adapter.planning import report
+from megatron_fsdp_adapter.planning.machine import GPUS, NETWORKS, machine_named
+from megatron_fsdp_adapter.planning.search import Plan, Wanted, plan
 
-from . import report
-from .machine import GPUS, NETWORKS, machine_named
-from .search import Wanted, plan
+from .output import answer
 
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
@@ -91,28 +90,24 @@ def features_of(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(given: argparse.Namespace) -> str:
-    """The output of the command. Raises ValueError, FileNotFoundError or RuntimeError for bad
-    input."""
+def run(given: argparse.Namespace) -> Plan:
+    """The plan by the options. Raises ValueError or FileNotFoundError for bad input."""
     options, machine = vars(given), machine_named(given.gpu, given.network)
     fixed = {
         field: options[name] for name, (field, _) in FIXED.items() if options[name] is not None
     }
-    found = plan(Wanted(
+    return plan(Wanted(
         from_options(options_from(options), name_of(options)), machine, given.gpus,
         given.global_batch_size or 16 * given.gpus, given.memory_gib or machine.gpu.memory_gib,
         fixed, given.tries, features_of(options),
     ))  # fmt: skip
-    if given.json:
-        return json.dumps(report.plain(found, given.top), indent=2)
-    return report.render(found, given.top)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
-    try:
-        print(run(make_parser().parse_args(argv)))
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
-    return 0
+    given = make_parser().parse_args(argv)
+    found = answer(
+        given, "plan", lambda: run(given), lambda one: report.render(one, given.top),
+        lambda one: report.plain(one, given.top),
+    )  # fmt: skip
+    return 2 if found is None else 0
