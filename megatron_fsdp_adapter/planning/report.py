@@ -105,9 +105,7 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
         "not_counted": list(wanted.spec.left_out),
         "configurations": [_plain_row(wanted.spec, one) for one in plan.predictions[:top]],
         "why_not": [
-            *({"configuration": one.configuration.name, "reason": _slower(one, plan)}
-              for one in plan.predictions[top:]),
-            *({"configuration": name, "reason": reason} for name, reason in plan.refused),
+            {"configuration": name, "reason": reason} for name, reason in plan.refused
         ],
     }  # fmt: skip
 
@@ -128,11 +126,6 @@ def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
         "megatron_lm": megatron_flags(spec, chosen),
         "megatron_bridge": bridge_overrides(spec, chosen),
     }
-
-
-def _slower(one: Prediction, plan: Plan) -> str:
-    best = plan.predictions[0]
-    return f"{one.ms / best.ms - 1:.0%} slower; {one.limit}"
 
 
 def render(plan: Plan, top: int) -> str:
@@ -159,8 +152,7 @@ def render(plan: Plan, top: int) -> str:
         f"  Megatron-LM        {megatron_flags(wanted.spec, best.configuration)}",
         f"  Megatron-Bridge    {bridge_overrides(wanted.spec, best.configuration)}",
     ]  # fmt: skip
-    others = [(one.configuration.name, _slower(one, plan)) for one in plan.predictions[top:]]
-    reasons = [*others, *_together(plan.refused)]
+    reasons = _together(plan.refused)
     if reasons:
         lines += ["", "why not"]
     lines += [f"  {name}: {reason}" for name, reason in reasons[:REASONS]]

@@ -301,28 +301,29 @@ def _ranks(work: ScaledDown, room: Room) -> None:
     work.set("world_size", world, "the fewest ranks that have all axes")
 
 
+VIRTUAL = (
+    "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)  # fmt: skip
+"""The names of one size."""
+
+
 def _layers(work: ScaledDown) -> None:
     o = work.options
     stages = _number(o, "pipeline_model_parallel_size", 1)
-    virtual = o.get("virtual_pipeline_model_parallel_size")
-    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
-        if o.get(name) and not virtual:
-            virtual = 2
-        work.set(name, None, "replaced by virtual_pipeline_model_parallel_size")
+    virtual = any(map(o.get, VIRTUAL))
     if virtual and stages == 1:
         work.left_out.append("virtual_pipeline_model_parallel_size: one pipeline stage")
-        virtual = None
-    work.set("virtual_pipeline_model_parallel_size", 2 if virtual else None, "two chunks")
-    pieces = stages * (2 if virtual else 1)
+    chunks = 2 if virtual and stages > 1 else 1
+    for name, value in zip(VIRTUAL, (chunks if chunks > 1 else None, None, None), strict=True):
+        work.set(name, value, "two chunks, by virtual_pipeline_model_parallel_size")
+    pieces, frequency = stages * chunks, o.get("moe_layer_freq", 1)
+    if isinstance(frequency, int) and frequency > 1:  # as a list: fewer layers have both kinds
+        frequency = [int(i % frequency == 0) for i in range(_number(o, "num_layers", 1))]
     # Three layers if all are on one rank: a first, a last, and one in between.
-    layers = 3 if pieces == 1 else 2 * pieces
-    frequency = o.get("moe_layer_freq", 1)
-    if isinstance(frequency, int) and frequency > 1:
-        layers = _up(2 * frequency if frequency < 3 else frequency, pieces)
-        frequency = min(frequency, layers)
-    work.least("num_layers", layers, "a first, a last and one in between")
-    layers = _number(o, "num_layers", layers)
+    work.least("num_layers", 3 if pieces == 1 else 2 * pieces, "a first, a last and one in between")
     if isinstance(frequency, (list, tuple)):
+        layers = _number(o, "num_layers", 1)
         kept = list(frequency[:layers])
         if len(set(frequency)) > len(set(kept)):  # dense layers come first: keep one
             kept = [0] + [1] * (layers - 1)
