@@ -15,7 +15,7 @@ import yaml
 
 from megatron_fsdp_adapter.megatron.options import sizes
 
-from .spec import OPTIONS, TRAINING_TOKENIZER, ModelSpec, Parallel, flag
+from .spec import OPTIONS, ModelSpec, Parallel, flag
 
 _LLAMA3 = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -136,9 +136,7 @@ def read_options(path: str) -> dict[str, Any]:
 
 def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `preset`, `hf_config` and the file `config`, if given, and all of `given`; later
-    ones override. Raises as the files' readers.
-
-    A file without vocabulary options means the training script's default."""
+    ones override. Raises as the files' readers."""
     readers: dict[str, Callable[[str], Mapping[str, Any]]] = {
         "preset": PRESETS.__getitem__, "hf_config": read_hugging_face, "config": read_options,
     }  # fmt: skip
@@ -147,9 +145,6 @@ def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get(name) is not None:
             options |= read(given[name])
     options |= {name: value for name, value in given.items() if name not in readers}
-    vocabulary = ("vocab_size", "padded_vocab_size", "tokenizer_type")
-    if given.get("config") and all(options.get(name) is None for name in vocabulary):
-        options["tokenizer_type"] = TRAINING_TOKENIZER
     return options
 
 

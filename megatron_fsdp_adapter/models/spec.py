@@ -26,9 +26,6 @@ _TYPES: Mapping[str, tuple[type, str]] = {
     "bool": (bool, "true or false"),
     "str": (str, "a name"),
 }
-TRAINING_TOKENIZER = "ByteLevelTokenizer"
-"""The training script's default tokenizer."""
-_TOKENIZER_ROWS = {TRAINING_TOKENIZER: 256 + 1}
 _TOKENIZER_EXTRA = {"NullTokenizer": 1}
 
 
@@ -92,12 +89,7 @@ class ModelSpec:
                 f"--num-query-groups {self.num_query_groups} does not divide "
                 f"--num-attention-heads {self.num_attention_heads}"
             )
-        if self.tokenizer_type in _TOKENIZER_ROWS and self.vocab_size is not None:
-            raise ValueError(
-                f"--vocab-size {self.vocab_size} with --tokenizer-type {self.tokenizer_type}, "
-                f"which has {_TOKENIZER_ROWS[self.tokenizer_type]}. Leave one of them out"
-            )
-        if not (self.padded_vocab_size or self.vocab_size or self._tokenizer_rows):
+        if not (self.padded_vocab_size or self.vocab_size):
             raise ValueError("--vocab-size is not given. Give it, or --padded-vocab-size")
         if self.position_embedding_type == "learned_absolute" and self.positions is None:
             raise ValueError(
@@ -178,16 +170,11 @@ class ModelSpec:
         return self.seq_length or 4096
 
     @property
-    def _tokenizer_rows(self) -> int:
-        return _TOKENIZER_ROWS.get(self.tokenizer_type or "", 0)
-
-    @property
     def embedding_rows(self) -> int:
         """Rows of the word embedding: the vocabulary, padded."""
         if self.padded_vocab_size is not None:
             return self.padded_vocab_size
-        rows = self._tokenizer_rows or self.vocab_size or 0
-        rows += _TOKENIZER_EXTRA.get(self.tokenizer_type or "", 0)
+        rows = (self.vocab_size or 0) + _TOKENIZER_EXTRA.get(self.tokenizer_type or "", 0)
         return padded_rows(rows, self.make_vocab_size_divisible_by)
 
     @property
