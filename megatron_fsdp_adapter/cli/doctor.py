@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from megatron_fsdp_adapter.cli import machine, prove
 from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
+from megatron_fsdp_adapter.cli.output import answer
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
 from megatron_fsdp_adapter.megatron.compat import patches, releases
 from megatron_fsdp_adapter.megatron.compat.table import NAMES
@@ -90,7 +87,9 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def examine(given: argparse.Namespace) -> dict[str, Any]:
-    """The whole report, of plain values."""
+    """The whole report, of plain values. Raises ValueError for bad input."""
+    if given.world_size is not None and given.world_size < 1:
+        raise ValueError(f"--world-size {given.world_size}: must be at least 1.")
     report = {
         "versions": versions(),
         "machine": machine.capabilities(),
@@ -187,19 +186,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the report. Returns 0, 1 if there are problems (with --prove: differences), 2 for bad
     input."""
     given = _parser().parse_args(argv)
-    try:
-        if given.world_size is not None and given.world_size < 1:
-            raise ValueError(f"--world-size {given.world_size}: must be at least 1.")
-        if given.prove:
-            return prove.main(given, named_options(given.set))
-        report = examine(given)
-    except ValueError as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(report, indent=2, default=_plain) if given.json else render(report))
-    return int(bool(problems(report)))
-
-
-def _plain(value: Any) -> str:
-    """The text of a value without a JSON type, such as a dtype."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+    if given.prove:
+        return prove.main(given)
+    found = answer(given, "doctor", lambda: examine(given), render)
+    return 2 if found is None else int(bool(problems(found)))

@@ -37,8 +37,13 @@ def answer(
     except (ValueError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return None
-    print(json.dumps(plain(found), indent=2, default=str) if given.json else render(found))
+    print(json.dumps(plain(found), indent=2, default=_text) if given.json else render(found))
     return found
+
+
+def _text(value: Any) -> str:
+    """Of a value without a JSON type, such as a dtype or a path."""
+    return str(value).removeprefix("torch.")
 
 
 def progress_lines() -> Progress:

@@ -15,12 +15,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.cli.named_options import named_options
 from megatron_fsdp_adapter.models import sources
 from megatron_fsdp_adapter.prove import ranks, report, run, source
 from megatron_fsdp_adapter.prove.scale_down import Room, shrink
@@ -73,15 +74,12 @@ def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> sourc
     return source.of_options(options, sources.name_of(files), given.world_size)
 
 
-def main(
-    given: argparse.Namespace, settings: Mapping[str, Any],
-    prepare: Callable[[], None] | None = None,
-) -> int:
-    """Proves and prints. prepare: see `run.Plan`."""
+def main(given: argparse.Namespace) -> int:
+    """Proves and prints. Returns the exit status."""
     try:
         if given.steps < 1 or given.more < 1:
             raise ValueError(f"--steps {given.steps}, --more {given.more}: at least 1 each")
-        recipe = read_recipe(given, settings)
+        recipe = read_recipe(given, named_options(given.set))
         room = this_room(given.ranks)
         shrunk = shrink(recipe.options, room, frozenset(given.keep))
     except (ValueError, FileNotFoundError) as error:
@@ -91,7 +89,7 @@ def main(
         paths = [str(recipe.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
-        plan = run.Plan(shrunk, Path(folder), given.steps, given.more, prepare)
+        plan = run.Plan(shrunk, Path(folder), given.steps, given.more)
         if not given.json:
             print(report.render_plan(recipe, plan), flush=True)
         try:
