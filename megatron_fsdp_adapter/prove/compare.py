@@ -112,14 +112,19 @@ def compare_tensors(
     floor = 1e-3 * total / max(number, 1)
     gaps = {name: gap(mine[name], theirs[name], allowed, floor) for name in theirs}
     bad = [name for name, (difference, _) in gaps.items() if not difference <= allowed]
-    worst = max(gaps, key=lambda name: _rank(gaps[name][0]))
+    worst = max(gaps, key=lambda name: _size(gaps[name][0]))
     difference, rows = gaps[worst]
     height = len(_as_rows(theirs[worst]))
     remark = described(bad, list(theirs), worst, rows, height) if bad else ""
     return Row(run, step, quantity, difference, allowed, worst, remark, len(theirs), len(bad))
 
 
-def _rank(difference: float) -> float:
+def rank_of(row: Row) -> float:
+    """What rows of one comparison are ordered by, the worst last."""
+    return _size(row.difference)
+
+
+def _size(difference: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 

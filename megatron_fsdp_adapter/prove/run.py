@@ -1,13 +1,13 @@
-"""Runs the ranks of a proof and compares their traces.
+"""Runs the ranks of a proof, which compare.
 
-The ranks train with stock DDP, which is the reference, and with this package's wrapper, save, load
-under another strategy and continue.
+They train with stock DDP, which is the reference, and with this package's wrapper, save, load under
+another strategy and continue.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +25,9 @@ from megatron_fsdp_adapter.prove.scale_down import (
 )
 
 Options = Mapping[str, Any]
+Values = dict[str, torch.Tensor]
 
-REFERENCE, TRAINED = "reference", "trained"
+TRAINED = "trained"
 OTHER_STRATEGY: Mapping[str, str] = {
     "no_shard": "optim",
     "optim": "optim_grads_params",
@@ -41,7 +42,7 @@ SIMPLER: Mapping[str, Any] = {one.name: one.default for one in OPTIONS if one.so
 class Plan:
     """The plan of a proof.
 
-    steps, more: steps before and after the save; folder: for traces and checkpoints; prepare:
+    steps, more: steps before and after the save; folder: for the checkpoint; prepare:
     called on every rank of ours before it builds (tests break the engine with it)."""
 
     shrunk: ScaledDown
@@ -60,22 +61,24 @@ class Plan:
         """The name of the run that loads."""
         return f"loaded as {self.other}"
 
-    def trace(self, run: str, rank: int, step: int) -> Path:
-        """The trace file of a rank after a step."""
-        return self.folder / "traces" / f"{run.replace(' ', '-')}.{rank}.{step}.pt"
+
+Steps = list[tuple[float, float, Values, Values]]
+"""Loss, norm, gradients and weights of each step."""
 
 
-def _record(plan: Plan, run: str, rank: int, trainer: Any, first: int, last: int) -> None:
+def _train(trainer: Any, first: int, last: int) -> tuple[Values, Steps]:
+    """The weights at the start, and the steps `first` to `last`."""
     from megatron_fsdp_adapter.prove import build
 
-    torch.save(trainer.weights(), plan.trace(run, rank, first))
+    start, found = trainer.weights(), []
     for number in range(first, last):
-        found = build.train_step(trainer, number)
+        found.append(build.train_step(trainer, number))
         build.set_rate(trainer.optimizer, trainer.options)
-        torch.save(found, plan.trace(run, rank, number + 1))
+    return start, found
 
 
-def _load(plan: Plan, rank: int, options: Options, device: torch.device) -> None:
+def _load(plan: Plan, options: Options, device: torch.device) -> Any:
+    """A trainer that has loaded what was saved."""
     from megatron_fsdp_adapter.checkpoint import (
         load_checkpoint,
         load_training_state,
@@ -93,47 +96,53 @@ def _load(plan: Plan, rank: int, options: Options, device: torch.device) -> None
     _, loaded = load_checkpoint(plan.folder / "checkpoint", state)
     load_training_state(trainer.chunks, loaded, trainer.optimizer)
     build.set_rate(trainer.optimizer, options)
-    _record(plan, plan.loaded, rank, trainer, plan.steps, plan.steps + plan.more)
+    return trainer
 
 
-def run_rank(rank: int, world: int, plan: Plan) -> None:
-    """Runs a rank: the reference, training, save, load under another strategy."""
+def run_rank(rank: int, world: int, plan: Plan) -> list[Row]:
+    """Runs a rank: the reference, training, save, load under another strategy. Returns its
+    comparisons."""
     from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
     from megatron_fsdp_adapter.checkpoint.record import topology_of
     from megatron_fsdp_adapter.prove import build
 
-    options = plan.shrunk.options
+    options, last = plan.shrunk.options, plan.steps + plan.more
     # Stock DDP without a distributed optimizer would reduce over the ranks of one instance.
     device = build.start({**options, "num_distributed_optimizer_instances": 1})
-    reference = build.build_trainer(options, device, False)
-    _record(plan, REFERENCE, rank, reference, 0, plan.steps + plan.more)
-    del reference
+    reference = _train(build.build_trainer(options, device, False), 0, last)
     build.start(options)
     if plan.prepare is not None:
         plan.prepare()
     trainer = build.build_trainer(options, device, True)
-    _record(plan, TRAINED, rank, trainer, 0, plan.steps)
+    start, trained = _train(trainer, 0, plan.steps)
     state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": plan.steps}
     save_checkpoint(plan.folder / "checkpoint", plan.steps, state,
                     topology=topology_of(SimpleNamespace(**options)))  # fmt: skip
+    rows = compare_steps(options, TRAINED, 0, start, trained, reference)
     other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
-    _load(plan, rank, other, device)
+    start, more = _train(_load(plan, other, device), plan.steps, last)
+    rows.append(compare.compare_tensors(
+        plan.loaded, plan.steps, "weights as loaded", start, trained[-1][3], 0.0
+    ))  # fmt: skip
+    return rows + compare_steps(options, plan.loaded, plan.steps, start, more, reference)
 
 
 def prove(plan: Plan, backend: str, timeout: float) -> list[Row]:
-    """Runs the ranks and compares. Raises `ranks.RanksError` if a rank fails or hangs."""
-    (plan.folder / "traces").mkdir(parents=True, exist_ok=True)
+    """Runs the ranks; returns the worst rank's row of each comparison. Raises `ranks.RanksError` if
+    a rank fails or hangs."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:
-        ranks.run_ranks(run_rank, plan.shrunk.world_size, plan, timeout=timeout, backend=backend)
+        found = ranks.run_ranks(
+            run_rank, plan.shrunk.world_size, plan, timeout=timeout, backend=backend
+        )
     finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-    return compare_all(plan)
+    return [max(same, key=compare.rank_of) for same in zip(*found, strict=True)]
 
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -155,68 +164,30 @@ def narrowest(options: Options) -> str:
     return "fp16" if options.get("fp16") else "fp32"
 
 
-def compare_all(plan: Plan) -> list[Row]:
-    """Comparisons of all runs: the worst rank of each quantity in each step."""
-    rows: list[Row] = []
-    end, here = plan.steps + plan.more, range(plan.shrunk.world_size)
-    for run, first, last in ((TRAINED, 0, plan.steps), (plan.loaded, plan.steps, end)):
-        if run != TRAINED:
-            rows.append(_loaded(plan, run, here))
-        for number in range(first + 1, last + 1):
-            by_rank = [_compare_step(plan, run, rank, number) for rank in here]
-            rows += [_worst(list(same)) for same in zip(*by_rank, strict=True)]
+def compare_steps(
+    options: Options, run: str, first: int, start: Values, steps: Steps,
+    reference: tuple[Values, Steps],
+) -> list[Row]:
+    """Comparisons of the steps after step `first` with the reference's."""
+    dtype, rows = narrowest(options), []
+    weights = [reference[0], *(step[3] for step in reference[1])]
+    for number, (loss, norm, gradients, after) in enumerate(steps, first + 1):
+        theirs = reference[1][number - 1]
+        limits = {name: compare.bound(dtype, name, number) for name in compare.FACTORS[dtype]}
+        rows.append(compare.compare_numbers(run, number, "loss", loss, theirs[0], limits["loss"]))
+        norms = compare.compare_numbers(run, number, "norm", norm, theirs[1], limits["norm"])
+        if number > 1 and routes_by_rounding(options):
+            rows.append(norms)
+        else:
+            so_far, allowed = [step[2] for step in reference[1][:number]], limits["gradients"]
+            mine, other = (
+                compare.significant_update(before, then, so_far, allowed)
+                for before, then in ((start, after), (weights[number - 1], weights[number]))
+            )
+            rows += [
+                compare.compare_tensors(run, number, "gradients", gradients, theirs[2], allowed),
+                norms,
+                compare.compare_tensors(run, number, "update", mine, other, limits["update"]),
+            ]
+        start = after
     return rows
-
-
-def _worst(rows: list[Row]) -> Row:
-    return max(rows, key=lambda row: compare._rank(row.difference))
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _loaded(plan: Plan, run: str, here: Sequence[int]) -> Row:
-    rows = []
-    for rank in here:
-        saved = _read(plan.trace(TRAINED, rank, plan.steps))[3]
-        found = _read(plan.trace(run, rank, plan.steps))
-        rows.append(compare.compare_tensors(run, plan.steps, "weights as loaded", found, saved,
-                                            0.0))  # fmt: skip
-    return _worst(rows)
-
-
-def _compare_step(plan: Plan, run: str, rank: int, number: int) -> list[Row]:
-    o = plan.shrunk.options
-    dtype = narrowest(o)
-
-    def limit(quantity: str) -> float:
-        return compare.bound(dtype, quantity, number)
-
-    loss, norm, gradients, weights = _read(plan.trace(run, rank, number))
-    ref_loss, ref_norm, ref_gradients, ref_weights = _read(plan.trace(REFERENCE, rank, number))
-    numbers = [
-        compare.compare_numbers(run, number, "loss", loss, ref_loss, limit("loss")),
-        compare.compare_numbers(run, number, "norm", norm, ref_norm, limit("norm")),
-    ]
-    if number > 1 and routes_by_rounding(o):
-        return numbers
-    so_far = [_read(plan.trace(REFERENCE, rank, n))[2] for n in range(1, number)]
-    so_far.append(ref_gradients)
-    updates = []
-    for name, after in ((run, weights), (REFERENCE, ref_weights)):
-        before = _weights_before(plan, name, rank, number)
-        updates.append(compare.significant_update(before, after, so_far, limit("gradients")))
-    return [
-        numbers[0],
-        compare.compare_tensors(run, number, "gradients", gradients, ref_gradients,
-                                limit("gradients")),
-        numbers[1],
-        compare.compare_tensors(run, number, "update", updates[0], updates[1],
-                                limit("update")),
-    ]  # fmt: skip
-
-
-def _weights_before(plan: Plan, run: str, rank: int, number: int) -> dict[str, torch.Tensor]:
-    found = _read(plan.trace(run, rank, number - 1))
-    return found[3] if isinstance(found, tuple) else found
