@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from .program import Kind
 
@@ -71,10 +71,17 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Contention:
-    """Slowdown factors of concurrent operations, fitted to half of the rows of
-    docs/performance.md."""
+class Machine:
+    """A GPU, its network and its host.
 
+    host: launch time relative to the reference host. straggle: relative standard deviation of a
+    host's step time; a step takes as long as the slowest host's. The others are slowdown factors of
+    concurrent operations, fitted to half of the measured rows (docs/plan.md)."""
+
+    gpu: Gpu
+    network: Network
+    host: float = 1.3
+    straggle: float = 0.005
     product_beside_nccl: float = 1.33
     product_beside_copies: float = 1.19
     product_beside_memory: float = 1.3
@@ -84,20 +91,6 @@ class Contention:
     exchange_beside_product: float = 1.28
     memory_beside_product: float = 2.9
     memory_beside_nccl: float = 1.46
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A GPU, its network and its host.
-
-    host: launch time relative to the reference host. straggle: relative standard deviation of a
-    host's step time; a step takes as long as the slowest host's."""
-
-    gpu: Gpu
-    network: Network
-    contention: Contention = field(default_factory=Contention)
-    host: float = 1.3
-    straggle: float = 0.005
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 
-from .machine import Contention, Group, Machine, collective_seconds, operation_seconds
+from .machine import Group, Machine, collective_seconds, operation_seconds
 from .program import COLLECTIVES, PRODUCTS, Kind, Operation, Program
 
 EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
@@ -88,7 +88,7 @@ def simulate(
             intervals.append((now, next_launch, (), True))
             now = next_launch
             continue
-        rates = _rates(state, machine.contention)
+        rates = _rates(state, machine)
         step = min(state.left[i] / rates[i] for i in state.running.values())
         step = min(step, next_launch - now)
         late = COMPUTE not in state.running and _waits_for_host(state, now)
@@ -182,7 +182,7 @@ def _waits_for_host(state: State, now: float) -> bool:
     return head is not None and not (_is_launched(state, head, now) or _blocked(state, head))
 
 
-def _rates(state: State, cost: Contention) -> dict[int, float]:
+def _rates(state: State, cost: Machine) -> dict[int, float]:
     """Index of a running operation -> its speed relative to running alone."""
     operations = state.program.operations
     return {
@@ -194,7 +194,7 @@ def _rates(state: State, cost: Contention) -> dict[int, float]:
     }  # fmt: skip
 
 
-def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
+def _slowed(one: Operation, other: Operation, cost: Machine) -> float:
     """The slowdown factor of `one` beside `other`."""
     computes, communicates = other.kind in COMPUTES, other.kind in COLLECTIVES
     if one.kind in COMPUTES:

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_adapter.checkpoint.names import split_depth
+
 Named = Sequence[tuple[str, Any]]
 """(name, pair of unsharded and sharded parameter of the engine)."""
 
 
 def plain_name(name: str) -> str:
     """A parameter's name without the prefixes of wrappers."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return split_depth(name)[1]
 
 
 def shard_groups(group: Any) -> tuple[Any, ...]:

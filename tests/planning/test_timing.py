@@ -9,7 +9,6 @@ import pytest
 from megatron_fsdp_adapter.planning.machine import (
     GPUS,
     NETWORKS,
-    Contention,
     Group,
     Machine,
     collective_seconds,
@@ -18,9 +17,9 @@ from megatron_fsdp_adapter.planning.machine import (
 from megatron_fsdp_adapter.planning.program import Kind, Operation, Program
 from megatron_fsdp_adapter.planning.timing import HOST, simulate, time_windows
 
-ALONE = Contention(*[1.0] * len(fields(Contention)))
+ALONE = {one.name: 1.0 for one in fields(Machine) if "_beside_" in one.name}
 GPU = replace(GPUS["h200"], memory_tbps=1.0, product_tflops=1.0, kernel_us=1e-9, sustained=1.0)
-MACHINE = Machine(GPU, NETWORKS["nvlink4-ib400"], ALONE, host=1.0)
+MACHINE = Machine(GPU, NETWORKS["nvlink4-ib400"], host=1.0, **ALONE)
 PAIR = {"dense": Group(2, 2)}
 MS = 1e9
 """Amount of a product, or of a pass, that takes a millisecond on that GPU."""
@@ -48,7 +47,7 @@ def memory(role: str = "gather", amount: float = MS, **given) -> Operation:
 REDUCE = Operation("reduce", Kind.REDUCE_SCATTER, 1e9, group="dense", channel="dense")
 ALONE_S = timed(gather(1e8))["ends"][0]
 LONG_S = timed(gather(1e9))["ends"][0]
-SLOWED = replace(MACHINE, contention=replace(ALONE, product_beside_nccl=2.0))
+SLOWED = replace(MACHINE, product_beside_nccl=2.0)
 HOT = replace(MACHINE, gpu=replace(GPU, sustained=1.1, busy=0.5))
 TIMES = {
     "one thing after the other on a stream, and streams at once": (
