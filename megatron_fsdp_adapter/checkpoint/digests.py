@@ -17,7 +17,6 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,27 +34,9 @@ def silent(name: str, nbytes: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-@dataclass(frozen=True)
-class FileDigest:
-    """Running digests of a file: `crcs[i]` is the digest of the bytes before `ends[i]`.
-
-    ends: positions in bytes, ascending; the last is the file's size. Raises ValueError if they are
-    not ascending, or if their number is not that of the digests.
-    """
-
-    ends: tuple[int, ...]
-    crcs: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in zip((0, *self.ends), self.ends, strict=False))
-        if not ascending or len(self.ends) != len(self.crcs):
-            raise ValueError(f"digests at {self.ends[:9]}... are not at ascending positions")
-
-    @property
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        return self.ends[-1] if self.ends else 0
-
+FileDigest = list[tuple[int, int]]
+"""Running digests of a file: ends of its items in bytes, ascending, and the digest of all bytes
+before."""
 
 Problem = dict[str, Any]
 """Damage: file, start and stop of the bytes (None: the whole file), and what is wrong."""
@@ -111,22 +92,27 @@ class DigestingFile:
             self._failed = OSError(error.errno, error.strerror, str(self._path))
 
 
+def size_of(digest: FileDigest) -> int:
+    """Size of the file in bytes."""
+    return digest[-1][0] if digest else 0
+
+
 def digest_of(path: Path) -> FileDigest:
     """The digest of an existing file."""
     crc, size = 0, 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             crc, size = zlib.crc32(piece, crc), size + len(piece)
-    return FileDigest((size,), (crc,)) if size else FileDigest((), ())
+    return [(size, crc)] if size else []
 
 
 def write_digests(folder: Path, files: Mapping[str, FileDigest]) -> None:
     """Writes `digests.json`. Not forced to disk."""
     table = {
         name: {
-            "bytes": digest.size,
-            "ends": list(digest.ends),
-            ALGORITHM: [f"{crc:08x}" for crc in digest.crcs],
+            "bytes": size_of(digest),
+            "ends": [end for end, _ in digest],
+            ALGORITHM: [f"{crc:08x}" for _, crc in digest],
         }
         for name, digest in sorted(files.items())
     }
@@ -145,7 +131,7 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
         if content["algorithm"] != ALGORITHM:
             raise ValueError(f"algorithm {content['algorithm']!r} is unknown")
         return {
-            name: FileDigest(tuple(row["ends"]), tuple(int(crc, 16) for crc in row[ALGORITHM]))
+            name: list(zip(row["ends"], (int(crc, 16) for crc in row[ALGORITHM]), strict=True))
             for name, row in content["files"].items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -160,8 +146,8 @@ def check_bytes(path: Path, content: bytes) -> None:
     without digests is not checked."""
     recorded = read_digests(path.parent)
     if recorded is not None:
-        saved = recorded.get(path.name)
-        if saved is None or (saved.size, saved.crcs[-1:]) != (len(content), (zlib.crc32(content),)):
+        saved = recorded.get(path.name) or [(-1, 0)]
+        if saved[-1] != (len(content), zlib.crc32(content)):
             raise ValueError(f"{path.name} differs from its digest in {DIGESTS}")
 
 
@@ -172,13 +158,13 @@ def check_file(path: Path, digest: FileDigest, progress: Progress = silent) -> l
     """
     name = path.name
     size = path.stat().st_size if path.is_file() else None
-    if size != digest.size:
-        what = "missing" if size is None else f"has {size} bytes, was saved with {digest.size}"
+    if size != (saved := size_of(digest)):
+        what = "missing" if size is None else f"has {size} bytes, was saved with {saved}"
         return [{"file": name, "start": None, "stop": None, "what": what}]
     found = []
     with path.open("rb", buffering=0) as file:
         start, before = 0, 0
-        for end, crc in zip(digest.ends, digest.crcs, strict=True):
+        for end, crc in digest:
             file.seek(start)
             if what := _check_item(file, end - start, before, crc, lambda n: progress(name, n)):
                 found.append({"file": name, "start": start, "stop": end, "what": what})

@@ -230,10 +230,8 @@ def with_shared_parts(
 
 def _file_digests(results: Iterable[WriteResult]) -> dict[str, digests.FileDigest]:
     """Digests of the data files, from the results of their items, which are in file order."""
-    notes: dict[str, list[tuple[int, int]]] = {}
+    found: dict[str, digests.FileDigest] = {}
     for result in results:
         info, crc = result.storage_data
-        notes.setdefault(info.relative_path, []).append((info.offset + info.length, crc))
-    return {
-        name: digests.FileDigest(*zip(*listed, strict=True)) for name, listed in notes.items()
-    }
+        found.setdefault(info.relative_path, []).append((info.offset + info.length, crc))
+    return found

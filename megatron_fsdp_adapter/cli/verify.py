@@ -48,7 +48,7 @@ def examine(
     return {
         "folder": str(folder),
         "files": len(recorded),
-        "bytes": sum(digest.size for digest in recorded.values()),
+        "bytes": sum(map(digests.size_of, recorded.values())),
         "algorithm": digests.ALGORITHM,
         "intact": not found,
         "problems": [{**one, "text": digests.described(one, metadata)} for one in found],
