@@ -137,8 +137,12 @@ def test_a_save_that_fails_leaves_no_half_under_the_name(
     assert sorted(path.name for path in tmp_path.glob("*iter*")) == ["iter_0000006"]
 
 
+def killed(_: object) -> None:
+    raise RuntimeError("killed")
+
+
 def test_a_tracker_is_replaced_as_a_whole(
-    modules: dict[str, types.ModuleType], tmp_path: Path
+    modules: dict[str, types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker, other = tmp_path / folders.TRACKER, tmp_path / "other.txt"
     tracker.write_text("5")
@@ -151,6 +155,11 @@ def test_a_tracker_is_replaced_as_a_whole(
         file.write("7")
         raise RuntimeError
     assert tracker.read_text() == "6"
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(folders.os, "fsync", killed)
+        with open_file(tracker, "w") as file:
+            file.write("8")
+    assert tracker.read_text() == "6", "it is not written before its text is on disk"
     with open_file(other, "w") as file:
         assert not isinstance(file, megatron_saves.ReplacingFile)
     assert modules[BRIDGE].open is not builtins.open
@@ -172,9 +181,6 @@ def test_bridges_train_state_is_replaced_as_a_whole(
     source.write_text("new"), target.write_text("old")
     copy = modules[BRIDGE].shutil.copy
     assert modules[BRIDGE].shutil.rmtree is shutil.rmtree
-
-    def killed(_: object) -> None:
-        raise RuntimeError("killed")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
         patch.setattr(folders, "sync_files", killed)
