@@ -238,27 +238,6 @@ def test_what_was_marked_on_a_parameter_is_on_both_identities() -> None:
         assert not hasattr(model.output_layer.weight, name), name
 
 
-@pytest.mark.parametrize("strategy", ("no_shard", "optim_grads_params"))
-def test_requires_grad_survives_wrapping(strategy: str) -> None:
-    """In either identity, after construction and after a step."""
-
-    def freeze(model: nn.Module) -> None:
-        model.embedding.requires_grad_(False)
-        model.decoder.layers[0].mlp.linear_fc1.weight.requires_grad_(False)
-
-    model = build_model(CASE, DEVICE)
-    freeze(model)
-    expected = {name: param.requires_grad for name, param in model.named_parameters()}
-    assert len(set(expected.values())) == 2
-    trainer = build_trainer(CASE, strategy, DEVICE, freeze)
-    for _ in range(2):
-        for show in (trainer.wrapper.start_param_sync, trainer.wrapper.stop_communication):
-            show()
-            shown_now = trainer.wrapper.module.module.named_parameters()
-            assert {name: param.requires_grad for name, param in shown_now} == expected
-        train_step(trainer, data())
-
-
 # Gradients.
 
 

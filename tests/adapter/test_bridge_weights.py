@@ -50,7 +50,8 @@ class MegatronModelBridge(Adapters):
     def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any) -> Any:
         for task in self.build_conversion_tasks(hf_pretrained, megatron_model):
             assert not isinstance(task.param_weight, DTensor)
-            task.param_weight.data.copy_(hf_pretrained(task.name, task.param_weight.shape))
+            with torch.no_grad():
+                task.param_weight.copy_(hf_pretrained(task.name, task.param_weight.shape))
         self._broadcast_shared_embeddings(megatron_model)
 
     def _broadcast_shared_embeddings(self, megatron_model: Any) -> None:

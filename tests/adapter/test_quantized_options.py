@@ -159,22 +159,6 @@ def test_gathers_of_quantized_weights_that_are_not_quantized_are_refused(
         wrapped(one_rank, "optim", monkeypatch, False, fp8_param_gather=True)
 
 
-def test_weights_in_nvfp4_are_refused_and_its_products_are_not(
-    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
-    model, options = build_model(CASE, one_rank), ddp_config(CASE, "optim", {})
-    vars(model.config).update(vars(asks("nvfp4")))
-    FullyShardedDataParallel(model.config, options, model)
-    model = build_model(CASE, one_rank)
-    vars(model.config).update(vars(asks("nvfp4")), fp4_param=True)
-    options.fp4_param_gather = True
-    with pytest.raises(ValueError) as caught:
-        FullyShardedDataParallel(model.config, options, model)
-    for option in ("fp4_param", "fp4_param_gather"):
-        assert f"{option}=True: weights cannot be kept or gathered in NVFP4" in str(caught.value)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_transposes_are_kept_where_weights_are(
     strategy: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: Any

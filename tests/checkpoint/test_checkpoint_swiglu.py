@@ -21,6 +21,7 @@ from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, read_chunks, unev
 from megatron_fsdp_adapter.checkpoint.names import HALVES
 from megatron_fsdp_adapter.dtensor import whole_tensor
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
+from tests.distributed.gpt import full_all
 from tests.distributed.topologies import (
     CASE,
     Topology,
@@ -55,11 +56,25 @@ def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...
             places.append(read_chunks(half))
     with pytest.raises(ValueError, match=r"state_dict_for_save_checkpoint\(\)"):
         core.make_fsdp_dtensor(next(iter(params.values())), None, dist_index=None)
+    if tp == 1:
+        _check_loads(inner)
     return places
 
 
 def _forbidden(*_: Any, **__: Any) -> None:
     raise AssertionError("the split communicates")
+
+
+def _check_loads(inner: Any) -> None:
+    """Of copies in that form, each rank's rows or whole, by a model that has other values."""
+    state, params = inner.state_dict_for_save_checkpoint(), list(inner.parameters())
+    own = {key: v for key, v in state.items() if isinstance(v, DTensor)}
+    expected = [param._local_tensor.clone() for param in params]
+    for given in ({key: value.clone() for key, value in own.items()}, full_all(own)):
+        for param in params:
+            param._local_tensor.detach().fill_(0.5)
+        inner.load_state_dict(given)
+        assert all(map(torch.equal, [param._local_tensor for param in params], expected))
 
 
 @pytest.mark.parametrize(("size", "tp"), [(3, 1), (4, 2)])

@@ -58,23 +58,6 @@ def test_a_key_that_means_the_same_in_both_forms_is_no_question() -> None:
     assert chosen_form(forms, ["embedding"])[1] == {"embedding": "embedding"}
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["dtensors", "plain"])
-def test_a_wrapper_loads_the_form_of_a_checkpoint(trainer: Trainer, plain: bool) -> None:
-    """Copies, so that nothing is there before it is loaded."""
-    wrapper = trainer.wrapper
-    state = {
-        key: (value._local_tensor if plain else value).clone()
-        for key, value in wrapper.state_dict_for_save_checkpoint().items()
-        if isinstance(value, torch.Tensor)
-    }
-    expected = [param._local_tensor.clone() for param in wrapper.parameters()]
-    for param in wrapper.parameters():
-        param._local_tensor.detach().fill_(0.5)
-    wrapper.load_state_dict(state)
-    for param, value in zip(wrapper.parameters(), expected, strict=True):
-        assert torch.equal(param._local_tensor, value)
-
-
 def test_a_half_that_is_missing_or_misshaped_is_named(trainer: Trainer) -> None:
     name = "module.decoder.layers.1.mlp.linear_fc1.weight"
     state = trainer.wrapper.state_dict_for_save_checkpoint()

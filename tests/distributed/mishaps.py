@@ -101,6 +101,30 @@ def changing(name: str) -> Callable[[nn.Module], None]:
     return change
 
 
+class Spoiler:
+    """While `value` is set, puts it into the gradient that each backward, or the one of that number
+    alone, gives one parameter on the second rank."""
+
+    def __init__(self, name: str, backward: int | None = None) -> None:
+        self.name, self.backward = name, backward
+        self.value: float | None = None
+        self.calls = 0
+
+    def attach(self, model: nn.Module) -> None:
+        [param] = [p for name, p in model.named_parameters() if name.endswith(self.name)]
+        param.register_hook(self._grad)
+
+    def _grad(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self.calls += 1
+        if self.value is None or dist.get_rank() != 1:
+            return None
+        if self.backward not in (None, self.calls - 1):
+            return None
+        spoiled = grad.clone()
+        spoiled.view(-1)[-1] = self.value
+        return spoiled
+
+
 # Faults while training.
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -22,33 +20,13 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
+from tests.distributed.mishaps import Spoiler
 from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=3)
 RANK, MICROBATCH = 1, 1
 UNIT = "decoder.layers.1"
 BAD = "mlp.linear_fc2.weight"
-
-
-class Spoiler:
-    """While `value` is set, multiplies by it the gradient that the second microbatch gives one
-    parameter on one rank."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self.calls = 0
-
-    def attach(self, model: nn.Module) -> None:
-        [param] = [p for name, p in model.named_parameters() if name.endswith(f"layers.1.{BAD}")]
-        param.register_hook(self._grad)
-
-    def _grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        self.calls += 1
-        if self.value is None or dist.get_rank() != RANK or self.calls - 1 != MICROBATCH:
-            return None
-        spoiled = grad.clone()
-        spoiled.view(-1)[3] = self.value
-        return spoiled
 
 
 def _backwards(trainer: Trainer, data: list[torch.Tensor]) -> None:
@@ -81,7 +59,7 @@ def test_it_is_named_by_rank_microbatch_unit_and_parameter(
     rank: int, strategy: str, option: str, value: float
 ) -> None:
     """The value is in one gradient of one microbatch on one rank. Only that rank raises."""
-    spoiler, device = Spoiler(), init_megatron()
+    spoiler, device = Spoiler(f"layers.1.{BAD}", MICROBATCH), init_megatron()
     trainer = build_trainer(CASE, strategy, device, spoiler.attach, ddp={option: True})
     data = batches(CASE, 0, rank, device)
     assert _error_of(_backwards, trainer, data) == ""

@@ -82,7 +82,10 @@ def through_bridge(trainer: Trainer, weights: Weights) -> None:
         bridge = module.MegatronModelBridge()
         bridge.load_weights_hf_to_megatron(given(weights), [trainer.wrapper])
         trainer.wrapper.start_param_sync(force_sync=True)
-        for name, value in bridge.stream_weights_megatron_to_hf([trainer.wrapper], None):
+        exported = bridge.stream_weights_megatron_to_hf(
+            [trainer.wrapper], None, weight_dtype=torch.float32
+        )
+        for name, value in exported:
             same(value, weights[plain_name(name)], f"{name}, exported")
 
 
