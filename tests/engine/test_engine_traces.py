@@ -15,7 +15,15 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.engine.engine_cases import HIDDEN, Setup, build
 from tests.engine.pretended import pretended_world
-from tests.engine.scenarios import EVENTS, SCENARIOS, ZERO_1, ZERO_2, ZERO_3
+from tests.engine.scenarios import (
+    EVENTS,
+    SCENARIOS,
+    ZERO_0,
+    ZERO_1,
+    ZERO_2,
+    ZERO_3,
+    play,
+)
 from tests.engine.traces import FOLDER, GOLDEN, collectives, golden, schedule, steady, traced
 
 
@@ -41,6 +49,36 @@ def test_issue_order_is_equal_on_every_rank(strategy, event):
         traces.append(schedule(rig.runtime))
     assert traces[0] == traces[1] == traces[2]
     assert any("all_reduce" in line or "reduce_scatter" in line for line in traces[0])
+
+
+ENDS = {
+    "synced": ({}, "last; forward 0; backward"),
+    "no_sync": ({}, "more; forward 0; backward"),
+    "no_overlap": ({"overlap": False}, "last; forward 0; backward"),
+}
+"""Options, and the backwards of a step: what is left to be reduced when they are over differs."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "end"), [(s, end) for s in STRATEGIES for end in ENDS
+                          if end != "no_overlap" or s in (ZERO_0, ZERO_1)],
+)  # fmt: skip
+def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, end):
+    """That of the last backward that came to its end, in which layers ran in another order than
+    they are listed in."""
+    found = []
+    options, backward = ENDS[end]
+    for runs in (True, False):
+        with pretended_world(2):
+            rig = build(Setup(strategy, **options))
+            with rig.watch():
+                play("path 3102; step; zero; failing backward 1 in forward 0 and backward", rig)
+                rig.zero()
+                play(backward if runs else "sync waiting", rig)
+                rig.finish()
+        lines = schedule(rig.runtime)
+        found.append([line for line in lines if line.startswith(("reduce all_r", "reduce reduce"))])
+    assert found[0] == found[1] and len(found[0]) >= 14
 
 
 @pytest.mark.parametrize("width", [0, 9])

@@ -146,9 +146,10 @@ class FsdpEngine:
         self.trained = [pair for pair in self.pairs if pair.grad is not None]
         self.switch, self.saved = ParameterSwitch(self.pairs), SavedTensorFilter()
         self.backward = Backward(running=False)  # the one that runs, or the last one
-        # Ordinals in the order in which the last backward that accumulates completed the units. At
-        # first what most models do: their first unit's inputs need no gradient, so that it is
-        # completed at the end, with the root.
+        # Ordinals in the order in which the last backward that accumulates completed the units, so
+        # that a rank on which none runs launches as the others do. At first what most models do:
+        # their first unit's inputs need no gradient, so that it is completed at the end, with the
+        # root.
         inner = [unit.ordinal for unit in self.units[:-1]]
         self.completed: Iterable[int] = [*inner[:0:-1], self.root.ordinal, *inner[:1]]
         hooks.register(self, module, [plan.modules for plan in plans])
@@ -263,7 +264,7 @@ class FsdpEngine:
         around = frozenset([unit.ordinal for unit in self.units if unit.busy])
         self.backward = Backward(accumulates, self.is_last_microbatch, waits, around)
         if accumulates:
-            self.completed, self.grads_attached = self.backward.done, False
+            self.grads_attached = False
             # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
             # pipeline other forwards may still wait for their backward, which then follows.
             self.gather.forward_follows = self.in_flight == 1 and not is_last
@@ -322,6 +323,7 @@ class FsdpEngine:
         self.gather.reshard_all(but=backward.around)
         backward.running = False
         if backward.accumulates:
+            self.completed = backward.done
             self.in_flight -= 1
             if self.auto_sync and self.is_last_microbatch is not False:
                 self.finish_grads()
@@ -331,9 +333,9 @@ class FsdpEngine:
         """Starts every reduction of this step that has not been started."""
         self.memory.check("reducing gradients", KINDS)
         self.gather.updates.order_compute()
-        self.reduce.reduce_rest(
-            reversed(self.units) if self.has_grads else [self.units[i] for i in self.completed]
-        )
+        in_backward = [self.units[ordinal] for ordinal in self.completed]
+        overlaps = self.config.overlap_grad_reduce
+        self.reduce.reduce_rest(in_backward if overlaps else reversed(self.units))
 
     @torch.no_grad()
     def finish_grads(self) -> None:
