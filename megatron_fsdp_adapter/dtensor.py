@@ -15,7 +15,7 @@ only *reported* (`OwnRows`) does without them: operators never see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,35 +88,32 @@ class Chunks:
     def block(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
         """The part of `local` that torch DCP means by `index`, a view. ValueError if it is not
         here."""
-        start = 0
-        for offsets, sizes in self.boxes:
-            numel = math.prod(sizes)
+        for (offsets, _), part in self._parts(local):
             if index.offset is None or torch.Size(offsets) == index.offset:
-                # view, not reshape, which may copy: a load writes through it
-                return local.view(-1)[start : start + numel].view(sizes)
-            start += numel
+                return part
         raise ValueError(f"{index.fqn}: no chunk at {index.offset} on this rank")
 
     def take_from(self, whole: torch.Tensor, local: torch.Tensor) -> None:
         """Copies the blocks out of `whole` into `local`."""
-        for block, part in self._parts(whole, local):
-            part.copy_(block)
+        for box, part in self._parts(local):
+            part.copy_(whole[_place(box)])
 
     def put_into(self, whole: torch.Tensor, local: torch.Tensor) -> None:
         """Copies `local` into the blocks of `whole`."""
-        for block, part in self._parts(whole, local):
-            block.copy_(part)
+        for box, part in self._parts(local):
+            whole[_place(box)].copy_(part)
 
-    def _parts(
-        self, whole: torch.Tensor, local: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        found, start, flat = [], 0, local.view(-1)
-        for offsets, sizes in self.boxes:
-            numel = math.prod(sizes)
-            place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            found.append((whole[place], flat[start : start + numel].view(sizes)))
-            start += numel
-        return found
+    def _parts(self, local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Each block, and the view of `local` that has its elements. `view` and not `reshape`,
+        which may copy: a load writes through it."""
+        flat, end = local.view(-1), 0
+        for box in self.boxes:
+            start, end = end, end + math.prod(box[1])
+            yield box, flat[start:end].view(box[1])
+
+
+def _place(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
 
 
 class OwnRows(Shard):
@@ -267,19 +264,13 @@ class UnevenDTensor(DTensor):
         return distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if self.chunks is None:
-            return super().__create_chunk_list__()
-        return self.chunks.listed()
+        return known_chunks(self).listed()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        if self.chunks is None:
-            return super().__create_write_items__(fqn, object)
-        return self.chunks.write_items(fqn, self._local_tensor, self.size())
+        return known_chunks(self).write_items(fqn, self._local_tensor, self.size())
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        if self.chunks is None:
-            return super().__get_tensor_shard__(index)
-        return self.chunks.block(self._local_tensor, index)
+        return known_chunks(self).block(self._local_tensor, index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
         self._raise_if_parameter("copy.deepcopy")
@@ -383,6 +374,18 @@ def even_chunks(dtensor: DTensor) -> Chunks | None:
     return Chunks(((tuple(chunk.offsets), sizes),) if math.prod(sizes) else ())
 
 
+def known_chunks(dtensor: DTensor) -> Chunks:
+    """`chunks_of` a DTensor, or its `even_chunks`; ValueError if its place in the whole is unknown.
+    """
+    chunks = chunks_of(dtensor) or even_chunks(dtensor)
+    if chunks is None:
+        raise ValueError(
+            f"a DTensor of shape {tuple(dtensor.shape)} is split unevenly (here "
+            f"{tuple(dtensor._local_tensor.shape)}) and carries no chunks"
+        )
+    return chunks
+
+
 def whole_tensor(dtensor: DTensor) -> torch.Tensor:
     """The whole of an `UnevenDTensor`, or of a DTensor that torch split, on every rank of its mesh,
     without a gradient. Collective.
@@ -399,14 +402,8 @@ def whole_tensor(dtensor: DTensor) -> torch.Tensor:
         local = local.to(dtensor.device_mesh.device_type)
     if is_replicated(dtensor):
         return local.clone()
-    chunks = chunks_of(dtensor) or even_chunks(dtensor)
-    if chunks is None:
-        raise ValueError(
-            f"a DTensor of shape {tuple(dtensor.shape)} is split unevenly (here "
-            f"{tuple(local.shape)}) and carries no chunks"
-        )
     full = torch.zeros(tuple(dtensor.shape), dtype=local.dtype, device=local.device)
-    chunks.put_into(full, local.contiguous())
+    known_chunks(dtensor).put_into(full, local.contiguous())
     raw = full.view(-1).view(torch.uint8)
     for axis, placement in enumerate(dtensor._spec.placements):
         if not placement.is_replicate():

@@ -52,8 +52,8 @@ def is_lions(spec: ParamSpec) -> bool:
     return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
 
 
-MOMENTS = {
-    "muon": Moments(is_muons), "adaptive_muon": Moments(is_muons, 2), "lion": Moments(is_lions)
+MOMENTS: Mapping[str, Moments] = {
+    "muon": (is_muons, 1), "adaptive_muon": (is_muons, 2), "lion": (is_lions, 1),
 }  # fmt: skip
 """`optimizer` -> moments of the weights that Adam does not update."""
 
@@ -63,7 +63,7 @@ def matrices_of_muon(
 ) -> dict[str, int]:
     """Bytes of whole matrices that Muon holds in a step, if each parameter is one matrix. layouts:
     those of all units."""
-    if precision.moments is None or precision.moments.of is not is_muons:
+    if precision.moments is None or precision.moments[0] is not is_muons:
         return {}
     groups = [
         (layout.num_shards, [(s.shape[0], s.shape[1]) for s in layout.specs if is_muons(s)])

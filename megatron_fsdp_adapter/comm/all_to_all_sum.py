@@ -64,20 +64,16 @@ def _kernel(device: torch.device) -> SumRows | None:
 
 @dataclass(frozen=True)
 class SumsOfReceived:
-    """A handle that adds up what the ranks sent, one row each, when it is waited for. `works` are
-    those of the exchange: none where the current stream orders it."""
+    """A handle that adds up what the ranks sent when it is waited for. `works` are those of the
+    exchange."""
 
     works: Sequence[Any]
-    received: torch.Tensor
-    output: torch.Tensor
-    scale: float
-    accumulate: bool
-    sum_rows: SumRows
+    add_up: Callable[[], None]
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.sum_rows(self.received, self.output, self.scale, self.accumulate)
+        self.add_up()
 
 
 def reduce_scatter(
@@ -97,11 +93,11 @@ def reduce_scatter(
         received = receive(source)
         exchange = communicator.all_to_all(received, source)
         rows = received.view(communicator.size, -1)
-        sums = SumsOfReceived(exchange, rows, output, scale, accumulate, sum_rows)
+        add_up = functools.partial(sum_rows, rows, output, scale, accumulate)
         if exchange:
-            works.append(sums)
-        else:
-            sums.wait()
+            works.append(SumsOfReceived(exchange, add_up))
+        else:  # the current stream orders it
+            add_up()
     return works
 
 

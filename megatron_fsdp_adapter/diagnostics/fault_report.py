@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,35 +69,26 @@ class NamedWork:
     """A handle whose failure names what was waited for."""
 
     work: Any
-    launch: Launch
-    explain: Callable[[Launch, RuntimeError], CommunicationError]
+    explain: Callable[[RuntimeError], CommunicationError]
 
     def wait(self) -> None:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise self.explain(self.launch, error) from error
+            raise self.explain(error) from error
 
 
 class NamedCommunicator(Communicator):
-    """A communicator whose failures name what it carries: `unit_of` finds the unit of a group's
-    name. `log` records what the host will not wait for."""
+    """A communicator whose failures name what it carries, as `report` knows it."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        unit_of: Callable[[str], str],
-        log: Callable[[float], LaunchLog],
-        is_capturing: Callable[[], bool],
+        self, group: dist.ProcessGroup, device: torch.device, report: FaultReport
     ) -> None:
         super().__init__(group, device)
-        self._unit_of, self._is_capturing = unit_of, is_capturing
-        ordered = self.stream_ordered and self.size > 1
-        self._log = log(timeout_of(group, device)) if ordered else None
+        self._report = report
 
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
-        launch = launch._replace(carries=self._unit_of(launch.carries))
+        launch = launch._replace(carries=self._report.unit_of(launch.carries))
         return CommunicationError(
             f"rank {dist.get_rank()}: {launch}, failed: {error}. Another rank has failed, is late "
             f"by more than {timeout_of(self.group, self.device):g} s (the timeout of the process "
@@ -115,12 +107,9 @@ class NamedCommunicator(Communicator):
             works = super().launch(name, pairs, **options)
         except RuntimeError as error:
             raise self._failed(launch, error) from error
-        if self._log is not None:
-            if self._is_capturing():
-                self._log.rest()
-            else:
-                self._log.note(launch)
-        return works and [NamedWork(work, launch, self._failed) for work in works]
+        if self.stream_ordered:
+            self._report.note(launch, self)
+        return works and [NamedWork(work, partial(self._failed, launch)) for work in works]
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
@@ -182,17 +171,17 @@ class FaultReport:
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
         """Makes the engine's communicators."""
-        return NamedCommunicator(group, device, self.unit_of, self._log_with, self._is_capturing)
+        return NamedCommunicator(group, device, self)
 
-    def _is_capturing(self) -> bool:
-        engine = self._engine()
-        return engine is not None and engine.runtime.is_capturing()
-
-    def _log_with(self, timeout: float) -> LaunchLog:
-        """One for all communicators, by the first one's timeout in seconds."""
+    def note(self, launch: Launch, on: Communicator) -> None:
+        """Logs what the host will not wait for, with the patience of the first communicator."""
         if self._log is None:
-            self._log = LaunchLog(timeout / 2)
-        return self._log
+            self._log = LaunchLog(timeout_of(on.group, on.device) / 2)
+        engine = self._engine()
+        if engine is not None and engine.runtime.is_capturing():
+            self._log.rest()
+        else:
+            self._log.note(launch)
 
     def engine_made(self, engine: FsdpEngine) -> None:
         """From now on `engine` knows the names."""
@@ -211,9 +200,8 @@ class FaultReport:
     def explain_allocation(self, label: str, flat: torch.Tensor, error: RuntimeError) -> None:
         """Raises an error with the report for the buffer `flat`, which could not be given storage;
         returns if `error` is about something else."""
-        if ran_out_of_memory(error):
-            what = f"{label} ({_size(flat.numel() * flat.element_size())}, {flat.dtype})"
-            raise self._out_of_memory(what, error) from error
+        nbytes = flat.numel() * flat.element_size()
+        self._explain(f"{label} ({_size(nbytes)}, {flat.dtype})", error)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -221,9 +209,8 @@ class FaultReport:
         try:
             yield
         except RuntimeError as error:
-            if not ran_out_of_memory(error):
-                raise
-            raise self._out_of_memory(f"the buffers of {self._being_built()}", error) from error
+            self._explain(f"the buffers of {self._being_built()}", error)
+            raise
 
     def _being_built(self) -> str:
         for plan in self._plans:
@@ -232,13 +219,15 @@ class FaultReport:
                 return f"unit {plan.name} at construction"
         return "the wrapper at construction"
 
-    def _out_of_memory(self, what: str, error: RuntimeError) -> RuntimeError:
+    def _explain(self, what: str, error: RuntimeError) -> None:
+        if not ran_out_of_memory(error):
+            return
         lines = memory_plan(self._placed, self._config, self._kinds, self._own)
         plan = "\n".join(f"  {line}" for line in lines)
-        return type(error)(
+        raise type(error)(
             f"rank {dist.get_rank()}: no memory for {what}: {error}\n"
             f"Peak memory of this rank with the strategy {self._config.strategy.name}, without "
             "activations:\n"
             f"{plan}\n"
             f"{REMEDY}"
-        )
+        ) from error

@@ -9,7 +9,6 @@ would wait for the device in every unit's backward.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,6 @@ from ..core.engine.unit import Unit
 
 MOST_LINES = 20
 """Of an error: after a bad microbatch nearly every parameter is bad."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """`largest[i]` is the largest magnitude, as a 0-dim device tensor, of what `names[i]` names."""
-
-    microbatch: int
-    names: tuple[str, ...]
-    largest: list[torch.Tensor]
 
 
 class GradCheck:
@@ -38,7 +28,8 @@ class GradCheck:
     def __init__(self, by_param: bool) -> None:
         self.by_param = by_param
         self._backwards: Counter[int] = Counter()
-        self._notes: list[Note] = []
+        # Microbatch, name, and the largest magnitude of what it names: a 0-dim device tensor.
+        self._notes: list[tuple[int, str, torch.Tensor]] = []
 
     def note(self, unit: Unit) -> None:
         """Looks at the gradients that `unit`'s backward has just added to its buffers."""
@@ -53,8 +44,8 @@ class GradCheck:
         filled = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]
         if filled:
             largest = torch._foreach_norm([tensors[i] for i in filled], float("inf"))
-            microbatch = self._backwards[unit.ordinal]
-            self._notes.append(Note(microbatch, tuple(names[i] for i in filled), list(largest)))
+            number = self._backwards[unit.ordinal]
+            self._notes += [(number, names[i], one) for i, one in zip(filled, largest, strict=True)]
         self._backwards[unit.ordinal] += 1
 
     def clear(self) -> None:
@@ -71,14 +62,11 @@ class GradCheck:
         notes, self._notes = self._notes, []
         if not notes:
             return
-        every = [value.float() for note in notes for value in note.largest]
-        values = iter(torch.stack(every).tolist())
+        values = torch.stack([largest.float() for _, _, largest in notes]).tolist()
         found: dict[str, str] = {}
-        for note in notes:
-            for name in note.names:
-                value = next(values)
-                if not abs(value) < float("inf"):
-                    found.setdefault(name, f"microbatch {note.microbatch}, {name}: {value}")
+        for (microbatch, name, _), value in zip(notes, values, strict=True):
+            if not abs(value) < float("inf"):
+                found.setdefault(name, f"microbatch {microbatch}, {name}: {value}")
         if found:
             raise RuntimeError(self._message(list(found.values())))
 

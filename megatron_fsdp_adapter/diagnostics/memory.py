@@ -78,12 +78,8 @@ PREFETCHED = torch.bfloat16.itemsize
 """Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Which parameters the optimizer keeps `count` moments of, in the main weights' dtype."""
-
-    of: Callable[[ParamSpec], bool]
-    count: int = 1
+Moments = tuple[Callable[[ParamSpec], bool], int]
+"""Which parameters the optimizer keeps moments of in the main weights' dtype, and how many."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +111,20 @@ class Precision:
             raise ValueError(f"state_bytes={self.state_bytes} must not be negative")
 
 
-def held_numel(layout: GroupLayout, rank: int) -> int:
-    """Elements of items, padding excluded, in the rank's shard."""
-    return sum(layout.shard_range(index, rank).numel for index in range(len(layout.specs)))
+def updated_numel(
+    layout: GroupLayout, row: Strategy, rank: int,
+    of: Callable[[ParamSpec], bool] = lambda spec: True,
+) -> int:
+    """Elements, padding excluded, that `rank` updates, of the items that `of` accepts."""
+    return sum(
+        layout.shard_range(index, rank).numel if row.shard_main else spec.numel
+        for index, spec in enumerate(layout.specs) if of(spec)
+    )
 
 
 def held_by_rank(layout: GroupLayout) -> list[int]:
-    """`held_numel` of every rank, at the cost of the pieces that exist."""
+    """Elements of items, padding excluded, in every rank's shard, at the cost of the pieces that
+    exist."""
     held = [0] * layout.num_shards
     for index in range(len(layout.specs)):
         for rank in layout.holders(index):
@@ -169,27 +172,16 @@ def group_bytes(
     )
     if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
-    elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
-    others, each = _with_own_moments(layout, row, precision.moments, rank)
-    state = (elements - others) * precision.state_bytes + others * each * main.itemsize
+    state = updated_numel(layout, row, rank) * precision.state_bytes
+    if precision.moments is not None:
+        of, count = precision.moments
+        others = updated_numel(layout, row, rank, of)
+        state += others * (count * main.itemsize - precision.state_bytes)
     held[OPTIMIZER_STATE] = state
     if precision.offload:
         numel = shard if row.shard_main else total
         return _streamed(held, layout, row, numel, main, precision.state_bytes)
     return held
-
-
-def _with_own_moments(
-    layout: GroupLayout, row: Strategy, moments: Moments | None, rank: int
-) -> tuple[int, int]:
-    """Elements on `rank` of parameters that have `moments`, and how many each has."""
-    if moments is None:
-        return 0, 0
-    return sum(
-        layout.shard_range(index, rank).numel if row.shard_main else spec.numel
-        for index, spec in enumerate(layout.specs)
-        if moments.of(spec)
-    ), moments.count
 
 
 def _streamed(
@@ -232,16 +224,15 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
     every = [root, *units]
     passing = (UNIT_IN_USE, IN_STEP)
     totals = _sum({k: v for k, v in unit.items() if LIFE[k] not in passing} for unit in every)
-    if any(STAGED in unit for unit in every):
-        staged = [unit.get(STAGED, 0) for unit in every]
-        totals[STAGED] = max(map(sum, zip(staged, [*staged[1:], 0], strict=True)))
-    if any(GATHERED_WEIGHTS in unit for unit in every):
-        totals[GATHERED_WEIGHTS] = root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units)
-    if any(REDUCE_BUCKET in unit for unit in every):
-        totals[REDUCE_BUCKET] = _largest(REDUCE_BUCKET, every)
-    if any(TRANSPOSES in unit for unit in every):
-        totals[TRANSPOSES] = max(unit.get(TRANSPOSES, 0) for unit in every)
-    return totals
+    staged = [unit.get(STAGED, 0) for unit in every]
+    at_once = {
+        STAGED: max(map(sum, zip(staged, [*staged[1:], 0], strict=True))),
+        GATHERED_WEIGHTS: root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units),
+        REDUCE_BUCKET: _largest(REDUCE_BUCKET, every),
+        TRANSPOSES: max(unit.get(TRANSPOSES, 0) for unit in every),
+    }
+    kinds = {kind for unit in every for kind in unit}
+    return totals | {kind: count for kind, count in at_once.items() if kind in kinds}
 
 
 def with_slots(

@@ -81,7 +81,7 @@ def test_state_is_as_large_as_the_formula_says(
     assert found == sum(expected)
     for pair in trainer.wrapper.engine.pairs:
         spec = pair.group.layout.specs[pair.index]
-        assert moments.of(spec) == decides(pair), spec.fqns
+        assert moments[0](spec) == decides(pair), spec.fqns
 
 
 def test_muon_and_state_in_host_memory_are_refused_by_the_formula() -> None:

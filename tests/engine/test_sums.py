@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_it_happens_when_the_exchange_is_waited_for():
             done.append(True)
 
     rows, output = torch.zeros(3, 4), torch.ones(4)
-    sums: Any = SumsOfReceived([Exchange()], rows, output, 0.5, True, sum_rows)
+    sums: Any = SumsOfReceived([Exchange()], partial(sum_rows, rows, output, 0.5, True))
     assert torch.equal(output, torch.ones(4)) and not done
     sums.wait()
     assert torch.equal(output, torch.full((4,), 4.0)) and done
