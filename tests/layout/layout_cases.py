@@ -10,7 +10,13 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
+from megatron_fsdp_adapter.core.layout import (
+    FlatRange,
+    GroupLayout,
+    ParamSpec,
+    plan_group,
+    row_granularity,
+)
 
 Shape = tuple[int, ...]
 
@@ -104,6 +110,14 @@ def scatter(layout: GroupLayout, items: list[np.ndarray]) -> list[np.ndarray]:
         for source, target in layout.segment_shards(rank):
             shard[target.start : target.stop] = full[source.start : source.stop]
     return shards
+
+
+def in_shard(layout: GroupLayout, index: int, rank: int) -> FlatRange:
+    """Where the piece of item `index` that `rank` holds is in its flat shard buffer; empty if it
+    holds none."""
+    piece, item = layout.shard_range(index, rank), layout.item_range(index)
+    full, own = layout.segment_shards(rank)[layout.placements[index].segment]
+    return piece if piece.empty else piece.shift(item.start - full.start + own.start)
 
 
 def gpt_layer(hidden: int, ffn: int, heads: int, groups: int, head_dim: int = 128) -> list[Shape]:

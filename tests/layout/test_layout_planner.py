@@ -22,6 +22,7 @@ from layout_cases import (
     SHARDS,
     TABLE_SHARDS,
     any_specs,
+    in_shard,
     layouts,
     lcm_total,
     row_specs,
@@ -62,7 +63,7 @@ def test_ranks_hold_whole_granules_and_together_every_item(layout: GroupLayout) 
     for index, (spec, item) in enumerate(zip(layout.specs, items, strict=True)):
         gathered, count = np.full(item.shape, -3), 0
         for rank, shard in enumerate(shards):
-            piece, where = layout.shard_range(index, rank), layout.shard_item_range(index, rank)
+            piece, where = layout.shard_range(index, rank), in_shard(layout, index, rank)
             shape = layout.local_shape(index, rank)
             assert piece.start % spec.granularity == piece.stop % spec.granularity == 0
             assert where.numel == piece.numel == math.prod(shape)
@@ -90,7 +91,7 @@ def test_shards_are_equal_and_aligned(layout: GroupLayout) -> None:
     for index in range(len(layout.specs)):
         assert layout.item_range(index).start % layout.align == 0
         for rank in range(layout.num_shards):
-            assert layout.shard_item_range(index, rank).start % layout.align == 0
+            assert in_shard(layout, index, rank).start % layout.align == 0
 
 
 @given(any_specs(), SHARDS, ALIGNMENTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import given
-from layout_cases import layouts, scatter, specs_of
+from layout_cases import in_shard, layouts, scatter, specs_of
 
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
 from megatron_fsdp_adapter.core.layout import GroupLayout, plan_group
@@ -22,7 +22,7 @@ def test_chunks_of_all_ranks_tile_the_parameter_with_what_each_holds(layout: Gro
                 for block in LayoutRef(layout, index, rank).chunks()
             ]
             assert len(blocks) <= (1 if spec.whole_rows else 2 * seen.ndim - 1)
-            where = layout.shard_item_range(index, rank)
+            where = in_shard(layout, index, rank)
             found = np.concatenate([whole[block].ravel() for block in blocks] or [[]])
             assert (found == shards[rank][where.start : where.stop]).all()
             for block in blocks:

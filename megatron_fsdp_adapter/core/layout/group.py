@@ -170,15 +170,6 @@ class GroupLayout:
         held = extent.intersect(self._shard(self.placements[index].segment, rank))
         return EMPTY if held.empty else held.shift(-extent.start)
 
-    def shard_item_range(self, index: int, rank: int) -> FlatRange:
-        """Where that piece lies in the rank's flat shard buffer; FlatRange(0, 0) if none."""
-        number = self.placements[index].segment
-        shard = self._shard(number, rank)
-        held = self.item_range(index).intersect(shard)
-        if held.empty:
-            return EMPTY
-        return held.shift(self.segments[number].shard_offset - shard.start)
-
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Shape of the piece of item `index` on `rank`: (rows, *shape[1:]), (0, ...) if none.
 

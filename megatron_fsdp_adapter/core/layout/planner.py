@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 
 from .group import GroupLayout, Placement, Segment
@@ -38,14 +39,18 @@ def plan_group(
     if align is None:
         align = specs[0].format.align if specs else 1
     _check_options(specs, num_shards, padding_bound, max_segments, align)
-    packer = _Packer(specs, num_shards, align)
+
+    @functools.cache
+    def packed(block: frozenset[int]) -> Packing:
+        items = [spec for spec in specs if spec.granularity in block]
+        return pack(items, num_shards, align)
+
     allowed = sum(spec.numel for spec in specs) * (1 + padding_bound)
     best: tuple[Packing, ...] = ()
-    classes = _merge_classes(packer)
+    classes = _merge_classes(dict.fromkeys(spec.granularity for spec in specs), packed)
     for num_segments in range(1, min(max_segments, len(classes)) + 1):
-        found = min(
-            (packer.pack_all(blocks) for blocks in _partitions(classes, num_segments)), key=_total
-        )
+        partitions = _partitions(classes, num_segments)
+        found = min((tuple(map(packed, blocks)) for blocks in partitions), key=_total)
         if not best or _total(found) < _total(best):
             best = found
         if _total(best) <= allowed:
@@ -77,36 +82,21 @@ def _check_options(
         raise ValueError(f"align={align} must be at least 1")
 
 
-class _Packer:
-    """Packs sets of granularities, each set once."""
-
-    def __init__(self, specs: Sequence[ParamSpec], num_shards: int, align: int) -> None:
-        self._specs, self._num_shards, self._align = specs, num_shards, align
-        self._packed: dict[frozenset[int], Packing] = {}
-        self.granularities = tuple(dict.fromkeys(spec.granularity for spec in specs))
-
-    def pack(self, block: frozenset[int]) -> Packing:
-        if block not in self._packed:
-            items = [spec for spec in self._specs if spec.granularity in block]
-            self._packed[block] = pack(items, self._num_shards, self._align)
-        return self._packed[block]
-
-    def pack_all(self, blocks: Classes) -> tuple[Packing, ...]:
-        return tuple(self.pack(block) for block in blocks)
-
-
 def _total(packings: tuple[Packing, ...]) -> int:
     return sum(packing.numel for packing in packings)
 
 
-def _merge_classes(packer: _Packer) -> Classes:
-    """One class per granularity, the cheapest pairs merged until they can be enumerated."""
-    classes = [frozenset([granularity]) for granularity in packer.granularities]
+def _merge_classes(
+    granularities: Iterable[int], packed: Callable[[frozenset[int]], Packing]
+) -> Classes:
+    """One class per granularity, the cheapest pairs merged until they can be enumerated. packed:
+    the segment that a set of granularities becomes."""
+    classes = [frozenset([granularity]) for granularity in granularities]
     while len(classes) > MAX_ENUMERATED_CLASSES:
 
         def growth(pair: tuple[frozenset[int], frozenset[int]]) -> int:
-            merged = packer.pack(pair[0] | pair[1]).numel
-            return merged - packer.pack(pair[0]).numel - packer.pack(pair[1]).numel
+            merged = packed(pair[0] | pair[1]).numel
+            return merged - packed(pair[0]).numel - packed(pair[1]).numel
 
         first, second = min(combinations(classes, 2), key=growth)
         classes[classes.index(first)] = first | second
