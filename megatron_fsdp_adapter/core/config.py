@@ -219,9 +219,7 @@ class EngineConfig:
 
 def forced_overlaps(strategy: Strategy) -> dict[str, bool]:
     """The DDP config fields that `strategy` needs set, and their values."""
-    forced = {}
-    if strategy.shard_grads:
-        forced["overlap_grad_reduce"] = True
-    if strategy.shard_weights:
-        forced["overlap_param_gather"] = True
-    return forced
+    needs = {
+        "overlap_grad_reduce": strategy.shard_grads, "overlap_param_gather": strategy.shard_weights,
+    }  # fmt: skip
+    return {name: True for name, needed in needs.items() if needed}

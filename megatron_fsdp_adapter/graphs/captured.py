@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.engine.buffer import copy_each
 from ..core.engine.group import ParamGroup
 from .capture import CudaGraphs
 
@@ -121,20 +120,11 @@ class Site:
     def move_grads(self) -> None:
         """Moves `.grad` into the buckets, as a unit's end does; inside of a capture."""
         for group, indices in self.parts:
-            added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            for index in indices:
-                param = group.params[index]
-                if param.grad is not None:
-                    views, grads = added if index in group.direct.written else copied
-                    views.append(group.collected.params[index])
-                    grads.append(param.grad)
-                    group.direct.note((index,))
-                param.grad = None
-            if added[0]:
-                torch._foreach_add_(*added)
-            copy_each(*copied)
+            given = [(index, group.params[index].grad) for index in indices]
+            group.put_grads(given, group.direct.written)
+            group.direct.written.update(index for index, grad in given if grad is not None)
             group.direct.settle()
+        self.take_grads()
 
     def written(self) -> list[set[int]]:
         """By group, the parameters whose part of the bucket holds a gradient."""
@@ -220,7 +210,7 @@ class CapturedCall:
         if self._inner is None:
             self._check_like_captured(grads)
             for (group, _), after in zip(self.site.parts, self._after, strict=True):
-                group.direct.note(after)
+                group.direct.written.update(after)
             found = self._input_grads
         else:
             found = self._record_backward(grads, *self._inner)

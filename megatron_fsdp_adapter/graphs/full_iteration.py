@@ -61,7 +61,7 @@ class FullIterationGraphs:
 
     def _begin(self, training: bool) -> None:
         engine, self._has_graphs = self._engine, True
-        engine.memory.pinned_by = "a CUDA graph"
+        engine.pinned_by = "a CUDA graph"
         for role in (GATHER, REDUCE) if training else (GATHER,):
             engine.runtime.wait(role, engine.runtime.record(COMPUTE))
         engine.gather.mark_stale()

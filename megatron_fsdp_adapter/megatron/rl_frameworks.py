@@ -46,7 +46,7 @@ def load_model(
 def device_of_model(original: Callable[..., str], models: Sequence[Any]) -> str:
     """"cpu" while the memory of main weights is released."""
     ours = ours_among(models)
-    return "cpu" if any(MAIN in c.engine.memory.away for c in ours) else original(models)
+    return "cpu" if any(MAIN in c.engine.away for c in ours) else original(models)
 
 
 def offload_optimizer(original: Callable[..., Any], optimizer: Any) -> None:

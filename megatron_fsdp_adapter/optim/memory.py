@@ -95,16 +95,15 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
     """Gives back memory of `kinds` and `more` storages; the bytes of each kind. RuntimeError where
     memory is pinned."""
     _check_free(engine, kinds)
-    memory = engine.memory
-    if memory.stash is None:
-        memory.stash = HostStash(engine.runtime, memory.away)
-    if kinds and not memory.away:
+    if engine.stash is None:
+        engine.stash = HostStash(engine.runtime, engine.away)
+    if kinds and not engine.away:
         engine.to_sharded()
         engine.zero_grads()
         engine.gather.mark_stale()
         engine.runtime.synchronize()
     own = storages(engine)
-    found: dict[str, int] = memory.stash.park(
+    found: dict[str, int] = engine.stash.park(
         {kind: [*own[kind], *more.get(kind, ())] for kind in kinds}
     )
     return found
@@ -112,8 +111,8 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
 
 def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
     """Takes it back; what can be gathered is gathered again."""
-    if engine.memory.stash is not None:
-        engine.memory.stash.take(kinds)
+    if engine.stash is not None:
+        engine.stash.take(kinds)
     engine.mark_main_weights_stale()
     engine.gather.mark_stale()
 
@@ -138,16 +137,16 @@ def storages(engine: FsdpEngine) -> Storages:
 
 
 def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
-    stagings = [group.staging for group in engine.groups]
-    made = [slot.memory for one in stagings for slot in (one.weights, one.buckets) if slot]
-    received = [] if engine.memory.received is None else [engine.memory.received.tensor]
-    shared = {id(one): one for one in [*made, *received]}
-    return list(shared.values()) if engine.memory.ordinary else []
+    slots = [slot for group in engine.groups for slot in (group.weight_slot, group.bucket_slot)]
+    received = [domain.received for domain in engine.reduce.domains.values()]
+    made = [*(slot.memory for slot in slots), *(one.tensor for one in received if one is not None)]
+    shared = {id(one): one for one in made if one is not None}
+    return list(shared.values()) if engine.has_ordinary_slots else []
 
 
 def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
     """RuntimeError if memory of `kinds` is pinned."""
-    pinned_by = engine.memory.pinned_by
+    pinned_by = engine.pinned_by
     if kinds and pinned_by:
         raise RuntimeError(
             f"release_memory: {pinned_by} has addresses of {', '.join(kinds)}; switch "

@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
+from ..core.engine.buffer import ShardedBuffer
 from ..core.engine.deferred_updates import DeferredUpdates
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
-from ..core.engine.offloaded import OffloadedBuffer
 from ..core.engine.unit import Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .state_init import ADAM, make_state, moments_of
@@ -60,7 +60,7 @@ class Part:
     updates: DeferredUpdates
     pairs: list[list[LocalPair]]
     groups: list[ParamGroup]
-    buffers: list[OffloadedBuffer] = field(default_factory=list)
+    buffers: list[ShardedBuffer] = field(default_factory=list)
     loaded: Any = None
 
     def give_to(self, optimizer: Any) -> None:
@@ -147,17 +147,17 @@ class Residency:
                 if any(part.pairs):
                     part.give_to(optimizer)
                     make_state(optimizer)
-                    staged = [group.staged for group in part.groups if group.staged is not None]
-                    part.buffers = [*staged, *self._moved(found, state)]
+                    mains = [group.device_main for group in part.groups if group.main_on_host]
+                    part.buffers = [*mains, *self._moved(found, state)]
                     self.parts.append(part)
             engine.gather.updates.join(self)
 
     def _moved(
         self, pairs: Sequence[ParamPair], state: Mapping[torch.Tensor, dict[str, Any]]
-    ) -> Iterable[OffloadedBuffer]:
+    ) -> Iterable[ShardedBuffer]:
         """Puts the state that has its parameter's shape into host memory: a buffer for each name of
         each of the engine's groups."""
-        buffers: dict[tuple[ParamGroup, str], OffloadedBuffer] = {}
+        buffers: dict[tuple[ParamGroup, str], ShardedBuffer] = {}
         for pair in pairs:
             local, group = self.device_items[id(pair.sharded)], pair.group
             own = state.get(local, {})
@@ -165,10 +165,11 @@ class Residency:
                 if is_like(value, local):
                     if (group, name) not in buffers:
                         buffers[group, name] = group.offloaded(value.dtype)
-                    buffer = buffers[group, name]
-                    stored = buffer.host.items(group.held)[pair.index]
+                    on_device = buffers[group, name]
+                    on_host: Any = on_device.host
+                    stored = on_host.items(group.held)[pair.index]
                     stored.copy_(value)
-                    own[name] = buffer.device_buffer.items(group.held)[pair.index]
+                    own[name] = on_device.items(group.held)[pair.index]
                     self.tensors.setdefault(local, {})[name] = stored
         return buffers.values()
 
@@ -217,7 +218,7 @@ class Residency:
     def _release(self, parts: Sequence[Part]) -> None:
         for part in parts:
             part.loaded = None
-            self._runtime.submit(LOAD, *(buffer.device_buffer.release for buffer in part.buffers))
+            self._runtime.submit(LOAD, *(buffer.release for buffer in part.buffers))
 
     def give_up(self) -> None:
         """A step has raised: what is on the device is as unfinished as after any such step."""

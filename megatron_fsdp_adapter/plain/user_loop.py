@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import ParamGroup
+from ..core.engine.group import GradState, ParamGroup
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
@@ -215,9 +215,9 @@ class UserLoopEngine(FsdpEngine):
             others = [pair for pair in pairs if id(pair) not in ids]
             have = any(not self.grads_attached or id(pair) in self._given for pair in others)
             if mine and have:
-                group.zero_grads_of(mine, collected)
+                _zero_grads(group, mine, collected)
             elif mine:
-                group.forget_grads(collected)
+                group.drop_grads(collected)
         self.grads_attached &= self.has_grads
         if self.reduce.check is not None and not self.has_grads:
             self.reduce.check.clear()
@@ -232,6 +232,19 @@ def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) 
         pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
     register_state_dict_hooks(module, engine)
     refuse_conversions(shown_by, engine)
+
+
+def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> None:
+    """Makes the gradients of some of the group's parameters zeros, wherever they are by now; with
+    `collected` also forgets what a backward has left on the unsharded ones."""
+    with unchecked():
+        for index in indices if collected else ():
+            group.params[index].grad = None
+    group.given -= {*indices}
+    if group.grad_state is not GradState.EMPTY:
+        reduced = group.grad_state is not GradState.ACCUMULATED
+        items = group.grad.items(group.held) if reduced else group.collected.params
+        torch._foreach_zero_([items[index] for index in indices])
 
 
 def _is_cleared(pair: ParamPair) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
-from ..core.engine.memory import COMPUTE, MAIN
+from ..core.engine.memory import COMPUTE, MAIN, check_here
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
 from ..quantized import dequantized, scales_of
@@ -115,7 +115,7 @@ def _chunks(
     for a weight that cannot be exported as asked."""
     given = sources(model)
     for source in given:
-        source.engine.memory.check(action, [MAIN, *([COMPUTE] if quantized else [])])
+        check_here(source.engine.away, action, [MAIN, *([COMPUTE] if quantized else [])])
     chunks = [_Chunk(source, which, dtype, quantized, everything) for source in given]
     raise_problems(action, [line for chunk in chunks for line in chunk.problems()])
     return chunks

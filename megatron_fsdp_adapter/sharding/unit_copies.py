@@ -85,7 +85,7 @@ class _GroupCopy:
         self.gather_pairs, self.outer_pairs = list[Pair](), list[Pair]()
         specs = (group.full, group.inner, group.held)
         for plane, source in wanted.planes(group):
-            buffer = ShardedBuffer(group.full, specs, group.staging.runtime, plane=plane)
+            buffer = ShardedBuffer(group.full, specs, group.runtime, plane=plane)
             buffer.forget()
             full, inner, held = (buffer.segments(spec) for spec in specs)
             if group.shards_main:

@@ -193,7 +193,7 @@ def test_host_memory_is_taken_once(one_rank: None) -> None:
     for _ in range(2):
         release_memory(model, optimizer)
         return_memory(model, optimizer)
-        lots = (model.engine.memory.stash, optimizer._fsdp_shards.parked)
+        lots = (model.engine.stash, optimizer._fsdp_shards.parked)
         known = [one for lot in lots for of in lot._known.values() for one in of.values()]
         places.append([copied.data_ptr() for one in known for h in one._host for copied in h])
     assert places[0] == places[1]
@@ -218,7 +218,7 @@ def test_a_wrong_kind_or_optimizer_is_named(one_rank: None, use: Any, named: str
 def test_memory_whose_addresses_a_graph_has_stays(one_rank: None) -> None:
     model, optimizer = sharded("optim")
     train(model, optimizer, 0)
-    model.engine.memory.pinned_by = "a CUDA graph"
+    model.engine.pinned_by = "a CUDA graph"
     with pytest.raises(RuntimeError, match="a CUDA graph has addresses of main_weights"):
         release_memory(model, optimizer)
     assert all(map(storage_bytes, states(optimizer))), "nothing was released"

@@ -69,11 +69,11 @@ def nothing_is_on_the_device(ours: Any, reference: Any, strategy: str) -> None:
     """Of what belongs to the optimizer."""
     units = [unit for chunk in ours.chunks for unit in chunk.engine.units]
     for group in (group for unit in units for group in unit.groups):
-        if group.staged is not None:
-            assert not group.staged.device_buffer.allocated and group.main is group.staged.host
+        if group.main_on_host:
+            assert not group.device_main.allocated and group.main is group.device_main.host
     parts = distributed_optimizer(ours).optimizer._fsdp_shards.residency.parts
     buffers = [buffer for part in parts for buffer in part.buffers]
-    assert buffers and not any(buffer.device_buffer.allocated for buffer in buffers)
+    assert buffers and not any(buffer.allocated for buffer in buffers)
     assert 1 < len(parts) <= len(units)
 
 
@@ -245,7 +245,7 @@ def _memory_goes(trainer: Trainer, number: int) -> Any:
 
 
 def _is_offloaded(trainer: Trainer) -> bool:
-    return any(group.staged is not None for group in trainer.wrapper.engine.groups)
+    return any(group.main_on_host for group in trainer.wrapper.engine.groups)
 
 
 @habit()

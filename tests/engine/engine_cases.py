@@ -486,7 +486,7 @@ def streamed_buffers(rig: Rig) -> Iterator[tuple[str, torch.Tensor]]:
     shards = getattr(rig.adam, "_fsdp_shards", None)
     for part in () if shards is None else shards.residency.parts:
         for number, buffer in enumerate(part.buffers):
-            yield f"{part.unit.name}.streamed{number}", buffer.device_buffer.tensor
+            yield f"{part.unit.name}.streamed{number}", buffer.tensor
 
 
 def initial_outputs(

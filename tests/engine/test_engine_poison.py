@@ -14,9 +14,8 @@ from megatron_fsdp_adapter.core.config import (
     poison_asked,
     strategy_named,
 )
-from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer, ShardedBuffer
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
-from megatron_fsdp_adapter.core.engine.offloaded import OffloadedBuffer
 from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, fill_with_nan
@@ -33,7 +32,7 @@ def _weights(setup: Setup) -> list[torch.Tensor]:
 
 
 def _careless(self: FusedWgrad, empty: bool) -> None:
-    self.is_open, self._written = True, set(self._adding)
+    self.is_open, self.written = True, set(self._adding)
 
 
 def _adds(plain: Any) -> Any:
@@ -59,7 +58,7 @@ FAULTS: dict[str, tuple[Setup, tuple[Any, str, Any]]] = {
     "a first microbatch adds to kept gradients, optim": (Setup("optim"), KEPT),
     "a unit of host memory is not loaded": (
         Setup(adam=True, offload=True),
-        (OffloadedBuffer, "load", lambda self: self.device_buffer.allocate()),
+        (ShardedBuffer, "load", lambda self: self.allocate()),
     ),
 }  # fmt: skip
 

@@ -131,7 +131,7 @@ def test_slots_and_received_pieces_are_those_of_the_formula(changes):
         [unit.groups[0].config.strategy for unit in engine.units],
         weight_slots=True, bucket_slots=True, reduce_scatter=FIXED_ALL_TO_ALL_SUM,
     )  # fmt: skip
-    slots = [group.staging.buckets for group in engine.groups if group.staging.buckets]
+    slots = [group.bucket_slot for group in engine.groups if group.bucket_slot.memory is not None]
     assert held[BUCKET_SLOTS] == sum({slot.number: slot.memory.numel() for slot in slots}.values())
     assert held[RECEIVED_PIECES] == engine.reduce.domains[DENSE].received.nbytes
 

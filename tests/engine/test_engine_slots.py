@@ -119,8 +119,8 @@ def test_kept_gradients_are_not_received_in_memory_of_slots():
     with pretended_world(2):
         setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
         rig = build(setup, None, Watched)
-        of_units = [group.staging.buckets for group in rig.engine.groups]
-        slots.update(slot.memory.data_ptr() for slot in of_units if slot)
+        of_units = [group.bucket_slot.memory for group in rig.engine.groups]
+        slots.update(memory.data_ptr() for memory in of_units if memory is not None)
         slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())
         rig.step(microbatches=2)
         EVENTS["gradients_late"](rig)

@@ -348,7 +348,8 @@ def test_a_domain_of_several_ranks_cannot_be_whole(world):
     one = build(Setup()).engine.groups[0]
     config = replace(one.config, whole=(DENSE,))
     with pytest.raises(ValueError, match="'dense' is sharded over 2 ranks"):
-        ParamGroup("x", one.key, one.managed, one.layout, one.domain, config, one.staging)
+        ParamGroup("x", one.key, one.managed, one.layout, one.domain, config, one.runtime,
+                   (one.weight_slot, one.bucket_slot))
 
 
 def test_the_largest_domain_of_a_unit_is_reduced_first():

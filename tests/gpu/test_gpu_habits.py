@@ -108,10 +108,9 @@ def _states(trainer: Trainer) -> list[torch.Tensor]:
 def _registered(trainer: Trainer) -> list[torch.Tensor]:
     """Slots that stay: registered with NCCL."""
     engine = trainer.wrapper.engine
-    stagings = [group.staging for group in engine.groups]
-    slots = [s for one in stagings for s in (one.weights, one.buckets) if s is not None]
-    kept = storages(engine)["slots"]
-    return [] if kept else list({id(slot.memory): slot.memory for slot in slots}.values())
+    slots = [slot for group in engine.groups for slot in (group.weight_slot, group.bucket_slot)]
+    found = {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
+    return [] if storages(engine)["slots"] else list(found.values())
 
 
 CHECKS = {

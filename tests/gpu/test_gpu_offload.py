@@ -101,7 +101,7 @@ def memory(rank: int, world: int, strategy: str) -> str:
     on_host = 0
     for part in distributed_optimizer(trainer).optimizer._fsdp_shards.residency.parts:
         for buffer in part.buffers:
-            assert buffer.host.tensor.is_pinned() and not buffer.device_buffer.allocated
+            assert buffer.host.tensor.is_pinned() and not buffer.allocated
             on_host += buffer.host.nbytes
     assert on_host == held[IN_HOST_MEMORY], (on_host, held)
     torch.cuda.reset_peak_memory_stats()

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
-from megatron_fsdp_adapter.core.runtime.device import Runtime
 
 ALIGNMENT = 512
 """Bytes; of each flat buffer in a slot."""
@@ -99,12 +97,16 @@ def buckets_in_slot(unit: Sequence[GroupLayout], comm: torch.dtype, narrows: boo
 
 
 class Slot:
-    """One unit's use of memory that others use in turn: handed out buffer by buffer."""
+    """One unit's use of memory that others use in turn: handed out buffer by buffer. Without a
+    number and memory, of storage that comes and goes."""
 
-    def __init__(self, number: int, memory: torch.Tensor) -> None:
+    def __init__(self, number: int | None = None, memory: torch.Tensor | None = None) -> None:
         self.number, self.memory, self._taken = number, memory, 0
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Memory for life of so many bytes; None if they come and go."""
+        if self.memory is None:
+            return None
         start = self._taken
         self._taken += aligned(nbytes)
         return self.memory[start : start + nbytes]
@@ -113,39 +115,12 @@ class Slot:
 def make_slots(
     kinds: Sequence[str], nbytes: Sequence[int | None], depths: Sequence[int],
     allocate: AllocateSlots,
-) -> list[Slot | None]:
-    """Of each unit that needs one; see `plan_slots`."""
+) -> list[Slot]:
+    """Of each unit; see `plan_slots`."""
     slot_of, sizes = plan_slots(kinds, nbytes, depths)
-    if not any(sizes):
-        return [None] * len(kinds)
-    memory = allocate(sizes)
+    memory = allocate(sizes) if any(sizes) else []
     needed = zip(slot_of, nbytes, strict=True)
-    return [None if size is None else Slot(slot, memory[slot]) for slot, size in needed]
-
-
-@dataclass(frozen=True)
-class UnitBuffers:
-    """Where transient buffers of a unit lie: in slots, or in storage that comes and goes."""
-
-    runtime: Runtime
-    weights: Slot | None = None
-    buckets: Slot | None = None
-
-    def weight_memory(self, nbytes: int) -> torch.Tensor | None:
-        """Memory for life of so many bytes of gathered weights; None if they come and go."""
-        return None if self.weights is None else self.weights.take(nbytes)
-
-    def bucket_memory(self, nbytes: int) -> torch.Tensor | None:
-        """The same of a reduce bucket."""
-        return None if self.buckets is None else self.buckets.take(nbytes)
-
-    @property
-    def weight_slot(self) -> int | None:
-        return None if self.weights is None else self.weights.number
-
-    @property
-    def bucket_slot(self) -> int | None:
-        return None if self.buckets is None else self.buckets.number
+    return [Slot(slot, memory[slot]) if size else Slot() for slot, size in needed]
 
 
 def ordinary_memory(device: torch.device) -> AllocateSlots:

@@ -17,7 +17,7 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 from .buffer import FlatBuffer
 from .buffer_pool import (
     AllocateSlots,
-    UnitBuffers,
+    Slot,
     buckets_in_slot,
     make_slots,
     ordinary_memory,
@@ -97,9 +97,9 @@ def check_known(plans: Sequence[UnitPlan], quantized: QuantizedWeights | None) -
         )
 
 
-def unit_buffers(
-    plans: Sequence[UnitPlan], config: EngineConfig, runtime: Runtime, allocate: AllocateSlots
-) -> list[UnitBuffers]:
+def unit_slots(
+    plans: Sequence[UnitPlan], config: EngineConfig, allocate: AllocateSlots
+) -> list[tuple[Slot, Slot]]:
     """The slots of weights and of buckets of each unit, where these are transient and slots are
     asked for. Groups in domains of one rank have none."""
     kinds = [type(plan.module).__name__ for plan in plans]
@@ -115,8 +115,8 @@ def unit_buffers(
         reduces = unit and own.has_buckets and config.bucket_slots and config.strategy.shard_grads
         weights.append(weights_in_slot(unit) if gathers else None)
         buckets.append(buckets_in_slot(unit, comm, own.narrows_buckets) if reduces else None)
-    slots = (make_slots(kinds, sizes, depths, allocate) for sizes in (weights, buckets))
-    return [UnitBuffers(runtime, *both) for both in zip(*slots, strict=True)]
+    made = [make_slots(kinds, sizes, depths, allocate) for sizes in (weights, buckets)]
+    return list(zip(*made, strict=True))
 
 
 def build_units(
@@ -127,16 +127,16 @@ def build_units(
 ) -> list[Unit]:  # fmt: skip
     """One unit at a time, resharded at once, so that initialization needs no more than the shards
     and one unit beside the module's own weights. make_ready: `values` of a plan's `ParamGroup`s."""
-    units, buffers = [], unit_buffers(plans, config, runtime, allocate)
+    units, slots = [], unit_slots(plans, config, allocate)
     for ordinal, plan in enumerate(plans):
         values, groups = make_ready(plan), []
         for key, managed in plan.groups.items():
             own = config.for_group(plan.strategy, key.domain)
             alone = key.domain in config.whole
-            staging = UnitBuffers(runtime) if alone else buffers[ordinal]
             groups += [ParamGroup(
-                f"{plan.name}/{key.domain}", key, managed, plan.layouts[key],
-                domains[key.domain], own, staging, quantized if key.quantized else None, values,
+                f"{plan.name}/{key.domain}", key, managed, plan.layouts[key], domains[key.domain],
+                own, runtime, (Slot(), Slot()) if alone else slots[ordinal],
+                quantized if key.quantized else None, values,
             )]  # fmt: skip
         strategy = config.for_unit(plan.strategy).strategy
         units.append(Unit(plan, ordinal, groups, strategy, quantized))
@@ -150,9 +150,8 @@ def pipelines(
     units: Sequence[Unit], domains: Mapping[str, ShardDomain], config: EngineConfig,
     runtime: Runtime, communicators: tuple[OfDomains, OfDomains, OfDomains],
     allocate: AllocateSlots, order: PrefetchOrder, grad_check: GradCheck | None,
-) -> tuple[GatherPipeline, ReducePipeline, LaunchComparison, FlatBuffer | None]:  # fmt: skip
-    """What gathers and what reduces the units, what compares their launches, and
-    `memory_of_exchanges`."""
+) -> tuple[GatherPipeline, ReducePipeline, LaunchComparison]:  # fmt: skip
+    """What gathers and what reduces the units, and what compares their launches."""
     gathers, reduces, outer = communicators
     launches = LaunchComparison(runtime, [*reduces.values(), *outer.values()])
     gather = GatherPipeline(units, config, runtime, gathers, outer, order, launches)
@@ -162,7 +161,7 @@ def pipelines(
         config, runtime, domain_reduces(config, domains, reduces, received),
         outer_reduces(config, outer), launches, grad_check,
     )  # fmt: skip
-    return gather, reduce, launches, received
+    return gather, reduce, launches
 
 
 def memory_of_exchanges(
@@ -175,7 +174,7 @@ def memory_of_exchanges(
     nbytes = [
         group.bucket.nbytes
         for group in groups
-        if group.key.requires_grad and group.staging.bucket_slot is not None
+        if group.key.requires_grad and group.bucket_slot.memory is not None
     ]
     if not nbytes:
         return None

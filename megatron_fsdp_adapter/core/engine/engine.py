@@ -29,7 +29,7 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 from . import construction, hooks
 from .group import GradState, laid_out
 from .identity import ParameterSwitch, make_pairs
-from .memory import KINDS, MAIN, READ, EngineMemory
+from .memory import KINDS, MAIN, READ, check_here
 from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantized import QuantizedWeights
@@ -99,6 +99,10 @@ class FsdpEngine:
     grads_attached = False
     """Whether `.grad` of the sharded parameters are the step's gradients. False from the beginning
     of a backward until all that it gave is reduced."""
+    pinned_by = ""
+    """What has addresses of the memory, for messages ("a CUDA graph"); "" if it may go."""
+    stash: Any = None
+    """What gave memory back (`optim/memory.py`), if it ever was."""
     loads, exported_loads = 0, -1
     """How often weights that are not trained were reported as written: so far, and when everything
     was last exported."""
@@ -136,11 +140,12 @@ class FsdpEngine:
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
         )
-        self.gather, self.reduce, self.launches, received = construction.pipelines(
+        self.gather, self.reduce, self.launches = construction.pipelines(
             self.units, used, config, runtime, (gathers, reduces, outer), allocate, self.order,
             grad_check,
         )  # fmt: skip
-        self.memory = EngineMemory(received, ordinary=allocate_slots is None)
+        self.has_ordinary_slots = allocate_slots is None  # torch's own memory, which may go
+        self.away: dict[str, Any] = {}  # by kind, memory that was given back
         self.quantization = quantized and quantized.made(self.groups, self.gather)
         self.pairs = make_pairs(self.groups)
         self.trained = [pair for pair in self.pairs if pair.grad is not None]
@@ -185,7 +190,7 @@ class FsdpEngine:
         # Evaluations between a forward and its backward do not count; recomputed units do.
         self.counts_calls = torch.is_grad_enabled()
         if self.counts_calls:
-            self.memory.check("a forward with gradients", KINDS)
+            check_here(self.away, "a forward with gradients", KINDS)
             self.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
@@ -246,7 +251,7 @@ class FsdpEngine:
         """The backward that runs; the first call begins it."""
         if self.backward.running:
             return self.backward
-        self.memory.check("a backward", KINDS)
+        check_here(self.away, "a backward", KINDS)
         accumulates = hooks.accumulates(self.groups)
         if self.running_root is None:  # else it runs inside of a forward, which goes on after it
             self.order.begin(BACKWARD)
@@ -331,7 +336,7 @@ class FsdpEngine:
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
-        self.memory.check("reducing gradients", KINDS)
+        check_here(self.away, "reducing gradients", KINDS)
         self.gather.updates.order_compute()
         in_backward = [self.units[ordinal] for ordinal in self.completed]
         overlaps = self.config.overlap_grad_reduce
@@ -414,8 +419,8 @@ class FsdpEngine:
     def to_unsharded(self) -> None:
         """Shows unsharded parameters and marks gathered weights as stale: sharded parameters may
         have been written."""
-        if not self.switch.shows_unsharded or self.memory.away:
-            self.memory.check("using the model", READ)
+        if not self.switch.shows_unsharded or self.away:
+            check_here(self.away, "using the model", READ)
             self.switch.show(unsharded=True, before=self.before_unsharded)
 
     def before_unsharded(self) -> None:
@@ -425,7 +430,7 @@ class FsdpEngine:
         self.gather.mark_stale()
 
     def to_sharded(self) -> None:
-        self.memory.check("reading or writing main weights", [MAIN])
+        check_here(self.away, "reading or writing main weights", [MAIN])
         self.gather.updates.settle()
         self.switch.show(unsharded=False, before=self._give_up_unsharded)
 
@@ -436,7 +441,7 @@ class FsdpEngine:
     def show_between_passes(self) -> None:
         """Shows sharded parameters, unless a forward runs or waits for its backward."""
         idle = self.running_root is None and not self.backward.running
-        if idle and self.in_flight <= 0 and not self.memory.away:
+        if idle and self.in_flight <= 0 and not self.away:
             self.to_sharded()
 
     def mark_main_weights_stale(self) -> None:

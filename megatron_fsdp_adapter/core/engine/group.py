@@ -23,7 +23,7 @@ released gradients.
 
 Where the optimizer is offloaded `main` is in host memory, and optim_grads_params keeps its shard of
 compute weights: the optimizer's update writes that as well, while main weights are on the device
-(`offloaded.py`).
+(`ShardedBuffer.load`).
 
 With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
 optim_grads_params keeps its shard of compute weights in any format between steps.
@@ -32,7 +32,7 @@ optim_grads_params keeps its shard of compute weights in any format between step
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -48,10 +48,9 @@ from megatron_fsdp_adapter.core.runtime.comm import Pair
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
-from .buffer import WHOLE, Copies, ShardedBuffer, copy_each
-from .buffer_pool import UnitBuffers, bucket_dtype
+from .buffer import WHOLE, ShardedBuffer, copies_to, copy_each
+from .buffer_pool import Slot, bucket_dtype
 from .guard import unchecked
-from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam, UnitPlan
 from .quantized import QuantizedWeights
 from .wgrad import FusedWgrad
@@ -75,6 +74,7 @@ class ParamGroup:
     weights are present (the caller releases them).
 
     Args:
+        slots: where gathered weights and the bucket are in fixed memory.
         quantized: knows the parameters, where the format is a quantized one.
         values: what main weights begin as, by parameter; those without begin as the weights.
 
@@ -99,8 +99,8 @@ class ParamGroup:
         held_weights: `held` of each segment of the weights that main weights are cast to.
         gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes;
             empty where nothing is sharded over it.
-        main, staged: the main weights, and, if they are in host memory, their device buffer;
-            device_main: the one of the two that the optimizer updates.
+        main: the main weights, in host memory or not; device_main: the buffer that the optimizer
+            updates, which is another one where they are in host memory.
         given: indices of the parameters to which a backward has given a gradient since gradients
             were last forgotten; the others' are zeros in the buffers.
         own_current: whether `held_weights` equal the main weights in host memory.
@@ -121,12 +121,13 @@ class ParamGroup:
         layout: GroupLayout,
         domain: ShardDomain,
         config: EngineConfig,
-        staging: UnitBuffers,
+        runtime: Runtime,
+        slots: tuple[Slot, Slot],
         quantized: QuantizedWeights | None = None,
         values: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.name, self.key, self.domain, self.config = name, key, domain, config
-        self.staging, runtime = staging, staging.runtime
+        self.runtime, (self.weight_slot, self.bucket_slot) = runtime, slots
         self.managed, self.layout = managed, layout
         self.params = [entry.param for entry in managed]
         self.splits_outer = splits_outer(domain, config)
@@ -144,7 +145,7 @@ class ParamGroup:
         self.write_planes: Callable[..., None] | None = None
         with torch.no_grad():
             self._build_weights(quantized)
-            self._build_main(runtime, values)
+            self._build_main(values)
             if key.requires_grad:
                 self._build_grads()
 
@@ -173,9 +174,14 @@ class ParamGroup:
         trained = self.config.offload and key.requires_grad
         self.main_on_host = trained and key.quantized is None and casts
 
-    def offloaded(self, dtype: torch.dtype) -> OffloadedBuffer:
-        """Host memory for an element of each that main weights have, with its device buffer."""
-        return OffloadedBuffer(self.held, dtype, self.staging.runtime)
+    def offloaded(self, dtype: torch.dtype) -> ShardedBuffer:
+        """A buffer with an element for each that main weights have, whose values are in host
+        memory, zero, while it is released, as it is."""
+        memory = self.runtime.host_memory(self.held.layout.shard_numel * dtype.itemsize)
+        made = self._buffer(self.held, dtype)
+        made.host = ShardedBuffer(self.held, [self.held], self.runtime, dtype, WHOLE, memory, True)
+        made.release()
+        return made
 
     def _build_weights(self, quantized: QuantizedWeights | None) -> None:
         # With an outer axis a shard is kept so that that is gathered once a step and not at every
@@ -184,7 +190,11 @@ class ParamGroup:
         stays = self.key.format.keeps_shards(self.key.requires_grad)
         wanted = self.splits_outer or self.main_on_host or stays
         self.keeps_shard = wanted and not self.keeps_weights
-        self.weights = [self._weight_buffer(plane) for plane in self.key.format.planes]
+        numel = self.layout.total_numel
+        self.weights = [
+            self._buffer(self.full, plane=plane, memory=self.weight_slot.take(plane.nbytes(numel)))
+            for plane in self.key.format.planes
+        ]
         self.weight_shards = [
             self._buffer(self.inner, plane=full.plane) if self.keeps_shard else full
             for full in self.weights
@@ -208,11 +218,7 @@ class ParamGroup:
             if self.splits_outer:
                 self.outer_pairs += zip(inner, shard.segments(self.held), strict=True)
         self.held_weights = [] if quantized else self.weight_shards[0].segments(self.held)
-        self._write_held = Copies(self.held_weights)
-
-    def _weight_buffer(self, plane: Plane) -> ShardedBuffer:
-        nbytes = plane.nbytes(self.layout.total_numel)
-        return self._buffer(self.full, plane=plane, memory=self.staging.weight_memory(nbytes))
+        self._write_held = copies_to(self.held_weights)
 
     def _buffer(
         self, stored: ShardSpec, dtype: torch.dtype | None = None, plane: Plane = WHOLE,
@@ -220,20 +226,16 @@ class ParamGroup:
     ) -> ShardedBuffer:  # fmt: skip
         specs = (self.full, self.inner, self.held)
         inside = specs[specs.index(stored) :]
-        return ShardedBuffer(stored, inside, self.staging.runtime, dtype, plane, memory)
+        return ShardedBuffer(stored, inside, self.runtime, dtype, plane, memory)
 
-    def _build_main(
-        self, runtime: Runtime, values: Mapping[nn.Parameter, torch.Tensor]
-    ) -> None:
-        self.staged: OffloadedBuffer | None = None
+    def _build_main(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
         if self.main_is_weight:
-            self.main = self.weights[0]
+            self.device_main = self.weights[0]
         elif self.main_on_host:
-            self.staged = self.offloaded(self.main_dtype)
-            self.main = self.staged.host
+            self.device_main = self.offloaded(self.main_dtype)
         else:
-            self.main = self._buffer(self.held, self.main_dtype)
-        self.device_main = self.main if self.staged is None else self.staged.device_buffer
+            self.device_main = self._buffer(self.held, self.main_dtype)
+        self.main = self.device_main.host or self.device_main
         self._main_segments = self.main.segments(self.held)
         if not self.main_is_weight and self.held_weights:
             copy_each(self._main_segments, self.held_weights)
@@ -248,7 +250,7 @@ class ParamGroup:
         self.grad = self.bucket = self._buffer(stored, policy.grads_dtype)
         if sharded or policy.comm_dtype != policy.grads_dtype:
             dtype = bucket_dtype(self.layout, policy.comm_dtype, self.config.narrows_buckets)
-            memory = self.staging.bucket_memory(self.layout.total_numel * dtype.itemsize)
+            memory = self.bucket_slot.take(self.layout.total_numel * dtype.itemsize)
             self.bucket = self._buffer(self.full, dtype, memory=memory)
         self.collected = self.bucket if sharded else self.grad
         writers = [entry.writer for entry in self.managed]
@@ -257,7 +259,7 @@ class ParamGroup:
         self.grad_segments = self.grad.segments(self.inner)
         self.held_grads = self.grad.segments(self.held)
         self.bucket_gaps = self.collected.views(self.layout.gaps())
-        self._collect = Copies(self.collected.params)
+        self._collect = copies_to(self.collected.params)
         self._release_grads()
 
     def fill_bucket(self) -> None:
@@ -294,14 +296,14 @@ class ParamGroup:
             self.write_planes()
         if self.main_is_weight or not self.held_weights:
             return
-        if self.staged is None or not self.own_current:
+        if not (self.main_on_host and self.own_current):
             self._write_held(self._main_segments)
         self.own_current = True
 
     def write_own_from_device(self) -> None:
         """The same from the device buffer of main weights in host memory, which an optimizer
         has updated."""
-        if self.staged is not None:
+        if self.main_on_host:
             copy_each(self.held_weights, self.device_main.segments(self.held))
             self.own_current = True
 
@@ -314,10 +316,7 @@ class ParamGroup:
         """Moves the unsharded parameters' `.grad` into a buffer of their own, in the communication
         dtype and zero where there is none; returns it."""
         late = self._buffer(self.full, self.bucket.tensor.dtype)
-        with unchecked():
-            grads = [param.grad for param in self.params]
-            for param in self.params:
-                param.grad = None
+        grads = self.take_unsharded_grads()
         found = [index for index, grad in enumerate(grads) if grad is not None]
         self.given |= {*found}
         copy_each([late.params[index] for index in found], [grads[index] for index in found])  # type: ignore[misc]
@@ -330,10 +329,7 @@ class ParamGroup:
         A parameter without a gradient contributes zero. `accumulate` adds to what is there, else
         that is replaced.
         """
-        with unchecked():
-            every = [param.grad for param in self.params]
-            for param in self.params:
-                param.grad = None
+        every = self.take_unsharded_grads()
         written = self.direct.close()
         if not accumulate and not written and all(grad is not None for grad in every):
             self.given = self._all
@@ -342,51 +338,49 @@ class ParamGroup:
                 torch._foreach_zero_(self.bucket_gaps)
             return
         self.given |= {*written, *(index for index, grad in enumerate(every) if grad is not None)}
-        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        kept = range(len(every)) if accumulate else written
+        self.put_grads(enumerate(every), kept)
         zeroed = [] if accumulate else list(self.bucket_gaps)
-        for index, (view, grad) in enumerate(zip(self.collected.params, every, strict=True)):
-            kept = accumulate or index in written
-            if grad is not None:
-                views, grads = added if kept else copied
-                views.append(view)
-                grads.append(grad)
-            elif not kept:
-                zeroed.append(view)
-        if added[0]:
-            torch._foreach_add_(*added)
-        copy_each(*copied)
+        zeroed += [
+            view for index, view in enumerate(self.collected.params)
+            if every[index] is None and index not in kept
+        ]  # fmt: skip
         if zeroed:
             torch._foreach_zero_(zeroed)
 
-    def drop_grads(self) -> None:
-        """Forgets the step's gradients, whatever state they are in."""
-        self.forget_grads(collected=True)
-        if self.key.requires_grad:
-            self.direct.close()
+    def put_grads(
+        self, grads: Iterable[tuple[int, torch.Tensor | None]], kept: Container[int]
+    ) -> None:
+        """Adds gradients, of parameters by index, to `collected` where that has `kept` some of
+        theirs, and copies them there otherwise. What is None is left out."""
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index, grad in grads:
+            if grad is not None:
+                views, found = added if index in kept else copied
+                views.append(self.collected.params[index])
+                found.append(grad)
+        if added[0]:
+            torch._foreach_add_(*added)
+        copy_each(*copied)
 
-    def forget_grads(self, collected: bool) -> None:
-        """Forgets the step's gradients; with `collected` also those of the unsharded parameters."""
+    def take_unsharded_grads(self) -> list[torch.Tensor | None]:
+        """The unsharded parameters' `.grad`, which are taken off them."""
+        with unchecked():
+            grads = [param.grad for param in self.params]
+            for param in self.params:
+                param.grad = None
+        return grads
+
+    def drop_grads(self, collected: bool = True) -> None:
+        """Forgets the step's gradients, whatever state they are in; with `collected` also those of
+        the unsharded parameters."""
         if collected:
-            self._drop_collected(self.params)
+            self.take_unsharded_grads()
         self.grad_state, self.given = GradState.EMPTY, frozenset()
         if self.key.requires_grad:
+            self.direct.close()
             self._release_grads()
-
-    def zero_grads_of(self, indices: Sequence[int], collected: bool) -> None:
-        """The same for some parameters: zeros, wherever their gradients are by now."""
-        if collected:
-            self._drop_collected([self.params[index] for index in indices])
-        self.given -= {*indices}
-        if self.grad_state is not GradState.EMPTY:
-            reduced = self.grad_state is not GradState.ACCUMULATED
-            items = self.grad.items(self.held) if reduced else self.collected.params
-            torch._foreach_zero_([items[index] for index in indices])
-
-    def _drop_collected(self, params: Sequence[torch.nn.Parameter]) -> None:
-        with unchecked():
-            for param in params:
-                param.grad = None
 
 
 def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:

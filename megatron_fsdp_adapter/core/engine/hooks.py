@@ -18,7 +18,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from .group import ParamGroup
 from .guard import unchecked
 from .partition import ROOT
-from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
@@ -43,21 +42,8 @@ _OPAQUE = (
 """What is not searched for tensors."""
 
 
-class Engine(Protocol):
-    """What the hooks call."""
-
-    units: list[Unit]
-    saved: SavedTensorFilter
-    calls_parts: bool
-
-    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any: ...
-    def pre_backward(self, unit: Unit) -> None: ...
-    def post_forward(self, unit: Unit, output: Any, given: Any, ends: bool) -> None: ...
-    def root_pre_forward(self, name: str) -> None: ...
-    def root_post_forward(self, name: str, output: Any) -> None: ...
-
-
-EngineRef = Callable[[], Engine | None]
+EngineRef = Callable[[], Any]
+"""A weak reference to an `FsdpEngine`, whose module imports this one."""
 
 
 def in_backward() -> bool:
@@ -294,7 +280,7 @@ def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None
 
 
 def register(
-    engine: Engine, module: nn.Module, of_units: Sequence[Sequence[nn.Module]]
+    engine: Any, module: nn.Module, of_units: Sequence[Sequence[nn.Module]]
 ) -> None:
     """Hooks the modules of units, in their order, those inside of `module` that hold all
     parameters, which begin a forward pass, and those that hold parameters of the root."""
@@ -314,7 +300,7 @@ def register(
             register_owner(engine, f"{name}, checkpointed", child, first=False)
 
 
-def register_unit(engine: Engine, unit: Unit, module: nn.Module, ends: bool) -> None:
+def register_unit(engine: Any, unit: Unit, module: nn.Module, ends: bool) -> None:
     """Hooks the calls of a unit's module, its last one if it `ends` its forward; ours run first
     before and last after forward. They hold the unit's number: some modules of Megatron are in
     reference cycles and outlive the model."""
@@ -328,7 +314,7 @@ def register_unit(engine: Engine, unit: Unit, module: nn.Module, ends: bool) -> 
     _register_leave(module, ref, unit.ordinal)
 
 
-def register_root(engine: Engine, name: str, module: nn.Module) -> None:
+def register_root(engine: Any, name: str, module: nn.Module) -> None:
     """Hooks the calls of a module that holds all parameters: a forward pass starts there."""
     ref = weakref.ref(engine)
     before = _untraced(_root_pre_forward, ref, name)
@@ -337,7 +323,7 @@ def register_root(engine: Engine, name: str, module: nn.Module) -> None:
     _register_leave(module, ref, name)
 
 
-def register_owner(engine: Engine, key: str, module: nn.Module, first: bool = True) -> None:
+def register_owner(engine: Any, key: str, module: nn.Module, first: bool = True) -> None:
     """Hooks the calls of a module that holds weights of the root's, or is checkpointed: hooks on
     what is saved may have been set between the model's call and its own."""
     ref = weakref.ref(engine)

@@ -23,15 +23,6 @@ from .group import ParamGroup
 from .partition import ManagedParam
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of `shape`."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTensor:
     """A DTensor of item `index`'s global shape over this rank's rows `local`.
 
@@ -51,9 +42,8 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTen
         if split is not None:
             parts = group.domain.mesh.size(-1)
             shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
-    return UnevenDTensor.over(
-        local, group.domain.mesh, placements, shape, contiguous_stride(shape)
-    )
+    stride = torch.empty(shape, device="meta").stride()
+    return UnevenDTensor.over(local, group.domain.mesh, placements, shape, stride)
 
 
 @dataclass(frozen=True)

@@ -159,14 +159,12 @@ def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool
     )
 
 
-def _owner(fqn: str, unit_names: Sequence[str]) -> str:
-    """The innermost unit whose name is a prefix of `fqn`, or ROOT."""
-    holders = [name for name in unit_names if fqn.startswith(name + ".")]
-    return max(holders, key=len) if holders else ROOT
-
-
-def _common_owner(fqns: Sequence[str], unit_names: Sequence[str]) -> str:
-    owners = {_owner(fqn, unit_names) for fqn in fqns}
+def _owner(fqns: Sequence[str], unit_names: Sequence[str]) -> str:
+    """The unit that is innermost around each of the names; ROOT where those differ, or none is."""
+    owners = {
+        max((name for name in unit_names if fqn.startswith(f"{name}.")), key=len, default=ROOT)
+        for fqn in fqns
+    }
     return owners.pop() if len(owners) == 1 else ROOT
 
 
@@ -219,7 +217,7 @@ def partition(
     names = list(units)
     for managed in params:
         format, own = _checked(format_of(managed), managed), managed.param.dtype
-        plan = plans[_common_owner(managed.fqns, names)]
+        plan = plans[_owner(managed.fqns, names)]
         casts = own.is_floating_point and format is None
         dtype = (compute_dtype_of(plan.name) if casts else None) or own
         key = GroupKey(

@@ -51,8 +51,8 @@ class InFlight:
 
 
 def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
-    slot = one.staging.bucket_slot
-    return one is other or (slot is not None and slot == other.staging.bucket_slot)
+    slot = one.bucket_slot.number
+    return one is other or (slot is not None and slot == other.bucket_slot.number)
 
 
 def largest_domain_first(parts: Sequence[Reduction]) -> list[list[Reduction]]:
@@ -118,9 +118,7 @@ class ReducePipeline:
                 "of layers"
             )
         with torch.no_grad():
-            self._take_back(unit.active_groups)
-            self._refuse_late(unit, unit.active_groups)
-            self._make_room_for_fresh(unit.active_groups)
+            self._begin(unit, unit.active_groups)
             for group in groups:
                 group.collected.allocate()
                 group.direct.open(empty=group.grad_state is not GradState.ACCUMULATED)
@@ -147,9 +145,7 @@ class ReducePipeline:
         if not groups:
             return
         self._outer_in_backward = is_known_last
-        self._take_back(groups)
-        self._refuse_late(unit, groups)
-        self._make_room_for_fresh(groups)
+        self._begin(unit, groups)
         for group in groups:
             self._take(group)
         self._note(unit)
@@ -176,8 +172,7 @@ class ReducePipeline:
         groups = [group for group in unit.active_groups if group.keeps_grads]
         were_reduced = any(group.grad_state in REDUCED_STATES for group in groups)
         taken = [*fresh, *([] if were_reduced else groups)]
-        self._refuse_late(unit, taken)
-        self._make_room_for_fresh(taken)
+        self._begin(unit, taken)
         for group in taken:
             self._take(group)
         if taken:
@@ -218,6 +213,15 @@ class ReducePipeline:
     def _note(self, unit: Unit) -> None:
         if self.check is not None:
             self.check.note(unit)
+
+    def _begin(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
+        """Makes room for the gradients of a backward, which are written next; RuntimeError if it
+        comes too late."""
+        self._take_back(groups)
+        self._refuse_late(unit, groups)
+        fresh = [group for group in groups if not group.keeps_grads]
+        if fresh:
+            self._make_room(fresh)
 
     def _take_back(self, groups: Sequence[ParamGroup]) -> None:
         """A further backward follows gradients that one rank has and that were scaled as the
@@ -288,7 +292,7 @@ class ReducePipeline:
         adds = group.grad_state in REDUCED_STATES
         known = self._reductions.get((id(group), adds))
         if known is None:
-            how, in_slot = self.domains[group.key.domain], group.staging.bucket_slot is not None
+            how, in_slot = self.domains[group.key.domain], group.bucket_slot.memory is not None
             segments = group.bucket.segments(group.full)
             results = group.bucket.segments(group.inner)
             known = Reduction(group, how, segments, results, adds, in_slot)
@@ -320,11 +324,6 @@ class ReducePipeline:
             self.launches.note(how.kind, [one.group for one in mine], how.communicator)
             works += how.way.launch(how.communicator, mine)
         return works
-
-    def _make_room_for_fresh(self, groups: Sequence[ParamGroup]) -> None:
-        fresh = [group for group in groups if not group.keeps_grads]
-        if fresh:
-            self._make_room(fresh)
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.core.runtime.comm import (
 )
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
-from .buffer import Copies, FlatBuffer
+from .buffer import FlatBuffer, copies_to
 from .group import ParamGroup
 from .launches import REDUCED, REDUCED_OUTER
 
@@ -106,8 +106,8 @@ class Reduction:
         return list(zip(self.outputs, self.segments, strict=True))
 
     @functools.cached_property
-    def _to_shards(self) -> Copies:
-        return Copies(self.shards)
+    def _to_shards(self) -> Callable[[Sequence[torch.Tensor]], None]:
+        return copies_to(self.shards)
 
     @property
     def shards(self) -> Sequence[torch.Tensor]:
@@ -151,7 +151,7 @@ class Reduction:
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """One kernel each: see `copy_each`."""
+    """One kernel each: see `copies_to`."""
     if scale != 1.0:
         for tensor in tensors:
             tensor.mul_(scale)

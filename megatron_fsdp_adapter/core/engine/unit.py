@@ -77,7 +77,7 @@ class Unit:
         self.gathered: Any = None
         self.stale = self.busy = self.behind_update = False
         self.updated: Any = None
-        slots = [one.staging.weight_slot for one in gathered]
+        slots = [one.weight_slot.number for one in gathered]
         self.weight_slot = slots[0] if slots else None
         self.phase = Phase.READY
         quantized = [group for group in groups if group.key.quantized]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ class FusedWgrad:
         full-size views of the bucket. label: names the buffer in errors.
 
     Attributes:
+        written: the parameters whose part of the bucket holds a gradient, or zeroes to add to.
         hooked: whether hooks were on what autograd saved in some forward; for good, as a backward
             may be that of several forwards.
     """
@@ -72,7 +73,7 @@ class FusedWgrad:
         self._always = {i for i, one in enumerate(writers) if one is always}
         self.any = any(one is not WgradProtocol.AUTOGRAD for one in writers)
         self.is_open = self.hooked = False
-        self._written: set[int] = set()
+        self.written: set[int] = set()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         me = weakref.ref(self)
         for index, (param, writer) in enumerate(zip(params, writers, strict=True)):
@@ -90,16 +91,16 @@ class FusedWgrad:
             return
         self.is_open = True
         adding = self._adding_hooked if self.hooked else self._adding
-        self._written = set(adding) if empty else set(range(len(self._params)))
+        self.written = set(adding) if empty else set(range(len(self._params)))
         zeroed = [self._views[index] for index in adding] if empty else []
         if zeroed:
             torch._foreach_zero_(zeroed)
 
     def close(self) -> set[int]:
         """Backward is over: returns the parameters whose part of the bucket holds a gradient."""
-        written = self._written if self.is_open else set()
+        written = self.written if self.is_open else set()
         self.settle()
-        self.is_open, self._written = False, set()
+        self.is_open, self.written = False, set()
         return written
 
     def settle(self) -> None:
@@ -107,15 +108,6 @@ class FusedWgrad:
         for view, earlier in self._aside:
             view.add_(earlier)
         self._aside = []
-
-    @property
-    def written(self) -> set[int]:
-        """The parameters whose part of the bucket holds a gradient, or zeroes to add to."""
-        return self._written
-
-    def note(self, indices: Iterable[int]) -> None:
-        """Marks gradients that were written without `write`, by a replay."""
-        self._written.update(indices)
 
     def write(self, index: int) -> torch.Tensor:
         """Called by a module that is about to write the gradient of parameter `index`."""
@@ -126,10 +118,10 @@ class FusedWgrad:
             )
         view = self._views[index]
         if index not in self._always:
-            self._params[index].overwrite_main_grad = index not in self._written  # type: ignore[attr-defined]
-        elif index in self._written:
+            self._params[index].overwrite_main_grad = index not in self.written  # type: ignore[attr-defined]
+        elif index in self.written:
             self._aside.append((view, view.clone()))
-        self._written.add(index)
+        self.written.add(index)
         return view
 
 

@@ -41,9 +41,11 @@ class Runtime(Protocol):
     `host_waits`: the host waits wherever compute does, so that results are there."""
 
     device: torch.device
-    poison: bool
+    poison: bool = False
     host_waits: bool
-    on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None]
+    on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = staticmethod(
+        lambda *_: None
+    )
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
         """Runs `tasks` with `role`'s stream current, after everything submitted to it before."""
@@ -69,12 +71,18 @@ class Runtime(Protocol):
         """Like `submit`, of tasks that only release storage which `role` has allocated."""
 
     def allocate(self, flat: torch.Tensor) -> None:
-        """Gives the released 1-D tensor `flat` its storage, on the current stream. Contents are
-        undefined."""
+        """Gives the released 1-D tensor `flat` its storage, on the current stream, which the
+        caching allocator orders. Contents are undefined."""
+        storage = flat.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(flat.nbytes)
+            if self.poison:
+                fill_with_nan(flat)
 
     def release(self, flat: torch.Tensor) -> None:
         """Returns the storage of the 1-D tensor `flat` to the allocator; views stay valid objects
         and see the next storage."""
+        flat.untyped_storage().resize_(0)
 
     def synchronize(self) -> None:
         """Blocks the host until every role is idle."""
@@ -127,30 +135,11 @@ def storage_bytes(flat: torch.Tensor) -> int:
     return flat.untyped_storage().nbytes()
 
 
-class _StorageMixin:
-    """Storage resizing: the caching allocator takes and gives blocks on the current stream."""
-
-    on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = staticmethod(
-        lambda *_: None
-    )
-    poison = False
-
-    def allocate(self, flat: torch.Tensor) -> None:
-        storage = flat.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(flat.nbytes)
-            if self.poison:
-                fill_with_nan(flat)
-
-    def release(self, flat: torch.Tensor) -> None:
-        flat.untyped_storage().resize_(0)
-
-
 HURRIED = (GATHER, REDUCE, UPDATE)
 """Roles that others wait for."""
 
 
-class CudaRuntime(_StorageMixin):
+class CudaRuntime(Runtime):
     """Roles are CUDA streams; gather, reduce and update run at high priority.
 
     High priority lets NCCL's few thread blocks get their streaming multiprocessors while a large
@@ -283,7 +272,7 @@ class HostEvent:
     runtime: HostRuntime
 
 
-class HostRuntime(_StorageMixin):
+class HostRuntime(Runtime):
     """Roles are queues in front of background collectives (gloo)."""
 
     host_waits = True

@@ -29,7 +29,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.memory import MAIN
+from megatron_fsdp_adapter.core.engine.memory import MAIN, check_here
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
 from megatron_fsdp_adapter.quantized.scaling import scalings_of
 from megatron_fsdp_adapter.quantized.start import values_follow
@@ -80,7 +80,7 @@ def _show_raw(engines: Iterable[FsdpEngine]) -> None:
     """Modules hold their ordinary parameters: mappings look at shapes, dtypes and devices.
     RuntimeError if the main weights' memory was released."""
     for engine in engines:
-        engine.memory.check("converting weights", [MAIN])
+        check_here(engine.away, "converting weights", [MAIN])
         engine.to_unsharded()
 
 
