@@ -20,6 +20,7 @@ from torch import nn
 
 from ..checkpoint.parts import held_range
 from ..core.layout.spec import row_granularity
+from ..sharding.sharded_module import engines_behind
 from .inner_module import ShardedModule
 
 _CORE_CLIP_QK = core_qk_clip.clip_qk
@@ -47,9 +48,7 @@ def _as_core_sees(chunk: Any) -> Any:
 
 def _engine_of(attention: nn.Module) -> Any | None:
     """The engine that holds the weights of an attention layer; None if they are not ours."""
-    found = (getattr(param, "_fsdp_engine", None) for param in attention.parameters())
-    engine = next((reference for reference in found if reference is not None), None)
-    return None if engine is None else engine()
+    return next(iter(engines_behind(attention.parameters())), None)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ..sharding.module_problems import parameter_problems
 from ..sharding.problems import raise_problems
+from ..sharding.sharded_module import NotCopyable
 from .casts import cast
 from .fsdp2_model import (
     BUILDING,
@@ -51,14 +52,14 @@ from .fsdp2_model import (
 from .mesh import data_parallel_groups
 
 
-class ShardedModule(FSDPModule):
+class ShardedModule(NotCopyable, FSDPModule):
     """What a module is after `fully_shard`: an `FSDPModule` of torch's, whose methods act on our
     engine. A method that changes the speed alone, and has no counterpart, does nothing: gathers
     follow the order of the pass before, and reductions sum."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the module's own class, as `nn.Sequential` makes of a slice of itself."""
-        original: Any = cls.__mro__[3]  # FSDP<Original>, ShardedModule, FSDPModule, Original
+        original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
@@ -221,12 +222,6 @@ class ShardedModule(FSDPModule):
         else:
             engine.root_post_forward(METHOD, output)
         return cast(mark.options.policy.output_dtype, output)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError(
-            f"copy.deepcopy of {type(self).__name__}: its weights are views of flat buffers; copy "
-            "state_dict(), and load that into another model"
-        )
 
 
 def _does_nothing(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -287,13 +287,10 @@ class MegatronFSDP(FullyShardedModel):
         """The next forward reads the weights as they are now."""
         self.engine.main_weights_changed()
 
-    @torch.no_grad()
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiplies all gradients by `scaling_factor`, after `finish_grad_sync`."""
         self.engine.finish_grads()
-        for param in self.parameters():
-            if param.grad is not None:
-                param.grad._local_tensor.mul_(scaling_factor)  # type: ignore[attr-defined]
+        self.engine.scale_grads(scaling_factor)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """The groups."""

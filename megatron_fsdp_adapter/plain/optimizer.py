@@ -12,6 +12,7 @@ from ..optim.local_shards import INNER, LocalShards, UpdateRule
 from ..optim.muon.torch_muon import is_torch_muon, torch_muon
 from ..optim.residency import OPTION, Residency
 from ..optim.step import adopt, end_step
+from ..sharding.sharded_module import engines_behind
 from .user_loop import UserLoopEngine
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
@@ -25,14 +26,13 @@ def _engines_of(params: Sequence[torch.Tensor]) -> list[UserLoopEngine]:
             "optimizer: parameters of FullyShardedDataParallel require Megatron's optimizer. Use "
             "get_megatron_optimizer"
         )
-    refs = [getattr(param, "_fsdp_engine", None) for param in params]
-    if not params or None in refs:
+    foreign = sum(not hasattr(param, "_fsdp_engine") for param in params)
+    if foreign or not params:
         raise ValueError(
-            f"optimizer: {refs.count(None)} of its {len(params)} parameters are not from a "
+            f"optimizer: {foreign} of its {len(params)} parameters are not from a "
             "sharded model. Make it from fully_shard_model(...).parameters()"
         )
-    engines = {id(engine): engine for engine in (ref() for ref in refs)}  # type: ignore[misc]
-    return list(engines.values())
+    return engines_behind(params)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ class UserLoopEngine(FsdpEngine):
         super().__init__(*args, **options)
         if self.quantization is not None:
             self.quantization.unnotified = True
+        self.reduce.repeats_outer = True
         self._found_unsharded = False  # by the forward that runs, or ran last
         self._trained = [pair.group.key.requires_grad for pair in self.pairs]
         self._has_frozen = False  # a group that is trained

@@ -239,6 +239,13 @@ OF_RAW = (
 """What modules that write gradients by themselves read, on the parameter that they compute with."""
 
 
+def engines_behind(params: Iterable[Any]) -> list[Any]:
+    """The engines that any of `params` belong to, each once."""
+    refs = [getattr(param, "_fsdp_engine", None) for param in params]
+    found = {id(engine): engine for ref in refs if ref is not None and (engine := ref())}
+    return list(found.values())
+
+
 def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     """Copies the attributes of the module's own parameter to the sharded one, and marks, for torch
     DCP too, which rows of which tensor it is. `offset` is where this rank's tensor-parallel part

@@ -330,12 +330,17 @@ def _meshes(rank: int, world: int) -> None:
             made(tokens(0, 1, rank)).backward()
             summed = made.head.weight.grad.full_tensor()
             _read_by_one_rank(rank, world, **options())
+            repeated = _bottom_up(ours, model(), **options())
+            for microbatch in range(2):
+                repeated(tokens(0, microbatch, rank)).backward()
         held = sum(param._local_tensor.numel() for param in other.parameters())
         assert held < 0.7 * sum(param.numel() for param in other.parameters()), name
     one = _bottom_up(theirs, model())
     for microbatch in range(2):
         one(tokens(0, microbatch, rank)).backward()
-    near(summed, one.head.weight.grad.full_tensor(), "sums over replicas")
+    expected = one.head.weight.grad.full_tensor()
+    near(summed, expected, "sums over replicas")
+    near(repeated.head.weight.grad.full_tensor(), expected, "each backward sums over replicas")
     one_rank_of_two = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     for mesh, sizes in ((one_rank_of_two, (4, None)), (MESHES["replicas"]()["mesh"], (2, 2))):
         groups = data_parallel_groups(mesh)

@@ -60,7 +60,6 @@ DIFFERS = {
     "test_reduce_dtype": SUMS,
     "test_param_registration_after_forward": "unsharded until the backward",
     "test_to_float64_after_init": "refused: float64",
-    "test_train_parity_hsdp": "refused: replicas are summed once a step",
     "test_shared_params_separate": "weights that units share are trained, not refused",
 }
 """By parts of names: tests that fail, and have to as long as this is so; docs/fsdp2.md says it."""

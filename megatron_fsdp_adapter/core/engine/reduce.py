@@ -103,6 +103,8 @@ class ReducePipeline:
         # A rank without gradients launches in this order too, to match the others.
         self._outer_in_backward = False
         self.check = check
+        # Whether a backward may follow a reduction over an outer axis, as if it had not been one.
+        self.repeats_outer = False
 
     def backward_begins(self, unit: Unit, accumulates: bool) -> None:
         """Gives storage to the buckets that `unit`'s modules will write into by themselves;
@@ -224,13 +226,20 @@ class ReducePipeline:
             self._make_room(fresh)
 
     def _take_back(self, groups: Sequence[ParamGroup]) -> None:
-        """A further backward follows gradients that one rank has and that were scaled as the
-        step's: they are added to as before."""
+        """A further backward follows. Gradients that one rank has and that were scaled as the
+        step's are added to as before. Of a sum over replicas each one keeps an equal part."""
         for group in groups:
             if group.is_single_rank and group.grad_state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(group.grad_segments, 1.0 / self.domains[group.key.domain].scale)
                 group.grad_state = GradState.ACCUMULATED
+            elif self._is_repeated(group) and group.grad_state is GradState.FINISHED:
+                self.runtime.follow(COMPUTE, REDUCE)
+                scale_each(group.grad_segments, 1.0 / group.domain.outer_size)
+                group.grad_state = GradState.REDUCED
+
+    def _is_repeated(self, group: ParamGroup) -> bool:
+        return self.repeats_outer and not group.keeps_grads and not group.splits_outer
 
     def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
         if any(

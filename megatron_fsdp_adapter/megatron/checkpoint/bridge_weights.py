@@ -34,6 +34,7 @@ from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
 from megatron_fsdp_adapter.quantized.scaling import scalings_of
 from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
+from megatron_fsdp_adapter.sharding.sharded_module import engines_behind
 
 TASKS = "build_conversion_tasks"
 
@@ -43,13 +44,7 @@ TASKS = "build_conversion_tasks"
 
 def engines_of(models: Any) -> list[FsdpEngine]:
     """Of what is sharded among `models`: a module or a list, wrapped or any part of what was."""
-    return _engines_behind(param for model in _listed(models) for param in model.parameters())
-
-
-def _engines_behind(params: Iterable[Any]) -> list[FsdpEngine]:
-    refs = [getattr(param, "_fsdp_engine", None) for param in params]
-    found = {id(engine): engine for ref in refs if ref is not None and (engine := ref())}
-    return list(found.values())
+    return engines_behind(param for model in _listed(models) for param in model.parameters())
 
 
 def _listed(models: Any) -> list[nn.Module]:
@@ -119,7 +114,7 @@ def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _receiving(build: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """The tasks of a load: what is copied into a tensor of one goes to this rank's rows."""
     tasks = build(*args, **kwargs)
-    engines = _engines_behind(_tensors(tasks))
+    engines = engines_behind(_tensors(tasks))
     _show_raw(engines)
     weights = module_weights(engines)
     return [
@@ -202,7 +197,7 @@ def _adapters(
 ) -> Any:
     parts = ("linear_in_task", "linear_out_task")
     tasks = list(adapter_tasks)
-    engines = _engines_behind(_tensors(getattr(task, part) for task in tasks for part in parts))
+    engines = engines_behind(_tensors(getattr(task, part) for task in tasks for part in parts))
     weights = module_weights(engines)
     _show_raw(engines)
 
