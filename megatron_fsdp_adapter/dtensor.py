@@ -168,7 +168,7 @@ class UnevenDTensor(DTensor):
         )
         if elsewhere:
             plain = DTensor(local, plain._spec, requires_grad=False)
-        return _with_chunks(plain, chunks)
+        return with_chunks(plain, chunks)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -200,19 +200,19 @@ class UnevenDTensor(DTensor):
             like = [source for source in originals.values() if _same_geometry(source, value)]
             if not like or any(source.chunks != like[0].chunks for source in like):
                 return value
-            return _with_chunks(value, like[0].chunks)
+            return with_chunks(value, like[0].chunks)
 
         return tree_map(uneven, result)
 
     def detach(self) -> UnevenDTensor:
         """As torch's; `nn.Parameter` and `state_dict` call it."""
         detached: Any = super().detach()
-        return _with_chunks(detached, self.chunks)
+        return with_chunks(detached, self.chunks)
 
     def clone(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         """As torch's; of torch's class if a gradient flows through it."""
         cloned: Any = super().clone(*args, **kwargs)
-        return cloned if cloned.requires_grad else _with_chunks(cloned, self.chunks)
+        return cloned if cloned.requires_grad else with_chunks(cloned, self.chunks)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -275,7 +275,7 @@ class UnevenDTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
         self._raise_if_parameter("copy.deepcopy")
         plain = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=False)
-        copied = memo[id(self)] = _with_chunks(plain, self.chunks)
+        copied = memo[id(self)] = with_chunks(plain, self.chunks)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -332,7 +332,7 @@ def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
     return 0.0 if order == math.inf else None
 
 
-def _with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
+def with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
     made = UnevenDTensor(plain._local_tensor, plain._spec, requires_grad=False)
     made.chunks = chunks
     return made
@@ -341,7 +341,7 @@ def _with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
 def _rebuilt(local: torch.Tensor, spec: Any, boxes: tuple[Box, ...] | None) -> UnevenDTensor:
     """What pickle makes again. The cut is of the layouts of the process that wrote it."""
     plain = DTensor(local, spec, requires_grad=False)
-    return _with_chunks(plain, None if boxes is None else Chunks(boxes))
+    return with_chunks(plain, None if boxes is None else Chunks(boxes))
 
 
 torch.serialization.add_safe_globals([_rebuilt])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.config import STRATEGIES, EngineConfig
@@ -185,7 +185,7 @@ def _build(root: nn.Module) -> None:
         for child, each in found:
             each.engine = engine
             _register_casts(child, each.options)
-    _watch_optimizers(engine)
+    _refuse_optimizers_of_before(engine)
 
 
 def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
@@ -342,10 +342,9 @@ def _register_casts(module: nn.Module, options: Options) -> None:
         cast_outputs_of(module, options.policy.output_dtype)
 
 
-def _watch_optimizers(engine: UserLoopEngine) -> None:
-    """Before each step of an optimizer: raises if it holds parameters from before sharding, which
-    would find no gradients, and cuts state that was loaded as torch's even split by the rows of
-    our parameters. The second is collective over the mesh of the parameter."""
+def _refuse_optimizers_of_before(engine: UserLoopEngine) -> None:
+    """Makes steps of optimizers raise that hold parameters from before sharding: they would find no
+    gradients, and train nothing."""
 
     def before(optimizer: Any, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -355,20 +354,6 @@ def _watch_optimizers(engine: UserLoopEngine) -> None:
                 "had sharded them; make the optimizer from parameters() of the module that "
                 "fully_shard was called with last"
             )
-        for param, state in optimizer.state.items():
-            if isinstance(param, UnevenDTensor):
-                state.update(_rows_of_evenly_cut(param, state))
 
     handle = register_optimizer_step_pre_hook(before)
     weakref.finalize(engine, handle.remove)
-
-
-def _rows_of_evenly_cut(param: UnevenDTensor, state: dict[str, Any]) -> dict[str, UnevenDTensor]:
-    """The values of `state` that torch has cut (`distribute_tensor`), cut as `param` is."""
-    found = {}
-    for key, value in state.items():
-        if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor):
-            rows: Any = torch.zeros_like(param, dtype=value.dtype)
-            rows.chunks.take_from(value.full_tensor(), rows._local_tensor)
-            found[key] = rows
-    return found

@@ -1,0 +1,51 @@
+"""State of torch's optimizers over sharded parameters: DTensors that know their rows."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..dtensor import UnevenDTensor, with_chunks
+
+
+def keep_rows(engine: Any) -> None:
+    """Has each step of an optimizer, as long as `engine` lives, begin and end with state that has
+    the rows of its parameters, so that checkpoints know them."""
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        weakref.finalize(engine, register(_own_rows).remove)
+
+
+def _own_rows(optimizer: Any, *_: Any) -> None:
+    """Makes DTensors in the state of an optimizer ones that know the rows that they have: those of
+    `distribute_tensor`, which cuts evenly, and those that torch before 2.13 makes of ours."""
+    for param, state in optimizer.state.items():
+        if isinstance(param, UnevenDTensor):
+            state.update({
+                key: _rows_of(param, value, key) for key, value in state.items()
+                if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+            })  # fmt: skip
+
+
+def _rows_of(param: UnevenDTensor, value: DTensor, key: str) -> UnevenDTensor:
+    """`value` cut as `param` is. Collective where torch has cut it evenly.
+
+    RuntimeError where torch does not tell that, and the value has other rows.
+    """
+    alike: Any = torch.zeros_like(param, dtype=value.dtype)
+    if isinstance(alike, UnevenDTensor):  # from torch 2.13 on what has our rows is one
+        alike.chunks.take_from(value.full_tensor(), alike._local_tensor)  # type: ignore[union-attr]
+        return alike
+    if value._local_tensor.shape != param._local_tensor.shape:
+        raise RuntimeError(
+            f"optimizer state {key!r} has {tuple(value._local_tensor.shape)} of a tensor of which "
+            f"this rank has {tuple(param._local_tensor.shape)}, and torch {torch.__version__} does "
+            "not tell how it is cut. Load it by set_optimizer_state_dict, or take torch 2.13"
+        )
+    return with_chunks(value, param.chunks)
