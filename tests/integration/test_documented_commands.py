@@ -306,11 +306,6 @@ def test_what_is_not_run_names_files_that_exist() -> None:
 
 
 PAGES = (*DOCUMENTS, "CONTRIBUTING.md")
-UNWRAPPED = frozenset({
-    "docs/accelerate.md", "docs/convert.md", "docs/design.md", "docs/fsdp2.md",
-    "docs/megatron_fsdp.md", "docs/plan.md",
-})  # fmt: skip
-"""Pages that are not held to `prose_problems` yet."""
 MAX_LINE = 250
 IMPERSONAL = re.compile(r"\b(?:who|whom|nobody|somebody|someone|told|mended)\b", re.IGNORECASE)
 
@@ -331,7 +326,7 @@ def prose_problems(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in UNWRAPPED])
+@pytest.mark.parametrize("page", PAGES)
 def test_prose_is_short_and_plain(page: str) -> None:
     assert not prose_problems((ROOT / page).read_text())
 
