@@ -94,10 +94,14 @@ class ShardedModule(NotCopyable, FSDPModule):
         return super().load_state_dict(state_dict, strict)  # type: ignore[misc]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Gives parameters and buffers on the meta device memory. Sharded parameters have theirs,
-        in which each element is NaN until it is loaded or written."""
+        """Gives parameters and buffers on the meta device memory: of a parameter this rank's rows,
+        in which each element is NaN until it is loaded or written. Shards the model first."""
         if mark_on(self).state is PENDING:
-            return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+            with unsharded_reads(self):  # type: ignore[arg-type]
+                on_meta = any(param.is_meta for param in self.parameters())  # type: ignore[attr-defined]
+            if not on_meta:
+                return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+            engine_of(self)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -426,6 +426,9 @@ def _meta_start(rank: int, world: int) -> None:
         made = Features()
         made.temperature = nn.Parameter(torch.empty(1))
     _bottom_up(ours, made).to_empty(device="cpu")
+    assert isinstance(made.head.weight, DTensor)  # no rank had all of it
+    nn.init.ones_(made.head.weight)
+    assert whole(made)["head.weight"].eq(1).all()
     set_model_state_dict(
         made, values if rank == 0 else {},
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
