@@ -68,7 +68,7 @@ BUDGETS = {
     "optim": (1_520, 16),
     "plain": (948, 9),
     "planning": (1_291, 24),
-    "prove": (811, 7),
+    "prove": (801, 8),
     "quantized": (871, 16),
     "sharding": (1_178, 14),
 }

@@ -30,8 +30,8 @@ def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, E
         {label: value for label, (_, _, _, value) in like.items()},
     )
     for param, name, piece, _ in like.values():
-        if piece[0] is not optimizer.state[param].get(name):
-            shards.put(param, name, piece[0]._local_tensor)
+        if piece.target is not optimizer.state[param].get(name):
+            shards.put(param, name, piece.target._local_tensor)
     for param, name, value in others:
         target = optimizer.state[param].get(name)
         if isinstance(target, torch.Tensor):

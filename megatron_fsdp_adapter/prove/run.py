@@ -7,11 +7,11 @@ another strategy and continue.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,17 +62,22 @@ class Plan:
         return f"loaded as {self.other}"
 
 
-Steps = list[tuple[float, float, Values, Values]]
-"""Loss, norm, gradients and weights of each step."""
+class Step(NamedTuple):
+    """What one step of training gave."""
+
+    loss: float
+    norm: float
+    gradients: Values
+    weights: Values
 
 
-def _train(trainer: Any, first: int, last: int) -> tuple[Values, Steps]:
+def _train(trainer: Any, first: int, last: int) -> tuple[Values, list[Step]]:
     """The weights at the start, and the steps `first` to `last`."""
     from megatron_fsdp_adapter.prove import build
 
     start, found = trainer.weights(), []
     for number in range(first, last):
-        found.append(build.train_step(trainer, number))
+        found.append(Step(*build.train_step(trainer, number)))
         build.set_rate(trainer.optimizer, trainer.options)
     return start, found
 
@@ -122,7 +127,7 @@ def run_rank(rank: int, world: int, plan: Plan) -> list[Row]:
     other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
     start, more = _train(_load(plan, other, device), plan.steps, last)
     rows.append(compare.compare_tensors(
-        plan.loaded, plan.steps, "weights as loaded", start, trained[-1][3], 0.0
+        plan.loaded, plan.steps, "weights as loaded", start, trained[-1].weights, 0.0
     ))  # fmt: skip
     return rows + compare_steps(options, plan.loaded, plan.steps, start, more, reference)
 
@@ -165,27 +170,30 @@ def narrowest(options: Options) -> str:
 
 
 def compare_steps(
-    options: Options, run: str, first: int, start: Values, steps: Steps,
-    reference: tuple[Values, Steps],
+    options: Options, run: str, first: int, start: Values, steps: Sequence[Step],
+    reference: tuple[Values, Sequence[Step]],
 ) -> list[Row]:
     """Comparisons of the steps after step `first` with the reference's."""
     dtype, rows = narrowest(options), []
-    weights = [reference[0], *(step[3] for step in reference[1])]
+    before_all, expected = reference
+    weights = [before_all, *(step.weights for step in expected)]
     for number, (loss, norm, gradients, after) in enumerate(steps, first + 1):
-        theirs = reference[1][number - 1]
+        theirs = expected[number - 1]
         limits = {name: compare.bound(dtype, name, number) for name in compare.FACTORS[dtype]}
-        rows.append(compare.compare_numbers(run, number, "loss", loss, theirs[0], limits["loss"]))
-        norms = compare.compare_numbers(run, number, "norm", norm, theirs[1], limits["norm"])
+        rows.append(compare.compare_numbers(run, number, "loss", loss, theirs.loss, limits["loss"]))
+        norms = compare.compare_numbers(run, number, "norm", norm, theirs.norm, limits["norm"])
         if number > 1 and routes_by_rounding(options):
             rows.append(norms)
         else:
-            so_far, allowed = [step[2] for step in reference[1][:number]], limits["gradients"]
+            so_far, allowed = [step.gradients for step in expected[:number]], limits["gradients"]
             mine, other = (
                 compare.significant_update(before, then, so_far, allowed)
                 for before, then in ((start, after), (weights[number - 1], weights[number]))
             )
             rows += [
-                compare.compare_tensors(run, number, "gradients", gradients, theirs[2], allowed),
+                compare.compare_tensors(
+                    run, number, "gradients", gradients, theirs.gradients, allowed
+                ),
                 norms,
                 compare.compare_tensors(run, number, "update", mine, other, limits["update"]),
             ]

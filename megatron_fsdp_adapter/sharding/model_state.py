@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -183,9 +183,14 @@ def copy_values(
     return {**rest, **{name: params[name] for name in written}}
 
 
-Piece = tuple[DTensor, slice]
-"""Of a place in a sharded parameter, or in a value of its geometry such as a moment: a DTensor over
-this rank's rows of it, and their elements in a plain tensor of the piece."""
+class Piece(NamedTuple):
+    """A place in a sharded parameter, or in a value of its geometry such as a moment.
+
+    target: a DTensor over this rank's rows of it; elements: these in a plain tensor of the piece.
+    """
+
+    target: DTensor
+    elements: slice
 
 
 def piece_of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
@@ -194,7 +199,8 @@ def piece_of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
     target = part_of(value, ref, place.number, place.count)  # type: ignore[arg-type]
     numel = torch.Size(ref.shape).numel() // place.count
     start, held = place.number * numel, held_range(ref)
-    return target, slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
+    own = slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
+    return Piece(target, own)
 
 
 def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
