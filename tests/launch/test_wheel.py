@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from megatron_fsdp_adapter import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +16,6 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def test_a_wheel_has_its_command_its_types_and_its_license(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", minversion="77")
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in SOURCES:
