@@ -27,11 +27,14 @@ class FSDPDistributedIndex:
             instance when there are several).
         fsdp_group_ag: optional second communicator with the same ranks, for all-gathers.
         fsdp_group_rs: optional communicator with the same ranks, for reductions.
-        expt_fsdp_group, expt_fsdp_group_ag, expt_fsdp_group_rs: the same for expert parameters;
-            None without them.
+        expt_fsdp_group: shards expert parameters; None without them.
+        expt_fsdp_group_ag: the same for expert parameters, for all-gathers.
+        expt_fsdp_group_rs: the same for expert parameters, for reductions.
         outer_fsdp_group: the same shard in every optimizer instance; None with one instance.
-        dp_group, expt_dp_group: all ranks with the same parameters; default the shard groups.
-        tp_group, expt_tp_group: tensor-parallel groups, or None without tensor parallelism.
+        dp_group: all ranks with the same dense parameters; by default the shard group.
+        expt_dp_group: all ranks with the same expert parameters; by default their shard group.
+        tp_group: the tensor-parallel group; None without tensor parallelism.
+        expt_tp_group: the tensor-parallel group of experts; None without it.
         device_type: "cuda" or "cpu".
         grad_scale: factor on the sum of gradients, for every kind (an expert gradient already
             sums the tokens of its expert-parallel ranks, so its factor is the dense one).

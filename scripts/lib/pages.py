@@ -1,0 +1,48 @@
+"""Hooks of mkdocs.yml: what a page of docs/ gets on the site, and a Git host shows without it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+TITLES = {
+    "bridge": "with Megatron-Bridge",
+    "gpu": "on GPUs",
+    "megatron-lm": "with a checkout of Megatron-LM",
+    "sketch": "with your own model",
+    "transformers": "with transformers",
+}
+"""Titles of code blocks, by the mark behind their language, which tests read."""
+FENCE = re.compile(r"^```(\w+)((?: [\w-]+)+)$", re.M)
+TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.M | re.S)
+TAB = re.compile(r"^### ([^\n]+)\n(.*?)(?=^### |\Z)", re.M | re.S)
+NAMED_AS_FILE = re.compile(r"\[([\w]+\.md)\]\((\1[^)\s]*)\)")
+
+
+def titled(fence: re.Match[str]) -> str:
+    """The first line of a code block, with the titles of its marks in place of them."""
+    title = ", ".join(TITLES[mark] for mark in fence[2].split() if mark in TITLES)
+    return f'```{fence[1]} title="{title}"' if title else f"```{fence[1]}"
+
+
+def tabbed(section: re.Match[str]) -> str:
+    """Content tabs, one for each heading of the third level."""
+    return TAB.sub(lambda tab: f'=== "{tab[1]}"\n{textwrap.indent(tab[2], "    ")}', section[1])
+
+
+def nav_titles(nav: Any) -> Iterator[tuple[str, str]]:
+    """(file, title) of each page of mkdocs.yml's nav."""
+    for one in nav:
+        for title, below in one.items():
+            yield from [(below, title)] if isinstance(below, str) else nav_titles(below)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> str:
+    """The page as the site's Markdown: links that are named as a file have the page's title."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+    titles = dict(nav_titles(config["nav"]))
+    text = NAMED_AS_FILE.sub(lambda link: f"[{titles.get(link[1], link[1])}]({link[2]})", markdown)
+    return TABS.sub(tabbed, FENCE.sub(titled, text))

@@ -1,0 +1,49 @@
+"""The site of mkdocs.yml is built without a warning; its hooks; what its pages have."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lib import pages
+
+import megatron_fsdp_adapter
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Links, anchors and nav are checked by it, and docstrings beside signatures."""
+    for name in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
+        pytest.importorskip(name)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fully_shard_optimizer" in (tmp_path / "api.html").read_text()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "".join(path.read_text() for path in DOCS.glob("api*.md"))
+    named = re.findall(r"^::: megatron_fsdp_adapter\.(\w+)$", text, re.M)
+    assert set(megatron_fsdp_adapter.__all__) <= set(named)
+
+
+def test_a_page_gets_titles_and_tabs() -> None:
+    text = (
+        "[a.md](a.md#b) [here](a.md)\n<!-- tabs -->\n### One\n```bash gpu slow\nx\n```\n### Two\n"
+        "two\n<!-- end of tabs -->\n```python\n```\n"
+    )
+    page, nav = SimpleNamespace(is_homepage=True, meta={}), [{"B": [{"The a": "a.md"}]}]
+    made = pages.on_page_markdown(text, page, {"nav": nav})
+    assert made == (
+        '[The a](a.md#b) [here](a.md)\n=== "One"\n    ```bash title="on GPUs"\n    x\n    ```\n'
+        '=== "Two"\n    two\n\n```python\n```\n'
+    )
+    assert page.meta == {"hide": ["navigation", "toc"]}
