@@ -57,7 +57,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60
 BUDGETS = {
     # package: statements, classes
     "checkpoint": (2_047, 23),
-    "cli": (487, 1),
+    "cli": (600, 1),
     "comm": (129, 3),
     "core": (2_727, 56),
     "diagnostics": (363, 9),

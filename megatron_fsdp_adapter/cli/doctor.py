@@ -1,23 +1,27 @@
 """`python -m megatron_fsdp_adapter doctor`: checks the installation, this machine and a
-configuration. Without --prove it starts no training and no process group.
+configuration. Without --prove it starts no training. Under a launcher, on one node or several, the
+ranks compare what they see, measure their collectives, and the first one prints.
 
     doctor                                              versions, machine, environment, bindings
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...              and this command line
     doctor --set data_parallel_sharding_strategy=optim --set ...        and these options
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
+    torchrun --nnodes 2 ... -m megatron_fsdp_adapter doctor             on all ranks
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_fsdp_adapter.cli import machine, prove
+from megatron_fsdp_adapter.cli import machine, nodes, prove
 from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.cli.output import answer
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
@@ -104,10 +108,39 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def examine_together(given: argparse.Namespace) -> dict[str, Any]:
+    """The first rank's report with a comparison of all, on every rank. Raises ValueError with bad
+    input of any rank. Collective."""
+    with nodes.joined() as device:
+        try:
+            own: dict[str, Any] | str = examine(given)
+        except (ValueError, OSError) as error:
+            own = str(error)
+        every = nodes.every_rank((own, nodes.node(), nodes.variables(os.environ)))
+        wrong = next((found for found, _, _ in every if isinstance(found, str)), None)
+        if wrong is not None:
+            raise ValueError(wrong)
+        reports, places, variables = zip(*every, strict=True)
+        differ = nodes.differences([nodes.facts(found) for found in reports], places)
+        report = {**reports[0], "ranks": {
+            "nodes": places, "differ": differ,
+            "variables differ": nodes.differences(variables, places),
+            "GB/s": "not measured, because the ranks differ",
+        }}  # fmt: skip
+        if not differ:
+            print(f"doctor: {len(places)} ranks have met, and measure their collectives on "
+                  f"{device.type}", file=sys.stderr, flush=True)  # fmt: skip
+            report["ranks"]["GB/s"] = nodes.bandwidths(places, device)
+        return {**report, "verdict": verdict(report)}
+
+
 def problems(report: Mapping[str, Any]) -> list[str]:
     """The problems in the report that prevent a run."""
     missing = report["bindings"].get("error")
-    return [*([missing] if missing else ()), *report.get("configuration", {}).get("refuses", ())]
+    return [
+        *([missing] if missing else ()), *report.get("configuration", {}).get("refuses", ()),
+        *report.get("ranks", {}).get("differ", ()),
+    ]  # fmt: skip
 
 
 def verdict(report: Mapping[str, Any]) -> str:
@@ -138,6 +171,8 @@ def render(report: Mapping[str, Any]) -> str:
     lines += _bindings_lines(report["bindings"])
     if "configuration" in report:
         lines += _configuration_lines(report["configuration"])
+    if "ranks" in report:
+        lines += nodes.lines_of(report["ranks"])
     return "\n".join([*lines, report["verdict"]])
 
 
@@ -188,5 +223,12 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     if given.prove:
         return prove.main(given)
-    found = answer(given, "doctor", lambda: examine(given), render)
+    launched = nodes.is_launched(os.environ)
+    quiet = launched and os.environ["RANK"] != "0"
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if quiet:
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        looked = examine_together if launched else examine
+        found = answer(given, "doctor", lambda: looked(given), render)
     return 2 if found is None else int(bool(problems(found)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,18 +50,39 @@ def device() -> torch.device:
 
 
 def capabilities() -> dict[str, Any]:
-    """Devices, CUDA and NCCL; without a GPU only the backends."""
+    """Python, network, devices, driver, CUDA and NCCL; without a GPU no more than the first two."""
     found: dict[str, Any] = {
-        "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
+        "Python": platform.python_version(),
+        "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)],
+        "RDMA ports": rdma_ports(),
     }
     if not torch.cuda.is_available():
         return {**found, "devices": "no CUDA device: trains on the CPU with gloo (CPU mode)"}
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     found["devices"] = [f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in devices]
+    found["driver"] = _first_line(Path("/proc/driver/nvidia/version"))
+    found["GPUDirect module"] = "nvidia_peermem" if _PEER_MEMORY.exists() else "none"
     found["CUDA"] = torch.version.cuda
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     found["copy-engine gathers"] = _copy_engine_gathers()
     return found
+
+
+def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """The ports of this machine's InfiniBand and RoCE adapters: name, link, state, rate."""
+    return [
+        " ".join([f"{port.parent.parent.name}:{port.name}",
+                  *(_first_line(port / name) for name in ("link_layer", "state", "rate"))])
+        for port in sorted(root.glob("*/ports/*"))
+    ]  # fmt: skip
+
+
+def _first_line(file: Path) -> str:
+    """The first line of a file of the kernel, "unknown" if it is not there."""
+    return file.read_text().partition("\n")[0] if file.exists() else "unknown"
+
+
+_PEER_MEMORY = Path("/sys/module/nvidia_peermem")
 
 
 def _copy_engine_gathers() -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ import pytest
 import torch
 from megatron.core.optimizer import optimizer_config
 
-from megatron_fsdp_adapter.cli import doctor, machine
+from megatron_fsdp_adapter.cli import doctor, machine, nodes
 from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron.compat.table import installed
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
+from megatron_fsdp_adapter.prove.ranks import rendezvous
 
 
 def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:
@@ -206,3 +210,66 @@ def test_what_cuda_graphs_exclude_is_refused(capsys: Any) -> None:
     kept = "data_parallel_sharding_strategy='optim'"
     (line,) = refused("fsdp_double_buffer=True", kept, status=1)
     assert line.startswith(kept)
+
+
+ROWS = [{"torch": "2.13.0", "NCCL": "2.28"}, {"torch": "2.13.0", "NCCL": "2.28"},
+        {"torch": "2.15.0", "NCCL": "2.28"}, {"torch": "2.13.0"}]  # fmt: skip
+
+
+def test_ranks_that_differ_are_named() -> None:
+    assert nodes.differences(ROWS, ["a", "a", "b", "b"]) == [
+        "torch: 2.13.0 on 3 of 4 ranks, 2.15.0 on rank 2 (b)",
+        "NCCL: 2.28 on 3 of 4 ranks, absent on rank 3 (b)",
+    ]
+    [line] = nodes.differences([*ROWS[:1], *ROWS[:1], *ROWS[:1], *2 * ROWS[2:3]], [*"aabbb"])
+    assert line == "torch: 2.13.0 on 3 of 5 ranks, 2.15.0 on rank 3 (b) and 1 more"
+    assert nodes.differences(ROWS[:2], ["a", "b"]) == []
+    differ = nodes.differences(ROWS, ["a", "a", "b", "b"])
+    assert doctor.problems({"bindings": {}, "ranks": {"differ": differ}}) == differ
+
+
+def test_groups_are_all_ranks_those_of_a_node_and_those_of_a_place() -> None:
+    assert nodes.groups_of(["a", "a", "b", "b"]) == {
+        "all ranks": [[0, 1, 2, 3]], "inside a node": [[0, 1], [2, 3]],
+        "between nodes": [[0, 2], [1, 3]],
+    }  # fmt: skip
+    assert nodes.groups_of(["a", "a"]) == {"all ranks": [[0, 1]]}
+    uneven = nodes.groups_of(["a", "b", "b"])
+    assert (uneven["inside a node"], uneven["between nodes"]) == ([[0], [1, 2]], [[0, 1], [2]])
+
+
+def test_ports_of_a_fast_network_are_listed(tmp_path: Path) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("Ethernet\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert machine.rdma_ports(tmp_path) == ["mlx5_0:1 Ethernet unknown 400 Gb/sec (4X NDR)"]
+
+
+def test_ranks_of_two_nodes_are_examined_together(tmp_path: Path) -> None:
+    """Two launchers that meet by c10d, whose ranks have another environment: the first prints."""
+    with rendezvous(2) as place:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{place['MASTER_PORT']}",
+            "--rdzv-id=doctor", "--rdzv-conf=is_host=0", "-m", "megatron_fsdp_adapter", "doctor",
+            "--json",
+        ]  # fmt: skip
+        launchers = [
+            subprocess.Popen(
+                command, env={**os.environ, "NCCL_IB_GID_INDEX": index}, cwd=tmp_path,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for index in ("3", "1")
+        ]  # fmt: skip
+        ended = [one.communicate(timeout=240) for one in launchers]
+    assert [one.returncode for one in launchers] == [0, 0], ended
+    [printed] = [out for out, _ in ended if out]
+    found = json.loads(printed)["ranks"]
+    assert len(set(found["nodes"])) == 2 and found["differ"] == []
+    [line] = found["variables differ"]
+    assert line.startswith("NCCL_IB_GID_INDEX: ") and " on 1 of 2 ranks, " in line
+    rows = {row["among"]: row for row in found["GB/s"]}
+    assert {*rows} == {"all ranks", "between nodes"}
+    for row in rows.values():
+        assert row["ranks"] == 2 and row["all_gather"] > 0 < row["reduce_scatter"]
