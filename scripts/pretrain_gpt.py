@@ -34,10 +34,12 @@ def run(options: Options, lines: Sequence[str]) -> None:
     if place.first:
         _print_summary(options, place, trainee, lines)
     progress = checkpoints.Progress()
-    if options.load is not None:
+    if not checkpoints.begins(options):
         progress = checkpoints.load(trainee, options)
         if place.first:
-            print(f"resumed from {options.load} after iteration {progress.iteration}")
+            print(f"resumed from {options.load} after iteration {progress.iteration}", flush=True)
+    elif options.load is not None and place.first:
+        print(f"{options.load} has no checkpoint yet: the run starts at its beginning", flush=True)
     loop.train(trainee, options, place, progress)
     # Not in a `finally`: after an error on one rank, leaving the groups would wait for the others.
     distributed.stop()

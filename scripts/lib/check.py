@@ -408,7 +408,7 @@ def missing_files(options: Options) -> list[str]:
                     f"{flag(name)} {prefix}: no file {' and '.join(prefix + end for end in gone)}. "
                     "Make them with scripts/prepare_data.py, or correct the prefix"
                 )
-    if options.load is not None and not Path(options.load).is_dir():
+    if options.load not in (None, options.save) and not Path(options.load).is_dir():
         lines.append(
             f"--load {options.load}: no such folder. Correct it, or leave --load out to start "
             "from the beginning"

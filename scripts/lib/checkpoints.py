@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_fsdp_adapter.checkpoint import (
     save_checkpoint,
     training_state,
 )
+from megatron_fsdp_adapter.checkpoint.folders import TEMPORARY
 from megatron_fsdp_adapter.checkpoint.record import topology_of
 
 
@@ -82,6 +84,18 @@ def save(trainee: Trainee, progress: Progress, options: Options) -> None:
     assert options.save is not None
     state = _state(trainee, progress, options)
     save_checkpoint(options.save, progress.iteration, state, topology=topology_of(options))
+
+
+def begins(options: Options) -> bool:
+    """Whether the run starts from its beginning: there is nothing to load, or --load is the folder
+    of --save, where nothing was saved yet. So the command that a launcher starts again, after a
+    failure, is the first one. Collective: nodes may see a shared folder at different times."""
+    if options.load is None or options.load != options.save:
+        return options.load is None
+    files = Path(options.load).glob("*iter*")
+    decided = [all(file.name.startswith(TEMPORARY) for file in files)]
+    dist.broadcast_object_list(decided)
+    return decided[0]
 
 
 def load(trainee: Trainee, options: Options) -> Progress:

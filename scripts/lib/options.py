@@ -127,7 +127,7 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
     ("padded_vocab_size", int, None, "rows of the embedding, instead of the above"),
     # Checkpoints, log, run
     ("save", str, None, "folder to save checkpoints in"),
-    ("load", str, None, "folder to resume from"),
+    ("load", str, None, "folder to resume from; that of --save may be empty, at the first start"),
     ("save_interval", int, None, "steps between checkpoints; default only at the end"),
     ("ckpt_format", Literal["fsdp_dtensor"], None, "needs --use-megatron-fsdp"),
     ("log_interval", int, 100, "steps between lines of the log"),

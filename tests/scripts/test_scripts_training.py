@@ -60,7 +60,7 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     name = f"{tmp_path.name}-"
     save, load = f"--save={tmp_path / 'saved'}", f"--load={tmp_path / 'saved'}"
     whole = train(name + "whole", *flags, processes=2)
-    first = train(name + "parts", *flags, save, "--exit-interval=7", processes=2)
+    first = train(name + "parts", *flags, save, load, "--exit-interval=7", processes=2)
     assert first.keys() == set(range(1, 8))
     parts = train(name + "parts", *flags, save, load, processes=2)
     _same(whole, parts, relative=0)
