@@ -312,6 +312,15 @@ def forward_step(
     return losses, loss_func
 
 
+def step_from_dicts(
+    case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], model: Any,
+    return_schedule_plan: bool = False,
+) -> Any:
+    """`forward_step` on what Megatron's loaders give, and core's wrapper of whole iterations asks
+    for: dicts, with the tokens (batch, seq + 1)."""
+    return forward_step(case, iter([next(iterator)["tokens"]]), model, return_schedule_plan)
+
+
 def forward_backward(
     trainer: Trainer, data: list[torch.Tensor], forward_only: bool = False
 ) -> float:

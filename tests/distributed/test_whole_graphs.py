@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,14 +24,13 @@ from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
     Trainer,
-    batches,
     build_trainer,
     distributed_optimizer,
-    forward_step,
     full_weights,
     init_megatron,
 )
 from tests.distributed.shared_ranks import on_ranks
+from tests.distributed.topologies import run_schedule
 from tests.engine.fake_graphs import HostTorch
 
 CASE = Case(
@@ -50,7 +48,7 @@ class HostIterations(FullCudaGraphWrapper):
     def __init__(self, host: HostTorch) -> None:
         self.forward_backward_func = get_forward_backward_func()
         self.cuda_graph_warmup_steps, self.use_single_mempool = WARMUP, False
-        self.kept: dict[tuple[str, int], torch.Tensor] = {}
+        self.kept: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         self.static_loader = self._load
         host.autograd = torch.autograd
         host.cuda.CUDAGraph = lambda: SimpleNamespace(register_generator_state=lambda state: None)
@@ -59,10 +57,12 @@ class HostIterations(FullCudaGraphWrapper):
         with unchecked():  # a replay looks at no parameter, only at memory
             return super().__call__(*args, **kwargs)
 
-    def _load(self, inputs: Any, stage: str, microbatch: int) -> torch.Tensor:
-        if (stage, microbatch) in self.kept:
-            return self.kept[stage, microbatch].copy_(inputs)
-        return self.kept.setdefault((stage, microbatch), inputs.clone())
+    def _load(self, inputs: Any, stage: str, microbatch: int) -> dict[str, torch.Tensor]:
+        assert isinstance(inputs, dict), "StaticBufferLoader takes dicts"
+        kept = self.kept.setdefault((stage, microbatch), {})
+        for name, value in inputs.items():
+            kept.setdefault(name, torch.empty_like(value)).copy_(value)
+        return kept
 
 
 def host_torch() -> Any:
@@ -82,42 +82,25 @@ def host_torch() -> Any:
     )  # fmt: skip
 
 
-def run(trainer: Trainer, schedule: Any, number: int, rank: int, training: bool) -> float:
+def run(trainer: Trainer, schedule: Any, number: int, training: bool) -> float:
     """The mean loss of this rank's microbatches, of a step's passes or of an evaluation."""
-    case, wrapper = trainer.case, trainer.wrapper
-    if training:
-        wrapper.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-    else:
-        wrapper.eval()
-
-    def step(iterator: Iterator[Any], model: Any) -> Any:
-        return forward_step(case, iterator, model)
-
+    trainer.wrapper.train(training)
     with torch.set_grad_enabled(training):
-        reports = schedule(
-            forward_step_func=step,
-            data_iterator=iter(batches(case, number, rank, torch.device("cpu"))),
-            model=[wrapper],
-            num_microbatches=case.microbatches,
-            seq_length=case.seq,
-            micro_batch_size=case.batch,
-            forward_only=not training,
-        )
-    wrapper.train()
-    return torch.stack([report["loss"] for report in reports]).mean().item()
+        loss = run_schedule(trainer, number, not training, schedule)
+    trainer.wrapper.train()
+    return loss
 
 
-def between(trainer: Trainer, schedule: Any, number: int, rank: int) -> list[float]:
+def between(trainer: Trainer, schedule: Any, number: int) -> list[float]:
     """What may come between two steps; by number, so that each comes between replays too."""
-    evaluate = functools.partial(run, trainer, schedule, 90, rank, training=False)
+    evaluate = functools.partial(run, trainer, schedule, 90, training=False)
     engine = trainer.wrapper.engine
     if number == 1:
         return [evaluate()]
     if number == 2:  # of which the second is captured
         return [evaluate() for _ in range(4)]
     if number == 3:  # a step that is left out, then a load
-        found = [run(trainer, schedule, 70, rank, training=True), evaluate()]
+        found = [run(trainer, schedule, 70, training=True), evaluate()]
         state = trainer.wrapper.state_dict()
         with torch.no_grad():
             trainer.wrapper.load_state_dict({
@@ -137,14 +120,14 @@ def between(trainer: Trainer, schedule: Any, number: int, rank: int) -> list[flo
     return []
 
 
-def train(trainer: Trainer, schedule: Any, rank: int) -> tuple[list[float], dict[str, Any]]:
+def train(trainer: Trainer, schedule: Any) -> tuple[list[float], dict[str, Any]]:
     numbers: list[float] = []
     for number in range(STEPS):
-        numbers.append(run(trainer, schedule, number, rank, training=True))
+        numbers.append(run(trainer, schedule, number, training=True))
         success, norm, _ = trainer.optimizer.step()
         assert success
         numbers.append(float(norm))
-        numbers += between(trainer, schedule, number, rank)
+        numbers += between(trainer, schedule, number)
     return numbers, full_weights(trainer)
 
 
@@ -182,16 +165,16 @@ def graphed(
 
 
 def _trains_alike(
-    rank: int, changes: dict[str, Any], ddp: dict[str, Any], strategy: str = ZERO_3
+    changes: dict[str, Any], ddp: dict[str, Any], strategy: str = ZERO_3
 ) -> Launches:
     init_megatron()
     case = CASE.but(**changes)
     eager = build_trainer(case, strategy, torch.device("cpu"), ddp=ddp)
-    expected = train(eager, get_forward_backward_func(), rank)
+    expected = train(eager, get_forward_backward_func())
     host, *patches = host_torch()
     trainer, schedule, launches = graphed(case, ddp, host, strategy)
     with patches[0], patches[1]:
-        found = train(trainer, schedule, rank)
+        found = train(trainer, schedule)
         assert all(FullCudaGraphWrapper.cuda_graph.values())
     assert found[0] == expected[0], (changes, found[0], expected[0])
     check_same_bits(found[1], expected[1], str(changes))
@@ -205,7 +188,7 @@ FIRST = ["root", "embedding"]
 def test_replays_train_like_eager_steps_and_a_graph_has_every_gather(rank: int) -> None:
     layers, head = ["0", "1", "2"], ["output_layer"]
     backward = [*head, *layers[::-1]]
-    training, evaluation = _trains_alike(rank, {}, SLOTS).captured()
+    training, evaluation = _trains_alike({}, SLOTS).captured()
     assert training == [
         *FIRST, *layers, *backward, "embedding", *layers, *backward
     ], training
@@ -219,12 +202,12 @@ def test_replays_train_like_eager_steps_and_a_graph_has_every_gather(rank: int) 
 def test_weights_that_are_kept_are_gathered_once(
     rank: int, strategy: str, more: dict[str, float]
 ) -> None:
-    training, _ = _trains_alike(rank, {}, {**SLOTS, **more}, strategy).captured()
+    training, _ = _trains_alike({}, {**SLOTS, **more}, strategy).captured()
     assert training == [*FIRST, "0", "1", "2", "output_layer"], training
 
 
 @pytest.mark.full
 @on_ranks(2)
 def test_tied_embeddings(rank: int) -> None:
-    tied = _trains_alike(rank, {"tied": True, "microbatches": 1}, SLOTS)
+    tied = _trains_alike({"tied": True, "microbatches": 1}, SLOTS)
     assert tied.captured()[0][:2] == ["root", "0"]

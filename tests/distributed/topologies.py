@@ -38,7 +38,7 @@ from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
 from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
 
 from .checks import Step
-from .gpt import Case, batches, ddp_config, forward_step, optimizer_config, set_rates
+from .gpt import Case, Trainer, batches, ddp_config, optimizer_config, set_rates, step_from_dicts
 from .groups import use_groups
 
 
@@ -384,20 +384,20 @@ def wrapped(
 
 
 def run_schedule(
-    trainer: TopologyTrainer, step: int, forward_only: bool = False, schedule: Any = None
+    trainer: TopologyTrainer | Trainer, step: int, forward_only: bool = False, schedule: Any = None
 ) -> float:
     """Forwards and backwards of a step; this rank's mean loss, 0 but on the last stage. `schedule`
     in place of core's."""
     case = trainer.case
     device = next(trainer.chunks[0].parameters()).device
     data = batches(case, step, ps.get_data_parallel_rank(), device)
-    iterators = [iter(data) for _ in trainer.chunks]
+    iterators = [iter([{"tokens": tokens} for tokens in data]) for _ in trainer.chunks]
     if not forward_only:
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
     reports = (schedule or get_forward_backward_func())(
-        forward_step_func=functools.partial(forward_step, case),
+        forward_step_func=functools.partial(step_from_dicts, case),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=trainer.chunks if len(iterators) > 1 else trainer.chunks[0],
         num_microbatches=len(data),

@@ -25,9 +25,9 @@ from tests.distributed.gpt import (
     Trainer,
     batches,
     build_trainer,
-    forward_step,
     full_weights,
     init_megatron,
+    step_from_dicts,
 )
 from tests.gpu.captured import forget_graphs
 from tests.gpu.gpu_ranks import Check, Outcomes
@@ -59,10 +59,6 @@ Build = Callable[[], Trainer]
 AfterBackward = Callable[[int], None]
 
 
-def _from_dicts(case: Case, iterator: Iterator[Any], model: Any) -> Any:
-    return forward_step(case, iter([next(iterator)["tokens"]]), model)
-
-
 def _run(trainer: Trainer, schedule: Any, step: int, rank: int, training: bool) -> torch.Tensor:
     """The mean loss of this rank's microbatches, of a step or of an evaluation."""
     case = trainer.case
@@ -71,7 +67,7 @@ def _run(trainer: Trainer, schedule: Any, step: int, rank: int, training: bool) 
         trainer.wrapper.zero_grad_buffer()
         trainer.optimizer.zero_grad()
     reports = schedule(
-        forward_step_func=functools.partial(_from_dicts, case),
+        forward_step_func=functools.partial(step_from_dicts, case),
         data_iterator=iter([{"tokens": data} for data in batches(case, step, rank, device)]),
         model=[trainer.wrapper],
         num_microbatches=case.microbatches,
