@@ -1,4 +1,4 @@
-"""docs/traps.md names tests that exist, and has a row for every kind of mistake."""
+"""docs/traps*.md name tests that exist, and have a row for every kind of mistake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.again import AGAIN, ONCE, is_again
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "traps.md"
+DOCUMENTS = sorted((ROOT / "docs").glob("traps*.md"))
 KINDS = {"G": 17, "A": 12, "M": 22, "E": 11, "T": 8, "H": 7, "I": 11, "C": 44, "F": 7, "D": 16,
          "L": 16, "R": 10, "X": 11, "S": 13, "V": 6, "Q": 20, "O": 13, "W": 13,
          "U": 11}  # fmt: skip
@@ -19,7 +19,8 @@ KINDS = {"G": 17, "A": 12, "M": 22, "E": 11, "T": 8, "H": 7, "I": 11, "C": 44, "
 
 def rows() -> list[list[str]]:
     """The cells of each row."""
-    lines = [line for line in DOCUMENT.read_text().splitlines() if re.match(r"\| [A-Z]\d", line)]
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    lines = [line for line in text.splitlines() if re.match(r"\| [A-Z]\d", line)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""Tables of docs/options.md and docs/support.md, made of the option tables:
+"""Tables of docs/flags.md and docs/refused*.md, made of the option tables:
 `python -m tests.adapter.option_pages` writes them between their marks."""
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ RULES = {
     "CUDA graphs": GRAPH_RULES, "optimizer config": OPTIMIZER_CONFIG_RULES,
     "Megatron-LM": LAUNCH_RULES, "Megatron-Bridge": BRIDGE_RULES,
 }  # fmt: skip
+
+
+OF_CONFIGS = ("DDP config", "model config")
+"""The kinds of rules on docs/refused.md."""
 
 
 def _row(*cells: str) -> str:
@@ -72,20 +76,22 @@ def settings() -> str:
     )
 
 
-def refused() -> str:
-    """A row for each rule."""
+def refused(*kinds: str) -> str:
+    """A row for each rule of some kinds."""
     return _table(
         ("option", "of", "with", "why, and what to do"),
         (
             (f"`{rule.option}`", kind, _beside(rule) or "-", rule.message)
-            for kind, rules in RULES.items() for rule in rules
+            for kind in kinds for rule in RULES[kind]
         ),
     )  # fmt: skip
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "options.md": {"options": options, "settings": settings}, "support.md": {"refused": refused}
-}  # fmt: skip
+    "flags.md": {"options": options, "settings": settings},
+    "refused.md": {"refused": lambda: refused(*OF_CONFIGS)},
+    "refused_programs.md": {"refused": lambda: refused(*(k for k in RULES if k not in OF_CONFIGS))},
+}
 
 
 def rendered(page: str) -> str:

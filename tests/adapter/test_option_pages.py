@@ -1,4 +1,4 @@
-"""docs/options.md and docs/support.md have the tables of the code, and docs/fields.md every field
+"""docs/flags.md and docs/refused*.md have the tables of the code, and docs/fields.md every field
 of the installed core's configs once, with its releases. A field that a new release brings is
 found here, not by a run that trains wrongly."""
 
@@ -27,10 +27,11 @@ from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
 from tests.adapter import option_pages
 
 ROOT = option_pages.DOCS.parent
-OPTIONS = (option_pages.DOCS / "options.md").read_text()
+OPTIONS = "".join((option_pages.DOCS / page).read_text() for page in ("flags.md", "options.md"))
 SUPPORT = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (option_pages.DOCS / "support.md").read_text().splitlines()
+    for page in sorted(option_pages.DOCS.glob("support*.md"))
+    for line in page.read_text().splitlines()
     if line.startswith("| ") and line.count("|") == 4 and not line.startswith("| what | state |")
 ]
 """Rows of its tables on what works: (what, state, tests or reason)."""

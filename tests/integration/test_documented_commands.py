@@ -306,7 +306,7 @@ def test_what_is_not_run_names_files_that_exist() -> None:
 
 
 PAGES = (*DOCUMENTS, "CONTRIBUTING.md")
-MAX_LINE = 250
+MAX_LINE, MAX_WORDS = 250, 2_500
 IMPERSONAL = re.compile(r"\b(?:who|whom|nobody|somebody|someone|told|mended)\b", re.IGNORECASE)
 
 
@@ -316,13 +316,15 @@ def without_code(text: str) -> str:
 
 
 def prose_problems(text: str) -> list[str]:
-    """Long lines outside of tables, and words without a subject of the field, with line numbers."""
-    found = []
+    """Long lines outside of tables, and words without a subject of the field, with line numbers; a
+    page that is too long to be read at once."""
+    words = len(text.split())
+    found = [f"{words} words: split the page"] if words > MAX_WORDS else []
     for number, line in enumerate(without_code(text).splitlines(), 1):
         if len(line) > MAX_LINE and not line.lstrip().startswith("|"):
             found.append(f"{number}: {len(line)} characters")
-        if words := IMPERSONAL.findall(re.sub(r"`[^`]*`", "", line)):
-            found.append(f"{number}: {words}")
+        if impersonal := IMPERSONAL.findall(re.sub(r"`[^`]*`", "", line)):
+            found.append(f"{number}: {impersonal}")
     return found
 
 
@@ -362,6 +364,7 @@ def test_what_is_wrong_with_a_page_is_found() -> None:
     long = "word " * 51
     text = f"# A `page`\n```bash\n{long}\n```\n{long}\n| {long} |\nNobody knows `who`.\n"
     assert prose_problems(text) == ["5: 255 characters", "7: ['Nobody']"]
+    assert prose_problems("| a " * 1_251) == ["2502 words: split the page"]
     links = "[a](#a-page) [b](#b) [c](README.md) [d](README.md#none) [e](none.md) [f](https://f)"
     assert broken_links(text + links, ROOT) == ["#b", "README.md#none", "none.md"]
 

@@ -1,4 +1,4 @@
-"""docs/options.md has every flag of Megatron-LM that concerns the wrapper."""
+"""docs/options.md and docs/flags.md have every flag of Megatron-LM that concerns the wrapper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.integration.lm_runs import ROOT
 
-TEXT = (ROOT / "docs" / "options.md").read_text()
+TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("options.md", "flags.md"))
 
 CONCERNS = re.compile(
     r"fsdp|hsdp|ddp-|nccl-ub|symmetric-registration|communication-unit|all-gather-group"

@@ -2,7 +2,7 @@
 
 A row defines the field of the config class (`ddp_config.py`), the flag for a Megatron-LM that lacks
 it, the fields of `EngineConfig` that it sets, its rules, its value in `prove`'s other strategies,
-and the row in `docs/options.md` (`tests/adapter/option_pages.py`).
+and the row in `docs/flags.md` (`tests/adapter/option_pages.py`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Option:
     Attributes:
         name: of the field; the flag is `--name` with dashes.
         type, default: of the field and of the flag's value.
-        help: text for `--help` and `docs/options.md`; empty: no flag is added.
-        use: when to set it, for `docs/options.md`; empty: it has no effect here.
+        help: text for `--help` and `docs/flags.md`; empty: no flag is added.
+        use: when to set it, for `docs/flags.md`; empty: it has no effect here.
         plain: the corresponding argument of `fully_shard_model`.
         in_core: megatron-core 0.16.1 has the field, with this default.
         refused: rejections: a test of value and config, the reason with the remedy, and optionally
@@ -366,9 +366,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         BUDGET, float, 0.0,
         "GiB of each GPU for weights and gradients that stay unsharded over a step "
-        "(docs/design.md)",
+        "(docs/design_weights.md)",
         use="several microbatches and memory to spare "
-        "([design.md](design.md#a-budget-for-unsharded-units))",
+        "([design_weights.md](design_weights.md#a-budget-for-unsharded-units))",
         some_strategies=True,
         excludes={LAYERS: (
             "a graph overwrites the bucket in every backward, but unsharded units accumulate into "
