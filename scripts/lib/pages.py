@@ -10,6 +10,7 @@ from typing import Any
 TITLES = {
     "bridge": "with Megatron-Bridge",
     "gpu": "on GPUs",
+    "nodes": "on each node",
     "megatron-lm": "with a checkout of Megatron-LM",
     "sketch": "with your own model",
     "transformers": "with transformers",

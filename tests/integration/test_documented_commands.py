@@ -7,7 +7,8 @@ has a mark that says why not. Links lead somewhere, lines are short, words are p
                                                ```python sketch   compiles, its imports are there
 
 Blocks of one document run in a folder of their own, one after the other. Nothing of them is changed
-but what stands for something of the reader's: a path to Megatron-LM's script, and `...` behind it.
+but what stands for something of the reader's: a path to Megatron-LM's script, and `...` behind it;
+the first node, and the processes of each.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fsdp_adapter.prove.ranks import rendezvous
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
 BASH_MARKS = {
+    "nodes": "the same command on each of two nodes: two launchers here, of one process",
     "slow": "minutes: runs with --full",
     "megatron-lm": "needs a checkout of Megatron-LM: runs with --full and MEGATRON_LM_PATH",
     "gpu": "needs GPUs",
@@ -49,7 +53,7 @@ PYTHON_MARKS = {
     "transformers": "needs that: compiles",
 }
 ABSENT = {"bridge": "megatron.bridge", "transformers": "transformers"}
-BY_DEFAULT, WITH_FULL = frozenset({""}), frozenset({"", "slow", "megatron-lm"})
+BY_DEFAULT, WITH_FULL = frozenset({"", "nodes"}), frozenset({"", "nodes", "slow", "megatron-lm"})
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -222,11 +226,22 @@ def run_block(block: Block, folder: Path) -> None:
     if block.language == "bash":
         script = Path(os.environ.get("MEGATRON_LM_PATH", "."), "pretrain_gpt.py").resolve()
         text = block.text.replace("path/to/pretrain_gpt.py", str(script))
-        return run_bash(re.sub(r"\s\.\.\.(?=\s)", f" {MODEL}", text), folder)
+        text = re.sub(r"\s\.\.\.(?=\s)", f" {MODEL}", text)
+        return run_on_nodes(text, folder) if "nodes" in block.marks else run_bash(text, folder)
     (folder / "meeting").unlink(missing_ok=True)
     before = "".join(BEFORE[mark] for mark in block.marks)
     (folder / "block.py").write_text(f"{before}{block.text}{AFTER if before else ''}")
     return run_bash("python block.py", folder)
+
+
+def run_on_nodes(text: str, folder: Path) -> None:
+    """Runs a block twice at a time, as two nodes do; the store where they meet is here. An
+    AssertionError as of `run_bash`."""
+    text = re.sub(r"--nproc-per-node \S+", "--nproc-per-node 1 --rdzv-conf is_host=0", text)
+    with rendezvous(2) as place, ThreadPoolExecutor(2) as pool:
+        text = text.replace("node0:29500", f"127.0.0.1:{place['MASTER_PORT']}")
+        for ended in [pool.submit(run_bash, text, folder) for _ in range(2)]:
+            ended.result()
 
 
 DEFAULT = [block for block in BASH if block.runs(BY_DEFAULT)]
