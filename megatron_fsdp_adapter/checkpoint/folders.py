@@ -113,7 +113,8 @@ def taken_away(temporary: Path, folder: Path) -> CheckpointError:
     """The error of a save into `folder` whose temporary folder another job has taken."""
     return CheckpointError(
         f"{folder} was not saved: another job saves to {folder.parent} too, and has taken "
-        f"{temporary.name} or the final name. End one of the two, or give them different folders"
+        f"{temporary.name} or the final name; or the nodes of this job do not share the folder. "
+        "End one of the two jobs, or give each its own folder, which all its nodes share"
     )
 
 
