@@ -33,11 +33,14 @@ def tabbed(section: re.Match[str]) -> str:
     return TAB.sub(lambda tab: f'=== "{tab[1]}"\n{textwrap.indent(tab[2], "    ")}', section[1])
 
 
-def nav_titles(nav: Any) -> Iterator[tuple[str, str]]:
-    """(file, title) of each page of mkdocs.yml's nav."""
+def nav_titles(nav: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """(file, title) of each page of mkdocs.yml's nav; below a section's section, with its name."""
     for one in nav:
         for title, below in one.items():
-            yield from [(below, title)] if isinstance(below, str) else nav_titles(below)
+            if isinstance(below, str):
+                yield below, ": ".join((*above[1:], title))
+            else:
+                yield from nav_titles(below, (*above, title))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> str:
