@@ -281,7 +281,7 @@ SCENARIOS: dict[str, Scenario] = {
     "alone_scaled": Scenario({"world": 1, "whole": True, "grad_scale": 0.5, "one_unit": True},
                              ("further_backwards",), SHARDED, apart=None),
     "two_domains": Scenario(TWO_DOMAINS),
-    "fused_two_domains": Scenario(FUSED | TWO_DOMAINS, rare=True),
+    "fused_two_domains": Scenario(FUSED | TWO_DOMAINS, apart=TWICE, rare=True),
     "two_instances": Scenario({"outer": 2, "world": 4, "rank": 1}),
     "sharded_instances": Scenario({"outer": 2, "shard_outer": True, "world": 6, "rank": 4}),
     "instances_far_prefetch": Scenario(INSTANCES | {"prefetch_bytes": 2560},

@@ -161,7 +161,7 @@ ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
 call. Others need graphs, NCCL's memory, TE's layers, or what an allocator says."""
 
 MORE: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_habits": ("released, slots", "no_sync by hand", "evaluation in inference mode"),
+    "test_gpu_habits": ("released, slots", "inner model called", "generation in inference mode"),
     "test_gpu_numerics": ("strategies agree",),
 }
 """Of the same functions."""
@@ -172,11 +172,22 @@ WITH_EXPERTS: Mapping[str, tuple[str, ...]] = {
 """In processes of their own, whose groups are others."""
 
 
+RESHARDED: Mapping[str, tuple[str, ...]] = {
+    "test_gpu_experts": ("SequentialMLP, fp32, resharded",)
+}
+
+
+def test_the_chosen_checks_are_checks() -> None:
+    for chosen in (ON_THE_HOST, MORE, WITH_EXPERTS, RESHARDED):
+        for module, names in chosen.items():
+            assert {*names} <= {*checks_of(importlib.import_module(f"tests.gpu.{module}"))}, module
+
+
 @pytest.mark.parametrize("chosen", [
     ON_THE_HOST,
     pytest.param(MORE, marks=pytest.mark.full),
     pytest.param(WITH_EXPERTS, marks=pytest.mark.full),
-    pytest.param({"test_gpu_experts": ("SequentialMLP, fp32, resharded",)}, marks=pytest.mark.full),
+    pytest.param(RESHARDED, marks=pytest.mark.full),
 ], ids=("most", "more", "experts", "reshard"))
 def test_checks_run_on_ranks_of_the_host(chosen: Mapping[str, tuple[str, ...]]) -> None:
     checks = {}
