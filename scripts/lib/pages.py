@@ -19,6 +19,8 @@ TITLES = {
 FENCE = re.compile(r"^```(\w+)((?: [\w-]+)+)$", re.M)
 TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.M | re.S)
 TAB = re.compile(r"^### ([^\n]+)\n(.*?)(?=^### |\Z)", re.M | re.S)
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
+CODE = re.compile(r"(?<=<code>)[^<]+")
 NAMED_AS_FILE = re.compile(r"\[([\w]+\.md)\]\((\1[^)\s]*)\)")
 
 
@@ -50,3 +52,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> st
     titles = dict(nav_titles(config["nav"]))
     text = NAMED_AS_FILE.sub(lambda link: f"[{titles.get(link[1], link[1])}]({link[2]})", markdown)
     return TABS.sub(tabbed, FENCE.sub(titled, text))
+
+
+def breakable(cell: re.Match[str]) -> str:
+    """A cell of a table whose names may break behind `_`, `/` and `::`: the table gets narrower."""
+    return CODE.sub(lambda code: re.sub(r"(_|/|::)(?=\w)", r"\1<wbr>", code[0]), cell[0])
+
+
+def on_post_page(output: str, **unused: Any) -> str:
+    """The page as it is written."""
+    return CELL.sub(breakable, output)

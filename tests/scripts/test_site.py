@@ -47,3 +47,6 @@ def test_a_page_gets_titles_and_tabs() -> None:
         '=== "Two"\n    two\n\n```python\n```\n'
     )
     assert page.meta == {"hide": ["navigation", "toc"]}
+    cells = "<code>a_b</code><td><code>a/b_c::d</code> e_f</td>"
+    broken = "<code>a_b</code><td><code>a/<wbr>b_<wbr>c::<wbr>d</code> e_f</td>"
+    assert pages.on_post_page(cells) == broken
