@@ -21,6 +21,7 @@ TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.M | re.S)
 TAB = re.compile(r"^### ([^\n]+)\n(.*?)(?=^### |\Z)", re.M | re.S)
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
 CODE = re.compile(r"(?<=<code>)[^<]+")
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)\s]+\)")
 NAMED_AS_FILE = re.compile(r"\[([\w]+\.md)\]\((\1[^)\s]*)\)")
 
 
@@ -46,12 +47,13 @@ def nav_titles(nav: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> str:
-    """The page as the site's Markdown: links that are named as a file have the page's title."""
+    """The page as the site's Markdown: links that are named as a file have the page's title, and
+    files of the repository outside of docs/, which the site lacks, are names without a link."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
     titles = dict(nav_titles(config["nav"]))
     text = NAMED_AS_FILE.sub(lambda link: f"[{titles.get(link[1], link[1])}]({link[2]})", markdown)
-    return TABS.sub(tabbed, FENCE.sub(titled, text))
+    return OUTSIDE.sub(r"\1", TABS.sub(tabbed, FENCE.sub(titled, text)))
 
 
 def breakable(cell: re.Match[str]) -> str:

@@ -22,7 +22,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for name in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
         pytest.importorskip(name)
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,13 +37,13 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_a_page_gets_titles_and_tabs() -> None:
     text = (
-        "[a.md](a.md#b) [here](a.md)\n<!-- tabs -->\n### One\n```bash gpu slow\nx\n```\n### Two\n"
+        "[a.md](a.md#b) [here](a.md) [`s`](../s.sh)\n<!-- tabs -->\n### One\n```bash gpu slow\nx\n```\n### Two\n"
         "two\n<!-- end of tabs -->\n```python\n```\n"
     )
     page, nav = SimpleNamespace(is_homepage=True, meta={}), [{"B": [{"The a": "a.md"}]}]
     made = pages.on_page_markdown(text, page, {"nav": nav})
     assert made == (
-        '[The a](a.md#b) [here](a.md)\n=== "One"\n    ```bash title="on GPUs"\n    x\n    ```\n'
+        '[The a](a.md#b) [here](a.md) `s`\n=== "One"\n    ```bash title="on GPUs"\n    x\n    ```\n'
         '=== "Two"\n    two\n\n```python\n```\n'
     )
     assert page.meta == {"hide": ["navigation", "toc"]}
