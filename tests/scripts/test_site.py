@@ -37,8 +37,8 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_a_page_gets_titles_and_tabs() -> None:
     text = (
-        "[a.md](a.md#b) [here](a.md) [`s`](../s.sh)\n<!-- tabs -->\n### One\n```bash gpu slow\nx\n```\n### Two\n"
-        "two\n<!-- end of tabs -->\n```python\n```\n"
+        "[a.md](a.md#b) [here](a.md) [`s`](../s.sh)\n<!-- tabs -->\n### One\n"
+        "```bash gpu slow\nx\n```\n### Two\ntwo\n<!-- end of tabs -->\n```python\n```\n"
     )
     page, nav = SimpleNamespace(is_homepage=True, meta={}), [{"B": [{"The a": "a.md"}]}]
     made = pages.on_page_markdown(text, page, {"nav": nav})
