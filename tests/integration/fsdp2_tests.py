@@ -1,13 +1,15 @@
 """A pytest plugin for PyTorch's own tests of FSDP2, unmodified, with `fully_shard` of this package
 in the place of torch's; or torch's own under the same conditions, with FSDP2_SIDE=torch.
 
-Ranks are processes that fork from pytest, where the tests would start threads or interpreters.
-Without GPUs they are of gloo, and a machine of them is taken to have four. Shards are compared as
+Ranks are processes, where some tests would start threads: they fork from pytest without GPUs, and
+are of gloo, and a machine of them is taken to have four. Shards are compared as
 whole tensors: which rows a rank has is not the same.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import unittest
 from collections.abc import Callable
@@ -68,7 +70,7 @@ DIFFERS = {
 def pytest_configure(config: Any) -> None:
     """Replaces what the tests import, before any of them is imported."""
     common_fsdp.FSDPTestMultiThread = common_fsdp.FSDPTest  # type: ignore[misc,assignment]
-    common_distributed.MultiProcessTestCase._spawn_processes = _fork  # type: ignore[method-assign]
+    common_distributed.MultiProcessTestCase._spawn_processes = _start  # type: ignore[method-assign]
     if not torch.cuda.is_available():
         common_distributed.skip_if_lt_x_gpu = _skip_if_fewer
         common_distributed.requires_nccl_version = lambda *args: lambda test: test
@@ -93,12 +95,31 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             if OURS and part in item.nodeid:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
     for case in {item.cls for item in items}:
-        asked = case.world_size
-        case.world_size = property(lambda self, asked=asked: min(asked.fget(self), RANKS))
+        _take_ranks_that_exist(case)
 
 
-def _fork(self: Any) -> None:
-    self._start_processes(torch.multiprocessing.get_context("fork").Process)
+def _take_ranks_that_exist(case: Any) -> None:
+    asked = case.world_size
+    case.world_size = property(lambda self: min(asked.fget(self), RANKS))
+
+
+def _start(self: Any) -> None:
+    forks = torch.multiprocessing.get_context("fork").Process
+    spawns = functools.partial(_spawned, type(self).__module__, type(self).__name__)
+    self._start_processes(spawns if torch.cuda.is_available() else forks)
+
+
+def _spawned(module: str, case: str, target: Any, name: str, args: Any, kwargs: Any) -> Any:
+    return torch.multiprocessing.get_context("spawn").Process(
+        target=_run_in_child, name=name, args=(module, case, args, kwargs)
+    )
+
+
+def _run_in_child(module: str, name: str, args: Any, kwargs: Any) -> None:
+    pytest_configure(None)
+    case = getattr(importlib.import_module(module), name)
+    _take_ranks_that_exist(case)
+    case._run(*args, **kwargs)
 
 
 def _skip_if_fewer(count: int, **unused: Any) -> Callable[[Any], Any]:
