@@ -81,16 +81,25 @@ def save_checkpoint(
 ) -> Path:
     """Writes `state` as the checkpoint of `iteration` and makes it the newest one of `root`.
 
-    Called by all ranks of `group` (a CPU group; None: all ranks) with the same arguments except the
-    state. state: nested dicts and lists with string keys; leaves are DTensors with chunks, tensors
-    and picklable objects; see `checkpoint.state`. keep_last: how many complete checkpoints up to
-    this one to keep (None: all). topology: plain values for the checkpoint's record
-    (`record.topology_of`).
+    Called by all ranks of `group` with the same arguments except the state. Whenever a process
+    dies, the previous newest checkpoint stays loadable, even one of the same iteration.
 
-    Whenever a process dies, the previous newest checkpoint stays loadable, even one of the same
-    iteration. Returns the folder. Raises on every rank: ValueError for bad arguments or an unusable
-    state, CheckpointError if writing fails on any rank or if another job saves the same iteration
-    meanwhile; the written files are then deleted.
+    Args:
+        root: the folder of all checkpoints.
+        iteration: the number of this one.
+        state: nested dicts and lists with string keys; leaves are DTensors with chunks, tensors
+            and picklable objects; see `checkpoint.state`.
+        keep_last: how many complete checkpoints up to this one to keep (None: all).
+        topology: plain values for the checkpoint's record (`record.topology_of`).
+        group: a CPU group; None: all ranks.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        ValueError: on every rank, for bad arguments or an unusable state.
+        CheckpointError: on every rank, if writing fails on any rank or if another job saves the
+            same iteration meanwhile; the written files are then deleted.
     """
     root = Path(root)
     with coordination(group) as ranks:
@@ -111,20 +120,26 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any]]:
     """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
 
-    state: the structure passed to `save_checkpoint`, with any values; only its keys are loaded.
     Tensors and DTensors are overwritten in place. The returned state has the same structure and the
     same tensors, and the stored values for everything else; the containers of `state` are not
-    changed. iteration: None for the newest. ignore_unexpected: prefixes of keys that may be in the
-    checkpoint and not in `state`. vocab_size: number of real tokens; with it vocabulary tables may
-    have another number of padding rows than the stored ones.
+    changed. Lengths of files are checked, and not digests: the command `verify` reads every byte.
 
-    Lengths of files are checked, and not digests: the command `verify` reads every byte.
+    Args:
+        root: the folder of all checkpoints.
+        state: the structure passed to `save_checkpoint`, with any values; only its keys are loaded.
+        iteration: None for the newest.
+        ignore_unexpected: prefixes of keys that may be in the checkpoint and not in `state`.
+        vocab_size: number of real tokens; with it vocabulary tables may have another number of
+            padding rows than the stored ones.
+        group: a CPU group; None: all ranks.
 
-    Raises on every rank, before a tensor is touched: FileNotFoundError if root, tracker or folder
-    is missing, ValueError if the checkpoint is half-written, of a newer format or of another
-    program, or if any rank's keys, shapes or dtypes differ from it (one error lists all).
-    CheckpointError if reading fails on any rank; the tensors then hold a mixture of old and new
-    values.
+    Raises:
+        FileNotFoundError: on every rank, before a tensor is touched: root, tracker or folder is
+            missing.
+        ValueError: likewise: the checkpoint is half-written, of a newer format or of another
+            program, or any rank's keys, shapes or dtypes differ from it (one error lists all).
+        CheckpointError: reading fails on any rank; the tensors then hold a mixture of old and new
+            values.
     """
     root = Path(root)
     with coordination(group) as ranks:

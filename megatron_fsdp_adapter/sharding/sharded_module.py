@@ -122,9 +122,11 @@ class ShardedStateDict(NotCopyable, nn.Module):
     def full_state_dict(self, cpu_offload: bool = False) -> dict[str, Any]:
         """Whole main weights and persistent buffers on every rank, under the names of the module
         that was wrapped, which can load them. Tensors are copies, in the main weights' dtype.
+        Collective: every rank calls it.
 
-        cpu_offload: each goes to the CPU as it is gathered; otherwise the device has to hold the
-        whole model. Collective: every rank calls it.
+        Args:
+            cpu_offload: each goes to the CPU as it is gathered; otherwise the device has to hold
+                the whole model.
         """
         params = self._params_by_key()
         found = {}

@@ -12,6 +12,7 @@ import pytest
 from lib import pages
 
 import megatron_fsdp_adapter
+from megatron_fsdp_adapter import checkpoint
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,8 +32,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(path.read_text() for path in DOCS.glob("api*.md"))
-    named = re.findall(r"^::: megatron_fsdp_adapter\.(\w+)$", text, re.M)
-    assert set(megatron_fsdp_adapter.__all__) <= set(named)
+    named = set(re.findall(r"^::: megatron_fsdp_adapter\.([\w.]+)$", text, re.M))
+    public = {
+        *megatron_fsdp_adapter.__all__,
+        *(f"checkpoint.{name}" for name in checkpoint.__all__),
+    }
+    assert public <= named
 
 
 def test_a_page_gets_titles_and_tabs() -> None:
