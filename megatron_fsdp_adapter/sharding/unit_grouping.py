@@ -10,7 +10,7 @@ from megatron_fsdp_adapter.core.engine.partition import TO, UnitPlan
 
 JOINED_NUMEL, JOINED_PART = 100_000_000, 16
 """Limits of a joined unit by default: its elements; its part of all layers, as a reciprocal.
-Measured (docs/performance.md) with layers of 61M elements, joined by two to units of 122M."""
+Measured (docs/results_launch.md) with layers of 61M elements, joined by two to units of 122M."""
 
 
 def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:

@@ -185,8 +185,8 @@ class ParamGroup:
 
     def _build_weights(self, quantized: QuantizedWeights | None) -> None:
         # With an outer axis a shard is kept so that that is gathered once a step and not at every
-        # use: it is the slow network. Keeping it otherwise was tried (docs/performance.md): a
-        # gather then copies this rank's own piece, which costs what the cast does.
+        # use: it is the slow network. Keeping it otherwise was tried: a gather then copies this
+        # rank's own piece, which costs what the cast does (docs/results_experiments.md).
         stays = self.key.format.keeps_shards(self.key.requires_grad)
         wanted = self.splits_outer or self.main_on_host or stays
         self.keeps_shard = wanted and not self.keeps_weights
