@@ -49,7 +49,7 @@ from .fsdp2_model import (
     root_of,
     unsharded_reads,
 )
-from .mesh import data_parallel_groups
+from .mesh import data_parallel_groups, device_type_of
 
 
 class ShardedModule(NotCopyable, FSDPModule):
@@ -276,9 +276,11 @@ def fully_shard(
     Args:
         module: a module, or a list of modules, each of which becomes a unit. To be called for the
             modules inside of others first, for the model last.
-        mesh: the ranks to shard over, by default all: of one dim, or (replicas, shards). A last
-            dim of one rank that is not named for shards is left out, as is a model-parallel one
-            ("tp", say) of one rank. ValueError for several of those.
+        mesh: the ranks to shard over, and the type of their devices, to which parameters and
+            buffers move; by default all ranks, and the accelerator if there is one. It has one dim,
+            or two: (replicas, shards). A last dim of one rank that is not named for shards is left
+            out, as is a model-parallel one ("tp", say) of one rank. ValueError for several of
+            those.
         reshard_after_forward: whether weights go after forward. None: True, but for the root,
             whose weights stay through a pass. A number of ranks, to which torch's would reshard
             them, is True.
@@ -300,6 +302,7 @@ def fully_shard(
     options = Options(
         data_parallel_groups(mesh, dp_mesh_dims), reshard_after_forward is not False, mp_policy,
         isinstance(offload_policy, CPUOffloadPolicy), frozenset(ignored_params or ()),
+        device_type_of(mesh),
     )  # fmt: skip
     for one in modules:
         _check_state(one)

@@ -30,7 +30,7 @@ from ..dtensor import Chunks, OwnRows, UnevenDTensor
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.distributed_index import FSDPDistributedIndex
-from ..sharding.materialize import target_device, values_come_later
+from ..sharding.materialize import device_of_type, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
 from ..sharding.unit_grouping import joined
@@ -44,13 +44,15 @@ PENDING, BUILDING, BUILT = "pending", "being built", "built"
 
 @dataclass(frozen=True)
 class Options:
-    """What one call of `fully_shard` was given. groups: of the shard axis, and of the replicas."""
+    """What one call of `fully_shard` was given. groups: of the shard axis, and of the replicas;
+    device_type: of the devices that have the shards."""
 
     groups: Groups
     reshards: bool
     policy: MixedPrecisionPolicy
     offload: bool
     ignored: frozenset[nn.Parameter]
+    device_type: str
 
     def __post_init__(self) -> None:
         Policy(compute_dtype=self.policy.param_dtype)  # ValueError for a dtype that it has not
@@ -196,7 +198,11 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         *module_problems(root, None, None, None, lambda name: name not in names, True),
     ])  # fmt: skip
     config = _config(root, [each.options for each in marks])
-    (shard, outer), device = mark.options.groups, target_device(root, None)
+    shard, outer = mark.options.groups
+    device = device_of_type(root, mark.options.device_type)
+    for buffer in root.buffers():
+        if buffer.device.type not in (device.type, "meta"):
+            buffer.data = buffer.data.to(device)
     divide_by = mark.divide_factor or rank_count(mark.options.groups)
     index = FSDPDistributedIndex(
         shard, device_type=device.type, grad_scale=1.0 / divide_by,

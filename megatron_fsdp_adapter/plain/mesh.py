@@ -1,10 +1,11 @@
-"""The groups that a user's device mesh names for sharding."""
+"""The groups and the devices that a user's device mesh names for sharding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,15 @@ def rank_count(groups: Groups) -> int:
     """How many ranks `groups` have together."""
     shard, outer = groups
     return dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
+
+
+def device_type_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> str:
+    """The type of the devices that have the shards, chosen as torch's `fully_shard` does: the
+    mesh's; without a mesh this machine's accelerator, or "cpu" where there is none."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def data_parallel_groups(

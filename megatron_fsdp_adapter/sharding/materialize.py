@@ -1,4 +1,5 @@
-"""Parameters on the meta device get memory and values, one unit at a time.
+"""Parameters on the meta device get memory and values, and those on another device move to that of
+the shards, one unit at a time.
 
 A model that is built on the meta device takes no memory. Its modules are initialized here in the
 order of the module tree, just before the unit that they belong to is sharded, so that at most one
@@ -52,6 +53,16 @@ def target_device(module: nn.Module, wanted: torch.device | str | None) -> torch
     if torch.cuda.is_available():
         default = torch.device("cuda", torch.cuda.current_device())
     return next(real, default)
+
+
+def device_of_type(module: nn.Module, kind: str) -> torch.device:
+    """The device of `module`'s parameters if it is of this type ("cuda", say), else this process's
+    device of the type."""
+    own = target_device(module, None)
+    if own.type == kind:
+        return own
+    number = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+    return torch.device(kind) if number is None else torch.device(kind, number)
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,8 +172,9 @@ def materializer(
     module: nn.Module, plans: Sequence[UnitPlan], device: torch.device,
     initializer_of: InitializerOf,
 ) -> Callable[[UnitPlan], None]:
-    """Returns what initializes what is on the meta device below `module`, unit by unit: called with
-    each plan before it is sharded, the root unit's last.
+    """Returns a function that gives parameters below `module` their values on `device`, unit by
+    unit: called with each plan before it is sharded, the root unit's last. It initializes what is
+    on the meta device, and moves what is on a device of another type.
 
     Modules that come before a unit's last one are initialized with it, whatever unit they belong
     to, so that random numbers are drawn in module order: what the root unit holds of them waits,
@@ -188,5 +200,8 @@ def materializer(
             run = initializer_of(child, parent)
             assert run is not None, name  # `meta_problems` has one for it
             initialize(name, child, device, run)
+        for managed in (one for group in plan.groups.values() for one in group):
+            if managed.param.device.type not in (device.type, "meta"):
+                managed.param.data = managed.param.data.to(device)
 
     return prepare

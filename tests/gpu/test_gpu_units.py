@@ -1,5 +1,6 @@
-"""Units on two GPUs: ranks that use different ones, and weights that another stream is still making
-when a model is wrapped. Joined and unsharded ones: test_gpu_matrix.py."""
+"""Units on two GPUs: ranks that use different ones, weights that another stream is still making
+when a model is wrapped, and models that begin on the host.
+Joined and unsharded ones: test_gpu_matrix.py."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs
 
-from megatron_fsdp_adapter import fully_shard_model
+from megatron_fsdp_adapter import fully_shard, fully_shard_model
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import settle_ranks
 from tests.distributed.test_launches import HANGS, LIKE, UNLIKE, loss_of, sharded
@@ -53,13 +55,56 @@ def waits(rank: int, world: int) -> None:
         assert torch.equal(found[name], value.cpu()), name
 
 
+class Layers(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8))
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.scale
+
+
+def begins_on_the_host(rank: int, world: int) -> str:
+    """A model on the host moves to the device unit by unit, and trains as torch's fully_shard."""
+    losses: list[list[float]] = []
+    for shard in (torchs, fully_shard):
+        torch.manual_seed(0)
+        model: Any = Layers()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for layer in model.layers:
+            shard(layer)
+        shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        assert all(t.device.type == "cuda" for t in (*model.parameters(), *model.buffers()))
+        taken = (torch.cuda.max_memory_allocated() - before) / (4 * 1024 * 1025)
+        assert taken < 8 / world + 3, f"{taken} layers of 8 on {world} ranks"  # all of it is 8 more
+        losses.append([])
+        for step in range(STEPS):
+            torch.manual_seed(step + rank)
+            loss = model(torch.randn(16, 1024, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        del model, optimizer, loss
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
+    return str(losses[0])
+
+
 CHECKS = {f"like ranks, {s}": Check(like_ranks_train, (s,)) for s in STRATEGIES}
+CHECKS["begins on the host"] = Check(begins_on_the_host)
 OUTCOMES = Outcomes(CHECKS, timeout_s=120.0)
 STREAM_OUTCOMES = Outcomes({"waits": Check(waits)}, timeout_s=120.0, world=1)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_ranks_that_use_the_same_units_are_not_disturbed(name: str) -> None:
+def test_models_train(name: str) -> None:
     OUTCOMES.expect(name)
 
 
