@@ -1,5 +1,5 @@
-"""`python -m megatron_fsdp_adapter SCRIPT.py ...` or `COMMAND ...`; `megatron-fsdp-adapter` is the
-same where the package is installed."""
+"""`megatron-fsdp-adapter SCRIPT.py ...` or `COMMAND ...`; `python -m megatron_fsdp_adapter` is the
+same, also where the package is not installed."""
 
 from __future__ import annotations
 
@@ -9,54 +9,71 @@ import select
 import signal
 import sys
 import warnings
+from types import ModuleType
 
 from . import __version__
 
 COMMANDS = {
-    "convert": "megatron_fsdp_adapter.cli.convert",
-    "diff": "megatron_fsdp_adapter.cli.diff",
-    "doctor": "megatron_fsdp_adapter.cli.doctor",
-    "estimate": "megatron_fsdp_adapter.cli.estimate",
-    "inspect": "megatron_fsdp_adapter.cli.inspect",
-    "plan": "megatron_fsdp_adapter.cli.plan",
-    "verify": "megatron_fsdp_adapter.cli.verify",
+    "convert": "converts a checkpoint to another format",
+    "diff": "compares two checkpoints bit by bit",
+    "doctor": "checks the installation, this machine and a configuration",
+    "estimate": "counts bytes per rank by kind of buffer and strategy",
+    "inspect": "lists the contents of a checkpoint",
+    "plan": "finds the fastest configurations for a number of GPUs",
+    "verify": "checks that a checkpoint is undamaged",
 }
+"""Command, a module of `cli` -> what it does."""
 REMOVED = {
     "plan --curve": "removed. Run `plan --gpus N` for each number of GPUs",
-    "plan --explain": "removed. A profiler shows what a run launches",
+    "plan --explain": "removed. Use a profiler, which shows what a run launches",
     "plan --plot": "removed. Draw the values of --json",
     "plan --bf16-wire": "removed. Give --megatron-fsdp-grad-comm-dtype bf16, or leave it out",
-    **{f"plan --{name}": f"not modeled: {what}. Leave it out" for name, what in {
-        "tp-comm-overlap": "a plan would overestimate the time of tensor-parallel communication",
-        "overlap-moe-expert-parallel-comm": "a plan would overestimate the time of exchanges",
-        "optimizer-cpu-offload": "`estimate` counts its memory",
-        "chunked-optimizer-state-offload": "`estimate` counts its memory",
-        "fsdp-unsharded-budget-gib": "`estimate` counts its memory",
-        "suggested-communication-unit-size": "`estimate` counts its memory",
-        "cpu-offloading": "activations in host memory",
-        "fp4-format": "there are no measurements of FP4",
-        "cuda-graph-modules": "graphs of layers and of an iteration are",
+    **{f"plan --{name}": f"not modeled, {what}. Leave it out" for name, what in {
+        "tp-comm-overlap": "so that tensor-parallel communication would be planned too slow",
+        "overlap-moe-expert-parallel-comm": "so that exchanges would be planned too slow",
+        "optimizer-cpu-offload": "but `estimate` counts its memory",
+        "chunked-optimizer-state-offload": "but `estimate` counts its memory",
+        "fsdp-unsharded-budget-gib": "but `estimate` counts its memory",
+        "suggested-communication-unit-size": "but `estimate` counts its memory",
+        "cpu-offloading": "as activations stay on the GPU in a plan",
+        "fp4-format": "because there are no measurements of FP4",
+        "cuda-graph-modules": "but whole layers and whole iterations are",
     }.items()},
-    "estimate --padding-bound": "removed, because no run has the option. Leave it out",
-    "estimate --max-segments": "removed, because no run has the option. Leave it out",
+    "estimate --padding-bound": "removed, because no run has this option. Leave it out",
+    "estimate --max-segments": "removed, because no run has this option. Leave it out",
     "doctor --plan": "removed. Give the model and the run to `plan`",
-    "doctor --no-poison": "removed. Fresh buffers of a proof are filled with NaN. Leave it out",
-    "convert --from": "removed. The format of the source is detected",
-    "convert --block-mib": "removed. Blocks have 64 MiB",
-    "convert --quiet": "removed. Lines of progress go to stderr, every 10 seconds",
-    "diff --block-mib": "removed. Blocks have 64 MiB",
-    "diff --quiet": "removed. Lines of progress go to stderr, every 10 seconds",
-    "diff --all": "removed. --json has everything",
-    "verify --quiet": "removed. Lines of progress go to stderr, every 10 seconds",
-    "verify --jobs": "removed. Up to 8 files are read at a time",
-    "convert --hf-config": "removed. Megatron-Bridge converts from and to Hugging Face",
+    "doctor --no-poison": "removed. A proof always fills fresh buffers with NaN: leave it out",
+    "convert --from": "removed. The format of the source is detected: leave it out",
+    "convert --block-mib": "removed. Blocks have 64 MiB: leave it out",
+    "convert --quiet": "removed. Progress bars are shown on terminals only: leave it out",
+    "diff --block-mib": "removed. Blocks have 64 MiB: leave it out",
+    "diff --quiet": "removed. Progress bars are shown on terminals only: leave it out",
+    "diff --all": "removed. Use --json, which has everything",
+    "verify --quiet": "removed. Progress bars are shown on terminals only: leave it out",
+    "verify --jobs": "removed. Up to 8 files are read at a time: leave it out",
+    "convert --hf-config": "removed. Use Megatron-Bridge, which converts from and to Hugging Face",
 }
-"""Options that a command had, or has not -> why not, and what to do."""
+"""Options that commands do not have -> why not, and what to do instead."""
+COMMAND_LINES = "\n".join(f"  {name:<10} {does}" for name, does in COMMANDS.items())
 USAGE = f"""\
-usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
-       python -m megatron_fsdp_adapter {{{",".join(COMMANDS)}}} ...
-       python -m megatron_fsdp_adapter --version
-       a command explains itself with --help; a script gets all arguments after it"""
+usage: megatron-fsdp-adapter COMMAND ...
+       megatron-fsdp-adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
+       megatron-fsdp-adapter --version
+       megatron-fsdp-adapter --print-completion SHELL
+
+commands (each has --help):
+{COMMAND_LINES}
+
+A script runs with the wrapper installed, and gets all arguments after it; under torchrun:
+    torchrun ... -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
+--print-completion prints what completes commands and options in bash, zsh or fish, once sourced.
+`python -m megatron_fsdp_adapter` is the same as `megatron-fsdp-adapter`.
+
+Exit status: that of the command or script; 2 for bad arguments."""
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"megatron_fsdp_adapter.cli.{command}")
 
 
 def _command(argv: list[str]) -> int:
@@ -72,18 +89,19 @@ def _command(argv: list[str]) -> int:
             print(f"{argv[0]}: {word}: {gone}", file=sys.stderr)
             return 2
     try:
-        status = int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
+        status = int(_module(argv[0]).main(argv[1:]))
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        if not _nobody_reads(sys.stdout.fileno()):
+        if not _is_closed(sys.stdout.fileno()):
             raise
         # Python writes buffered output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
-def _nobody_reads(pipe: int) -> bool:
+def _is_closed(pipe: int) -> bool:
+    """True if no process reads from the pipe."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(found & select.POLLERR for _, found in poll.poll(0))
@@ -99,6 +117,10 @@ def main(argv: list[str] | None = None) -> int:
         from .launch.runner import run
 
         return run(argv)
+    if argv and argv[0] == "--print-completion":
+        from .cli.completion import print_completion
+
+        return print_completion(argv[1:], {name: _module(name) for name in COMMANDS}, COMMANDS)
     if argv == ["--version"]:
         print(f"megatron_fsdp_adapter {__version__}")
         return 0

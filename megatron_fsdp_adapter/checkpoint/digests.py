@@ -26,11 +26,12 @@ DIGESTS = "digests.json"
 ALGORITHM = "crc32"
 _PIECE = 4 << 20
 
-Progress = Callable[[str, int], None]
-"""Called, from several threads, with a name and the bytes that were read since its last call."""
+Progress = Callable[[int, int], object]
+"""Called, from several threads, with what was done since its last call, such as bytes, and with the
+total."""
 
 
-def silent(name: str, nbytes: int) -> None:
+def silent(done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
@@ -151,7 +152,9 @@ def check_bytes(path: Path, content: bytes) -> None:
             raise ValueError(f"{path.name} differs from its digest in {DIGESTS}")
 
 
-def check_file(path: Path, digest: FileDigest, progress: Progress = silent) -> list[Problem]:
+def check_file(
+    path: Path, digest: FileDigest, advance: Callable[[int], object] = lambda _: None
+) -> list[Problem]:
     """Reads a file and compares its items with the digests.
 
     An OSError is reported as a problem, because unreadable blocks are a kind of damage.
@@ -166,7 +169,7 @@ def check_file(path: Path, digest: FileDigest, progress: Progress = silent) -> l
         start, before = 0, 0
         for end, crc in digest:
             file.seek(start)
-            if what := _check_item(file, end - start, before, crc, lambda n: progress(name, n)):
+            if what := _check_item(file, end - start, before, crc, advance):
                 found.append({"file": name, "start": start, "stop": end, "what": what})
             start, before = end, crc
     return found
@@ -176,10 +179,13 @@ def check_folder(
     folder: Path, files: Mapping[str, FileDigest], progress: Progress = silent, jobs: int = 1
 ) -> list[Problem]:
     """Checks all files, `jobs` at a time (reading and digesting release Python's lock)."""
+    total = sum(map(size_of, files.values()))
+
+    def check(name: str) -> list[Problem]:
+        return check_file(folder / name, files[name], lambda nbytes: progress(nbytes, total))
+
     with ThreadPoolExecutor(jobs) as pool:
-        parts = pool.map(
-            lambda name: check_file(folder / name, files[name], progress), sorted(files)
-        )
+        parts = pool.map(check, sorted(files))
         return [problem for part in parts for problem in part]
 
 
@@ -195,7 +201,7 @@ def described(problem: Problem, metadata: Metadata) -> str:
 
 
 def _check_item(
-    file: BinaryIO, size: int, crc: int, wanted: int, tell: Callable[[int], None]
+    file: BinaryIO, size: int, crc: int, wanted: int, advance: Callable[[int], object]
 ) -> str:
     """The problem with the next `size` bytes ("" if none), by the running digests before and
     after."""
@@ -205,7 +211,7 @@ def _check_item(
             if not piece:
                 return "ends early"
             crc, size = zlib.crc32(piece, crc), size - len(piece)
-            tell(len(piece))
+            advance(len(piece))
     except OSError as error:
         return f"cannot be read ({error})"
     return "" if crc == wanted else "differs from its digest"

@@ -44,7 +44,7 @@ _FOREIGN = (
     (
         "metadata.json",
         "a checkpoint of megatron-core's dist_checkpointing (torch_dist)",
-        "convert it with `python -m megatron_fsdp_adapter convert`",
+        "convert it with `megatron-fsdp-adapter convert`",
     ),
     ("mp_rank_*", "a checkpoint of Megatron's legacy format (torch)",
      "load it with Megatron and save it with --ckpt-format torch_dist"),

@@ -115,7 +115,11 @@ def diff(
     shapes = [key for key in common if left[key].shape != right[key].shape]
     dtypes = [key for key in common if left[key].dtype != right[key].dtype]
     comparable = [key for key in common if key not in {*shapes, *dtypes}] if values else []
-    compared = (_compare(key, left[key], right[key], progress) for key in comparable)
+    total = sum(left[key].nbytes for key in comparable)
+    compared = (
+        _compare(key, left[key], right[key], lambda nbytes: progress(nbytes, total))
+        for key in comparable
+    )
     keys_a, keys_b = {**left, **objects_a}, {**right, **objects_b}
     return {
         "only_a": [key for key in keys_a if key not in keys_b],
@@ -206,11 +210,13 @@ def _by_name(path: Path, iteration: int | None, found: str, weights_only: bool) 
     return tensors, {f"step.{name}": step.item for name, step in state.steps.items()}
 
 
-def _compare(key: str, a: LazyTensor, b: LazyTensor, progress: Progress) -> Values | None:
+def _compare(
+    key: str, a: LazyTensor, b: LazyTensor, advance: Callable[[int], object]
+) -> Values | None:
     differing, largest = 0, 0.0
     for box in blocks(a.shape, a.dtype.itemsize, BLOCK_BYTES):
         x, y = a.block(box), b.block(box)
-        progress(key, x.nbytes)
+        advance(x.nbytes)
         if torch.equal(_bits(x), _bits(y)):
             continue
         differing += int((_bits(x) != _bits(y)).sum())

@@ -1,4 +1,4 @@
-"""The commands of `python -m megatron_fsdp_adapter <command>`.
+"""The commands of `megatron-fsdp-adapter COMMAND`.
 
 Only arguments, tables and exit status of a command belong here; the computation is in other
 packages.

@@ -1,9 +1,11 @@
-"""`python -m megatron_fsdp_adapter convert`: converts a checkpoint to another format.
+"""Converts a checkpoint to another format.
 
     convert checkpoints/ converted/ --to torch_dist             Megatron's own DDP resumes from it
     convert converted/ back/ --to fsdp_dtensor                  and this wrapper from that
 
 One process, no GPU, no launcher. The format of the source is detected.
+
+Exit status: 0 if it is converted, 2 if it cannot be.
 """
 
 from __future__ import annotations
@@ -21,24 +23,27 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     TRANSFORMER_IMPLS,
 )
 
-from .output import answer, make_parser, progress_lines, size_text
+from .output import answer, base_parser, size_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("convert", __doc__)
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `convert`."""
+    parser = base_parser("convert", __doc__)
     add = parser.add_argument
     formats = " or ".join(FORMATS)
     add("source", type=Path, help="root of checkpoints, or one iter_* folder")
     add("target", type=Path, help="a new folder")
     add("--to", required=True, metavar="FORMAT", help=f"{formats}: format of the result")
-    add("--iteration", type=int, help="which one of a root; default the newest")
+    add("--iteration", type=int, metavar="N", help="iteration of a root; default: the newest")
     add("--weights-only", action="store_true", help="leave out optimizer, scheduler and RNG")
-    add("--transformer-impl", choices=TRANSFORMER_IMPLS, help="layers of the model")
-    add("--experts", choices=EXPERT_LAYOUTS, help="experts of the model: one module "
-        "each, or TEGroupedMLP (--moe-grouped-gemm)")  # fmt: skip
-    add("--swiglu", action=argparse.BooleanOptionalAction, help="whether its MLPs are gated")
+    add("--transformer-impl", choices=TRANSFORMER_IMPLS,
+        help="layers of the model; default: the source's")
+    add("--experts", choices=EXPERT_LAYOUTS, help="experts of the model: one module each, or "
+        "TEGroupedMLP (--moe-grouped-gemm); default: the source's")  # fmt: skip
+    add("--swiglu", action=argparse.BooleanOptionalAction,
+        help="the model's MLPs are gated; default: the source's")
     add("--dtype", choices=DTYPES, help="compute dtype of the model; default: the source's")
     return parser
 
@@ -57,16 +62,16 @@ def render(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Converts and prints a report. Returns 0, or 2 if the input cannot be converted."""
-    given = _parser().parse_args(argv)
+    given = make_parser().parse_args(argv)
     style = {
         "fused_norms": TRANSFORMER_IMPLS.get(given.transformer_impl),
         "grouped_experts": EXPERT_LAYOUTS.get(given.experts),
         "gated": given.swiglu,
     }
-    found = answer(given, "convert", lambda: convert(
+    found = answer(given, "convert", lambda progress: convert(
         given.source, given.target, given.to, iteration=given.iteration,
         weights_only=given.weights_only, params_dtype=DTYPES.get(given.dtype),
         style={name: value for name, value in style.items() if value is not None},
-        progress=progress_lines(),
+        progress=progress,
     ), render)  # fmt: skip
     return 2 if found is None else 0

@@ -1,4 +1,4 @@
-"""`python -m megatron_fsdp_adapter diff`: compares two checkpoints bit by bit.
+"""Compares two checkpoints bit by bit.
 
     diff runs/a runs/b                            the newest of each
     diff runs/a/iter_0000100 runs/a/iter_0000200 --no-values
@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.checkpoint.inspection import diff
 
-from .output import answer, make_parser, progress_lines
+from .output import answer, base_parser
 
 SHOWN = 20
 TITLES = {
@@ -29,8 +30,9 @@ TITLES = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("diff", __doc__)
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `diff`."""
+    parser = base_parser("diff", __doc__)
     add = parser.add_argument
     add("a", type=Path, help="root of checkpoints, or one iter_* folder")
     add("b", type=Path, help="the other one")
@@ -65,12 +67,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     """Prints the differences of two checkpoints. Returns 0, 1 if they differ, 2 if one cannot be
     read."""
-    given = _parser().parse_args(argv)
+    given = make_parser().parse_args(argv)
 
-    def differences() -> dict[str, Any]:
+    def differences(progress: Progress) -> dict[str, Any]:
         found = diff(
             given.a, given.b, iterations=tuple(given.iterations), weights_only=given.weights_only,
-            values=given.values, progress=progress_lines(),
+            values=given.values, progress=progress,
         )  # fmt: skip
         return {**found, "different": any(found.values())}
 

@@ -1,12 +1,16 @@
-"""`python -m megatron_fsdp_adapter doctor`: checks the installation, this machine and a
-configuration. Without --prove it starts no training. Under a launcher, on one node or several, the
-ranks compare what they see, measure their collectives, and the first one prints.
+"""Checks the installation, this machine and a configuration.
+
+Without --prove it starts no training. Under a launcher, on one node or several, the ranks compare
+what they see, measure their collectives, and the first one prints.
 
     doctor                                              versions, machine, environment, bindings
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...              and this command line
     doctor --set data_parallel_sharding_strategy=optim --set ...        and these options
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
     torchrun --nnodes 2 ... -m megatron_fsdp_adapter doctor             on all ranks
+
+Exit status: 0 if nothing is wrong, 1 if there are problems (with --prove: differences), 2 for bad
+input (with --prove: nothing can be proven).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 
 from megatron_fsdp_adapter.cli import machine, nodes, prove
 from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
-from megatron_fsdp_adapter.cli.output import answer
+from megatron_fsdp_adapter.cli.output import answer, base_parser
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
 from megatron_fsdp_adapter.megatron.compat import patches, releases
 from megatron_fsdp_adapter.megatron.compat.table import NAMES
@@ -75,7 +79,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         plain = {**validation.PLAIN_OPTIONS, **optimizer_options()}
         args, changes = SimpleNamespace(**{**plain, **chosen}), []
     else:
-        args = runner.parse_arguments(Path(given.script), given.arguments)
+        args = runner.parse_arguments(given.script, given.arguments)
         if not args.use_megatron_fsdp:
             return {"note": f"without {megatron_lm.FSDP_FLAG} the script runs as it is"}
         changes = megatron_lm.complete(args, given.arguments)
@@ -196,23 +200,21 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
     return [*lines, "configuration: refuses", *(refuses or ["  nothing"])]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_fsdp_adapter doctor", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `doctor`."""
+    parser = base_parser("doctor", __doc__)
     parser.add_argument(
-        "--world-size", type=int, default=os.environ.get("WORLD_SIZE") or None,
+        "--world-size", type=int, default=os.environ.get("WORLD_SIZE") or None, metavar="N",
         help=(
-            "ranks of the run; default: WORLD_SIZE; without either, checks that depend on it are "
-            "skipped"
+            "ranks of the run; default: WORLD_SIZE of the environment; without either, checks that "
+            "depend on it are skipped"
         ),
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
-                        help="an option by its name in Megatron's configs")  # fmt: skip
+                        help="an option by its name in Megatron's configs, again and again"
+                        )  # fmt: skip
     prove.add_arguments(parser)
-    parser.add_argument("script", nargs="?", help="a training script of Megatron-LM")
+    parser.add_argument("script", nargs="?", type=Path, help="a training script of Megatron-LM")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")
     return parser
 
@@ -220,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Prints the report. Returns 0, 1 if there are problems (with --prove: differences), 2 for bad
     input."""
-    given = _parser().parse_args(argv)
+    given = make_parser().parse_args(argv)
     if given.prove:
         return prove.main(given)
     launched = nodes.is_launched(os.environ)
@@ -230,5 +232,5 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         looked = examine_together if launched else examine
-        found = answer(given, "doctor", lambda: looked(given), render)
+        found = answer(given, "doctor", lambda _: looked(given), render)
     return 2 if found is None else int(bool(problems(found)))

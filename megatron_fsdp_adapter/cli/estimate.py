@@ -1,8 +1,12 @@
-"""`estimate`: bytes per rank by kind of buffer and strategy, from a model configuration alone.
+"""Counts bytes per rank by kind of buffer and strategy, from a model's configuration alone.
 
-No GPU, no process group, no weights: the listing of parameters is planned as the engine plans it,
-and the closed formula of `diagnostics/memory.py` is applied to the layouts. Activations, temporary
-tensors of kernels and the CUDA context are not counted.
+    estimate --preset llama3-8b --data-parallel-size 8 --memory-gib 80
+    estimate --config configs/llama-1.5b.yaml --data-parallel-sharding-strategy optim_grads
+
+Needs no GPU, no process group and no weights: parameters are laid out as the engine does it.
+Activations, temporary tensors of kernels and the CUDA context are not counted.
+
+Exit status: 0, or 2 for bad input.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 
 from .estimate_text import render
-from .output import answer
+from .output import USAGE, answer, base_parser
 from .precision_options import (
     MOMENTS,
     POLICY_DTYPES,
@@ -58,10 +62,15 @@ SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 RUN: Mapping[str, Mapping[str, Any]] = {
-    "data_parallel_size": {"type": int, "default": 1, "metavar": "N", "help": "shards"},
-    EXPERTS: {"type": int, "metavar": "N", "help": "ranks that share out experts"},
-    "data_parallel_sharding_strategy": {"choices": list(STRATEGIES), "help": "default: all"},
-    "params_dtype": {"choices": list(DTYPES), "help": "default: that of --config, else bf16"},
+    "data_parallel_size": {"type": int, "default": 1, "metavar": "N",
+                           "help": "shards; default: %(default)s"},
+    EXPERTS: {"type": int, "metavar": "N", "help": "ranks that share out experts; default: 1"},
+    "data_parallel_sharding_strategy": {
+        "choices": list(STRATEGIES), "help": "the strategy; default: all of them",
+    },
+    "params_dtype": {
+        "choices": list(DTYPES), "help": "compute dtype; default: that of --config, else bf16",
+    },
     **{
         option: {"choices": list(POLICY_DTYPES), "help": meaning}
         for option, meaning in POLICY_OPTIONS.items()
@@ -71,17 +80,20 @@ RUN: Mapping[str, Mapping[str, Any]] = {
         option: {"action": "store_true", "help": meaning}
         for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
     },
-    BUDGET: {"type": float, "help": "GiB for weights and gradients unsharded over a step"},
-    UNIT_NUMEL: {"type": int, "help": (
+    BUDGET: {"type": float, "metavar": "GIB",
+             "help": "memory for weights and gradients unsharded over a step; default: 0"},
+    UNIT_NUMEL: {"type": int, "metavar": "N", "help": (
         "elements up to which layers are grouped into one unit; 0: each layer is one; default: "
         "the wrapper's"
     )},
     "optimizer": {
-        "choices": ("adam", *sorted(MOMENTS)), "help": "adam, or an optimizer for matrices only",
+        "choices": ("adam", *sorted(MOMENTS)),
+        "help": "adam (the default), or an optimizer that updates matrices only, beside Adam",
     },
-    "rank": {"type": int, "default": None, "help": "default: the rank that holds most"},
-    "memory_gib": {"type": float, "default": None, "help": "report what fits in it"},
-    "json": {"action": "store_true", "default": False, "help": "print it as JSON"},
+    "rank": {"type": int, "default": None, "metavar": "N",
+             "help": "the rank; default: the one that holds most"},
+    "memory_gib": {"type": float, "default": None, "metavar": "GIB",
+                   "help": "memory of a GPU: also report what fits in it; default: none"},
 }  # fmt: skip
 """Options beside those of the model."""
 
@@ -119,12 +131,8 @@ def estimate(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron_fsdp_adapter estimate",
-        description="Bytes per rank by kind of buffer, from a GPT's configuration alone.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+    """The parser of `estimate`."""
+    parser = base_parser("estimate", __doc__, argument_default=argparse.SUPPRESS, usage=USAGE)
     add_arguments(parser)
     add_flags(parser.add_argument_group("run"), RUN)
     return parser
@@ -197,6 +205,6 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
     given = make_parser().parse_args(argv)
     found = answer(
-        given, "estimate", lambda: run(given), lambda report: render(report, given.memory_gib)
+        given, "estimate", lambda _: run(given), lambda report: render(report, given.memory_gib)
     )
     return 2 if found is None else 0

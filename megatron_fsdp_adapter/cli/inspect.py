@@ -1,8 +1,10 @@
-"""`python -m megatron_fsdp_adapter inspect`: lists the contents of a checkpoint.
+"""Lists the contents of a checkpoint.
 
     inspect checkpoints/                      format, the run that saved it, sizes by part
     inspect checkpoints/ --keys               and each key with shape, dtype, bytes and chunks
     inspect checkpoints/iter_0001000 --json
+
+Exit status: 0 if it is read, 2 if it cannot be.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.inspection import OPTIMIZER, describe
 
-from .output import answer, make_parser, size_text
+from .output import answer, base_parser, size_text
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("inspect", __doc__)
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `inspect`."""
+    parser = base_parser("inspect", __doc__)
     add = parser.add_argument
     add("path", type=Path, help="root of checkpoints, or one iter_* folder")
-    add("--iteration", type=int, help="iteration of a root; default: the newest")
-    add("--keys", action="store_true", help="list keys; with --json options of parameter groups "
-        "too")  # fmt: skip
-    add("--match", default="", metavar="TEXT", help="with --keys: only those that contain TEXT")
+    add("--iteration", type=int, metavar="N", help="iteration of a root; default: the newest")
+    add("--keys", action="store_true", help="list keys; with --json also options of parameter "
+        "groups")  # fmt: skip
+    add("--match", default="", metavar="TEXT",
+        help="with --keys: only keys that contain TEXT; default: all")  # fmt: skip
     return parser
 
 
@@ -59,9 +63,9 @@ def _lines(found: dict[str, Any], keys: bool, match: str) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the contents of a checkpoint. Returns 0, or 2 if it cannot be read."""
-    given = _parser().parse_args(argv)
+    given = make_parser().parse_args(argv)
     found = answer(
-        given, "inspect", lambda: describe(given.path, given.iteration),
+        given, "inspect", lambda _: describe(given.path, given.iteration),
         lambda found: "\n".join(_lines(found, given.keys, given.match)),
     )  # fmt: skip
     return 2 if found is None else 0

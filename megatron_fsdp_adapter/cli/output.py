@@ -1,39 +1,44 @@
-"""What commands have in common: parser, progress, answer."""
+"""What commands have in common: parser, answer."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress
+from megatron_fsdp_adapter.diagnostics.progress import progress_bar
 
-SECONDS_BETWEEN_LINES = 10.0
+PROGRAM = "megatron-fsdp-adapter"
+"""The console script of an installed package."""
+
+USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAGS) [OPTION ...]"
+"""Usage of commands that take a model, of whose options there are too many for a line."""
 
 T = TypeVar("T")
 
 
-def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with `--json`."""
+def base_parser(command: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
+    """A parser with `--json`. more: further arguments of `ArgumentParser`."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m megatron_fsdp_adapter {command}", description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"{PROGRAM} {command}", description=description, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, **more,
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--json", action="store_true", default=False, help="print it as JSON")
     return parser
 
 
 def answer(
-    given: argparse.Namespace, command: str, values: Callable[[], T], render: Callable[[T], str],
-    plain: Callable[[T], Any] = lambda found: found,
+    given: argparse.Namespace, command: str, values: Callable[[Progress], T],
+    render: Callable[[T], str], plain: Callable[[T], Any] = lambda found: found, unit: str = "B",
 ) -> T | None:
-    """Prints what was found as JSON (of `plain`) or text, and returns it; None for bad input, which
-    is a line on stderr."""
+    """Prints what `values` found, as JSON (of `plain`) or text, and returns it; None for bad input,
+    which is a line on stderr. `values` gets what advances a progress bar of `unit`."""
     try:
-        found = values()
+        with progress_bar(command, unit) as advance:
+            found = values(advance)
     except (ValueError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return None
@@ -42,22 +47,8 @@ def answer(
 
 
 def _text(value: Any) -> str:
-    """Of a value without a JSON type, such as a dtype or a path."""
+    """A value without a JSON type, such as a dtype or a path, as text."""
     return str(value).removeprefix("torch.")
-
-
-def progress_lines() -> Progress:
-    """A line on stderr every few seconds."""
-    done, last = 0, time.monotonic()
-
-    def advance(name: str, nbytes: int) -> None:
-        nonlocal done, last
-        done += nbytes
-        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            print(f"{size_text(done)} read: {name}", file=sys.stderr)
-
-    return advance
 
 
 def size_text(nbytes: int) -> str:

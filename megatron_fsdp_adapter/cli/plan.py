@@ -1,10 +1,12 @@
-"""`plan`: the fastest configurations, their speed and memory, on 1 to 16,384 GPUs.
+"""Finds the fastest configurations, their speed and memory, on 1 to 16,384 GPUs.
 
     plan --preset llama3-8b --gpus 8 --gpu h100 --global-batch-size 128
     plan --hf-config model/config.json --gpus 64 --gpu h200 --global-batch-size 512
 
-No GPU and no weights are needed. docs/plan.md lists what is modeled,
-docs/plan_measured.md prediction errors.
+No GPU and no weights are needed. docs/plan.md lists what is modeled, docs/plan_measured.md
+prediction errors.
+
+Exit status: 0, or 2 for bad input, or if no configuration fits.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.models.quantization import STRINGS, SWITCHES, quantization
 from megatron_fsdp_adapter.models.sources import (
@@ -26,7 +29,7 @@ from megatron_fsdp_adapter.planning import report
 from megatron_fsdp_adapter.planning.machine import GPUS, NETWORKS, machine_named
 from megatron_fsdp_adapter.planning.search import Plan, Wanted, plan
 
-from .output import answer
+from .output import USAGE, answer, base_parser
 
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
@@ -43,17 +46,21 @@ RUN: Mapping[str, Mapping[str, Any]] = {
              "help": "number of GPUs; default: %(default)s"},
     "gpu": {"default": "h200", "choices": sorted(GPUS),
             "help": "kind of GPU; default: %(default)s"},
-    "network": {"choices": sorted(NETWORKS), "help": "default: that of the GPU"},
-    "memory_gib": {"type": float, "help": "of a GPU; default: that of the GPU"},
-    "global_batch_size": {"type": int, "metavar": "N", "help": "sequences; default 16 a GPU"},
-    "tries": {"type": int, "default": 10, "help": "configurations that are simulated"},
-    "top": {"type": int, "default": 5, "help": "configurations shown"},
+    "network": {"choices": sorted(NETWORKS),
+                "help": "links between GPUs; default: those of the kind of GPU"},
+    "memory_gib": {"type": float, "metavar": "GIB",
+                   "help": "memory of a GPU; default: that of the kind of GPU"},
+    "global_batch_size": {"type": int, "metavar": "N", "help": "sequences; default: 16 per GPU"},
+    "tries": {"type": int, "default": 10, "metavar": "N",
+              "help": "configurations that are simulated; default: %(default)s"},
+    "top": {"type": int, "default": 5, "metavar": "N",
+            "help": "configurations that are shown; default: %(default)s"},
     **{
         name: {"type": kind, "choices": list(STRATEGIES) if field == "strategy" else None,
-               "help": "fixed; default: planned"}
+               "metavar": "N" if kind is int else None,
+               "help": "fixes this option; default: the plan chooses"}
         for name, (field, kind) in FIXED.items()
     },
-    "json": {"action": "store_true", "help": "print the plan as JSON"},
 }  # fmt: skip
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     **{
@@ -62,20 +69,19 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     },
     "fp8_param_gather": {"action": "store_true", "help": SWITCHES["fp8_param_gather"]},
     "megatron_fsdp_grad_comm_dtype": {
-        "choices": ("fp32", "bf16"), "help": "gradients on the wire; bf16 ones are summed in fp32",
+        "choices": ("fp32", "bf16"),
+        "help": "dtype of gradients on the wire (bf16 ones are summed in fp32); default: fp32",
     },
     "cuda_graph_impl": {
-        "choices": ["local"], "help": "layer graphs; full-iteration graphs are searched",
+        "choices": ["local"], "help": "layer graphs; default: full-iteration graphs are tried",
     },
 }  # fmt: skip
 """Options beside those of the model."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron_fsdp_adapter plan", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    """The parser of `plan`."""
+    parser = base_parser("plan", __doc__, usage=USAGE)
     add_arguments(parser)
     add_flags(parser.add_argument_group("run"), RUN)
     add_flags(parser.add_argument_group("features (fixed, not searched)"), FEATURES)
@@ -91,7 +97,7 @@ def features_of(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(given: argparse.Namespace) -> Plan:
+def run(given: argparse.Namespace, progress: Progress = silent) -> Plan:
     """The plan by the options. Raises ValueError or FileNotFoundError for bad input."""
     options, machine = vars(given), machine_named(given.gpu, given.network)
     fixed = {
@@ -101,14 +107,15 @@ def run(given: argparse.Namespace) -> Plan:
         from_options(options_from(options), name_of(options)), machine, given.gpus,
         given.global_batch_size or 16 * given.gpus, given.memory_gib or machine.gpu.memory_gib,
         fixed, given.tries, features_of(options),
-    ))  # fmt: skip
+    ), progress)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
     given = make_parser().parse_args(argv)
     found = answer(
-        given, "plan", lambda: run(given), lambda one: report.render(one, given.top),
-        lambda one: report.plain(one, given.top),
+        given, "plan", lambda progress: run(given, progress),
+        lambda one: report.render(one, given.top), lambda one: report.plain(one, given.top),
+        "configuration",
     )  # fmt: skip
     return 2 if found is None else 0

@@ -32,7 +32,7 @@ SWITCHES = {
     "fsdp_copy_engine_reduce_scatter": "gradients in slots, moved by copy engines",
     UNFUSED: "no fused weight gradients: copy engines move them in their own dtype",
     "chunked_optimizer_state_offload": "main weights and optimizer state in host memory",
-    "optimizer_cpu_offload": "the same",
+    "optimizer_cpu_offload": "as --chunked-optimizer-state-offload",
 }
 
 EMBEDDINGS = ("embedding", "output_layer")

@@ -1,4 +1,5 @@
-"""`doctor --prove`: trains a scaled-down configuration on this machine and compares it.
+"""`doctor --prove`: trains a scaled-down configuration on this machine and compares the
+results with those of Megatron's DDP.
 
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...
     doctor --prove --config configs/llama-1.5b.yaml --set overlap_param_gather=True
@@ -33,12 +34,16 @@ GLOO_RANKS = 4
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "prove": {"action": "store_true", "help": "train it, scaled down, and compare"},
     **sources.FILES,  # instead of a script
-    "ranks": {"type": int, "help": f"processes at most; default: the GPUs, else {GLOO_RANKS}"},
-    "steps": {"type": int, "default": 3, "help": "before the save; default %(default)s"},
-    "more": {"type": int, "default": 2, "help": "after the load; default %(default)s"},
+    "ranks": {"type": int, "metavar": "N",
+              "help": f"processes at most; default: the number of GPUs, or {GLOO_RANKS} without"},
+    "steps": {"type": int, "default": 3, "metavar": "N",
+              "help": "steps before the save; default: %(default)s"},
+    "more": {"type": int, "default": 2, "metavar": "N",
+             "help": "steps after the load; default: %(default)s"},
     "keep": {"action": "append", "default": [], "metavar": "SIZE",
-             "help": "name of a size that is not scaled down, such as hidden_size"},
-    "timeout": {"type": float, "default": 900.0, "help": "seconds; default %(default)s"},
+             "help": "a size that is not scaled down, such as hidden_size; default: none"},
+    "timeout": {"type": float, "default": 900.0, "metavar": "SECONDS",
+                "help": "for all ranks together; default: %(default)s"},
 }  # fmt: skip
 
 
@@ -65,7 +70,7 @@ def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> sourc
                 "both a script and one of --config, --hf-config, --preset and --set are given. "
                 "Give one of them"
             )
-        return source.of_script(Path(given.script), given.arguments, given.world_size)
+        return source.of_script(given.script, given.arguments, given.world_size)
     if not files and not settings:
         raise ValueError(
             "--prove: no configuration. Give a script with its command line, --config or --preset"

@@ -1,4 +1,4 @@
-"""`python -m megatron_fsdp_adapter verify`: checks that a checkpoint is undamaged.
+"""Checks that a checkpoint is undamaged.
 
 Reads every byte and compares it with the recorded digests. Needs no process group, no GPU and no
 Megatron, and executes no code that the checkpoint names. Digests find damage, not forgery.
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import digests, folders
 
-from .output import answer, make_parser, progress_lines
+from .output import answer, base_parser
 
 _SHOWN = 20
 
@@ -68,20 +68,22 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"verify: {'intact' if report['intact'] else 'DAMAGED (above)'}"])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("verify", __doc__)
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `verify`."""
+    parser = base_parser("verify", __doc__)
     parser.add_argument("folder", type=Path, help="checkpoint root, or one checkpoint's folder")
-    parser.add_argument("--iteration", type=int, help="iteration of a root; default: the newest")
+    parser.add_argument("--iteration", type=int, metavar="N",
+                        help="iteration of a root; default: the newest")  # fmt: skip
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the report. Returns 0, 1 if the checkpoint is damaged, 2 if it cannot be checked."""
-    given = _parser().parse_args(argv)
+    given = make_parser().parse_args(argv)
 
-    def report() -> dict[str, Any]:
+    def report(progress: digests.Progress) -> dict[str, Any]:
         folder = folders.find_folder(*folders.locate(given.folder, given.iteration))
-        return examine(folder, min(8, os.cpu_count() or 1), progress_lines())
+        return examine(folder, min(8, os.cpu_count() or 1), progress)
 
     found = answer(given, "verify", report, render)
     return 2 if found is None else int(not found["intact"])

@@ -142,7 +142,7 @@ def memory_plan(
 
 REMEDY = (
     "Shard over more ranks, or more of the model (data_parallel_sharding_strategy), use smaller "
-    "units (fsdp_unit_modules) or activation recompute; `python -m megatron_fsdp_adapter "
+    "units (fsdp_unit_modules) or activation recompute; `megatron-fsdp-adapter "
     "estimate` predicts what fits"
 )
 

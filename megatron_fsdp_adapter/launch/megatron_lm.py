@@ -38,7 +38,7 @@ REPORT = "TORCHELASTIC_ERROR_FILE"
 """The variable that names the file from which torchrun reads a rank's error."""
 NO_GPU = (
     "there is no CUDA device, which Megatron-LM's arguments need. Train with "
-    "scripts/pretrain_gpt.py, or check this command line with `python -m megatron_fsdp_adapter "
+    "scripts/pretrain_gpt.py, or check this command line with `megatron-fsdp-adapter "
     "doctor --prove`"
 )
 

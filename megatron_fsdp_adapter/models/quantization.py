@@ -41,11 +41,11 @@ KEPT_IN_BF16 = "first_last_layers_bf16"
 """The option that excludes some layers from quantization; not supported here."""
 
 STRINGS = {
-    "fp8_format": "hybrid or e4m3: FP8 GEMMs",
-    "fp8_recipe": f"one of {', '.join(RECIPES['fp8'])}; default {DEFAULTS['fp8']}",
-    "fp4_format": "e2m1: FP4 GEMMs",
-    "fp4_recipe": f"one of {', '.join(RECIPES['fp4'])}",
-    "recompute_granularity": "full: activations of layers are recomputed in backward",
+    "fp8_format": "hybrid or e4m3: FP8 GEMMs; default: none",
+    "fp8_recipe": f"one of {', '.join(RECIPES['fp8'])}; default: {DEFAULTS['fp8']}",
+    "fp4_format": "e2m1: FP4 GEMMs; default: none",
+    "fp4_recipe": f"one of {', '.join(RECIPES['fp4'])}; default: {DEFAULTS['fp4']}",
+    "recompute_granularity": "full: layers recompute activations in backward; default: none do",
 }
 SWITCHES = {
     "fp8_param_gather": "linear weights kept and gathered in FP8",

@@ -56,31 +56,34 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 MEANINGS: Mapping[str, str] = {
     "num_layers": "transformer layers",
     "hidden_size": "width of the model",
-    "ffn_hidden_size": "width of the MLPs; default 4 times the model's",
+    "ffn_hidden_size": "width of the MLPs; default: 4 times the model's",
     "num_attention_heads": "attention heads",
-    "num_query_groups": "heads of keys and values, with group_query_attention",
-    "kv_channels": "width of a head; default the model's over the heads",
-    "vocab_size": "tokens, before padding",
-    "padded_vocab_size": "rows of the embedding",
-    "make_vocab_size_divisible_by": "the vocabulary is padded to a multiple; default 128",
-    "max_position_embeddings": "learned positions",
-    "seq_length": "tokens of a sequence",
+    "num_query_groups": "heads of keys and values, with --group-query-attention; default: 1",
+    "kv_channels": "width of a head; default: the model's over the heads",
+    "vocab_size": "tokens of the vocabulary, before padding",
+    "padded_vocab_size": "rows of the embedding; default: the vocabulary, padded",
+    "make_vocab_size_divisible_by": "the vocabulary is padded to a multiple of it; default: 128",
+    "max_position_embeddings": "learned positions; default: --seq-length",
+    "seq_length": "tokens of a sequence; default: 4096",
     "group_query_attention": "fewer heads of keys and values than of queries",
     "swiglu": "gated MLPs",
     "add_qkv_bias": "a bias for queries, keys and values",
     "qk_layernorm": "norms of queries and keys",
     "untie_embeddings_and_output_weights": "an output layer with separate weights",
-    "normalization": "LayerNorm (the default) or RMSNorm",
-    "position_embedding_type": "learned_absolute (the default) has weights, rope has none",
-    "tokenizer_type": "NullTokenizer adds a token to the vocabulary",
-    "num_experts": "experts of a layer",
-    "moe_router_topk": "experts per token",
-    "moe_ffn_hidden_size": "width of an expert",
+    "normalization": "LayerNorm or RMSNorm; default: LayerNorm",
+    "position_embedding_type": (
+        "learned_absolute, which has weights, rope or none; default: learned_absolute"
+    ),
+    "tokenizer_type": "class of the tokenizer, of which NullTokenizer adds a token; default: none",
+    "num_experts": "experts of a layer; default: none, MLPs instead",
+    "moe_router_topk": "experts per token; default: 2",
+    "moe_ffn_hidden_size": "width of an expert; default: that of the MLPs",
 }
 """Options of a model that are flags of commands, and their help."""
 
 FILES: Mapping[str, Mapping[str, Any]] = {
-    "preset": {"choices": tuple(PRESETS), "help": "a known model"},
+    "preset": {"choices": tuple(PRESETS), "metavar": "NAME",
+               "help": f"a known model: {', '.join(PRESETS)}"},
     "hf_config": {"metavar": "FILE", "help": "config.json of a Hugging Face model, or its folder"},
     "config": {"metavar": "FILE", "help": "YAML with Megatron's flag names as keys"},
 }
@@ -95,13 +98,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for item in fields(ModelSpec):
         if item.name in MEANINGS:
             kind = str(item.type).split(" ")[0]
-            shape: dict[str, Any] = {"type": int, "metavar": "N"} if kind == "int" else {}
+            shape: dict[str, Any] = {"metavar": "NAME"}
+            if kind == "int":
+                shape = {"type": int, "metavar": "N"}
             if kind == "bool":
                 shape = {"action": argparse.BooleanOptionalAction}
             group.add_argument(flag(item.name), help=MEANINGS[item.name], **shape)
     for name, value in (("add", True), ("disable", False)):
         group.add_argument(f"--{name}-bias-linear", dest="add_bias_linear", action="store_const",
-                           const=value, help=f"{name} biases")  # fmt: skip
+                           const=value, help=f"{name} biases; default: added")  # fmt: skip
 
 
 def add_flags(group: Any, table: Mapping[str, Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.models.sources import split_problems
 from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel
@@ -42,11 +43,11 @@ class Wanted:
     features: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "global_batch", "tries"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1"
-                )
+        for name, value in (
+            ("gpus", self.gpus), ("global-batch-size", self.global_batch), ("tries", self.tries)
+        ):  # fmt: skip
+            if value < 1:
+                raise ValueError(f"--{name} {value}: must be at least 1")
         if not self.memory_gib > 0:
             raise ValueError(f"--memory-gib {self.memory_gib}: must be above 0")
 
@@ -81,8 +82,8 @@ def splits(wanted: Wanted) -> Iterator[Configuration]:
             continue
         for virtual in (1, 2, 4, 8) if pipeline > 1 else (1,):
             parallel = Parallel(tensor, pipeline, virtual, expert, recompute)
-            told = all(_is(wanted, name, value) for name, value in vars(parallel).items())
-            if not told or spec.num_layers < pipeline * virtual:
+            allowed = all(_is(wanted, name, value) for name, value in vars(parallel).items())
+            if not allowed or spec.num_layers < pipeline * virtual:
                 continue
             if not split_problems(spec, parallel, wanted.gpus, micro, wanted.global_batch):
                 yield Configuration(wanted.gpus, parallel, microbatch=micro)
@@ -128,8 +129,8 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
                 yield replace(chosen, copies=True, separate_gathers=False)
 
 
-def plan(wanted: Wanted) -> Plan:
-    """The best configurations, each simulated with the engine.
+def plan(wanted: Wanted, progress: Progress = silent) -> Plan:
+    """The best configurations, each simulated with the engine. progress: called after each.
 
     Raises:
         ValueError: none fits, or the fixed options allow none.
@@ -147,7 +148,7 @@ def plan(wanted: Wanted) -> Plan:
             known.append((seconds(spec, chosen, machine, count), chosen))
     if not known and not too_large:
         raise ValueError(_why_none(wanted))
-    found, refused, needs = _run_best(wanted, known, limit)
+    found, refused, needs = _run_best(wanted, known, limit, progress)
     for kind, (needed, name) in too_large.items():
         if not any(_kind(one.configuration) == kind for one in found):
             refused.append((name, f"states and activations need {math.ceil(needed / GIB)} GiB"))
@@ -168,11 +169,11 @@ def _why_none(wanted: Wanted) -> str:
     micro = wanted.fixed.get("microbatch", 1)
     assert isinstance(micro, int)
     reasons = split_problems(wanted.spec, parallel, wanted.gpus, micro, wanted.global_batch)
-    told = ", ".join(f"{name} {value}" for name, value in wanted.fixed.items())
+    fixed = ", ".join(f"{name} {value}" for name, value in wanted.fixed.items())
     reason = reasons[-1] if reasons else "the search has none with these. Leave an option out"
     return (
         f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch}"
-        + (f" with {told}" if told else "")
+        + (f" with {fixed}" if fixed else "")
         + f": {reason}"
     )  # fmt: skip
 
@@ -205,7 +206,8 @@ def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
 
 
 def _run_best(
-    wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float
+    wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float,
+    progress: Progress,
 ) -> tuple[list[Prediction], list[tuple[str, str]], list[tuple[float, str]]]:
     """Simulates the most promising configurations that fit, at most a few of each combination of
     split and strategy, so that a wrong guess excludes none. Also returns what was refused, and the
@@ -236,4 +238,5 @@ def _run_best(
             times[kind] -= 1
             continue
         found.append(predict(wanted.spec, chosen, wanted.machine, wanted.global_batch))
+        progress(1, max(len(found), wanted.tries))
     return found, refused, needs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_fsdp_adapter.checkpoint.digests import silent
 from megatron_fsdp_adapter.core.config import POISON_VARIABLE
+from megatron_fsdp_adapter.diagnostics.progress import progress_bar
 from megatron_fsdp_adapter.megatron.options.table import OPTIONS
 from megatron_fsdp_adapter.prove import compare, ranks
 from megatron_fsdp_adapter.prove.compare import Row
@@ -71,7 +74,9 @@ class Step(NamedTuple):
     weights: Values
 
 
-def _train(trainer: Any, first: int, last: int) -> tuple[Values, list[Step]]:
+def _train(
+    trainer: Any, first: int, last: int, advance: Callable[[], object]
+) -> tuple[Values, list[Step]]:
     """The weights at the start, and the steps `first` to `last`."""
     from megatron_fsdp_adapter.prove import build
 
@@ -79,6 +84,7 @@ def _train(trainer: Any, first: int, last: int) -> tuple[Values, list[Step]]:
     for number in range(first, last):
         found.append(Step(*build.train_step(trainer, number)))
         build.set_rate(trainer.optimizer, trainer.options)
+        advance()
     return start, found
 
 
@@ -106,7 +112,12 @@ def _load(plan: Plan, options: Options, device: torch.device) -> Any:
 
 def run_rank(rank: int, world: int, plan: Plan) -> list[Row]:
     """Runs a rank: the reference, training, save, load under another strategy. Returns its
-    comparisons."""
+    comparisons. Rank 0 shows a progress bar."""
+    with progress_bar("doctor --prove", "step") if rank == 0 else nullcontext(silent) as advance:
+        return _compared(plan, lambda: advance(1, 2 * (plan.steps + plan.more)))
+
+
+def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
     from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
     from megatron_fsdp_adapter.checkpoint.record import topology_of
     from megatron_fsdp_adapter.prove import build
@@ -114,18 +125,18 @@ def run_rank(rank: int, world: int, plan: Plan) -> list[Row]:
     options, last = plan.shrunk.options, plan.steps + plan.more
     # Stock DDP without a distributed optimizer would reduce over the ranks of one instance.
     device = build.start({**options, "num_distributed_optimizer_instances": 1})
-    reference = _train(build.build_trainer(options, device, False), 0, last)
+    reference = _train(build.build_trainer(options, device, False), 0, last, advance)
     build.start(options)
     if plan.prepare is not None:
         plan.prepare()
     trainer = build.build_trainer(options, device, True)
-    start, trained = _train(trainer, 0, plan.steps)
+    start, trained = _train(trainer, 0, plan.steps, advance)
     state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": plan.steps}
     save_checkpoint(plan.folder / "checkpoint", plan.steps, state,
                     topology=topology_of(SimpleNamespace(**options)))  # fmt: skip
     rows = compare_steps(options, TRAINED, 0, start, trained, reference)
     other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
-    start, more = _train(_load(plan, other, device), plan.steps, last)
+    start, more = _train(_load(plan, other, device), plan.steps, last, advance)
     rows.append(compare.compare_tensors(
         plan.loaded, plan.steps, "weights as loaded", start, trained[-1].weights, 0.0
     ))  # fmt: skip

@@ -86,7 +86,7 @@ def test_killed_anywhere_nothing_unfinished_has_a_final_name(source: Path, tmp_p
 def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> None:
     blocks = 0
 
-    def advance(name: str, nbytes: int) -> None:
+    def advance(nbytes: int, total: int) -> None:
         nonlocal blocks
         blocks += 1
         if blocks == 9:
@@ -111,8 +111,10 @@ def test_what_a_killed_conversion_left_is_no_result_of_another(
     assert names(target) == sorted(["iter_0000003", folders.TRACKER, tracker])
 
 
-def test_what_is_converted_is_told_block_by_block(source: Path, tmp_path: Path) -> None:
-    told: list[int] = []
+def test_progress_advances_block_by_block(source: Path, tmp_path: Path) -> None:
+    done: list[tuple[int, int]] = []
     report = convert(source, tmp_path / "b", "torch_dist", block_bytes=500,
-                     progress=lambda name, nbytes: told.append(nbytes))  # fmt: skip
-    assert sum(told) == report["nbytes"] and max(told) <= 500
+                     progress=lambda *block: done.append(block))  # fmt: skip
+    blocks = [nbytes for nbytes, _ in done]
+    assert {total for _, total in done} == {sum(blocks)} == {report["nbytes"]}
+    assert max(blocks) <= 500

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 
 from megatron_fsdp_adapter import __version__
 from megatron_fsdp_adapter.__main__ import COMMANDS, REMOVED, main
+from megatron_fsdp_adapter.diagnostics import progress
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("prepare_data", "benchmark", "pretrain_gpt", "host_times", "loss_curves")
@@ -42,11 +46,28 @@ def options_without_help(parser: argparse.ArgumentParser) -> list[str]:
     ]  # fmt: skip
 
 
+def hidden_defaults(parser: argparse.ArgumentParser) -> list[str]:
+    """Options with a value whose help names no default."""
+    return [
+        action.option_strings[0] for action in parser._actions
+        if action.option_strings and action.nargs != 0 and not action.required
+        and not re.search(r"default|again", action.help or "")
+        and action.dest not in ("preset", "hf_config", "config", *REQUIRED)
+    ]  # fmt: skip
+
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+"""Options of a model that are given there or in a file."""
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_help(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = parser_of(lambda: main([command]), monkeypatch)
     assert options_without_help(parser) == []
-    assert parser.format_help()  # no stray percent sign in any of them
+    assert hidden_defaults(parser) == []
+    text = parser.format_help()  # no stray percent sign in any of them
+    assert text.startswith(f"usage: megatron-fsdp-adapter {command} ")
+    assert re.search(r"^Exit status: 0", text, re.M), "exit codes are stated"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -63,7 +84,7 @@ def test_every_option_of_a_script_has_help(script: str, monkeypatch: pytest.Monk
 def test_an_option_without_help_is_found() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--silent")
-    assert options_without_help(parser) == ["--silent"]
+    assert options_without_help(parser) == hidden_defaults(parser) == ["--silent"]
 
 
 @pytest.mark.parametrize("words", REMOVED)
@@ -71,6 +92,45 @@ def test_what_was_removed_is_refused_by_name(words: str, capsys: Captured) -> No
     command, option = words.split()
     assert main([command, f"{option}=1"]) == 2
     assert capsys.readouterr().err == f"{command}: {option}=1: {REMOVED[words]}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_names_every_command_and_its_options(shell: str, capsys: Captured) -> None:
+    assert main(["--print-completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in COMMANDS:
+        assert re.search(rf"\b{command}\b", script), command
+    for option in ("--world-size", "--weights-only", "--no-values", "--gpus", "--match"):
+        assert option in script
+    if shell == "bash":
+        asked = "COMP_WORDS=(megatron-fsdp-adapter pl) COMP_CWORD=1"
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{asked}\n_shtab_megatron_fsdp_adapter\necho $COMPREPLY"],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout == "plan\n" and not done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["sh"], ["bash", "zsh"]])
+def test_completion_of_another_shell_is_refused(words: list[str], capsys: Captured) -> None:
+    assert main(["--print-completion", *words]) == 2
+    assert "Name one of bash, zsh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_progress_bar_is_for_terminals(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    with progress.progress_bar("verify") as advance:
+        for _ in range(4):
+            advance(2**20, 2**22)
+    text = stream.getvalue()
+    assert ("verify" in text and "/4.00M" in text) if is_terminal else not text
+    assert capsys.readouterr().out == ""
 
 
 def test_usage_and_version_go_to_stdout(capsys: Captured) -> None:

@@ -149,9 +149,12 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 
 def _programs(folder: Path) -> Path:
-    """`python` and `torchrun` of this environment, for PATH."""
+    """`python`, `torchrun` and this package's command, of this environment, for PATH."""
     folder.mkdir()
-    for name, words in {"python": "", "torchrun": " -m torch.distributed.run"}.items():
+    for name, words in {
+        "python": "", "torchrun": " -m torch.distributed.run",
+        "megatron-fsdp-adapter": " -m megatron_fsdp_adapter",
+    }.items():  # fmt: skip
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
         program.chmod(0o755)

@@ -52,7 +52,7 @@ def test_json_has_the_options_the_sizes_and_every_comparison(
 def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     """By the command of docs/prove.md, of which fewer steps are run."""
     page = (Path(__file__).parents[2] / "docs" / "prove.md").read_text()
-    [command] = re.findall(r"python -m megatron_fsdp_adapter doctor (--prove --preset .*)", page)
+    [command] = re.findall(r"megatron-fsdp-adapter doctor (--prove --preset .*)", page)
     status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1"])
     out = capsys.readouterr().out
     assert status == 0 and "step 1  gradients of" in out

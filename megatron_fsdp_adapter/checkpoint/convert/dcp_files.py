@@ -227,6 +227,7 @@ class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
         if len(self._paths) != len(tensors) + len(objects):
             raise ValueError("two values have the same dotted key")
         self._block_bytes = block_bytes
+        self._nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self._progress = progress
 
     def create_local_plan(self) -> SavePlan:
@@ -247,7 +248,7 @@ class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
         assert write_item.tensor_data is not None and write_item.tensor_data.chunk is not None
         chunk = write_item.tensor_data.chunk
         block = self._tensors[key].block((tuple(chunk.offsets), tuple(chunk.sizes)))
-        self._progress(key, block.nbytes)
+        self._progress(block.nbytes, self._nbytes)
         return block
 
     def _item(self, key: str, tensor: LazyTensor, box: Box) -> WriteItem:

@@ -97,8 +97,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         "ckpt_format",
         lambda args: args.ckpt_format != CKPT_FORMAT,
         f"sharded weights are saved as {CKPT_FORMAT!r}; Megatron-LM rejects other formats with "
-        "use_megatron_fsdp too. Leave it out, and convert a saved checkpoint with `python -m "
-        "megatron_fsdp_adapter convert --to torch_dist`",
+        "use_megatron_fsdp too. Leave it out, and convert a saved checkpoint with "
+        "`megatron-fsdp-adapter convert --to torch_dist`",
     ),
     Rule(
         "async_save",

@@ -1,0 +1,33 @@
+"""Progress bars of commands, on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
+
+DELAY = 1.0
+"""Seconds after which a bar appears."""
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, unit: str = "B") -> Iterator[Progress]:
+    """A function that advances a bar, which appears after `DELAY` and is removed at the end of the
+    block. No-op if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield silent
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=title, unit=unit, unit_scale=unit == "B", unit_divisor=1024, delay=DELAY, leave=False,
+        file=sys.stderr,
+    ) as bar:  # fmt: skip
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done)
+
+        yield advance
