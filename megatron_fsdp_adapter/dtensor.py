@@ -67,11 +67,11 @@ class Chunks:
             )
 
     def listed(self) -> list[ChunkStorageMetadata]:
-        """As torch DCP has them."""
+        """The chunks as torch DCP's metadata."""
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
 
     def write_items(self, fqn: str, local: torch.Tensor, shape: torch.Size) -> list[WriteItem]:
-        """What torch DCP saves for `fqn`, a tensor of global `shape`, from this rank."""
+        """The items that torch DCP saves for `fqn`, a tensor of global `shape`, from this rank."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -117,9 +117,9 @@ def _place(box: Box) -> tuple[slice, ...]:
 
 
 class OwnRows(Shard):
-    """What an `UnevenDTensor` reports of an axis that cuts rows: a `Shard` of which this rank's
-    extent, `size` rows from `start` of the whole, is known and others' is not. Equal to the
-    `Shard` of its dim. `compute_local_shape_and_global_offset` of torch asks it."""
+    """The placement that an `UnevenDTensor` reports for an axis that cuts rows: a `Shard` of which
+    this rank's extent, `size` rows from `start` of the whole, is known and others' is not. Equal to
+    the `Shard` of its dim. `compute_local_shape_and_global_offset` of torch asks it."""
 
     def __new__(cls, dim: int, size: int, start: int) -> OwnRows:
         return super().__new__(cls, dim)  # type: ignore[call-arg]
@@ -153,8 +153,8 @@ class UnevenDTensor(DTensor):
         stride: Sequence[int],
         chunks: Chunks | None = None,
     ) -> UnevenDTensor:
-        """Of global `shape` and `stride` over this rank's `local`, whose storage it uses, in host
-        memory too. No collective. ValueError if the chunks do not fit."""
+        """A tensor of global `shape` and `stride` over this rank's `local`, whose storage it uses,
+        in host memory too. No collective. ValueError if the chunks do not fit."""
         if chunks is not None:
             chunks.check(tuple(shape), local)
         elsewhere = local.device.type != mesh.device_type
@@ -205,18 +205,18 @@ class UnevenDTensor(DTensor):
         return tree_map(uneven, result)
 
     def detach(self) -> UnevenDTensor:
-        """As torch's; `nn.Parameter` and `state_dict` call it."""
+        """Torch's `detach`, for `nn.Parameter` and `state_dict`."""
         detached: Any = super().detach()
         return with_chunks(detached, self.chunks)
 
     def clone(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
-        """As torch's; of torch's class if a gradient flows through it."""
+        """Torch's `clone`; a DTensor of torch's class if a gradient flows through it."""
         cloned: Any = super().clone(*args, **kwargs)
         return cloned if cloned.requires_grad else with_chunks(cloned, self.chunks)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """As torch has them, but for the last axis that cuts rows, which is `OwnRows`; axes before
+        """Torch's placements, but for the last axis that cuts rows, which is `OwnRows`; axes before
         it cut nothing for torch's arithmetic."""
         placements = tuple(self._spec.placements)
         chunks = self.chunks
@@ -311,7 +311,7 @@ def _check_present(dtensor: DTensor) -> None:
 _NORMS = frozenset(
     {torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar}
 )
-"""What `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm` come down to."""
+"""The operators behind `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm`."""
 
 
 def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
@@ -339,7 +339,7 @@ def with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
 
 
 def _rebuilt(local: torch.Tensor, spec: Any, boxes: tuple[Box, ...] | None) -> UnevenDTensor:
-    """What pickle makes again. The cut is of the layouts of the process that wrote it."""
+    """The tensor that pickle restores. The cut is of the layouts of the process that wrote it."""
     plain = DTensor(local, spec, requires_grad=False)
     return with_chunks(plain, None if boxes is None else Chunks(boxes))
 
@@ -363,8 +363,8 @@ def is_replicated(dtensor: DTensor) -> bool:
 
 
 def even_chunks(dtensor: DTensor) -> Chunks | None:
-    """Of a DTensor that torch split into blocks; None if this rank's part is not what torch's even
-    split gives it, so that its rows are unknown."""
+    """The chunks of a DTensor that torch split into blocks; None if this rank's part is not what
+    torch's even split gives it, so that its rows are unknown."""
     if any(type(placement) not in (Shard, Replicate) for placement in dtensor._spec.placements):
         return None
     (chunk,) = DTensor.__create_chunk_list__(dtensor)

@@ -12,8 +12,8 @@ Kernel = TypeVar("Kernel")
 
 
 def kernel_or_warning(tried: Callable[[], Kernel], otherwise: str) -> Kernel | None:
-    """What `tried` returns, which runs it once: Triton needs a C compiler where it runs first. None
-    where it cannot be used, and a warning on each host with what is done `otherwise`."""
+    """The result of `tried`, which runs it once: Triton needs a C compiler where it runs first.
+    None where it cannot be used, and a warning on each host with what is done `otherwise`."""
     try:
         return tried()
     except Exception as error:  # whatever a missing or broken compiler raises

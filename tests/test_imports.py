@@ -57,10 +57,10 @@ MAX_FILE, MAX_FUNCTION = 500, 60
 BUDGETS = {
     # package: statements, classes
     "checkpoint": (2_047, 23),
-    "cli": (600, 1),
+    "cli": (610, 1),
     "comm": (129, 3),
     "core": (2_727, 56),
-    "diagnostics": (363, 9),
+    "diagnostics": (370, 9),
     "graphs": (415, 8),
     "launch": (280, 2),
     "megatron": (2_990, 31),
@@ -68,7 +68,7 @@ BUDGETS = {
     "optim": (1_520, 16),
     "plain": (948, 9),
     "planning": (1_291, 24),
-    "prove": (801, 8),
+    "prove": (810, 8),
     "quantized": (871, 16),
     "sharding": (1_178, 14),
 }

@@ -43,7 +43,7 @@ class Coordinator:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Coordinator:
-        """That of this process in `group`."""
+        """The coordinator of this process in `group`."""
         return Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
 
     def run(
@@ -118,7 +118,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _by_ranks(messages: Mapping[int, str]) -> list[str]:
-    """Each different message, with the ranks whose it is in front."""
+    """Distinct messages, each with the ranks that it comes from in front."""
     ranks_of: dict[str, list[str]] = {}
     for rank, message in messages.items():
         ranks_of.setdefault(message, []).append(str(rank))

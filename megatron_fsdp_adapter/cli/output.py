@@ -1,4 +1,4 @@
-"""What commands have in common: parser, answer."""
+"""The parser and the answer that commands share."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ void give(void *memory, ssize_t size, int device, void *stream) { ncclMemFree(me
 
 
 def allocator_of(backend: Any) -> Any:
-    """What a `torch.cuda.MemPool` takes; `backend`: of an NCCL group.
+    """The allocator for a `torch.cuda.MemPool`. backend: that of an NCCL group.
 
     Raises:
         RuntimeError: torch hands out none, and none can be made.

@@ -32,8 +32,8 @@ def _sum_rows(
 def sum_rows(
     rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
-    """As `all_to_all_sum.sum_rows`. `rows` must be contiguous along their second dimension, and so
-    must `output`; all on the current CUDA device."""
+    """Sums rows, as `all_to_all_sum.sum_rows`. `rows` must be contiguous along their second
+    dimension, and so must `output`; all on the current CUDA device."""
     count, numel = rows.shape
     if numel:
         _sum_rows[(triton.cdiv(numel, BLOCK),)](

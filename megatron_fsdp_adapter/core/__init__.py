@@ -1,4 +1,5 @@
-"""What shards and communicates: layout of flat buffers, streams, collectives, units and hooks.
+"""The engine that shards and communicates: layout of flat buffers, streams, collectives, units and
+hooks.
 
 Knows parameters, process groups and dtypes, and nothing of Megatron, optimizers or files. May
 enter: what is needed between the first gather and the last reduction of a step, by either wrapper.

@@ -13,7 +13,7 @@ from .runtime.comm import REDUCE_SCATTER, Reduce
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded over the data-parallel axis (ZeRO, arXiv:1910.02054).
+    """The kinds of tensors that are sharded over the data-parallel axis (ZeRO, arXiv:1910.02054).
 
     Attributes:
         shard_weights: compute weights exist only while a unit uses them.
@@ -92,7 +92,7 @@ POISON_VARIABLE = "MEGATRON_FSDP_ADAPTER_POISON"
 
 
 def poison_asked() -> bool:
-    """Whether the environment asks for poisoned buffers; ValueError for a value that is neither 0
+    """True if the environment asks for poisoned buffers; ValueError for a value that is neither 0
     nor 1. An environment variable, so that any run can be repeated with it, unchanged."""
     value = os.environ.get(POISON_VARIABLE, "0")
     if value not in ("0", "1"):
@@ -186,7 +186,7 @@ class EngineConfig:
             )
 
     def for_unit(self, strategy: Strategy | None) -> EngineConfig:
-        """The same with a unit's own strategy, None for the engine's. What is kept is no bucket;
+        """This config with a unit's own strategy, None for the engine's. What is kept is no bucket;
         how gradients are reduced is the domain's matter."""
         if strategy is None or strategy == self.strategy:
             return self
@@ -206,14 +206,14 @@ class EngineConfig:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients are reduced from buffers that come and go."""
+        """True if gradients are reduced from buffers that come and go."""
         return self.strategy.shard_grads or self.policy.comm_dtype != self.policy.grads_dtype
 
     @property
     def narrows_buckets(self) -> bool:
-        """Whether buckets may hold gradients in the dtype that autograd gives them, where that is
-        narrower than the communication dtype: sums are in float32, as if each had been cast
-        before, and what is scaled afterwards is not rounded to that dtype."""
+        """True if buckets may hold gradients in the dtype that autograd gives them, where that is
+        narrower than the communication dtype: sums are in float32, as if each had been cast before,
+        and what is scaled afterwards is not rounded to that dtype."""
         return self.reduce_scatter.into_shards and not self.scale_before_sum
 
 

@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ShardDomain:
-    """Where parameters of one kind are sharded, gathered and reduced.
+    """The ranks over which parameters of one kind are sharded, gathered and reduced.
 
     `axis` holds the shards; `gather_group` and `reduce_group` have its ranks in its order and may
     be separate communicators, so that a gather never queues behind a reduction. `outer` is a

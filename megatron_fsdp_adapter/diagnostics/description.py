@@ -1,4 +1,4 @@
-"""Which parameter is sharded over which ranks: a table for a person to read."""
+"""A table of parameters and the ranks over which each is sharded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Row = dict[str, str]
 
 
 def param_rows(engine: FsdpEngine) -> list[Row]:
-    """Every parameter of `engine`, each once, in unit order: its names, domain, unit and whole
-    shape, and the rows of it on this rank."""
+    """A row for each parameter of `engine`, in unit order: its names, domain, unit and whole shape,
+    and the rows of it on this rank."""
     units = {id(group): unit.name for unit in engine.units for group in unit.groups}
     return [_param_row(pair, units[id(pair.group)]) for pair in engine.pairs]
 

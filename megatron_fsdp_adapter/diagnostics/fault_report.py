@@ -1,5 +1,5 @@
-"""What went wrong, in terms of the model: which unit's weights or gradients a failed collective
-carried, and which buffer of which memory plan did not fit.
+"""Errors in terms of the model: the unit whose weights or gradients a failed collective carried,
+and the buffer of the memory plan that did not fit.
 
 A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
 raises, and the error is raised again with unit and phase. With NCCL the host waits for nothing: the
@@ -35,10 +35,10 @@ ACTIONS: Mapping[str, str] = {
     "all_gather": "gathering weights", "reduce_scatter": REDUCE, "all_reduce": REDUCE,
     "all_to_all": REDUCE, "all_reduce_max": "agreeing on scales", "broadcast": BROADCAST,
 }  # fmt: skip
-"""What the engine has each collective for."""
+"""Collective -> what the engine uses it for."""
 
 Layouts = Mapping[str, Sequence[Placed]]
-"""Of each unit, the root's last."""
+"""Layouts of each unit, the root's last."""
 
 
 class CommunicationError(RuntimeError):
@@ -113,7 +113,7 @@ class NamedCommunicator(Communicator):
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Whether `error` is an allocator's: torch has a class for CUDA's, and none for the CPU's."""
+    """True if `error` is an allocator's: torch has a class for CUDA's, and none for the CPU's."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -184,7 +184,7 @@ class FaultReport:
             self._log.note(launch)
 
     def engine_made(self, engine: FsdpEngine) -> None:
-        """From now on `engine` knows the names."""
+        """Takes the names of buffers and launches from `engine` from now on."""
         self._engine = weakref.ref(engine)
         self._plans = []
         engine.runtime.on_out_of_memory = self.explain_allocation

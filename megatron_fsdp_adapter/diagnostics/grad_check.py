@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..core.engine.unit import Unit
 
 MOST_LINES = 20
-"""Of an error: after a bad microbatch nearly every parameter is bad."""
+"""Lines of an error at most, because after a bad microbatch nearly every parameter is bad."""
 
 
 class GradCheck:

@@ -69,7 +69,7 @@ LIFE: Mapping[str, str] = {
     MUONS_MATRICES: IN_OPTIMIZER,
     IN_HOST_MEMORY: ON_HOST,
 }
-"""How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
+"""Kind -> its lifetime. Between steps, gradients zeroed, only the persistent kinds exist."""
 
 UNITS_IN_USE = 2
 """One unit computes while its neighbor is gathered or reduced."""
@@ -79,12 +79,13 @@ PREFETCHED = torch.bfloat16.itemsize
 
 
 Moments = tuple[Callable[[ParamSpec], bool], int]
-"""Which parameters the optimizer keeps moments of in the main weights' dtype, and how many."""
+"""The parameters whose moments the optimizer keeps in the main weights' dtype, and the number of
+moments."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What is kept beside the compute weights, whose dtype is the group's.
+    """Dtypes and places of what is kept beside the compute weights, whose dtype is the group's.
 
     main: dtype of the weights that the optimizer updates, None for the compute dtype; grad: dtype
     in which gradients accumulate; comm: dtype in which they are reduced; state_bytes: optimizer

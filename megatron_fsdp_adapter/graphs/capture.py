@@ -39,7 +39,7 @@ class CudaGraphs:
         return torch.cuda.graph_pool_handle()
 
     def pool_bytes(self, pool: Any) -> int:
-        """What the pool has of the device's memory, in use or not."""
+        """Bytes of the device's memory in the pool, in use or not."""
         segments = torch.cuda.memory_snapshot()
         return sum(
             one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(pool)
@@ -48,8 +48,9 @@ class CudaGraphs:
     def capture(
         self, function: Callable[[], Result], pool: Any
     ) -> tuple[Callable[[], None], Result]:
-        """What replays all that `function` launches, none of which has run, on the current stream;
-        and what `function` returns: tensors that hold something after a replay.
+        """Captures `function`: returns a callable that replays its launches, none of which has run,
+        on the current stream, and what `function` returns: tensors that hold something after a
+        replay.
 
         `torch.cuda.graph` was turned down: it waits for the whole device first. A stage of a
         pipeline would wait for what another one sends it, and that one for what this one sends.

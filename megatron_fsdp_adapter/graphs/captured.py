@@ -54,7 +54,7 @@ def strip(value: Any, tensors: list[torch.Tensor], returned: bool = False) -> An
 
 
 def shapes(template: Any) -> str:
-    """Of the tensors of a template, to be read."""
+    """Shapes of a template's tensors, as text."""
     kind, value = template
     if kind is torch.Tensor:
         return "x".join(map(str, value[0])) or "scalar"
@@ -127,7 +127,7 @@ class Site:
         self.take_grads()
 
     def written(self) -> list[set[int]]:
-        """By group, the parameters whose part of the bucket holds a gradient."""
+        """The parameters, by group, whose part of the bucket holds a gradient."""
         return [group.direct.written.intersection(indices) for group, indices in self.parts]
 
 
@@ -176,7 +176,7 @@ class CapturedCall:
         return [output.detach() for output in outputs]
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether what the graph reads where others left it is there."""
+        """True if what the graph reads where others left it is there."""
         return all(
             not there or tensor.data_ptr() == place.data_ptr()
             for there, place, tensor in zip(self._read_there, self._inputs, tensors, strict=True)
@@ -194,7 +194,7 @@ class CapturedCall:
         self._forward()
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the module would return."""
+        """The value that the module would return."""
         return fill(self._output, iter(tensors))
 
     # Backward.

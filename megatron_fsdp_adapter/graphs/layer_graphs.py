@@ -92,7 +92,7 @@ class _Call(torch.autograd.Function):
 
 
 class LayerGraphs:
-    """From construction on, forwards of `modules` go through graphs.
+    """CUDA graphs of layers: from construction on, forwards of `modules` go through graphs.
 
     Args:
         modules: with their names.
@@ -164,7 +164,7 @@ class LayerGraphs:
                 print(self.summary(), flush=True)
 
     def summary(self) -> str:
-        """What is captured, in how much memory, and what runs eagerly and why."""
+        """Text that names what is captured, in how much memory, and what runs eagerly and why."""
         modules = ", ".join(f"{count} {kind}" for kind, count in self._kinds.items())
         pools = " + ".join(f"{self._graphs.pool_bytes(pool) / 2**30:.3f}" for pool in self._pools)
         eager = [*self._left_out, *sorted(f"{name}: {why}" for name, why in self.ran_eagerly)]
@@ -334,7 +334,7 @@ def _parts(
 
 
 def _held_by(modules: set[int], group: ParamGroup) -> list[int]:
-    """Which of the group's parameters any of these modules, given by their ids, holds."""
+    """Indices of the group's parameters that any of these modules, given by their ids, holds."""
     return [
         index
         for index, entry in enumerate(group.managed)

@@ -1,5 +1,5 @@
-"""What verl loads of this package by itself, in its driver and in every worker (entry points of
-`verl.plugins`): with it, `use_megatron_fsdp=True` trains on this package's wrapper.
+"""The plugin that verl loads in its driver and in every worker (entry points of `verl.plugins`):
+with it, `use_megatron_fsdp=True` trains on this package's wrapper.
 
 verl loads plugins before Megatron, and logs their errors where they are not seen; its driver may
 have no GPU. So importing this imports nothing of Megatron or verl. It changes one function, once

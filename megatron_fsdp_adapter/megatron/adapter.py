@@ -119,7 +119,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         return describe(self.engine)
 
     def export_source(self) -> Source:
-        """What `export_weights` goes by."""
+        """The source that `export_weights` reads."""
         index = self.megatron_fsdp_dist_index
         return export_source(self.module.module, self.engine, index, self.process_groups)
 

@@ -53,7 +53,7 @@ def _wire(plan: ModelPlan, groups: list[ParamGroup]) -> str:
 
 
 def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> str:
-    """What is not sharded: of domains of one rank, and what a budget keeps over a step."""
+    """Text about what is not sharded: domains of one rank, and what a budget keeps over a step."""
     names = (group.key.domain for group in groups if group.is_single_rank)
     alone = {name.split(",")[0] for name in names}
     said = f"unsharded on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
@@ -67,8 +67,8 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> str:
 
 
 def _quantized(groups: list[ParamGroup], config: Any) -> str:
-    """How many of the parameters of this rank are, in which format. Printed also if there are
-    none though they were asked for: layers that are not Transformer Engine's make none."""
+    """Text about the number and formats of this rank's quantized parameters. Printed also if there
+    are none though they were asked for: layers that are not Transformer Engine's make none."""
     quantized = [group for group in groups if group.key.quantized]
     if not quantized and not is_on(config, FP8_PARAM):
         return ""

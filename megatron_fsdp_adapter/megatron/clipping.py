@@ -21,7 +21,7 @@ from .compat import core_api
 from .inner_module import Chunks, for_ours, our_chunks
 
 EPS = 1e-6
-"""What core adds to a norm before it divides by it."""
+"""The number that core adds to a norm before it divides by it."""
 
 
 # Which elements are counted, and over which ranks.
@@ -53,11 +53,11 @@ def grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _is_counted(pair: Any, shards_main: bool) -> bool:
-    """Whether this rank counts the gradient of a parameter: without sharding every rank of a domain
+    """True if this rank counts the gradient of a parameter: without sharding every rank of a domain
     holds the whole gradient, and the first one counts it; what tensor-parallel ranks hold alike,
     the first of them, in the mesh of the parameter's own kind. Core of 0.16.1 takes the dense ranks
-    for that of experts too, and misses some where the sizes differ. Whether a parameter is split is
-    told by core's mark, and where there is none by ours."""
+    for that of experts too, and misses some where the sizes differ. Core's mark decides whether a
+    parameter is split, and this package's where core has none."""
     domain, param = pair.group.domain, pair.sharded
     has_tensor_axis = (domain.mesh.mesh_dim_names or (None,))[-1] == TP_DIM
     is_split = getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False))
@@ -67,9 +67,9 @@ def _is_counted(pair: Any, shards_main: bool) -> bool:
 
 @for_ours
 def norm_grads(ours: Chunks, self: Any, grad_norm_group: str | None = None) -> Any:
-    """Each gradient element on one rank of the group that core adds up over, as stock DDP's shards
-    are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the model-parallel
-    group was rejected, as expert and dense parameters have different ones.
+    """Gradients for the norm: each element on one rank of the group that core adds up over, as
+    stock DDP's shards are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the
+    model-parallel group was rejected, as expert and dense parameters have different ones.
 
     Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
     tensor, so the norm came out too small and nothing was clipped."""
@@ -141,7 +141,7 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
                 clip_grad_by_total_norm_fp32(held, largest, norm, use_decoupled_grad=decoupled)
 
     def factor(device: torch.device) -> torch.Tensor | None:
-        """As core computes it."""
+        """The factor, computed as core does."""
         found = largest / (norms[None] + EPS)
         if isinstance(found, torch.Tensor):
             return found.clamp_max(1.0)

@@ -1,5 +1,5 @@
-"""Everything that is wrong with what a wrapper's constructor was given, found before anything is
-made of it, so that all of it can be raised at once."""
+"""Everything that is wrong with the arguments of a wrapper's constructor, found before anything is
+made of them, so that all of it can be raised at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .options import capability, ddp_options, validation
 
 @dataclass(frozen=True)
 class Arguments:
-    """Those of a wrapper's constructor."""
+    """The arguments of a wrapper's constructor."""
 
     config: Any
     ddp_config: Any
@@ -39,17 +39,17 @@ class Arguments:
     module_placements: Mapping[str, str]
 
     def manages(self, fqn: str) -> bool:
-        """Whether the parameter of this name is sharded, and not left as it is."""
+        """True if the parameter of this name is sharded, and not left as it is."""
         return placement_of(self.module_placements, fqn) != LEAVE
 
     @cached_property
     def device(self) -> torch.device:
-        """Of the flat buffers."""
+        """The device of the flat buffers."""
         return target_device(self.module, self.given_device)
 
     @cached_property
     def initializer_of(self) -> InitializerOf:
-        """What gives values to modules on the meta device."""
+        """The function that gives values to modules on the meta device."""
         return core_initializers(self.config)
 
 

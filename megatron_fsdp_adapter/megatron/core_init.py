@@ -1,4 +1,4 @@
-"""How the modules of megatron-core that have no `reset_parameters` are initialized.
+"""Initialization of the modules of megatron-core that have no `reset_parameters`.
 
 Core's own linear layers and embeddings draw their weights in their constructors and keep nothing
 of how. The rows here draw the same numbers in the same way, by the functions of the config that the
@@ -83,7 +83,8 @@ def _in_float32(config: Any, param: torch.Tensor, fill: Fill) -> None:
 
 
 def _extra_embedding(config: Any, module: Any, was: Params) -> None:
-    """Of positions or token types. Torch's constructor draws, and core draws again over it."""
+    """Initializes an embedding of positions or token types. Torch's constructor draws, and core
+    draws again over it."""
 
     def draw_twice(drawn: torch.Tensor) -> None:
         nn.init.normal_(drawn)

@@ -1,4 +1,4 @@
-"""Whether the megatron-core that is imported can be used."""
+"""Checks whether the imported megatron-core can be used."""
 
 from __future__ import annotations
 

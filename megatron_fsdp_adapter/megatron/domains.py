@@ -1,4 +1,4 @@
-"""Which ranks share a parameter of a Megatron model: the domains of one wrapper."""
+"""The domains of one wrapper: the ranks that share a parameter of a Megatron model."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def kind_of(param: nn.Parameter, fqn: str) -> str:
 
 
 def domain_name(param: nn.Parameter, fqn: str) -> str:
-    """Of the domain that shards `param`: its kind, but for embeddings shared across stages."""
+    """The name of the domain that shards `param`: its kind, but for embeddings shared across
+    stages."""
     if getattr(param, "shared_embedding", False):
         return SHARED_EMBEDDING
     return kind_of(param, fqn)
 
 
 def whole_domains_of(config: Any) -> Callable[[str], bool]:
-    """Whether a domain of this name may be kept whole, of a model with this config: a graph of a
-    layer writes a fresh bucket in every backward, and experts are in none."""
+    """A predicate of a domain's name: True if the domain may be kept whole, of a model with this
+    config: a graph of a layer writes a fresh bucket in every backward, and experts are in none."""
     return lambda name: not captures_layers(config) or name == EXPERT
 
 

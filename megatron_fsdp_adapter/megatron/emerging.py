@@ -24,19 +24,18 @@ Groups = Sequence[dict[str, Any]]
 """Parameter groups."""
 
 MARK = "optimizer"
-"""Of a parameter group: whose it is, as core marks groups of its own."""
+"""Key of a parameter group's mark: the optimizer that it belongs to, as core marks groups of its
+own."""
 _ASKED = "emerging_config"
-"""Of a config that core is given in the place of one of these: that one."""
+"""Key in a config that core gets in place of another one: the other one."""
 
 
 KINDS: Mapping[str, Any] = {MUON: muon, ADAPTIVE: muon, LION: lion}
-"""By `optimizer`, the module that says how one is made of sharded weights:
-    KIND: the mark of its parameter groups.
-    problems: what an optimizer's config has against it.
-    has: whether a weight is its, and not Adam's.
-    make_groups: process groups for model chunks; collective, called on all ranks.
-    rule_of: of model chunks, the config and what tells its groups: how those are updated.
-    table: what rank 0 prints, of model chunks and the config.
+"""`optimizer` -> the module that defines how one is made of sharded weights: KIND: the mark of its
+parameter groups. problems: what an optimizer's config has against it. has: whether a weight is its,
+and not Adam's. make_groups: process groups for model chunks; collective, called on all ranks.
+rule_of: how parameter groups are updated, from model chunks, the config and the mark. table: what
+rank 0 prints, from model chunks and the config.
 """
 
 
@@ -72,8 +71,8 @@ def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str
 
 
 def split_groups(groups: Groups, chunks: Sequence[Any], kind: Any) -> list[dict[str, Any]]:
-    """Every group in two, of Adam's parameters and of the others, on every rank alike: also where
-    one of them is empty here, as it need not be on another pipeline stage."""
+    """Splits every group in two, of Adam's parameters and of the others, on every rank alike: also
+    where one of them is empty here, as it need not be on another pipeline stage."""
     own = {id(p.sharded) for chunk in chunks for p in chunk.engine.pairs if kind.has(p)}
     split = []
     for group in groups:
@@ -84,7 +83,7 @@ def split_groups(groups: Groups, chunks: Sequence[Any], kind: Any) -> list[dict[
 
 
 def rule_of(chunks: Sequence[Any], asked: Any) -> UpdateRule:
-    """That of an optimizer whose groups are those of `split_groups`."""
+    """The update rule of an optimizer whose groups are those of `split_groups`."""
     kind = KINDS[asked.optimizer]
     return kind.rule_of(chunks, asked, lambda group: group.get(MARK) == kind.KIND)
 
@@ -106,9 +105,9 @@ def _make_emerging(
     original: Callable[..., Any], config: Any, model_chunks: Sequence[Any],
     config_overrides: Any = None, pg_collection: Any = None,
 ) -> Any:  # fmt: skip
-    """From 0.18 on core turns off here for all but Adam and SGD; with sharded weights it does not,
-    but goes on as for Adam until it makes the inner optimizer. Its groups on the host are for
-    checkpoints of another format."""
+    """Makes the optimizer. From 0.18 on core turns off here for all but Adam and SGD; with sharded
+    weights it does not, but goes on as for Adam until it makes the inner optimizer. Its groups on
+    the host are for checkpoints of another format."""
     if not ours_among(model_chunks) or config.optimizer not in EMERGING:
         return original(config, model_chunks, config_overrides, pg_collection)
     return core_optimizer.get_megatron_optimizer(

@@ -1,4 +1,4 @@
-"""What one chunk of a Megatron model is to an export: names in the whole model, and how tensor,
+"""One chunk of a Megatron model as an export sees it: names in the whole model, and how tensor,
 expert and pipeline parallelism split it."""
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from .process_groups import group_named
 def export_source(
     module: nn.Module, engine: FsdpEngine, index: FSDPDistributedIndex, pg_collection: Any
 ) -> Source:
-    """Of the module inside of both wrappers. pg_collection: the groups; None: `parallel_state`'s.
-    ValueError for layers that tensor parallelism splits in a way that cannot be undone."""
+    """The source of the module inside of both wrappers. pg_collection: the groups; None:
+    `parallel_state`'s. ValueError for layers that tensor parallelism splits in a way that cannot be
+    undone."""
     names = global_names(module)
     experts, stages = (group_named(pg_collection, name) for name in ("ep", "pp"))
     # The first one has the embedding, those behind it copies: of a tied output layer, of

@@ -27,7 +27,7 @@ def grad_writer(
     is_fresh: bool,
     observe: Callable[[Any, torch.dtype, bool], Observed] | None,
 ) -> WgradProtocol:
-    """How the gradient of `managed` is written, from the modules that hold it.
+    """The protocol by which the gradient of `managed` is written, from the modules that hold it.
 
     Only matrices are written by modules. Where the holders differ, all of them add to what was
     zeroed; the engine adds what autograd has beside them.
@@ -63,12 +63,12 @@ def grad_writer(
 
 
 def asks_fusion(config: Any) -> bool:
-    """Whether the model config has the option on."""
+    """True if the model config has the option on."""
     return bool(getattr(config, "gradient_accumulation_fusion", False))
 
 
 def fuses(owner: Any) -> bool:
-    """Whether a module writes weight gradients by itself: one of Transformer Engine, one of its
+    """True if a module writes weight gradients by itself: one of Transformer Engine, one of its
     operations, or one of Megatron's own."""
     return any(
         getattr(owner, option, False)
@@ -122,6 +122,6 @@ def accumulate_wgrad(
 
 
 def products(layers: Any, held: Any) -> Any:
-    """What Megatron's linear layers have of apex, or what is there in its place."""
+    """The GEMMs that Megatron's linear layers take from apex, or their replacement."""
     ours = accumulate_wgrad
     return held or SimpleNamespace(wgrad_gemm_accum_fp32=ours, wgrad_gemm_accum_fp16=ours)

@@ -18,7 +18,7 @@ from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
 
 
 class ParamAndGradBuffer:
-    """What Megatron's optimizer calls on `param_and_grad_buffer`."""
+    """The object behind `param_and_grad_buffer`, with what Megatron's optimizer calls on it."""
 
     parameter_groups: tuple[()] = ()
     """Read only to find quantized parameters, of which core need not know."""
@@ -45,7 +45,7 @@ class ParamAndGradBuffer:
         self._engine.main_weights_changed(stepped=True)
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """As core's buffers have it: `release_memory` of weights, and of gradients."""
+        """Calls `release_memory` for weights, and for gradients, as core's buffers do."""
         release(self._engine, _kinds(move_params, move_grads), {})
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
@@ -116,8 +116,8 @@ def our_chunks(optimizer: Any) -> list[Any]:
 
 
 def for_ours(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of a method of core's optimizer: `function`, given the model chunks that are
-    ours in front of the call's own arguments, where there are such; else the original."""
+    """A replacement for a method of core's optimizer: `function`, given the model chunks of this
+    package in front of the call's own arguments, where there are such; else the original."""
 
     @functools.wraps(function)
     def chosen(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def forget_last_call(dispatchers: Iterable[Any]) -> None:
 
 
 def left_out(module: nn.Module, asked: Iterable[str]) -> list[str]:
-    """What of the layers is not captured, and why."""
+    """Lines about parts of layers that are not captured, and why."""
     chosen = {name for name, _ in captured_modules(module, asked)}
     layers = [(name, one) for name, one in module.named_modules() if _is_layer(one)]
     without = [
@@ -120,7 +120,7 @@ def _parts_of(layer: nn.Module, asked: set[str], has_experts: bool) -> Iterator[
 
 
 def _has_experts(layer: nn.Module) -> bool:
-    """Whether tokens are dispatched in it: core's layers of experts hold a router."""
+    """True if tokens are dispatched in it: core's layers of experts hold a router."""
     return any(hasattr(child, "router") for child in layer.modules())
 
 
@@ -132,8 +132,8 @@ def take_off_managers(module: nn.Module) -> None:
 
 
 def _generators() -> list[torch.Generator]:
-    """Those of tensor-parallel ranks. RuntimeError if they are kept as copies of their state, which
-    cannot be switched between in a capture."""
+    """The generators of tensor-parallel ranks. RuntimeError if they are kept as copies of their
+    state, which cannot be switched between in a capture."""
     states = get_cuda_rng_tracker().get_states()
     copies = sorted(name for name, one in states.items() if not isinstance(one, torch.Generator))
     if copies:

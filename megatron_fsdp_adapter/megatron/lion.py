@@ -22,7 +22,7 @@ OTHERS = "is_embedding_or_output_parameter"
 
 
 def problems(config: Any) -> list[str]:
-    """What an optimizer's config, and the core that is here, have against Lion."""
+    """Problems of an optimizer's config, and of the installed core, with Lion."""
     if not hasattr(config, "lion_beta1"):
         return [
             f"optimizer={LION!r}: not in this megatron-core. Use 'adam', or a release from 0.18 on"
@@ -35,17 +35,18 @@ def problems(config: Any) -> list[str]:
 
 
 _BETAS = {True: ("adam_beta1", "adam_beta2"), False: ("lion_beta1", "lion_beta2")}
-"""Of the optimizer config, by whether core makes Lion by its function for such optimizers."""
+"""Names of the betas in the optimizer config, by whether core makes Lion by its function for such
+optimizers."""
 
 
 def betas(config: Any) -> tuple[float, float]:
-    """Those that core gives its Lion."""
+    """The betas that core gives its Lion."""
     first, second = _BETAS[core_api.MAKES_EMERGING]
     return getattr(config, first), getattr(config, second)
 
 
 def has(pair: ParamPair) -> bool:
-    """Whether core gives a weight to Lion, and not to Adam."""
+    """True if core gives a weight to Lion, and not to Adam."""
     shape = pair.group.layout.specs[pair.index].layout_shape
     is_matrix = len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
     return is_matrix or not core_api.MAKES_EMERGING
@@ -54,7 +55,7 @@ def has(pair: ParamPair) -> bool:
 def rule_of(
     chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
 ) -> UpdateRule:
-    """That of an optimizer of which Lion has the groups that are marked."""
+    """The update rule of an optimizer of which Lion has the groups that are marked."""
     return lion_rule(has_mark, betas(config))
 
 
@@ -63,7 +64,7 @@ def make_groups(chunks: Sequence[Any]) -> None:
 
 
 def table(chunks: Sequence[Any], config: Any) -> str:
-    """How many weights are Lion's, and its betas."""
+    """A line with the number of Lion's weights, and its betas."""
     pairs = [
         pair for chunk in chunks for pair in chunk.engine.pairs if pair.group.key.requires_grad
     ]

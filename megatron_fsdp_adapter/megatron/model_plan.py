@@ -1,4 +1,4 @@
-"""What a wrapper makes of a model, before any parameter moves: units, layouts, strategy of each."""
+"""The plan of a model, made before any parameter moves: units, layouts, strategy of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .units import chosen_units, plan_units, with_unsharded_units
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Everything that is decided of a model's sharding.
+    """All decisions about a model's sharding.
 
     Attributes:
         units: with their groups and layouts, the root last. config: of the engine. domains: by

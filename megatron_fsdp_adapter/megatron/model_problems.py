@@ -1,4 +1,4 @@
-"""What is wrong with a Megatron model that is to be wrapped, beside its configuration.
+"""Problems of a Megatron model that is to be wrapped, beside its configuration.
 
 One line for each problem, so that the wrapper can raise all at once.
 """
@@ -108,9 +108,10 @@ def _parts_that_return_biases(config: Any, ddp_config: Any) -> list[str]:
 
 
 def _hooks_that_get_nothing(module: nn.Module, fused: bool) -> list[str]:
-    """Where a module writes its weight gradient by itself, autograd has none to call hooks with:
-    they would get None, or not run. Running them on the bucket was rejected: what they return
-    takes the place of the gradient, which is on its way by then."""
+    """Problems of gradient hooks on parameters whose module writes the gradient by itself, so that
+    autograd has none to call hooks with: they would get None, or not run. Running them on the
+    bucket was rejected: what they return takes the place of the gradient, which is on its way by
+    then."""
     return [
         f"parameter {managed.fqns[0]}: it has a gradient hook, and with "
         "gradient_accumulation_fusion=True its module writes the gradient without autograd, so "

@@ -31,7 +31,7 @@ ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "sh
 
 
 def problems(config: Any) -> list[str]:
-    """What the core that is here has against it."""
+    """Problems of the installed core with Muon."""
     has_it = config.optimizer != ADAPTIVE or hasattr(config, "adaptive_muon_moment2_method")
     return [] if has_it else [
         f"optimizer={ADAPTIVE!r}: not in this megatron-core. Use {MUON!r}, or a release from 0.18 "
@@ -93,7 +93,8 @@ def _config_around(module: nn.Module, path: Sequence[str]) -> Any:
 
 
 def _qkv(config: Any) -> tuple[int, ...]:
-    """Of each group of queries: its heads, as many rows of their gates, keys, values."""
+    """Heights of the parts of each group of queries: its heads, as many rows of their gates, keys,
+    values."""
     queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
     gates = [queries] if getattr(config, "attention_output_gate", False) else []
     return (queries, *gates, config.kv_channels, config.kv_channels)
@@ -118,7 +119,7 @@ attention, and latent attention, whose keys have a part of their own for positio
 def rule_of(
     chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
 ) -> UpdateRule:
-    """That of an optimizer of which Muon has the groups that are marked."""
+    """The update rule of an optimizer of which Muon has the groups that are marked."""
     around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options, split_qkv = _options(config), config.muon_split_qkv
     made = {ranks: group for c in chunks for ranks, group in c.muon_groups.items()}
@@ -158,7 +159,8 @@ def _options(config: Any) -> MuonOptions:
 
 
 def table(chunks: Sequence[Any], config: Any) -> str:
-    """Which weights are Muon's, as which matrices, and which Adam's; layers of a kind in a row."""
+    """A table of Muon's weights, with the shapes of their matrices, and of Adam's; layers of a kind
+    in a row."""
     rows: Counter[tuple[str, str]] = Counter()
     for chunk in chunks:
         for pair in chunk.engine.pairs:

@@ -1,4 +1,4 @@
-"""Whether the training loop around the wrapper knows it: a check in the first step.
+"""Checks whether the training loop around the wrapper knows it: a check in the first step.
 
 Megatron-LM and Megatron-Bridge test the model with isinstance, against a class that they imported
 by name, and wire `config.no_sync_func` if it fits and `overlap_grad_reduce` is on. Where a name was

@@ -74,7 +74,7 @@ def _complete(config: Any) -> None:
 
 
 def _offload_problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
-    """Where main weights are is decided when a model is wrapped."""
+    """Problems of offload: the place of main weights is decided when a model is wrapped."""
     if not is_on(config, CORES_OFFLOAD) or all(engine.config.offload for engine in engines):
         return []
     return [
@@ -84,7 +84,7 @@ def _offload_problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
 
 
 def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
-    """What the wrapper's dtypes and the optimizer's options have against each other."""
+    """Conflicts between the wrapper's dtypes and the optimizer's options."""
     policy = chunks[0].engine.config.policy
     trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
     dtypes = {policy.grads_dtype, *(group.main_dtype for group in trained)}
@@ -221,8 +221,9 @@ def _params_by_name(self: Any) -> dict[str, Any]:
 def _sharded_state(
     original: Callable[..., Any], self: Any, *args: Any, metadata: Any = None, **kwargs: Any
 ) -> Any:
-    """In the one form that there is for sharded weights. Megatron-LM names it only if its argument
-    `use_distributed_optimizer` is set, which a script that wraps the model itself may leave out."""
+    """The sharded state, in the one form that there is for sharded weights. Megatron-LM names it
+    only if its argument `use_distributed_optimizer` is set, which a script that wraps the model
+    itself may leave out."""
     if our_chunks(self):
         metadata = {"distrib_optim_sharding_type": "fsdp_dtensor", **(metadata or {})}
     return original(self, *args, metadata=metadata, **kwargs)
@@ -243,7 +244,7 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
 
 
 def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
-    """What `_save_state` gave, or a load of it, with values sharded as they are here."""
+    """Loads what `_save_state` returned, or a load of it, with values sharded as they are here."""
     if not our_chunks(self) or optimizer_state.META not in state_dict:
         original(self, state_dict)
         return

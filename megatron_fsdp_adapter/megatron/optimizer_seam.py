@@ -1,5 +1,5 @@
-"""How long Megatron has our functions (`compat/table.py`): from `install()` until `uninstall()`. A
-wrapper that is constructed without it needs those of the optimizer as well; they stay for as long
+"""Lifetime of our functions in Megatron (`compat/table.py`): from `install()` until `uninstall()`.
+A wrapper that is constructed without it needs those of the optimizer as well; they stay for as long
 as such a wrapper lives."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _LIVING = "__megatron_fsdp_adapter_wrappers__"
 
 
 def install_while_alive(wrapper: Any) -> bool:
-    """Those of the optimizer, until `wrapper` is garbage, unless something else needs them longer.
-    Returns whether `install()` was called: then also in what was imported since."""
+    """Installs the optimizer's patches until `wrapper` is garbage, unless something else needs them
+    longer. Returns whether `install()` was called: then also in what was imported since."""
     vars(core_optimizer).setdefault(_LIVING, weakref.WeakSet()).add(wrapper)
     weakref.finalize(wrapper, _release).atexit = False
     patches.install(OPTIMIZER)

@@ -78,8 +78,8 @@ def joined(
     params: Mapping[str, Any],
     halved: frozenset[str],
 ) -> dict[str, dict[str, Any]]:
-    """What `in_pieces` made, or a load of it, by name again. own: the optimizer's state by name;
-    its tensors are taken where the pieces are views of them, so that nothing is copied.
+    """Joins what `in_pieces` made, or a load of it, by name again. own: the optimizer's state by
+    name; its tensors are taken where the pieces are views of them, so that nothing is copied.
 
     Raises ValueError naming what has only one of its halves, or one that is no DTensor.
     """

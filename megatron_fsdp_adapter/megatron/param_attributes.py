@@ -18,7 +18,7 @@ from ..sharding.sharded_module import mark_shard
 
 
 def mark(pair: ParamPair, engine: FsdpEngine, index: FSDPDistributedIndex) -> None:
-    """Everything that Megatron reads on the two identities of a parameter of `engine`."""
+    """Sets everything that Megatron reads on the two identities of a parameter of `engine`."""
     raw, param = pair.unsharded, pair.sharded
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
     param.megatron_fsdp_dist_index = index  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def mark(pair: ParamPair, engine: FsdpEngine, index: FSDPDistributedIndex) -> No
 
 
 def _tp_offset(pair: ParamPair) -> tuple[int, ...] | None:
-    """Where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
+    """The start of this rank's tensor-parallel part in the whole tensor; None at the origin."""
     split, mesh = pair.managed.split, pair.group.domain.mesh
     if split is None or mesh.mesh_dim_names[-1] != TP_DIM:  # type: ignore[index]
         return None

@@ -37,7 +37,7 @@ FORMAT = "fsdp_dtensor"
 
 
 def load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """In the place of Megatron-Bridge's function that reads a checkpoint."""
+    """Loads base weights in place of Megatron-Bridge's function that reads a checkpoint."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -67,7 +67,7 @@ other."""
 
 
 def place_in(group: dist.ProcessGroup | None) -> Split:
-    """This rank's in a process group; `WHOLE` without any."""
+    """This rank's split in a process group; `WHOLE` without any."""
     return WHOLE if group is None else (group.rank(), group.size())
 
 
@@ -127,7 +127,7 @@ def _plan(
     model: nn.Module, weights: Mapping[str, LazyTensor], dense: Split, expert: Split,
     vocab_size: int | None,
 ) -> Iterator[tuple[str, _Read | str]]:
-    """For each tensor of the model's state what is to be read, or what is wrong."""
+    """For each tensor of the model's state the read to make, or the problem with it."""
     names = global_names(model)
     owners = dict(model.named_modules())
     for name, value in model.state_dict(keep_vars=True).items():

@@ -1,4 +1,4 @@
-"""From the process groups that Megatron has made to the index of one wrapper."""
+"""Makes the index of one wrapper from the process groups that Megatron has made."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ GETTERS: Mapping[str, Callable[[], Any]] = {
 
 
 def has_groups(pg_collection: Any) -> bool:
-    """Whether there is a collection, or `parallel_state` is set up."""
+    """True if there is a collection, or `parallel_state` is set up."""
     return pg_collection is not None or ps.model_parallel_is_initialized()
 
 

@@ -25,7 +25,7 @@ from .inner_module import ShardedModule
 
 _CORE_CLIP_QK = core_qk_clip.clip_qk
 LAYERS = "decoder"
-"""Where core looks for layers, in what it takes for the model."""
+"""Attributes in which core looks for layers, in what it takes for the model."""
 
 
 def clip_qk(model: Sequence[Any], *args: Any, **kwargs: Any) -> float:
@@ -53,7 +53,7 @@ def _engine_of(attention: nn.Module) -> Any | None:
 
 @torch.no_grad()
 def clip_sharded(original: Callable[[Any], None], attention: Any) -> None:
-    """In the place of an attention layer's `clip_qk`."""
+    """Clips in place of an attention layer's `clip_qk`."""
     engine = _engine_of(attention)
     if engine is None:
         original(attention)
@@ -72,7 +72,7 @@ def clip_sharded(original: Callable[[Any], None], attention: Any) -> None:
 
 
 def _on_any_rank(clipped: bool, tensor: Any, device: torch.device) -> bool:
-    """Whether a tensor-parallel rank has clipped heads of a layer. Data-parallel ranks have the
+    """True if a tensor-parallel rank has clipped heads of a layer. Data-parallel ranks have the
     same logits. Ranks of other heads may share experts, and what one gathers again all must."""
     if dist.get_world_size(tensor) == 1:
         return clipped

@@ -95,7 +95,7 @@ class LocalRows:
         return self.weight.local.to(self.device, torch.bfloat16)
 
     def is_first_copy(self, is_expert: bool) -> bool:
-        """Whether no rank before this one has the same rows."""
+        """True if no rank before this one has the same rows."""
         group = self.weight.pair.group
         axes = [] if group.shards_main else [group.domain.axis]
         if group.domain.outer is not None and not group.splits_outer:

@@ -39,9 +39,9 @@ COMBINED_BY = "fc2_latent_proj"
 
 
 class _Node:
-    """In a node's place in a plan; part: the number of its stage among the layer's. ends_forward,
-    ends_backward: whether it is the last one of its stage that reads weights, or makes gradients;
-    delays: whether gradients of weights come later; behind: the node on whose stream weights are
+    """The place of a node in a plan. part: the number of its stage among the layer's. ends_forward,
+    ends_backward: True if it is the last one of its stage that reads weights, or makes gradients;
+    delays: True if gradients of weights come later; behind: the node on whose stream weights are
     waited for, where this one has another."""
 
     def __init__(

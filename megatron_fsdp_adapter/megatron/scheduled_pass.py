@@ -72,7 +72,7 @@ class ScheduledPass:
             engine.saved.leave(call)
 
     def is_in(self, stage: int) -> bool:
-        """Whether the pass has come to the stage, and not left it."""
+        """True if the pass has come to the stage, and not left it."""
         return stage in self._entered and stage not in self._left
 
     def leave(self, stage: int) -> None:

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a parameter, and the attributes that Megatron reads.
+"""Tensor-parallel cuts of a parameter, and the attributes that Megatron reads.
 
 Most layers of core mark their parameters (`tensor_model_parallel`, `partition_dim`). Two kinds
 are known by the class of the module that owns the parameter: layers of core that were built
@@ -40,7 +40,7 @@ for replicated ones, a checkpoint would hold one rank's."""
 
 
 def _marked_mode(param: nn.Parameter) -> str | None:
-    """What the attributes say; None where there are none."""
+    """The mode in the attributes; None where there are none."""
     if not hasattr(param, "tensor_model_parallel"):
         return None
     if not param.tensor_model_parallel:

@@ -1,5 +1,4 @@
-"""Which modules of a Megatron model are gathered and reduced as units, and which parameters they
-have."""
+"""The modules of a Megatron model that are gathered and reduced as units, and their parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ LOOK_UPS = {LanguageModelEmbedding, VocabParallelEmbedding, nn.Embedding, nn.Dro
 
 
 def _has_tied_weight(module: nn.Module) -> bool:
-    """Whether embedding and output layer use one parameter. With pipeline parallelism each stage
+    """True if embedding and output layer use one parameter. With pipeline parallelism each stage
     has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
     embedding is called too."""
     return any(
@@ -60,7 +59,7 @@ def _has_tied_weight(module: nn.Module) -> bool:
 
 
 def _is_read_from_outside(module: nn.Module) -> bool:
-    """Whether prediction heads (MTP) read the output layer's weight past its forward, and call the
+    """True if prediction heads (MTP) read the output layer's weight past its forward, and call the
     embedding without gradients."""
     config = getattr(module, "config", None)
     return bool(getattr(config, "mtp_detach_heads", False))
@@ -84,9 +83,9 @@ def _default_units(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
-    """What of a layer's experts is called by itself: each of them where they run one after the
-    other, each linear layer of all of them where these are grouped, and all together where
-    Transformer Engine's operations read their weights without calling them."""
+    """The modules of a layer's experts that are called by themselves: each of them where they run
+    one after the other, each linear layer of all of them where these are grouped, and all together
+    where Transformer Engine's operations read their weights without calling them."""
     one_by_one = getattr(experts, "local_experts", None)
     if isinstance(one_by_one, nn.ModuleList):
         return list(one_by_one)
@@ -120,8 +119,8 @@ def chosen_units(
 def plan_units(
     given: Arguments, units: dict[str, nn.Module], engine_config: EngineConfig
 ) -> list[UnitPlan]:
-    """Which parameter belongs to which unit and group, and how its gradient is written. Parameters
-    are marked with how tensor parallelism cuts them.
+    """Plans the unit and group of each parameter, and how its gradient is written. Parameters are
+    marked with how tensor parallelism cuts them.
 
     ValueError: a module whose fused weight gradients cannot be used.
     """

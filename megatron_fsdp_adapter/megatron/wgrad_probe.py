@@ -1,4 +1,4 @@
-"""What a module with a fused weight gradient does to `main_grad`: seen, not believed.
+"""Probes what a module with a fused weight gradient does to `main_grad`.
 
 Whether a fused product overwrites `main_grad` or adds to it depends on the module's class, on the
 precision and on the release of Transformer Engine: 2.11 asks the *quantized* weight for the flag
@@ -33,12 +33,12 @@ SIZE = 128
 TOKENS = 2 * SIZE
 
 MARK = 4096.0
-"""What `main_grad` holds where adding is looked for; gradients here are around 16 in size."""
+"""The value of `main_grad` where adding is looked for; gradients here are around 16 in size."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What modules of one class did.
+    """The observed behavior of modules of one class.
 
     adds: without a flag, they add to `main_grad`.
     overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and
@@ -53,7 +53,7 @@ class Observed:
     ignores_flag_under_hooks: bool = False
 
     def __and__(self, other: Observed) -> Observed:
-        """What holds for both."""
+        """The observations that hold for both."""
         overwrites_in_backward = self.overwrites_in_backward and other.overwrites_in_backward
         return Observed(
             self.adds and other.adds,
@@ -65,13 +65,13 @@ class Observed:
 
 
 UNKNOWN = Observed(adds=True)
-"""Of a class that cannot be made here: the contract of Megatron's DDP."""
+"""The observation of a class that cannot be made here: the contract of Megatron's DDP."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What a model computes in: a name, equal for equal precisions, a context for forwards, and
-    one for making modules, whose weights are quantized in some."""
+    """The precision that a model computes in: a name, equal for equal precisions, a context for
+    forwards, and one for making modules, whose weights are quantized in some."""
 
     name: str
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
@@ -156,8 +156,8 @@ MAKERS: Mapping[str, Maker] = {
     "megatron.core.ColumnParallelLinear": Maker(_MegatronLinear, can_be_told=False),
     "megatron.core.RowParallelLinear": Maker(_MegatronLinear, can_be_told=False),
 }
-"""By package and class; a module is that of the first class in its resolution order that has a
-row."""
+"""Package and class -> maker; a module is that of the first class in its resolution order that has
+a row."""
 
 
 OPERATIONS: Mapping[str, str] = {
@@ -165,7 +165,8 @@ OPERATIONS: Mapping[str, str] = {
     "transformer_engine.LayerNormLinear": "transformer_engine.ops.BasicLinear",
     "transformer_engine.GroupedLinear": "transformer_engine.ops.GroupedLinear",
 }
-"""What core's fused MLPs compute with in the place of the layers that hold the weights."""
+"""Operations with which core's fused MLPs compute, in the place of the layers that hold the
+weights."""
 
 
 def read_by_operations(module: nn.Module) -> frozenset[int]:
@@ -270,7 +271,7 @@ def _were_overwritten(grads: Sequence[torch.Tensor]) -> bool:
 
 
 def _were_added_to(grads: Sequence[torch.Tensor]) -> bool:
-    """Everything is near the mark that was there."""
+    """True if everything is near the mark that was there."""
     near = all(bool(((grad - MARK).abs() < MARK / 2).all()) for grad in grads)
     return near and _is_any(grads, MARK)
 
@@ -284,7 +285,8 @@ TABLES = (
     "global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer",
     "autocast_arguments", "fp8_tensors_recompute_buffer",
 )  # fmt: skip
-"""Of Transformer Engine's `FP8GlobalStateManager`: what grows with the modules that have run."""
+"""Tables of Transformer Engine's `FP8GlobalStateManager` that grow with the modules that have
+run."""
 
 
 @contextmanager
@@ -320,9 +322,9 @@ def _copy_of_table(table: Any) -> Any:
 
 
 def precisions_of(config: Any) -> tuple[Precision, ...]:
-    """What layers of a model with this `TransformerConfig` may compute in, if their weights are not
-    quantized. Some stay in the weights' dtype under FP8: the output layer, and the first and last
-    ones if asked for."""
+    """The precisions that layers of a model with this `TransformerConfig` may compute in, if their
+    weights are not quantized. Some stay in the weights' dtype under FP8: the output layer, and the
+    first and last ones if asked for."""
     quantized = quantized_precision(config)
     if quantized is None:
         return (Precision("weights"),)
@@ -330,7 +332,7 @@ def precisions_of(config: Any) -> tuple[Precision, ...]:
 
 
 def quantized_precision(config: Any) -> Precision | None:
-    """What layers compute in whose weights are quantized: the recipe of the model's config, and
+    """The precision of layers whose weights are quantized: the recipe of the model's config, and
     nothing else, as Transformer Engine cannot fuse where it makes such weights whole first. None
     without a recipe."""
     asked = recipe_of(config)
@@ -388,8 +390,8 @@ def observed(
     quantized: Precision | None = None, by_operations: frozenset[int] = frozenset(),
     hooks_inside: bool = False,
 ) -> Observed:  # fmt: skip
-    """What `owner`, with weights of (nominal) `dtype`, does to a `main_grad` of `main_dtype` in
-    every precision that it may compute in.
+    """The behavior of `owner`, with weights of (nominal) `dtype`, towards a `main_grad` of
+    `main_dtype` in every precision that it may compute in.
 
     precisions: of modules whose weights are not quantized; quantized: of others. by_operations: as
     `read_by_operations`: of these, what holds for the operation as well. hooks_inside: hooks on

@@ -154,7 +154,7 @@ def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of(given: Mapping[str, Any]) -> str:
-    """What the model is called: the preset and the files that describe it."""
+    """The name of the model: the preset and the files that describe it."""
     return " and ".join(str(given[name]) for name in FILES if given.get(name)) or "the model"
 
 

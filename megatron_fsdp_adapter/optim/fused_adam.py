@@ -161,7 +161,7 @@ def _correction(beta: float, step: int) -> float:
 
 
 def takes(lists: Lists) -> bool:
-    """Whether the kernel knows how to update these: main weights without a copy in another dtype,
+    """True if the kernel knows how to update these: main weights without a copy in another dtype,
     every tensor one stretch of memory, dtypes alike within a list."""
     if len(lists) != 4:
         return False

@@ -13,7 +13,7 @@ from ..core.runtime.device import Runtime, fill_with_nan, storage_bytes
 
 Kept = Sequence[torch.Tensor] | None
 Storages = Mapping[str, Sequence[tuple[torch.Tensor, Kept]]]
-"""By kind, a tensor over each storage and what of it returns as it was; None for all of it."""
+"""Kind -> a tensor over each storage and what of it returns as it was; None for all of it."""
 
 CHUNK = 1 << 26
 """Bytes of pinned memory that are taken at once. Torch rounds each of these up to a power of two,
@@ -21,8 +21,9 @@ which would be up to twice the memory of a large buffer."""
 
 
 class StashedStorage:
-    """Of `owner`. `kept`: contiguous tensors over it whose values are to return, None for all of
-    it; of everything else the contents are undefined then, NaN where the runtime poisons.
+    """The stashed storage of `owner`. `kept`: contiguous tensors over it whose values are to
+    return, None for all of it; of everything else the contents are undefined then, NaN where the
+    runtime poisons.
 
     Memory of the host is taken the first time and kept for the next: pinning it takes longer than
     the copy.

@@ -22,7 +22,7 @@ from .state_init import COUNT, make_state
 from .state_view import Shown, are_same, changed, is_same, shown, taken_over
 
 Options = dict[str, Any]
-"""Of a parameter group; all of it, or all but its parameters."""
+"""Options of a parameter group: all of it, or all but its parameters."""
 
 
 def options_of(group: Options) -> Options:
@@ -50,7 +50,7 @@ all of them, None for 1. None where there is no single number."""
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How parameter groups are updated that the inner optimizer does not update.
+    """The rule by which parameter groups are updated that the inner optimizer does not update.
 
     state: names of what is kept of each parameter of a group, in its shape; () for a group that is
     the inner optimizer's. update: updates the local tensors of the other groups, of all groups;
@@ -134,7 +134,7 @@ class LocalShards:
         self.every = [pair for pairs in self.pairs for pair in pairs]
 
     def _local_of(self, param: Any) -> torch.Tensor:
-        """What the inner optimizer updates in the place of `param`."""
+        """The tensor that the inner optimizer updates in the place of `param`."""
         return self.residency.device_items.get(id(param), param._local_tensor)
 
     def _follow_state(self, optimizer: Any) -> bool:
@@ -258,10 +258,10 @@ class LocalShards:
         self.show_state(optimizer)
 
     def given(self, index: int) -> list[torch.Tensor]:
-        """What the inner optimizer is given in place of group `index`'s parameters. Of a group that
-        this rank holds nothing of, a tensor that never has a gradient: Transformer Engine's (2.11)
-        and apex's FusedAdam count no step of a group without parameters, and ranks would differ in
-        the count that they save."""
+        """The tensors that the inner optimizer is given in place of group `index`'s parameters. Of
+        a group that this rank holds nothing of, a tensor that never has a gradient: Transformer
+        Engine's (2.11) and apex's FusedAdam count no step of a group without parameters, and ranks
+        would differ in the count that they save."""
         pairs = self.pairs[index]
         own = [local for _, local in pairs if local.numel() > 0 or not self.skip_empty]
         if own or not pairs:
@@ -297,7 +297,7 @@ class LocalShards:
     # Gradients.
 
     def gradient(self, local: torch.Tensor) -> torch.Tensor | None:
-        """In the dtype of the local tensor; None if the parameter has none."""
+        """The gradient in the dtype of the local tensor; None if the parameter has none."""
         given = getattr(local, self._grad_name, None)
         return None if given is None else given.to(local.dtype)
 
@@ -323,8 +323,8 @@ class LocalShards:
             setattr(local, self._grad_name, None)
 
     def clip_grads(self, clip: Clip) -> None:
-        """In the next step, if that is the first to read them and clips by itself: in the kernel,
-        or each part with its update. Else now."""
+        """Clips gradients in the next step, if that is the first to read them and clips by itself:
+        in the kernel, or each part with its update. Else now."""
         apply, factor = clip
         in_kernel = self.fused_step is not None and factor is not None
         with_parts = self.residency.on_host and self.residency.may_be_late

@@ -118,7 +118,7 @@ def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
 
 
 def storages(engine: FsdpEngine) -> Storages:
-    """By kind: a tensor over each storage, and which parts of it return as they were."""
+    """Kind -> a tensor over each storage, and which parts of it return as they were."""
     found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in KINDS}
     found[SLOTS] = [(slot, ()) for slot in _slots(engine)]
     for group in engine.groups:
@@ -165,7 +165,7 @@ def _chosen(argument: str, kinds: str | Collection[str]) -> Sequence[str]:
 
 
 def local_shards(optimizer: Any) -> list[LocalShards]:
-    """Of an optimizer, of those in Megatron's, or of a list."""
+    """The local shards of an optimizer, of those in Megatron's, or of a list."""
     if optimizer is None:
         return []
     if hasattr(optimizer, "_fsdp_shards"):

@@ -11,28 +11,29 @@ from typing import Any
 import torch
 
 ALIGNED_BYTES = 16
-"""Of an address from which a thread can read 4 numbers at once."""
+"""Alignment of an address from which a thread can read 4 numbers at once."""
 DTYPES = (torch.float32, torch.bfloat16)
 CHUNK = 8192
 """Elements of a tensor that one program of the kernel updates."""
 WEIGHTS = 1
 """Their place among the lists. They stay where they are: others have tables of their own."""
 MOST_TABLES = 4096
-"""That are kept: of more calls than a step has, for memory that moves again and again."""
+"""Number of tables that are kept: of more calls than a step has, for memory that moves again and
+again."""
 
 Lists = Sequence[Sequence[torch.Tensor]]
 """Lists of tensors; those at one place in them have as many elements."""
 Addresses = tuple[tuple[int, ...], ...]
-"""Of tensors, by list."""
+"""Addresses of tensors, by list."""
 Places = tuple[Addresses, tuple[int, ...], torch.device, int]
 """Addresses, numbers of elements, and where tables are made: device and stream."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Where tensors are, on their device. addresses: int64 (lists + 1, n): of the tensors of each
-    list, and the numbers of elements; tensor_of: int32 (chunks): the tensor of each chunk;
-    first_of: int32 (n): the first chunk of each tensor. aligned: whether all addresses and numbers
+    """The addresses of tensors, on their device. addresses: int64 (lists + 1, n): of the tensors of
+    each list, and the numbers of elements; tensor_of: int32 (chunks): the tensor of each chunk;
+    first_of: int32 (n): the first chunk of each tensor. aligned: True if all addresses and numbers
     of elements are multiples of what a thread reads at once."""
 
     addresses: torch.Tensor
@@ -43,8 +44,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update of Adam reads beside tensors, as float32. clip: one number on the device that
-    gradients are multiplied by first; None for 1. decoupled: weight decay is AdamW's."""
+    """The inputs of an update of Adam beside tensors, as float32. clip: one number on the device
+    that gradients are multiplied by first; None for 1. decoupled: weight decay is AdamW's."""
 
     lr: float
     beta1: float
@@ -62,8 +63,8 @@ Kernel = Callable[[Table, Lists, Update], None]
 
 
 def places_of(lists: Lists) -> Places:
-    """What a table depends on. RuntimeError in a CUDA graph, which would go on reading a table that
-    may be gone."""
+    """The places that a table depends on. RuntimeError in a CUDA graph, which would go on reading a
+    table that may be gone."""
     device = lists[0][0].device
     if is_capturing(device):
         raise RuntimeError(
@@ -100,17 +101,17 @@ def chunks_of(sizes: Sequence[int], chunk: int) -> tuple[list[int], list[int]]:
 
 
 def is_aligned(addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
-    """Whether threads can read 16 bytes at a time, of numbers of 4 bytes or 2."""
+    """True if threads can read 16 bytes at a time, of numbers of 4 bytes or 2."""
     whole = all(size % (ALIGNED_BYTES // DTYPES[1].itemsize) == 0 for size in sizes)
     return whole and not any(a % ALIGNED_BYTES for some in addresses for a in some)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on the current stream goes into a CUDA graph."""
+    """True if what is launched on the current stream goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device."""
+    """Copies to the device without waiting for it."""
     made = torch.tensor(values, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

@@ -1,5 +1,5 @@
-"""Where main weights and state are between steps: on the device, or in host memory, from where they
-are updated unit by unit.
+"""The place of main weights and state between steps: on the device, or in host memory, from where
+they are updated unit by unit.
 
     load       1 | 2     | 3     | 4 ...        from host memory
     update         step 1| step 2| step 3 ...   the inner optimizer, on one unit's device buffers
@@ -70,7 +70,7 @@ class Part:
 
 
 class Residency:
-    """Of the main weights and the state of one optimizer.
+    """The place of the main weights and the state of one optimizer.
 
     Args:
         engines: those of the parameters. Main weights and state are in host memory, if that is
@@ -174,7 +174,7 @@ class Residency:
         return buffers.values()
 
     def to_write(self, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is in host memory of the state of `local`, which may be written now."""
+        """The part of the state of `local` that is in host memory, which may be written now."""
         self._drop_loaded()
         return self.tensors.get(local, {})
 
@@ -198,7 +198,8 @@ class Residency:
             self._release([part])
 
     def _plan_order(self) -> None:
-        """That of the next forward, as far as it is known; the one that loads have begun with."""
+        """Plans the order of the next forward, as far as it is known; the one that loads have begun
+        with."""
         if any(part.loaded is not None for part in self._order):
             return
         by_unit = {id(part.unit): part for part in self.parts}
@@ -235,7 +236,7 @@ class Residency:
                 engine.gather.updates.order_compute()
 
     def _drop_loaded(self) -> None:
-        """What is in host memory may be written now."""
+        """Drops what is loaded, because the values in host memory may be written now."""
         ahead = [part.loaded for part in self._order if part.loaded is not None]
         if ahead:
             self._runtime.block(ahead[-1])

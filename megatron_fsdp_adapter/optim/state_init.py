@@ -13,7 +13,7 @@ COUNT = "step"
 """The option in which fused optimizers count the steps of a group."""
 ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 FUSED = {"FusedAdam": ADAM, "FusedSGD": SGD}
-"""By name of the class, as Transformer Engine and apex have them."""
+"""Names of the classes of fused optimizers, as Transformer Engine and apex have them."""
 
 
 def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
@@ -32,7 +32,8 @@ def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 def _lists_of(kind: type) -> int:
-    """How many lists `_init_group` fills: a subclass may take them as `*args` and pass them on."""
+    """Number of lists that `_init_group` fills: a subclass may take them as `*args` and pass them
+    on."""
     for one in kind.__mro__:
         if "_init_group" in vars(one):
             wanted = inspect.signature(vars(one)["_init_group"]).parameters.values()
@@ -67,7 +68,7 @@ def moments_of(optimizer: Any) -> tuple[str, ...]:
 
 
 def is_known(optimizer: Any) -> bool:
-    """Whether `make_state` makes what its first step would."""
+    """True if `make_state` makes what its first step would."""
     return is_torch_optimizer(optimizer) or bool(moments_of(optimizer))
 
 
@@ -82,7 +83,7 @@ def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 def is_torch_optimizer(optimizer: Any) -> bool:
-    """Whether it is one of torch's own, or derived from one."""
+    """True if it is one of torch's own, or derived from one."""
     bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
     return any(base.__module__.startswith("torch.optim.") for base in bases)
 

@@ -17,8 +17,8 @@ from .state_view import Entry
 
 
 def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, Entry]) -> None:
-    """What is in `state`, by the keys in `groups`, becomes the state of an optimizer on local
-    shards, and what is not goes. ValueError as `_sorted_out`, and as `write_pieces`."""
+    """Replaces the state of an optimizer on local shards by `state`, by the keys in `groups`; what
+    is not in it goes. ValueError as `_sorted_out`, and as `write_pieces`."""
     shards = optimizer._fsdp_shards
     keyed = [
         pair for group, saved in zip(optimizer.param_groups, groups, strict=True)
@@ -96,7 +96,7 @@ def _fitting(param: Any, value: Any) -> torch.Tensor | None:
 
 
 def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
-    """What a moment of `param` is written into; `shown` is what the optimizer has."""
+    """The tensor that a moment of `param` is written into; `shown` is what the optimizer has."""
     if shown is not None and has_chunks(shown):
         return shown
     local = param._local_tensor

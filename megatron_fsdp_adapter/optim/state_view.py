@@ -21,29 +21,29 @@ Entry = dict[str, Any]
 
 
 Shown = tuple[Entry, Entry, Entry]
-"""Of what was shown of a parameter's state: the dict in `optimizer.state`, what was in it, and what
-the inner optimizer had at that time."""
+"""The shown state of a parameter: the dict in `optimizer.state`, what was in it, and what the inner
+optimizer had at that time."""
 
 
 def is_same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether both have the same objects under the same names."""
+    """True if both have the same objects under the same names."""
     return entry.keys() == other.keys() and (
         all(map(operator.is_, entry.values(), other.values())) or not changed(entry, other)
     )
 
 
 def changed(entry: Mapping[str, Any], before: Mapping[str, Any]) -> Entry:
-    """What is new in `entry`, or another object than in `before`."""
+    """The part of `entry` that is new, or another object than in `before`."""
     return {n: v for n, v in entry.items() if n not in before or before[n] is not v}
 
 
 def are_same(params: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether both have the same objects in the same order."""
+    """True if both have the same objects in the same order."""
     return len(params) == len(others) and all(map(operator.is_, params, others))
 
 
 def is_like(value: Any, local: torch.Tensor) -> bool:
-    """Whether a value of a parameter's state has an element for each of its own."""
+    """True if a value of a parameter's state has an element for each of its own."""
     return isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0
 
 
@@ -53,7 +53,7 @@ def shown(param: Any, local: torch.Tensor, state: Entry) -> Entry:
 
 
 def taken_over(param: Any, local: torch.Tensor, name: str, value: Any) -> Any:
-    """What the inner optimizer gets of a `value` that a program has put into `optimizer.state`.
+    """The value for the inner optimizer of a `value` that a program has put into `optimizer.state`.
 
     Raises:
         RuntimeError: it is of the parameter's shape, and not of this rank's rows.

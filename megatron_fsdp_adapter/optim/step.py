@@ -93,7 +93,7 @@ def _update_part(optimizer: Any, before: Sequence[Options], part: Part) -> None:
 
 
 def _steps_in_steps(kind: type) -> bool:
-    """Whether a step may run the hooks of a step more than once: a subclass's calls its base's."""
+    """True if a step may run the hooks of a step more than once: a subclass's calls its base's."""
     own = (vars(base).get("step") for base in kind.__mro__)
     hooked = {inspect.unwrap(step) for step in own if step and getattr(step, "hooked", False)}
     return len(hooked) > 1

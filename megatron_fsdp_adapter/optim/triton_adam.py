@@ -111,7 +111,7 @@ def _fused_adam(
 
 
 def update(table: Table, lists: Lists, step: Update) -> None:
-    """See `multi_tensor.Kernel`."""
+    """Updates in one launch; see `multi_tensor.Kernel`."""
     grads, weights, firsts, _ = (TYPES[tensors[0].dtype] for tensors in lists)
     clip = table.addresses if step.clip is None else step.clip  # unread without one
     _fused_adam[(table.tensor_of.numel(),)](

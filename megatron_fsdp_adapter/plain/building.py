@@ -1,4 +1,4 @@
-"""From a plain PyTorch module to the engine that shards it."""
+"""Makes the engine that shards a plain PyTorch module."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What torch loads of this package by itself, at the end of each `import torch` (entry points of
-`torch.backends`), so that a program is switched from outside: by `accelerate launch`, `torchrun`.
+"""The plugin that torch loads at the end of each `import torch` (entry points of `torch.backends`),
+so that a program is switched from outside: by `accelerate launch`, `torchrun`.
 
 Importing this imports nothing of torch. A `.pth` file was rejected: Python would run it in
 programs without torch, too.

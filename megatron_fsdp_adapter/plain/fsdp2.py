@@ -53,9 +53,9 @@ from .mesh import data_parallel_groups, device_type_of
 
 
 class ShardedModule(NotCopyable, FSDPModule):
-    """What a module is after `fully_shard`: an `FSDPModule` of torch's, whose methods act on our
-    engine. A method that changes the speed alone, and has no counterpart, does nothing: gathers
-    follow the order of the pass before, and reductions sum."""
+    """The class of a module after `fully_shard`: an `FSDPModule` of torch's, whose methods act on
+    this package's engine. A method that changes the speed alone, and has no counterpart, does
+    nothing: gathers follow the order of the pass before, and reductions sum."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the module's own class, as `nn.Sequential` makes of a slice of itself."""
@@ -72,8 +72,8 @@ class ShardedModule(NotCopyable, FSDPModule):
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same DTensors at any time, except while a forward runs or waits for its backward, or
-        weights are held by `unshard`."""
+        """Names and sharded DTensors: the same ones at any time, except while a forward runs or
+        waits for its backward, or weights are held by `unshard`."""
         if mark_on(self).state is not BUILDING:
             engine = engine_of(self)
             if not engine.gather.holds_any:
@@ -138,29 +138,31 @@ class ShardedModule(NotCopyable, FSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether the next backwards end a step. Sharded gradients are reduced by each backward,
-        as full ones take no memory here: for some modules of a model it changes nothing."""
+        """Sets whether the next backwards end a step. Sharded gradients are reduced by each
+        backward, as full ones take no memory here: for some modules of a model it changes
+        nothing."""
         of_all = len(marked(root_of(self)))
         if len(marked(self) if recurse else [self]) == of_all:  # type: ignore[arg-type]
             engine_of(self).is_last_microbatch = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards sum gradients over replicas, which is done once a step."""
+        """Sets whether the next backwards sum gradients over replicas, which is done once a
+        step."""
         if mark_on(self).options.groups[1] is not None:
             self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether `.grad` is complete after the next backward."""
+        """Sets whether `.grad` is complete after the next backward."""
         engine_of(self).is_last_microbatch = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether weights that are sharded between passes are resharded after each forward."""
+        """Sets whether weights that are sharded between passes are resharded after each forward."""
         self._set_holds(not reshard_after_forward, recurse)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether they are resharded after each backward."""
+        """Sets whether they are resharded after each backward."""
         self._set_holds(not reshard_after_backward, recurse)
 
     def _set_holds(self, holds: bool, recurse: bool) -> None:
@@ -172,7 +174,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that no loss reads have zeros for gradients, and not None."""
+        """Sets whether parameters that no loss reads have zeros for gradients, and not None."""
         engine = engine_of(self)
         for module, mark in marked(self):  # type: ignore[arg-type]
             if recurse or module is self:

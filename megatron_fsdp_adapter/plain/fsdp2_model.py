@@ -44,7 +44,7 @@ PENDING, BUILDING, BUILT = "pending", "being built", "built"
 
 @dataclass(frozen=True)
 class Options:
-    """What one call of `fully_shard` was given. groups: of the shard axis, and of the replicas;
+    """The arguments of one call of `fully_shard`. groups: of the shard axis, and of the replicas;
     device_type: of the devices that have the shards."""
 
     groups: Groups
@@ -59,11 +59,11 @@ class Options:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """To which inputs are cast; None for no casts."""
+        """The dtype to which inputs are cast; None for no casts."""
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None
 
     def of_the_model(self) -> dict[str, Any]:
-        """What is the same for all modules of a model."""
+        """The options that are the same for all modules of a model."""
         return {
             "mesh": self.groups, "mp_policy.reduce_dtype": self.policy.reduce_dtype,
             "offload_policy": self.offload,
@@ -71,7 +71,7 @@ class Options:
 
 
 class Mark:
-    """Of a module that `fully_shard` was called with.
+    """The mark of a module that `fully_shard` was called with.
 
     Attributes:
         around: the marked module around it; itself where there is none.
@@ -261,8 +261,8 @@ def _tell_apart(engine: UserLoopEngine) -> None:
 
 
 def _gathered_by(engine: UserLoopEngine, ordinal: int) -> Callable[[], bool]:
-    """What gathers a unit whose weights stay after forward, when a forward reads them without a
-    call of their module: a loss that computes with the weight of an output layer."""
+    """A function that gathers a unit whose weights stay after forward, when a forward reads them
+    without a call of their module: a loss that computes with the weight of an output layer."""
     ref = weakref.ref(engine)
 
     def gather() -> bool:

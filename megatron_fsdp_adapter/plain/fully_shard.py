@@ -69,7 +69,8 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         self.engine.main_weights_changed(loaded=True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same DTensors at any time, except while a forward runs or waits for its backward."""
+        """Names and sharded DTensors: the same ones at any time, except while a forward runs or
+        waits for its backward."""
         self.engine.show_between_passes()
         return super().named_parameters(*args, **kwargs)
 
@@ -94,7 +95,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         return norm
 
     def _norm(self, shards: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Of the elements of all ranks' `shards`, none of which is empty; collective."""
+        """The norm of the elements of all ranks' `shards`, none of which is empty; collective."""
         config, largest = self.engine.config, norm_type == float("inf")
         total = torch.zeros((), device=self.engine.runtime.device)
         if shards:

@@ -83,7 +83,7 @@ def _policy(given: Any, module: nn.Module) -> Policy:
 
 
 def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup:
-    """Of the dim `name` of `mesh`, which may be a flattened one."""
+    """The process group of the dim `name` of `mesh`, which may be a flattened one."""
     try:
         return mesh[name].get_group()  # type: ignore[index]
     except (KeyError, TypeError, RuntimeError):
@@ -150,7 +150,7 @@ def _refuse(option: str, value: Any, why: str) -> None:
 
 
 def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
-    """Of `named` those that are classes of modules below `module`; warns of the others. ValueError
+    """The units among `named`, classes of modules below `module`; warns of the others. ValueError
     for what is no class."""
     if isinstance(named, str | type):
         raise_problems(SUBJECT, unit_problems(module, named))
@@ -180,7 +180,7 @@ def _config(given: Any, policy: Policy, index: Index) -> EngineConfig:
 
 
 def _ddp_config(**given: Any) -> SimpleNamespace:
-    """What is read of a `DistributedDataParallelConfig`."""
+    """The fields that are read of a `DistributedDataParallelConfig`."""
     return SimpleNamespace(**{
         "data_parallel_sharding_strategy": "optim_grads_params", "overlap_grad_reduce": True,
         "outer_dp_sharding_strategy": "no_shard", "overlap_param_gather": True,
@@ -256,17 +256,17 @@ class MegatronFSDP(FullyShardedModel):
 
     @property
     def model_auto_sync(self) -> bool:
-        """Whether each backward ends a step."""
+        """True if each backward ends a step."""
         return self.engine.auto_sync
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Whether each of the next backwards ends a step. If not, the optimizer's step does, or
-        `finish_grad_sync`: until then gradients are summed, and `.grad` is None."""
+        """Sets whether each of the next backwards ends a step. If not, the optimizer's step does,
+        or `finish_grad_sync`: until then gradients are summed, and `.grad` is None."""
         self.engine.auto_sync = self.engine.is_last_microbatch = sync_model
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether the next backward is the last before a step."""
+        """True if the next backward is the last before a step."""
         return self.engine.is_last_microbatch is not False
 
     @is_last_microbatch.setter
@@ -308,7 +308,7 @@ class MegatronFSDP(FullyShardedModel):
         self.engine.to_unsharded()
 
     def _does_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """What the engine does by itself when it is due."""
+        """No-op: the engine does it by itself when it is due."""
 
     start_param_sync = start_grad_sync = synchronize_param_gather = _does_nothing
     synchronize_gradient_reduce = broadcast_params = reset_mixed_precision_policy = _does_nothing
@@ -431,9 +431,8 @@ def _with_keywords(base: Any) -> type:
 def fully_shard(
     module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **options: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """What `fully_shard_model`, whose arguments follow, makes of `module`, and `optimizer`, which
-    was made with the parameters of `module` and has taken no step, over the sharded ones. Its
-    groups stay what they are.
+    """Shards `module` as `fully_shard_model`, whose arguments follow, and `optimizer`, which was
+    made with the parameters of `module` and has taken no step. Its groups stay what they are.
 
     Raises:
         ValueError: parameters that are not of `module`, or state of some; and as both do.

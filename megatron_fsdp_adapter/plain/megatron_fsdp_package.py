@@ -14,7 +14,7 @@ from . import uneven_dtensor
 
 NAME, VERSION = "megatron_fsdp", "0.6.1"
 OURS = "_of_fsdp_adapter"
-"""Of a module: it is one of these."""
+"""Mark of a module that is one of these."""
 
 
 def use_as_megatron_fsdp() -> None:
@@ -41,7 +41,7 @@ def use_as_megatron_fsdp() -> None:
 
 
 def _contents() -> dict[str, dict[str, Any]]:
-    """What each of its modules has."""
+    """Module of the package -> its names and their values."""
     functions = ("fully_shard", "fully_shard_model", "fully_shard_optimizer", "ShardingStrategy")
     classes = ("MegatronFSDP", "MixedPrecisionPolicy", "FSDPDistributedIndex")
     own = {name: getattr(api, name) for name in (*functions, *classes)}

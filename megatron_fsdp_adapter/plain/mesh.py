@@ -14,11 +14,11 @@ MODEL_PARALLEL = ("tp", "pp", "ep", "etp", "tensor", "pipeline", "expert")
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
-"""Of the shard axis, and of the outer one, None without replicas."""
+"""The process groups of the shard axis, and of the outer one, None without replicas."""
 
 
 def rank_count(groups: Groups) -> int:
-    """How many ranks `groups` have together."""
+    """Number of ranks that `groups` have together."""
     shard, outer = groups
     return dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
 
@@ -67,7 +67,7 @@ def data_parallel_groups(
 
 
 def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
-    """Whether a dim, by its name, is no axis of data parallelism."""
+    """True if a dim, by its name, is no axis of data parallelism."""
     name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[axis]
     if name not in MODEL_PARALLEL:
         return False

@@ -89,7 +89,7 @@ def _training_class(base: type) -> type:
 
 
 def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine]) -> UpdateRule:
-    """How `optimizer` steps on shards. ValueError if it cannot step on any."""
+    """The rule by which `optimizer` steps on shards. ValueError if it cannot step on any."""
     kind = type(optimizer)
     if is_torch_muon(kind):
         if any(engine.config.offload for engine in engines):

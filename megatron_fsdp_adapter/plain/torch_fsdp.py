@@ -11,7 +11,7 @@ from .fsdp2 import fully_shard
 
 ORIGINAL = implementation.fully_shard
 REPLACED = "_fsdp_adapter_replaced"
-"""Of a module: the names under which it has ours."""
+"""Attribute of a module: the names that were replaced in it."""
 
 
 def use_as_fsdp2() -> list[str]:

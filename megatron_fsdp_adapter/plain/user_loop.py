@@ -71,8 +71,8 @@ class UserLoopEngine(FsdpEngine):
         super().start_backward(accumulates)
 
     def told_ranks(self) -> Sequence[int]:
-        """Of each trained parameter, whether a backward of this rank has given it a gradient, or
-        none is to: it is frozen."""
+        """A flag for each trained parameter: a backward of this rank has given it a gradient, or
+        none is to, because it is frozen."""
         return [
             not pair.sharded.requires_grad or pair.index in pair.group.given
             for pair in self.trained
@@ -251,7 +251,7 @@ def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> N
 
 
 def _is_cleared(pair: ParamPair) -> bool:
-    """Whether the attached gradient has been taken away, under either name."""
+    """True if the attached gradient has been taken away, under either name."""
     decoupled = getattr(pair.sharded, "decoupled_grad", None)
     return pair.sharded.grad is None or decoupled is None
 

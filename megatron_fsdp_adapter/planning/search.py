@@ -25,7 +25,8 @@ HOPELESS = 1.6
 """Ratio to the best guess above which nothing is simulated."""
 
 FEW_TRIES = 6
-"""With fewer tries one configuration is simulated for each combination of split and strategy."""
+"""Number of tries below which one configuration is simulated for each combination of split and
+strategy."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def plan(wanted: Wanted, progress: Progress = silent) -> Plan:
 
 
 def _why_none(wanted: Wanted) -> str:
-    """Why there is no configuration: the problems of one with only the fixed options."""
+    """The reason why there is no configuration: the problems of one with only the fixed options."""
     parallel = Parallel(**{
         name: value for name, value in wanted.fixed.items() if name in vars(Parallel())
     })  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ def _why_none(wanted: Wanted) -> str:
 
 
 BASELINE = "weights sharded over all ranks, no other split but of experts"
-"""What users of FSDP compare with, so it is simulated however slow it is."""
+"""The configuration that users of FSDP compare with, so it is simulated however slow it is."""
 
 
 def _kind(chosen: Configuration) -> str:
@@ -198,7 +199,8 @@ NOT_LAUNCH_BOUND = "not launch-bound, so a graph saves nothing"
 
 
 def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
-    """Why a full-iteration graph saves nothing: without it the step is not launch-bound."""
+    """The reason why a full-iteration graph saves nothing: without it the step is not
+    launch-bound."""
     for one in found:
         if one.configuration == replace(chosen, graph=False):
             return "" if one.spent.get(HOST, 0.0) > 0.01 * one.ms else NOT_LAUNCH_BOUND

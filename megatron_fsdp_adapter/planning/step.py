@@ -207,7 +207,7 @@ def _build(
 def _communicators(
     chosen: Configuration, runtime: TimedRuntime, domains: Mapping[str, ShardDomain]
 ) -> Callable[[Any, torch.device], TimedCommunicator]:
-    """What makes the communicators of an engine: each group has its axis and channel."""
+    """A function that makes the communicators of an engine: each group has its axis and channel."""
     apart = chosen.separate_gathers or chosen.copies
 
     def make(group: Any, device: torch.device) -> TimedCommunicator:

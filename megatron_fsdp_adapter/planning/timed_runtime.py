@@ -81,7 +81,7 @@ class TimedRuntime:
     def sum_rows(
         self, rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
     ) -> None:
-        """In place of the kernel of `all_to_all_sum`: one pass."""
+        """Times one pass in place of the kernel of `all_to_all_sum`."""
         self.write(
             Kind.MEMORY, rows.nbytes + output.nbytes * (2 if accumulate else 1),
             label="sums of pieces",
@@ -199,7 +199,7 @@ KINDS = {
     "all_gather": Kind.ALL_GATHER, "reduce_scatter": Kind.REDUCE_SCATTER,
     "all_reduce": Kind.ALL_REDUCE, "all_reduce_max": Kind.ALL_REDUCE, "all_to_all": Kind.EXCHANGE,
 }  # fmt: skip
-"""Of collectives in a step."""
+"""Kinds of collectives in a step."""
 
 
 class TimedCommunicator(Communicator):

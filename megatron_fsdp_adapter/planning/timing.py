@@ -170,7 +170,8 @@ def _begin_ready(state: State, now: float) -> None:
 
 
 def _next_launch(state: State, now: float) -> float:
-    """When the host launches the next operation of an idle stream; infinity for never."""
+    """The time at which the host launches the next operation of an idle stream; infinity for
+    never."""
     waiting = _waiting(state).values()
     return min((state.launched[i] for i in waiting if not _is_launched(state, i, now)),
                default=math.inf)  # fmt: skip

@@ -120,7 +120,7 @@ def compare_tensors(
 
 
 def rank_of(row: Row) -> float:
-    """What rows of one comparison are ordered by, the worst last."""
+    """The sort key of rows of one comparison, the worst last."""
     return _size(row.difference)
 
 
@@ -160,7 +160,7 @@ def significant_update(
 def described(
     names: Sequence[str], everything: Sequence[str], worst: str, rows: Sequence[int], height: int
 ) -> str:
-    """Which parameters differ, and which rows of the worst, if not all."""
+    """Text that names the parameters that differ, and the rows of the worst, if not all."""
     units = list(dict.fromkeys(unit_of(name) for name in names))
     if len(names) == len(everything):
         where = f"all {len(names)} parameters"

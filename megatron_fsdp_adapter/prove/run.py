@@ -66,7 +66,7 @@ class Plan:
 
 
 class Step(NamedTuple):
-    """What one step of training gave."""
+    """The results of one step of training."""
 
     loss: float
     norm: float

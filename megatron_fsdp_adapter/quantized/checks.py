@@ -1,4 +1,5 @@
-"""Which options of Transformer Engine's recipes weights cannot be made with; an error names one."""
+"""Checks options of Transformer Engine's recipes that weights cannot be made with; an error names
+one."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from torch import nn
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, WeightFormat
 
 DTYPE = "kFloat8E4M3"
-"""Of the elements, as TE calls it."""
+"""Name of the elements' dtype in TE."""
 
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     BLOCK128.name: {"w_block_scaling_dim": (2,)},
     # Backward would read rows, which was not run.
     MXFP8.name: {"enable_2d_quantization": (False,), "backward_override": (None,)},
 }
-"""By format: what options of a recipe may be, where it has them."""
+"""Format -> values that options of a recipe may have, where it has them."""
 
 SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     BLOCK128.name: {"block_scaling_dim": (2, "w_block_scaling_dim=2")},
     MXFP8.name: {"with_2d_quantization": (False, "enable_2d_quantization=False")},
 }
-"""By format: what a quantizer may be set to, where it has the setting, and the recipe that says so.
+"""Format -> values that settings of a quantizer may have, where it has them, and the recipe that
+sets them.
 """
 
 

@@ -1,5 +1,5 @@
-"""What Transformer Engine's tensors have that gathered planes do not: scales padded to the shape
-that its matrix products take, and columns of weights that were made without."""
+"""Makes what Transformer Engine's tensors have and gathered planes do not: scales padded to the
+shape that its GEMMs take, and columns of weights that were made without."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from .weights import QuantizedWeight
 
 @dataclass(frozen=True)
 class OwnRows:
-    """What this rank has of one weight of `shape`: its elements from `start` on.
+    """This rank's part of one weight of `shape`: its elements from `start` on.
 
     main: (n,) main weights, float32 or 16 bits, contiguous, n may be 0; planes: uint8, flat and
     contiguous: (n,) bytes, what they become. Of MXFP8, of which a shard has whole groups, also the
@@ -62,7 +62,8 @@ class OwnRows:
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of the scales of blocks of a matrix: rows, and columns padded to a multiple of 4."""
+    """The shape of the scales of blocks of a matrix: rows, and columns padded to a multiple of
+    4."""
     return -(-shape[0] // BLOCK), -(-shape[1] // BLOCK // 4) * 4
 
 
@@ -73,8 +74,8 @@ def write_scales(
     powers_of_two: bool = False,
     epsilon: float = 0.0,
 ) -> None:
-    """Of each amax (n) the scale and its inverse, all float32. `powers_of_two` rounds scales down
-    to one; an amax below `epsilon` counts as that."""
+    """Writes the scale of each amax (n) and its inverse, all float32. `powers_of_two` rounds scales
+    down to one; an amax below `epsilon` counts as that."""
     kernels = kernels_for(amaxes.device)
     if kernels is not None:
         kernels.scales(amaxes, scales, inverses, powers_of_two, epsilon)
@@ -112,7 +113,7 @@ class Cast:
     def only(
         self: Kind, chosen: Container[int], moves: bool, rows: Mapping[int, OwnRows] = NO_ROWS
     ) -> Kind:
-        """The same for those whose numbers are `chosen`, with the same places of their scales.
+        """The cast of those whose numbers are `chosen`, with the same places of their scales.
         moves: planes are not always there; of those that are cast together each kind is in one
         storage. rows: what stands in the place of rows with these numbers."""
         made = copy.copy(self)
@@ -122,12 +123,13 @@ class Cast:
         return made
 
     def bases(self) -> list[int]:
-        """What is to be added to each plane's addresses in the table."""
+        """Offsets to each plane's addresses in the table."""
         planes = self.rows[self.held[0]].planes
         return [plane.untyped_storage().data_ptr() if self._moves else 0 for plane in planes]
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
-        """What kernels must know of a weight, sizes last, and how many programs it takes."""
+        """Numbers that kernels must know of a weight, sizes last, and how many programs it
+        takes."""
         own = self.rows[index]
         return [index, own.numel], -(-own.numel // CHUNK)
 
@@ -235,7 +237,7 @@ class BlockCast(Cast):
         return numbers, bands * -(-own.shape[1] // BLOCK)
 
     def _make_table(self, addresses: list[int]) -> Table:
-        """With the programs of blocks that this rank has all of first."""
+        """The table, with the programs of blocks that this rank has all of first."""
         table = super()._make_table(addresses)
         own = [self.rows[index] for index in self.held]
         numbers = torch.tensor([
@@ -250,7 +252,8 @@ class BlockCast(Cast):
         return replace(table, work=work, whole=int(whole.sum()))
 
     def begin(self, amaxes: torch.Tensor) -> None:
-        """Of each block that this rank has a part of, the amax of that part. Others stay."""
+        """Sets the amax of each block that this rank has a part of to that of the part. Others
+        stay."""
         kernels = self._kernels()
         if kernels is not None:
             kernels.begin_blocks(self.table(), amaxes, self.powers_of_two, self.epsilon)
@@ -349,7 +352,7 @@ def _exponents(amaxes: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Of E8M0 exponents the inverse, in float32."""
+    """The inverse, in float32, of E8M0 exponents."""
     bits = (0xFE - exponents.to(torch.int32)) << 23
     return bits.masked_fill_(exponents == 0xFE, 0x400000).view(torch.float32)
 

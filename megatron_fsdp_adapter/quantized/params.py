@@ -1,5 +1,5 @@
-"""Which fields Transformer Engine's quantized tensors keep their values in, and which format that
-is. Field names are those of TE 2.11 to 2.20."""
+"""Fields in which Transformer Engine's quantized tensors keep their values, and their formats.
+Field names are those of TE 2.11 to 2.20."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_
 """The value before quantization, and two methods of the object: a parameter that was swapped for
 another has those of the other one."""
 _OF_QUANTIZED = ("_quantizer", "_dtype", "_requires_grad")
-"""What their base class has, as the releases before 2.12 do not say in annotations."""
+"""Annotations that their base class lacks in releases before 2.12."""
 VIEWS = "_fsdp_planes"
-"""On a parameter: by field, the views of gathered planes, where a field may be something else."""
+"""Attribute of a parameter: field -> the view of gathered planes, where a field may be something
+else."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ RECIPES = {
     "float8_block_scaling": BLOCK128,
     "mxfp8": MXFP8,
 }
-"""What a recipe makes of weights, by the method of TE's recipes that says which one it is."""
+"""Method of TE's recipes that names the kind of a recipe -> the weights that it makes."""
 
 
 def kind_of(cls: type) -> Kind | None:
@@ -102,8 +103,8 @@ def kind_of(cls: type) -> Kind | None:
 
 
 def format_of(managed: ManagedParam) -> WeightFormat | None:
-    """In which format a parameter is quantized, or will be once it is made, if it is on the meta
-    device. None if it is not. ValueError, NotImplementedError for what is not supported."""
+    """The format in which a parameter is quantized, or will be once it is made, if it is on the
+    meta device. None if it is not. ValueError, NotImplementedError for what is not supported."""
     param, name = managed.param, managed.fqns[0]
     kind = kind_of(type(param))
     if kind is not None:
@@ -118,7 +119,7 @@ def format_of(managed: ManagedParam) -> WeightFormat | None:
 
 
 def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
-    """Of the parameter `name` of a module whose parameters are made later."""
+    """The format of the parameter `name` of a module whose parameters are made later."""
     about = getattr(owner, "param_init_meta", {}).get(name)
     if about is None or not getattr(owner, "primary_weights_in_fp8", False):
         return None
@@ -253,8 +254,8 @@ def _make_columns(param: Any) -> None:
 
 
 def scales_of(param: nn.Parameter) -> list[torch.Tensor]:
-    """What every rank has of a quantized parameter beside its planes: also the scale that delayed
-    scaling has for the next cast. `param` may be guarded."""
+    """Tensors of a quantized parameter, beside its planes, that every rank has: also the scale that
+    delayed scaling has for the next cast. `param` may be guarded."""
     found = [getattr(param, name) for name in _kind(param).scales]
     quantizer: Any = param._quantizer  # type: ignore[attr-defined]
     # Of this class it quantizes with a scale of earlier steps, and notes what it sees.

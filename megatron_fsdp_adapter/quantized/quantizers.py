@@ -1,4 +1,4 @@
-"""How main weights become the planes and scales of Transformer Engine's quantized tensors: a few
+"""Makes the planes and scales of Transformer Engine's quantized tensors from main weights: a few
 launches for all weights, to the bits that TE's own functions give.
 
 TE has a function for the same (`quantize_master_weights`). It takes weights one by one, keeps a
@@ -54,7 +54,7 @@ def _quantizer(weight: QuantizedWeight) -> Any:
 def _rows(
     weights: Sequence[QuantizedWeight], names: Sequence[str] = ("rowwise",)
 ) -> list[OwnRows]:
-    """As a cast wants them, with the planes of these names."""
+    """Rows as a cast wants them, with the planes of these names."""
     return [
         OwnRows(
             tuple(weight.param.shape), weight.start, weight.main.view(-1),
@@ -72,7 +72,7 @@ def _apart(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Scaled:
-    """What quantizers have in common whose scales are beside the planes, on every rank.
+    """Base of quantizers whose scales are beside the planes, on every rank.
 
     Args:
         cast: of all weights.
@@ -145,7 +145,8 @@ class Delayed(Scaled):
         self._begin_scales()
 
     def _begin_scales(self) -> None:
-        """Those of the bytes that are there: the quantizer's, unless it has moved on since."""
+        """Begins with the scales of the bytes that are there: the quantizer's, unless it has moved
+        on since."""
         torch.reciprocal(self._inverses, out=self._scales)
         for weight, scale in zip(self._weights, self._cast.views(self._scales), strict=True):
             own, inverse = _quantizer(weight).scale.view(1), weight.param.__dict__["_scale_inv"]

@@ -1,4 +1,4 @@
-"""What delayed scaling knows of a weight's matrix product, as a tensor that a checkpoint can have.
+"""The state of delayed scaling for a weight's GEMM, as a tensor that a checkpoint can have.
 
 Transformer Engine keeps scales and histories of amaxes in its modules: of all tensors of a product,
 forward and backward, in a column each. Without them a run would go on with scales of 1, which puts
@@ -26,22 +26,23 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.identity import ParamPair
 
 DIRECTIONS = (("scaling_fwd", 3), ("scaling_bwd", 2))
-"""Where TE's modules have it, and tensors of a product that are quantized there."""
+"""Attributes of TE's modules with that state, and the tensors of a GEMM that are quantized
+there."""
 WEIGHT = 1
 """Its column."""
 OUTDATED = 0.0
 HEAD = 2
 """Rows before the history."""
 LAST, NEXT = "_fsdp_last_scale", "_fsdp_next_cast"
-"""On a quantized parameter: the scale of its bytes, (1,) float32; and how a load wants them made
-from main weights: with this scale, and then the history is as it was saved; or, if that is an
-integer, with one that is found from their amax, divided by 2 to the power of it."""
+"""Attributes of a quantized parameter: the scale of its bytes, (1,) float32; and how a load wants
+them made from main weights: with this scale, and then the history is as it was saved; or, if that
+is an integer, with one that is found from their amax, divided by 2 to the power of it."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Where the record of one weight comes from: product number `product` of TE's module `owner`;
-    param: the weight as it is computed with; trained: by an optimizer."""
+    """The source of the record of one weight: GEMM number `product` of TE's module `owner`; param:
+    the weight as it is computed with; trained: True if an optimizer updates it."""
 
     owner: nn.Module
     param: nn.Parameter
@@ -64,7 +65,7 @@ class Scaling:
         return torch.cat([scales[None], made[None], histories])
 
     def problems(self, name: str, record: Any) -> list[str]:
-        """What is wrong with what is to be loaded."""
+        """Problems of what is to be loaded."""
         width = sum(count for _, count in DIRECTIONS)
         if not isinstance(record, torch.Tensor):
             return [f"{name}: a {type(record).__name__}, expected a tensor"]
@@ -100,7 +101,7 @@ class Scaling:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the weight was loaded, and its scale is still to be found from its values."""
+        """True if the weight was loaded, and its scale is still to be found from its values."""
         return isinstance(self.param.__dict__.get(NEXT), int)
 
     @torch.no_grad()
@@ -115,7 +116,7 @@ class Scaling:
         self.param.__dict__[NEXT] = int(recipe.margin)
 
     def _states(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each direction the scales (n,), and the history (length, n), as views."""
+        """The scales (n,) and the history (length, n) of each direction, as views."""
         for name, count in DIRECTIONS:
             state: Any = self.owner.fp8_meta[name]  # type: ignore[index]
             columns = slice(self.product * count, (self.product + 1) * count)
@@ -123,7 +124,8 @@ class Scaling:
 
 
 def scaling_of(pair: ParamPair) -> Scaling | None:
-    """Of a weight of TE's modules that compute with delayed scaling; None for any other."""
+    """The scaling of a weight of TE's modules that compute with delayed scaling; None for any
+    other."""
     trained = pair.group.key.requires_grad
     for owner, name in pair.managed.slots:
         about = getattr(owner, "param_init_meta", {}).get(name)
@@ -136,7 +138,7 @@ def scaling_of(pair: ParamPair) -> Scaling | None:
 
 
 def scalings_of(pairs: Iterable[ParamPair]) -> list[Scaling]:
-    """Of those of `pairs` that have one."""
+    """The scalings of those of `pairs` that have one."""
     return [scaling for pair in pairs if (scaling := scaling_of(pair)) is not None]
 
 

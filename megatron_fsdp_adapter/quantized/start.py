@@ -1,4 +1,5 @@
-"""Whether the values that weights were quantized from are still those that their bytes stand for.
+"""Checks that the values that weights were quantized from are still those that their bytes stand
+for.
 
 Transformer Engine keeps the value before quantization beside a weight, for main weights to begin
 as. A load into the weight makes other bytes and leaves that value as it was: main weights would
@@ -21,10 +22,10 @@ from .params import HIGH_PRECISION, kind_of
 from .tables import BLOCK
 
 ROWS = 64
-"""How many rows of a weight are looked at."""
+"""Number of rows of a weight that are looked at."""
 FAR = 0.5
-"""Of the norm: more than rounding to 8 bits does, less than two weights that are unrelated differ
-by."""
+"""Part of the norm: more than rounding to 8 bits does, less than two weights that are unrelated
+differ by."""
 FINEST = 2.0**-9
 """The least positive value in E4M3, by whose size rounding may be wrong however small weights are.
 """

@@ -19,10 +19,10 @@ HINT = 16
 
 @dataclass(frozen=True)
 class Table:
-    """What kernels read. lines: int64, one a weight: its own numbers, then its addresses, in the
-    order of `OwnRows.tensors`. work: int32, line and number within the weight of each program, of
-    which the first `whole` have all of a block; aligned: addresses and sizes are multiples of
-    `HINT`."""
+    """The numbers that kernels read. lines: int64, one a weight: its own numbers, then its
+    addresses, in the order of `OwnRows.tensors`. work: int32, line and number within the weight of
+    each program, of which the first `whole` have all of a block; aligned: addresses and sizes are
+    multiples of `HINT`."""
 
     lines: torch.Tensor
     work: torch.Tensor

@@ -211,7 +211,7 @@ def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tenso
 def tensors(
     table: Table, bases: list[int], scales: torch.Tensor | None, amaxes: torch.Tensor | None
 ) -> None:
-    """See `e4m3.TensorCast`."""
+    """Casts tensors; see `e4m3.TensorCast`."""
     _tensors[(len(table.work),)](
         table.lines, table.work, *bases, _either(scales, amaxes), _either(amaxes, scales),
         DTYPES[table.main], DTYPES[table.rounded], table.aligned,
@@ -222,7 +222,7 @@ def tensors(
 def begin_blocks(
     table: Table, amaxes: torch.Tensor, powers_of_two: bool, epsilon: float
 ) -> None:
-    """See `e4m3.BlockCast`."""
+    """Begins to cast blocks; see `e4m3.BlockCast`."""
     cut = table.work[table.whole :]
     for work, cast in ((table.work[: table.whole], True), (cut, False)):
         if len(work):
@@ -230,7 +230,7 @@ def begin_blocks(
 
 
 def finish_blocks(table: Table, bases: list[int], scales: torch.Tensor) -> None:
-    """See `e4m3.BlockCast`."""
+    """Casts the rest of blocks; see `e4m3.BlockCast`."""
     work = table.work[table.whole :]
     if len(work):
         _run_blocks(table, work, bases, scales, scales, True, False)
@@ -250,7 +250,7 @@ def _run_blocks(
 
 
 def groups(table: Table) -> None:
-    """See `e4m3.MxCast`."""
+    """Casts groups; see `e4m3.MxCast`."""
     _groups[(len(table.work),)](
         table.lines, table.work, DTYPES[table.main], DTYPES[table.rounded], table.aligned,
         BLOCK, GROUP, MAX, HINT, 1.0 / MAX, num_warps=4,
@@ -264,7 +264,7 @@ def scales(
     powers_of_two: bool,
     epsilon: float,
 ) -> None:
-    """See `e4m3.write_scales`."""
+    """Writes scales; see `e4m3.write_scales`."""
     numel, step = amaxes.numel(), 1024
     _scales[(triton.cdiv(numel, step),)](
         amaxes, scales, inverses, numel, epsilon,

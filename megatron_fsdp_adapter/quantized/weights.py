@@ -1,4 +1,4 @@
-"""When weights are quantized from main weights: once after each change of those.
+"""Quantizes weights from main weights: once after each change of those.
 
     compute stream   step | begin  maxima over ranks  finish | forward ...
     gather stream                                            casts, gathers of bytes
@@ -32,7 +32,7 @@ from ..core.runtime.comm import Communicator
 from ..core.runtime.device import COMPUTE, GATHER
 
 PlaneItems = Mapping[str, Sequence[torch.Tensor]]
-"""By plane, this rank's rows of each parameter of a group."""
+"""Plane -> this rank's rows of each parameter of a group."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Quantizer(Protocol):
     """
 
     amax_numel: int
-    """How many maxima there are to agree upon; 0 if every scale is a matter of one rank's rows."""
+    """Number of maxima to agree upon; 0 if every scale is a matter of one rank's rows."""
 
     def bind(self, amaxes: torch.Tensor) -> None:
-        """Where the maxima are for good: float32 of shape (amax_numel,), a part of the vector that
-        is reduced. Called once, before anything else, only if there are any."""
+        """Binds the maxima to `maxima` for good: float32 of shape (amax_numel,), a part of the
+        vector that is reduced. Called once, before anything else, only if there are any."""
 
     def begin(self) -> None:
         """Fills all of `amaxes` from this rank's rows; 0 where it has none."""
@@ -88,14 +88,14 @@ class Quantizer(Protocol):
         Scales that are not in planes are set for the whole of every weight, on every rank."""
 
     def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
-        """What writes this rank's rows of the planes of `weights`, from main weights as they are,
-        with the scales that `finish` has set last; enqueued on the current stream, when the planes
-        are there. Asked for after `bind`, of parameters of one group that are not kept, whose
-        planes may be others than those that this quantizer was made of."""
+        """A function that writes this rank's rows of the planes of `weights`, from main weights as
+        they are, with the scales that `finish` has set last; enqueued on the current stream, when
+        the planes are there. Asked for after `bind`, of parameters of one group that are not kept,
+        whose planes may be others than those that this quantizer was made of."""
 
 
 Quantizers = Sequence[tuple[Quantizer, Sequence[QuantizedWeight]]]
-"""With the weights of each."""
+"""Quantizers, each with its weights."""
 
 Reduction = tuple[Sequence[ParamGroup], torch.Tensor, Communicator]
 """The first group of a domain, its maxima, and an axis that they are reduced over."""
@@ -116,7 +116,7 @@ class QuantizedParams(QuantizedWeights):
 
     @abc.abstractmethod
     def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
-        """What every rank has beside the planes, as they are now; broadcast in place at
+        """Tensors beside the planes that every rank has, as they are now; broadcast in place at
         construction. The scale that the planes are multiplied by comes first, if it is no plane.
         `param` may be guarded."""
 
@@ -133,8 +133,8 @@ class QuantizedParams(QuantizedWeights):
 
     @abc.abstractmethod
     def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
-        """Of all weights of one domain, each with its own, in an order that is the same on all
-        ranks. Called once, after all units are built."""
+        """The quantizers of all weights of one domain, each with its own, in an order that is the
+        same on all ranks. Called once, after all units are built."""
 
     # Construction.
 
@@ -193,7 +193,7 @@ class QuantizedParams(QuantizedWeights):
     def _quantizers(
         self, groups: Sequence[ParamGroup]
     ) -> tuple[list[Quantizer], torch.Tensor]:
-        """With the maxima of all of them."""
+        """The quantizers, and the maxima of all of them."""
         made = self.quantizers([weight for group in groups for weight in rows_of(group)])
         counts = [quantizer.amax_numel for quantizer, _ in made]
         amaxes = torch.zeros(sum(counts), device=self._engine_runtime.device)

@@ -1,4 +1,4 @@
-"""From plans to an engine: what both wrappers do around the engine's construction."""
+"""Makes an engine of plans: what both wrappers do around the engine's construction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Engine = TypeVar("Engine", bound=FsdpEngine)
 
 
 def has_one_rank(domain: ShardDomain) -> bool:
-    """Whether its shard axis has one rank. Replicas on an outer axis do not count."""
+    """True if its shard axis has one rank. Replicas on an outer axis do not count."""
     return domain.axis.size == 1
 
 

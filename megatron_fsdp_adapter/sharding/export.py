@@ -31,7 +31,7 @@ from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit
 ALL, CHANGED, TRAINED = "all", "changed", "trained"
 MODEL, STAGE = "model", "stage"
 SCALE_SUFFIX = "_scale_inv"
-"""Of the name of what a quantized weight's bytes are multiplied by."""
+"""Suffix of the name of the tensor that a quantized weight's bytes are multiplied by."""
 SCALES = (SCALE, "rowwise_scales")
 BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32)}
 """Rows and columns that share a scale, by format."""
@@ -227,7 +227,7 @@ class _Chunk:
         return self.everything and group is not None and dist.get_world_size(group) > 1
 
     def _names_of_experts(self) -> dict[str, list[str]]:
-        """By this rank's name of a weight, the names on all expert-parallel ranks."""
+        """This rank's name of a weight -> the names on all expert-parallel ranks."""
         if not self._exchanges:
             return {}
         rest = [described for described, _ in self.source.rest]
@@ -259,7 +259,7 @@ class _Chunk:
                     yield found.pop()
 
     def _exported(self, described: Described, planes: Planes) -> list[Entry]:
-        """What becomes of one weight, last first. Collective; takes the planes away."""
+        """The exported entries of one weight, last first. Collective; takes the planes away."""
         exchange = self._exchanges and described.expert
         names = self._others[described.name] if exchange else [described.name]
         found: list[Entry] = []
@@ -298,16 +298,16 @@ class _Chunk:
             yield described, {WEIGHT: torch.empty(tensor.shape, dtype=dtype, device="meta")}
 
     def _dtype(self, described: Described, tensor: torch.Tensor) -> torch.dtype:
-        """In which a tensor of the rest goes out."""
+        """The dtype in which a tensor of the rest is exported."""
         return tensor.dtype if described.is_buffer else cast_to(tensor.dtype, self.wanted.dtype)
 
     def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor of the rest stands for, as a copy."""
+        """The value of a tensor of the rest, as a copy."""
         value = dequantized(tensor).detach()
         return value.to(self._dtype(described, tensor), copy=True)
 
     def shards(self) -> Iterator[WeightShard]:
-        """This rank's rows."""
+        """This rank's shards."""
         self.source.engine.gather.updates.settle()
         for pair in self.source.engine.pairs:
             group = pair.group
@@ -372,7 +372,7 @@ def _quantized_problems(
 
 
 def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
-    """Without the padding that scales of blocks are kept with."""
+    """Planes without the padding that scales of blocks are kept with."""
     if pair.group.key.quantized is BLOCK128 and SCALE in planes:
         rows, columns = pair.group.layout.specs[pair.index].shape
         planes[SCALE] = planes[SCALE][: -(-rows // 128), : -(-columns // 128)].contiguous()

@@ -1,5 +1,5 @@
-"""What a wrapped model is to an export: which weights there are, what they are called in the whole
-model, and how they are split."""
+"""A wrapped model as an export sees it: its weights, their names in the whole model, and how they
+are split."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Source:
-    """What one model chunk is to an export. describe: of a parameter of the engine; rest: what the
+    """One model chunk as an export sees it. describe: of a parameter of the engine; rest: what the
     engine does not have, as the module has it. experts, stages: the expert-parallel and the
     pipeline-parallel group."""
 
@@ -70,7 +70,7 @@ def beside_engine(
 
 
 def sources(model: Any) -> list[Source]:
-    """Of a wrapped model, or of its chunks. ValueError for anything else."""
+    """The sources of a wrapped model, or of its chunks. ValueError for anything else."""
     chunks = list(model) if isinstance(model, Sequence) else [model]
     for chunk in chunks:
         if not hasattr(chunk, "export_source"):

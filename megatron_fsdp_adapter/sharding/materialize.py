@@ -44,8 +44,8 @@ def values_come_later(module: nn.Module, originals: Mapping[str, nn.Parameter]) 
 
 
 def target_device(module: nn.Module, wanted: torch.device | str | None) -> torch.device:
-    """Where the parameters of `module` are to live: on `wanted`, or with those that are not on the
-    meta device, or else on this process's GPU, or the CPU where there is none."""
+    """The device for the parameters of `module`: `wanted`, or that of those that are not on the
+    meta device, or else this process's GPU, or the CPU where there is none."""
     if wanted is not None:
         return torch.device(wanted)
     real = (param.device for param in module.parameters() if not param.is_meta)
@@ -66,7 +66,7 @@ def device_of_type(module: nn.Module, kind: str) -> torch.device:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `module` holds itself on the meta device, by name."""
+    """Names and tensors that `module` holds itself on the meta device."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:

@@ -24,8 +24,8 @@ from ..dtensor import Chunks, chunks_of, even_chunks, is_replicated
 
 @dataclass(frozen=True)
 class Place:
-    """What a key of a state dict stands for: piece `number` of `count` of the value that the
-    module itself has under `name`."""
+    """The place of a key of a state dict: piece `number` of `count` of the value that the module
+    itself has under `name`."""
 
     name: str
     number: int = 0
@@ -51,7 +51,7 @@ def checkpoint_form(own: Iterable[str], names: GlobalNames) -> Form:
 
 
 def tree_names(module: nn.Module, own: Iterable[str]) -> dict[str, str]:
-    """By key of a module's own state dict, the name by which torch's load finds it: a Float16Module
+    """Key of a module's own state dict -> the name by which torch's load finds it: a Float16Module
     is a level in the tree of modules, and none in keys."""
     holders = (*module.named_parameters(remove_duplicate=False),
                *module.named_buffers(remove_duplicate=False))  # fmt: skip
@@ -126,7 +126,7 @@ def load_problems(
 
 
 def shape_problems(key: str, param: nn.Parameter, place: Place, value: Any) -> list[str]:
-    """What is wrong with `value` for `place` in the sharded parameter `param`."""
+    """Problems of `value` for `place` in the sharded parameter `param`."""
     if not isinstance(value, torch.Tensor):
         return [f"{key}: a {type(value).__name__}, expected a tensor"]
     expected = _shapes_for(param, place, value)
@@ -146,7 +146,8 @@ def _shapes_for(param: nn.Parameter, place: Place, value: torch.Tensor) -> list[
 
 
 def incompatible_keys(form: Form, given: Mapping[str, str], result: Any) -> Any:
-    """What torch's `load_state_dict` would return for the whole module, in the form's keys.
+    """The result that torch's `load_state_dict` would return for the whole module, in the form's
+    keys.
 
     given: the form's key for each given one. result: torch's own, of a load into the whole module
     without the values that the form does not have.
@@ -240,7 +241,7 @@ def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]
 
 
 SAME, OTHER, UNKNOWN = range(3)
-"""How a DTensor is cut: as its place is, in another way, or in an unknown one."""
+"""Cuts of a DTensor: that of its place, another one, or an unknown one."""
 
 
 def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What is wrong with a module that is to be sharded, or with what is asked for it.
+"""Problems of a module that is to be sharded, or of what is asked for it.
 
 Each function returns one line for each problem, so that a caller can raise all at once.
 """
@@ -15,7 +15,7 @@ from ..quantized.start import outdated_values
 from .unit_classes import unit_problems
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What main gradients, of float32 at most, can be summed for."""
+"""Dtypes of parameters whose main gradients, of float32 at most, can be summed."""
 
 
 def module_problems(
@@ -77,7 +77,7 @@ def parameter_problems(module: nn.Module, is_managed: Callable[[str], bool]) -> 
 
 
 def _parameter(param: nn.Parameter) -> str:
-    """Why a flat buffer cannot hold `param`, and what to do; empty if it can."""
+    """The reason why a flat buffer cannot hold `param`, and what to do; empty if it can."""
     if any(hasattr(param, mark) for mark in SHARDED_ALREADY):
         return ""  # reported for the whole module
     if isinstance(param, DTensor):

@@ -1,4 +1,4 @@
-"""Which modules are sharded, and which are left alone.
+"""Placement of modules: sharded, or ignored.
 
 A module that is left alone keeps its parameters as they are: no buffers, no communication, no
 optimizer; it must be frozen.
@@ -26,7 +26,7 @@ left out) and what to do with what is below such a module; later ones win."""
 
 
 def placement_of(chosen: Placements, fqn: str) -> str:
-    """That of the parameter of this name: of the modules that hold it."""
+    """The placement of the parameter of this name: that of the modules that hold it."""
     found = SHARD
     for pattern, placement in chosen.items():
         if any(fnmatch.fnmatchcase(name, pattern) for name in _holders(fqn)):
@@ -35,7 +35,7 @@ def placement_of(chosen: Placements, fqn: str) -> str:
 
 
 def placement_problems(chosen: Placements, module: nn.Module) -> list[str]:
-    """What is wrong with them for `module`."""
+    """Problems of the placements for `module`."""
     names = {name for fqn, _ in module.named_parameters() for name in _holders(fqn)}
     found = []
     for pattern, placement in chosen.items():

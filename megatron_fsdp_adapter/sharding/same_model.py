@@ -1,4 +1,4 @@
-"""Whether all ranks that share a model's weights have built the same model.
+"""Checks whether all ranks that share a model's weights have built the same model.
 
 Ranks whose models differ launch collectives of other sizes, or in another order: they hang, or add
 up gradients of other parameters. What is compared here decides all of those: units, parameters and
@@ -20,7 +20,7 @@ from ..core.topology import ShardDomain
 
 
 def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
-    """What must be equal on all ranks, one thing a line: options, units and their parameters."""
+    """Lines that must be equal on all ranks, a thing each: options, units and their parameters."""
     options = {**vars(config), "strategy": config.strategy.name}
     lines = [f"option {name}={value}" for name, value in options.items()]
     for plan in plans:

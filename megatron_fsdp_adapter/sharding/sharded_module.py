@@ -1,5 +1,5 @@
-"""What a module gets when it is sharded, in Megatron and outside of it: state dicts, microbatches,
-and guards against what would detach its parameters from their buffers.
+"""Methods of a sharded module, in Megatron and outside of it: state dicts, microbatches, and guards
+against what would detach its parameters from their buffers.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class GradSync(NotCopyable):
             self.engine.is_last_microbatch = before is not False
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Whether each backward outside `no_sync` ends a step by itself: reductions are waited for
-        and gradients attached when `backward()` returns, as a plain training loop expects. Off,
+        """Sets whether each backward outside `no_sync` ends a step by itself: reductions are waited
+        for and gradients attached when `backward()` returns, as a plain training loop expects. Off,
         that is what `finish_grad_sync` does, which Megatron calls."""
         self.engine.auto_sync = sync_model
 
@@ -143,7 +143,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         return found
 
     def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
-        """The same values under the names, and in the pieces, that a checkpoint has on every rank
+        """The full state under the names, and in the pieces, that a checkpoint has on every rank
         (`checkpoint.names`). Pieces are views of the main weights. Quantized parameters that were
         left alone are what they stand for.
 
@@ -183,7 +183,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
 
     def _scalings(self, params: Mapping[str, nn.Parameter]) -> dict[str, Scaling]:
-        """Where delayed scaling has its state, by the key of a record beside the weight's."""
+        """Key of a record beside the weight's -> the state of delayed scaling."""
         pairs = {id(pair.sharded): pair for pair in self.engine.pairs}
         found = {key: scaling_of(pairs[id(param)]) for key, param in params.items()}
         return {key + FP8_SCALING: scaling for key, scaling in found.items() if scaling}
@@ -238,7 +238,8 @@ class ShardedStateDict(NotCopyable, nn.Module):
 OF_RAW = (
     "__fsdp_param__", "get_main_grad", "grad_added_to_main_grad", "main_grad", "overwrite_main_grad"
 )  # fmt: skip
-"""What modules that write gradients by themselves read, on the parameter that they compute with."""
+"""Attributes that modules that write gradients by themselves read, on the parameter that they
+compute with."""
 
 
 def engines_behind(params: Iterable[Any]) -> list[Any]:

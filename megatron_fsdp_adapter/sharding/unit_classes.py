@@ -1,4 +1,5 @@
-"""Which modules are units: those of named classes, or the repeated layers where none is named."""
+"""The modules that are units: those of named classes, or the repeated layers where none is
+named."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def unit_problems(module: nn.Module, named: Any) -> list[str]:
 
 
 def classes_of(module: nn.Module, named: Sequence[type[nn.Module] | str]) -> tuple[type, ...]:
-    """What `isinstance` takes for `named`. A string is the name of a class among those of the
+    """Classes for `isinstance`, of `named`. A string is the name of a class among those of the
     modules below `module`, or an import path; one that is neither adds nothing."""
     found: list[type] = []
     for one in named:
@@ -115,7 +116,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Whether `module` is a list of layers: two of one class have parameters. A Sequential of
+    """True if `module` is a list of layers: two of one class have parameters. A Sequential of
     single operations is one layer."""
     if not isinstance(module, LISTS):
         return False

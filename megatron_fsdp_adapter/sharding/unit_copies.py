@@ -39,7 +39,7 @@ Planes = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which weights are copied, and in what.
+    """The weights that are copied, and their dtype.
 
     dtype: of floating-point weights; None for that of the main weights. quantized: whether
     quantized weights are copied as the bytes and scales of forward.
@@ -50,7 +50,8 @@ class Wanted:
     quantized: bool
 
     def planes(self, group: ParamGroup) -> list[tuple[Plane, list[torch.Tensor]]]:
-        """What is copied of a group's weights, with what this rank holds of each segment."""
+        """Planes of a group's weights that are copied, with what this rank holds of each
+        segment."""
         if self.quantized and group.key.quantized:
             return [
                 (shard.plane, shard.segments(group.held))
@@ -61,14 +62,14 @@ class Wanted:
 
 
 def cast_to(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """In which a weight in `dtype` is copied where `asked` is, None for any. Integers are not cast:
-    bf16 rounds those above 256."""
+    """The dtype in which a weight in `dtype` is copied where `asked` is, None for any. Integers are
+    not cast: bf16 rounds those above 256."""
     return dtype if asked is None or not dtype.is_floating_point else asked
 
 
 def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What this rank holds of each segment. Of main weights in host memory rather what was made of
-    them on the device, in the same dtype, if it is there and not stale."""
+    """This rank's part of each segment. Of main weights in host memory rather what was made of them
+    on the device, in the same dtype, if it is there and not stale."""
     kept = group.main_on_host and group.own_current and dtype == group.key.dtype
     if kept and all(storage_bytes(segment) for segment in group.held_weights):
         return group.held_weights
@@ -76,7 +77,8 @@ def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 class _GroupCopy:
-    """Of one group. items: by plane, of each parameter, whole as this rank's model has it."""
+    """The copy of one group. items: by plane, of each parameter, whole as this rank's model has
+    it."""
 
     def __init__(self, group: ParamGroup, wanted: Wanted) -> None:
         self._group, self.items = group, dict[str, list[torch.Tensor]]()

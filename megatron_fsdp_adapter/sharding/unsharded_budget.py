@@ -1,4 +1,4 @@
-"""Which units stay unsharded over the microbatches of a step, within a budget of bytes.
+"""Chooses the units that stay unsharded over the microbatches of a step, within a budget of bytes.
 
 With weights and gradients sharded each microbatch gathers a unit twice and reduces it once. Kept
 weights are gathered once a step, kept gradients are reduced once a step; both take memory. A byte
@@ -23,7 +23,7 @@ OPTION = "fsdp_unsharded_budget_gib"
 GIB = 1 << 30
 
 KEEPING = ("optim_grads", "optim")
-"""What units may become, the one that costs least first: weights kept, gradients too."""
+"""Kinds of kept units, the one that costs least first: weights kept, gradients too."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class UnshardedUnits:
 
 
 def policy_precision(config: EngineConfig) -> Precision:
-    """What the formula for memory asks of an engine's configuration."""
+    """The inputs of the formula for memory from an engine's configuration."""
     policy = config.policy
     return Precision(
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype, offload=config.offload
@@ -53,7 +53,7 @@ def policy_precision(config: EngineConfig) -> Precision:
 
 
 def can_keep(strategy: Strategy) -> bool:
-    """Whether there is anything that units of this strategy could keep."""
+    """True if there is anything that units of this strategy could keep."""
     return strategy.shard_grads
 
 

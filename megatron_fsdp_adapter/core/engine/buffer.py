@@ -118,7 +118,7 @@ class FlatBuffer:
 
 
 WHOLE = plain(torch.float32).planes[0]
-"""Of a buffer that has one element for each of the group, whatever its dtype."""
+"""Layout of a buffer that has one element for each of the group, whatever its dtype."""
 
 
 class ShardedBuffer(FlatBuffer):
@@ -156,7 +156,8 @@ class ShardedBuffer(FlatBuffer):
 
     @functools.cached_property
     def params(self) -> list[torch.Tensor]:
-        """Each parameter in the shape of the module's own, of a buffer that stores all of it."""
+        """A view of each parameter in the shape of the module's own, in a buffer that stores all of
+        it."""
         shapes = [self.plane.shape(spec.shape) for spec in self.stored.layout.specs]
         items = self._items[self.stored]
         return [item.view(shape) for item, shape in zip(items, shapes, strict=True)]

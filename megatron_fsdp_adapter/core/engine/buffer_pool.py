@@ -1,4 +1,4 @@
-"""Where gathered weights and reduce buckets are: storage that comes and goes, or fixed slots.
+"""Storage of gathered weights and reduce buckets: allocated and freed, or in fixed slots.
 
 By default every buffer takes storage from the caching allocator and gives it back. A *slot* is
 memory for life that several units use in turn (`fsdp_double_buffer`), so that it can be registered
@@ -27,7 +27,7 @@ ALIGNMENT = 512
 """Bytes; of each flat buffer in a slot."""
 
 REPEATED = 3
-"""How many units of a kind make it one of layers."""
+"""Number of units of a kind from which on it is a kind of layers."""
 
 AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 """Makes uint8 tensors of the given numbers of bytes, whose contents are undefined."""
@@ -70,16 +70,17 @@ def aligned(nbytes: int) -> int:
 
 
 def bucket_dtype(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> torch.dtype:
-    """Of a group's bucket: `comm`, or where the unit `narrows` buckets (`EngineConfig`) the dtype
-    that autograd gives all of its gradients, if that is narrower. Every backward copies one
-    gradient of each parameter into a fresh bucket, so a cast to `comm` would add nothing to it."""
+    """The dtype of a group's bucket: `comm`, or where the unit `narrows` buckets
+    (`EngineConfig`) the dtype that autograd gives all of its gradients, if that is narrower.
+    Every backward copies one gradient of each parameter into a fresh bucket, so a cast to `comm`
+    would add nothing to it."""
     dtype = layout.specs[0].dtype
     alike = all(spec.from_autograd for spec in layout.specs)
     return dtype if narrows and alike and dtype.itemsize < comm.itemsize else comm
 
 
 def bucket_bytes(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> int:
-    """Of a group's bucket; none where it is frozen."""
+    """Bytes of a group's bucket; 0 if the group is frozen."""
     if not layout.specs[0].requires_grad:
         return 0
     return layout.total_numel * bucket_dtype(layout, comm, narrows).itemsize
@@ -116,7 +117,7 @@ def make_slots(
     kinds: Sequence[str], nbytes: Sequence[int | None], depths: Sequence[int],
     allocate: AllocateSlots,
 ) -> list[Slot]:
-    """Of each unit; see `plan_slots`."""
+    """Makes the slots of each unit; see `plan_slots`."""
     slot_of, sizes = plan_slots(kinds, nbytes, depths)
     memory = allocate(sizes) if any(sizes) else []
     needed = zip(slot_of, nbytes, strict=True)

@@ -38,15 +38,15 @@ OfDomains = dict[str, Communicator]
 
 
 def allocator(given: AllocateSlots | None, runtime: Runtime) -> AllocateSlots:
-    """What makes the memory of fixed slots: ordinary memory, unless something else is given."""
+    """The allocator of fixed slots: ordinary memory, unless another one is given."""
     return given or ordinary_memory(runtime.device)
 
 
 def communicators(
     domains: Mapping[str, ShardDomain], make: MakeCommunicator, runtime: Runtime
 ) -> tuple[OfDomains, OfDomains, OfDomains]:
-    """Of each domain: that of gathers and that of reductions over the shard axis, and the outer
-    axis's, where there is one."""
+    """Communicators by domain: for gathers and for reductions over the shard axis, and for the
+    outer axis, where there is one."""
     device = runtime.device
     gathers = {name: make(domain.gather_group, device) for name, domain in domains.items()}
     reduces = {name: make(domain.reduce_group, device) for name, domain in domains.items()}
@@ -151,7 +151,7 @@ def pipelines(
     runtime: Runtime, communicators: tuple[OfDomains, OfDomains, OfDomains],
     allocate: AllocateSlots, order: PrefetchOrder, grad_check: GradCheck | None,
 ) -> tuple[GatherPipeline, ReducePipeline, LaunchComparison]:  # fmt: skip
-    """What gathers and what reduces the units, and what compares their launches."""
+    """Makes the pipelines that gather and reduce the units, and the comparison of launches."""
     gathers, reduces, outer = communicators
     launches = LaunchComparison(runtime, [*reduces.values(), *outer.values()])
     gather = GatherPipeline(units, config, runtime, gathers, outer, order, launches)

@@ -70,8 +70,8 @@ class DeferredUpdates:
                 updater.load_ahead(self, self._began)
 
     def drop_loads(self) -> None:
-        """What was loaded ahead may be old, or is not needed: main weights or state may have been
-        written, or no step follows."""
+        """Drops what was loaded ahead, because main weights or state may have been written, or no
+        step follows."""
         self._began = None
         for updater in self._alive():
             updater.drop_loads()

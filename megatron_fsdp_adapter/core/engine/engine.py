@@ -82,30 +82,31 @@ class FsdpEngine:
     """
 
     is_last_microbatch: bool | None = None
-    """Whether no further backward follows in this step; None if that is unknown. Several may run
+    """True if no further backward follows in this step; None if that is unknown. Several may run
     then, except where gradients are kept: there the first one counts as the last."""
     auto_sync = False
-    """Whether the last backward of a step also finishes its gradients."""
+    """True if the last backward of a step also finishes its gradients."""
     calls_parts = False
-    """Whether a schedule runs a part of a pass by itself. Hooks do nothing then."""
+    """True if a schedule runs a part of a pass by itself. Hooks do nothing then."""
     running_root: str | None = None
     """The name of the module whose forward runs; None between forwards."""
     counts_calls = True
-    """Whether calls of units in the forward that runs are counted: a backward follows it."""
+    """True if calls of units in the forward that runs are counted: a backward follows it."""
     in_flight = 0
-    """How many forwards wait for their backward."""
+    """Number of forwards that wait for their backward."""
     late_seen = False
-    """Whether kept gradients came to some unit after it had been reduced."""
+    """True if kept gradients came to some unit after it had been reduced."""
     grads_attached = False
-    """Whether `.grad` of the sharded parameters are the step's gradients. False from the beginning
+    """True if `.grad` of the sharded parameters are the step's gradients. False from the beginning
     of a backward until all that it gave is reduced."""
     pinned_by = ""
-    """What has addresses of the memory, for messages ("a CUDA graph"); "" if it may go."""
+    """The holder of addresses in the memory, for messages ("a CUDA graph"); "" if memory may be
+    freed."""
     stash: Any = None
-    """What gave memory back (`optim/memory.py`), if it ever was."""
+    """The stash that memory was released to (`optim/memory.py`), if there is one."""
     loads, exported_loads = 0, -1
-    """How often weights that are not trained were reported as written: so far, and when everything
-    was last exported."""
+    """How often weights that are not trained were reported as written: so far, and up to the last
+    export of everything."""
 
     def __init__(
         self,
@@ -454,12 +455,12 @@ class FsdpEngine:
 
     @property
     def has_grads(self) -> bool:
-        """Whether a backward of this step has left gradients on this rank."""
+        """True if a backward of this step has left gradients on this rank."""
         return any(group.grad_state is not GradState.EMPTY for group in self.groups)
 
     @property
     def _is_idle(self) -> bool:
-        """Whether the user has frozen all parameters, and there are no gradients of before."""
+        """True if the user has frozen all parameters, and there are no gradients of before."""
         trainable = (group for group in self.groups if group.key.requires_grad)
         return all(group.idle and group.grad_state is GradState.EMPTY for group in trainable)
 
@@ -480,7 +481,7 @@ class FsdpEngine:
             self.quantization.catch_up()
 
     def will_quantize(self, trained: bool) -> bool:
-        """Whether quantized weights, those that are trained or the others, are quantized again
+        """True if quantized weights, those that are trained or the others, are quantized again
         before a forward reads them."""
         return self.quantization is not None and self.quantization.is_pending(trained)
 

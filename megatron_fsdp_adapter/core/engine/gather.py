@@ -29,8 +29,8 @@ from .unit import Phase, Unit
 
 
 class DomainGather(NamedTuple):
-    """What is launched of one domain over one axis (`kind`): output and input of each gather of its
-    groups."""
+    """The launched gathers of one domain over one axis (`kind`): output and input of each gather of
+    its groups."""
 
     kind: str
     communicator: Communicator
@@ -85,7 +85,7 @@ class GatherPipeline:
             self._prefetch(self._within_budget(upcoming))
 
     def wait_unshard(self, unit: Unit) -> None:
-        """The same without the next gathers, which the caller launches."""
+        """Unshards a unit and waits, without launching the next gathers, which the caller does."""
         self.launch_unshard(unit)
         if unit.gathered is not None:
             self._finish(unit)
@@ -248,7 +248,7 @@ class GatherPipeline:
 
     @property
     def holds_any(self) -> bool:
-        """Whether any unit is kept."""
+        """True if any unit is kept."""
         return any(self._held.values())
 
     def reshard_held(self) -> None:

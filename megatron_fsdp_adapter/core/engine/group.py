@@ -57,7 +57,7 @@ from .wgrad import FusedWgrad
 
 
 class GradState(enum.Enum):
-    """Where the step's gradients are: nowhere yet, summed on this rank, reduced over the shard
+    """The place of the step's gradients: none yet, summed on this rank, reduced over the shard
     axis, or over the outer axis as well (only where there is one)."""
 
     EMPTY = "empty"
@@ -162,7 +162,7 @@ class ParamGroup:
             self.held = ShardSpec(layout.with_shards(size * self.domain.outer_size), rank)
 
     def _decide(self) -> None:
-        """What follows from the strategy, dtypes and domain."""
+        """Sets the fields that follow from strategy, dtypes and domain."""
         strategy, key, policy = self.config.strategy, self.key, self.config.policy
         self.keeps_grads, self.keeps_weights = not strategy.shard_grads, not strategy.shard_weights
         self.shards_main = strategy.shard_main
@@ -301,14 +301,14 @@ class ParamGroup:
         self.own_current = True
 
     def write_own_from_device(self) -> None:
-        """The same from the device buffer of main weights in host memory, which an optimizer
-        has updated."""
+        """Writes this rank's compute weights from the device buffer of main weights in host memory,
+        which an optimizer has updated."""
         if self.main_on_host:
             copy_each(self.held_weights, self.device_main.segments(self.held))
             self.own_current = True
 
     def has_grads(self) -> bool:
-        """Whether backward has left a gradient that `take_grads` has not taken."""
+        """True if backward has left a gradient that `take_grads` has not taken."""
         with unchecked():
             return self.direct.is_open or any(param.grad is not None for param in self.params)
 
@@ -384,12 +384,12 @@ class ParamGroup:
 
 
 def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
-    """Whether shards of main weights are split again over the outer axis."""
+    """True if shards of main weights are split again over the outer axis."""
     return config.shard_outer and domain.outer is not None
 
 
 def shard_rank(domain: ShardDomain, config: EngineConfig) -> int:
-    """Which of the shards of main weights, over all axes, this rank has."""
+    """The number of this rank's shard of main weights, over all axes."""
     outer, inner = domain.outer, domain.axis.rank if config.strategy.shard_main else 0
     if outer is None or not splits_outer(domain, config):
         return inner

@@ -48,7 +48,7 @@ METADATA_FUNCTIONS = _metadata_functions()
 
 
 class ReshardedParameter(nn.Parameter):
-    """What an unsharded parameter is while its unit's weights are resharded or stale.
+    """Class of an unsharded parameter while its unit's weights are resharded or stale.
 
     Metadata (shape, dtype, `.grad`, ...) can be read; anything that would read data raises
     RuntimeError naming parameter, unit and phase, unless the parameter's `_fsdp_reach` has the
@@ -84,7 +84,7 @@ def _assign_data(param: Any, value: torch.Tensor) -> None:
 
 
 class PresentParameter(nn.Parameter):
-    """What an unsharded parameter is while its weights are there. RuntimeError where `data` is
+    """Class of an unsharded parameter while its weights are there. RuntimeError where `data` is
     assigned.
     """
 
@@ -92,7 +92,8 @@ class PresentParameter(nn.Parameter):
 
 
 class GatheredParameter(nn.Parameter):
-    """The same where the weights are dropped, or cast from main weights again, afterwards.
+    """Class of an unsharded parameter whose weights are dropped, or cast from main weights again,
+    afterwards.
 
     `_version` counts what is written to them. A tensor that torch gives as `data` has a count of
     its own, so that `weight.data.clamp_()` would not be seen: this one shares the parameter's.
@@ -126,7 +127,7 @@ def _not_gathered(action: Any, param: Any) -> RuntimeError:
 
 
 _OF_THE_OBJECT = ("shape", "size", "dtype", "device", "is_cuda", "is_cpu")
-"""What classes of quantized tensors look up in their fields."""
+"""Names that classes of quantized tensors look up in their fields."""
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Where autograd and `nn.Module` call the engine. Every hook is one call of an engine method.
+"""The hooks by which autograd and `nn.Module` call the engine. Every hook is one call of an engine
+method.
 
 Hooks hold the engine weakly: modules do not keep it alive, so that deleting the wrapper frees
 every buffer without waiting for the cycle collector.
@@ -33,13 +34,13 @@ from .unit import Unit
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
-"""What certainly holds no tensors besides itself."""
+"""Types that certainly hold no tensors besides themselves."""
 
 _OPAQUE = (
     *_LEAVES, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size, nn.Module,
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
-"""What is not searched for tensors."""
+"""Types that are not searched for tensors."""
 
 
 EngineRef = Callable[[], Any]
@@ -47,7 +48,7 @@ EngineRef = Callable[[], Any]
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside an autograd backward; true while recomputing activations."""
+    """True if this thread is inside an autograd backward; true while recomputing activations."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -56,7 +57,7 @@ def needs_grad(value: Any) -> bool:
 
 
 def accumulates(groups: Iterable[ParamGroup]) -> bool:
-    """Whether the running backward accumulates gradients of any of `groups`; one for gradients of
+    """True if the running backward accumulates gradients of any of `groups`; one for gradients of
     inputs alone (`torch.autograd.grad`, `backward(inputs=...)`) does not. Looks at parameters only
     where that backward is for chosen tensors.
     """
@@ -69,7 +70,7 @@ def accumulates(groups: Iterable[ParamGroup]) -> bool:
 
 
 def _is_captured() -> bool:
-    """Whether the running hook is on a chosen tensor with nothing chosen behind it: torch calls it
+    """True if the running hook is on a chosen tensor with nothing chosen behind it: torch calls it
     before it reports that tensors were chosen."""
     node = torch._C._current_autograd_node()
     behind = [edge[0] for edge in node.next_functions if edge[0] is not None]
@@ -128,7 +129,7 @@ def on_inputs_done(
 
 
 def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
-    """What a module is given in the place of its input `value`; appends what is to be watched."""
+    """The value that a module gets in place of its input `value`; appends what is to be watched."""
     # Most layers are given tensors and plain values; a walk takes longer than all else here.
     if isinstance(value, torch.Tensor):
         if not value.requires_grad or isinstance(value, nn.Parameter):

@@ -72,7 +72,7 @@ class ParamPair:
         self.sharded.grad = self.sharded.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
 
     def local_of(self, given: Any) -> torch.Tensor:
-        """This rank's rows of a gradient that is not ours."""
+        """This rank's rows of a gradient that the engine did not make."""
         if getattr(given, "placements", None) != self.grad.placements:  # type: ignore[union-attr]
             raise RuntimeError(
                 f"grad of parameter {self.managed.fqns[0]} was set to a {type(given).__name__} "

@@ -1,4 +1,4 @@
-"""Whether all ranks launched the same collectives.
+"""Checks whether all ranks launched the same collectives.
 
 Collectives are matched by their order. Ranks that use different units, or use them in another
 order, therefore add up gradients of unlike parameters, without any error where the units are of
@@ -29,14 +29,14 @@ GATHERED_OUTER, REDUCED_OUTER = GATHERED + " (outer axis)", REDUCED + " (outer a
 AGREED = "scales of weights from {} on agreed"
 
 KEPT = 20_000
-"""How many of a step's launches are kept, to name the first difference: 160 kB."""
+"""Number of a step's launches that are kept, to name the first difference: 160 kB."""
 
 _MASK, _PRIME = (1 << 64) - 1, 0x100000001B3
 
 
 @dataclass
 class Launched:
-    """What one rank launched in a step: how many, the number that they are folded into (64 bits),
+    """The launches of one rank in a step: how many, the number that they are folded into (64 bits),
     and the last ones in words."""
 
     count: int = 0
@@ -123,7 +123,8 @@ class LaunchComparison:
             self._raise_found()
 
     def largest(self) -> Sequence[int]:
-        """Of each number that the last comparison was told the largest, once the device has it."""
+        """The largest over the ranks of each number in the last comparison, once the device has
+        it."""
         rows = self._last.read()
         return rows[-1][2:] if rows else self._last.told
 
@@ -163,7 +164,7 @@ class LaunchComparison:
 
 
 def _difference(every: Mapping[int, Launched]) -> str:
-    """What differs first, and what to do about it."""
+    """Text of the first difference, and what to do about it."""
     count = max(launched.count for launched in every.values())
     lines: list[str] = []
     for index in range(count):

@@ -1,4 +1,4 @@
-"""From a module tree to units and groups of parameters.
+"""Partitions the parameters of a module tree into units and groups.
 
 A *unit* is what is gathered and reduced together: one transformer layer, the embedding, the output
 layer. Every parameter belongs to the unit module nearest above it; what lies outside all unit
@@ -35,7 +35,7 @@ Slot = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one group have in common. dtype: of the compute weights, nominal
+    """The properties that all parameters of a group share. dtype: of the compute weights, nominal
     where they are quantized. quantized: their format; None if that is `dtype`. given: the dtype
     that the module had, where it is to compute in another; None if it is `dtype`."""
 
@@ -47,17 +47,17 @@ class GroupKey:
 
     @property
     def own_dtype(self) -> torch.dtype:
-        """That of the module's parameters."""
+        """The dtype of the module's parameters."""
         return self.given or self.dtype
 
     @cached_property
     def format(self) -> WeightFormat:
-        """How they are represented."""
+        """The format of the compute weights."""
         return self.quantized or plain(self.dtype)
 
     @property
     def represented(self) -> str:
-        """In words: the dtype, and the format of what is quantized."""
+        """The representation in words: the dtype, or the format of quantized weights."""
         dtype = str(self.dtype).removeprefix("torch.")
         return dtype if self.quantized is None else f"{dtype} as {self.quantized.name}"
 
@@ -76,14 +76,14 @@ class ManagedParam:
 
     @property
     def has_grads_of_its_dtype(self) -> bool:
-        """Whether autograd leaves `.grad` in the parameter's dtype: torch lets one ask for
-        another (`grad_dtype`)."""
+        """True if autograd leaves `.grad` in the parameter's dtype: torch lets one ask for another
+        (`grad_dtype`)."""
         with unchecked():
             return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
 
     def spec(self, index: int, key: GroupKey) -> ParamSpec:
-        """What the layout planner needs to know, in the group of this key. Shards are cut between
-        rows of dim 0, or granules of a quantized format."""
+        """The layout planner's description of this parameter in the group of this key. Shards are
+        cut between rows of dim 0, or granules of a quantized format."""
         shape = tuple(self.param.shape)
         return ParamSpec(
             index=index,
@@ -120,7 +120,7 @@ class UnitPlan:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """In the order in which they run."""
+        """The modules in the order in which they run."""
         return () if self.module is None else (self.module, *self.more)
 
     @property
@@ -148,7 +148,7 @@ def unit_modules(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dic
 
 
 def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool:
-    """Whether backward reads no weight of `unit`: it and the modules in it are of exactly these
+    """True if backward reads no weight of `unit`: it and the modules in it are of exactly these
     `classes`, which look rows up in a `weight`, and nothing was added to them. A subclass, a
     parametrization or a hook may compute with the weight."""
     return all(

@@ -1,4 +1,4 @@
-"""Which unit's weights are needed next.
+"""The order in which units' weights are needed, recorded and predicted.
 
 The order in which units asked for their weights is recorded in every pass and replayed in the
 next pass of the same direction. The module order stands in for the first pass. A static order
@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 FORWARD, BACKWARD = "forward", "backward"
 
 LOOKAHEAD = 8
-"""How far a request may run ahead of the recorded order before the order is given up."""
+"""Number of requests that may run ahead of the recorded order before the order is given up."""
 
 
 class PrefetchOrder:
@@ -66,7 +66,7 @@ class PrefetchOrder:
 
     @property
     def ends(self) -> bool:
-        """Whether this is a backward pass that has asked for the last unit of the known order."""
+        """True if this is a backward pass that has asked for the last unit of the known order."""
         return self.direction == BACKWARD and self._position == len(self._known[BACKWARD])
 
     def first(self) -> Sequence[int]:
@@ -79,5 +79,5 @@ class PrefetchOrder:
         return list(self._known[FORWARD])
 
     def is_last(self, ordinal: int) -> bool:
-        """Whether `ordinal` ended the last known forward pass."""
+        """True if `ordinal` ended the last known forward pass."""
         return self._known[FORWARD][-1:] == [ordinal]

@@ -1,4 +1,4 @@
-"""What the engine asks of the library of quantized weights: one protocol.
+"""The protocol between the engine and the library of quantized weights.
 
 A quantized parameter is a tensor whose nominal shape and dtype are those of the weight, and whose
 values are in fields: one tensor for each plane of its `WeightFormat`, in the plane's shape, and
@@ -65,7 +65,7 @@ class QuantizedWeights(Protocol):
         parameters are shown, as they are computed with."""
 
     def is_pending(self, trained: bool) -> bool:
-        """Whether something has changed that is not made up for."""
+        """True if something has changed that is not made up for."""
 
     def catch_up(self) -> None:
         """Quantizes what has changed. On the compute stream, behind all gathers of the old bytes;

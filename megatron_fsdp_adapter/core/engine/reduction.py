@@ -1,4 +1,4 @@
-"""How a domain's gradients are reduced, decided once, and one group's part of a launch."""
+"""Reduction of a domain's gradients, decided once, and one group's part of a launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .launches import REDUCED, REDUCED_OUTER
 
 @dataclass(frozen=True)
 class DomainReduce:
-    """How the gradients of a domain are reduced over one axis.
+    """The way in which the gradients of a domain are reduced over one axis.
 
     Attributes:
         kind: what a launch is called (`launches.py`).
@@ -116,7 +116,7 @@ class Reduction:
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """What a reduce-scatter writes to."""
+        """The outputs of a reduce-scatter."""
         in_shard = self.reduce.into_shard and not self.adds
         return self.shards if in_shard else self.results
 

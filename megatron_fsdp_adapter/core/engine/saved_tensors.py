@@ -1,4 +1,4 @@
-"""What autograd saves for backward while other hooks are on (`saved_tensors_hooks`,
+"""Filters what autograd saves for backward while other hooks are on (`saved_tensors_hooks`,
 `save_on_cpu`, offload of activations): tensors in the engine's buffers are kept from them.
 
 Such hooks copy what is saved to the host, and weights are saved by nearly every operation: as the
@@ -30,7 +30,7 @@ def mark_owned(tensor: torch.Tensor) -> None:
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is in a buffer of an engine; of a tensor made of others, which it holds as
+    """True if `tensor` is in a buffer of an engine; of a tensor made of others, which it holds as
     attributes, whether any of them is."""
     if torch._C._has_storage(tensor) and getattr(tensor.untyped_storage(), _MARK, False):
         return True
@@ -83,7 +83,7 @@ class SavedTensorFilter:
         return True
 
     def leave(self, key: Hashable) -> None:
-        """That call is over."""
+        """Ends the filtering for a call."""
         if self._entered and self._entered[-1][0] == key:
             _, sieve = self._entered.pop()
             found = _innermost()

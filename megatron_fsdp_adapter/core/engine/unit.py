@@ -16,7 +16,7 @@ from .quantized import QuantizedWeights
 
 
 class Phase(enum.Enum):
-    """Of a unit's compute weights.
+    """The phase of a unit's compute weights.
 
     SHARDED: resharded, or kept but older than the main weights. GATHERING: a gather was launched.
     READY: the compute stream has been ordered behind the gather.
@@ -96,7 +96,7 @@ class Unit:
 
     @property
     def active_groups(self) -> list[ParamGroup]:
-        """Those whose gradients the present backward collects."""
+        """The groups whose gradients the present backward collects."""
         for group in self.trainable_groups:
             if group.idle:
                 return [one for one in self.trainable_groups if not one.idle or one.has_grads()]

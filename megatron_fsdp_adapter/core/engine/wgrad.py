@@ -33,8 +33,8 @@ from torch import nn
 
 
 class WgradProtocol(enum.Enum):
-    """How a parameter's gradient gets into the bucket: the engine copies `.grad`, or the module
-    writes it, in one of these ways."""
+    """The way in which a parameter's gradient gets into the bucket: the engine copies `.grad`, or
+    the module writes it, in one of these ways."""
 
     AUTOGRAD = "autograd"
     OVERWRITES = "overwrites"

@@ -1,5 +1,5 @@
-"""In which form a group's compute weights exist: the flat buffers beside each other, its *planes*,
-and where shards may be cut.
+"""The form of a group's compute weights: flat buffers beside each other, its *planes*, and where
+shards may be cut.
 
 A weight in the compute dtype is one plane. A quantized weight has bytes, and scales of blocks of
 its elements, in planes of their own. All planes of a group share one layout: a plane has one
@@ -50,16 +50,16 @@ class Plane:
         return elements // self.elements
 
     def nbytes(self, elements: int) -> int:
-        """The same in bytes."""
+        """Bytes of the plane."""
         return self.numel(elements) * self.dtype.itemsize
 
     def range(self, extent: FlatRange) -> FlatRange:
-        """Where a range of the weight's flat buffer is in the plane's."""
+        """The range in the plane's buffer of a range in the weight's flat buffer."""
         return FlatRange(self.numel(extent.start), self.numel(extent.stop))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the plane of a weight of `shape`, or of some of its rows; ValueError unless blocks
-        divide it."""
+        """The shape of the plane of a weight of `shape`, or of some of its rows; ValueError unless
+        blocks divide it."""
         if self.block == (1, 1):
             return shape
         rows, columns = self.block
@@ -73,7 +73,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the compute weights of a group are represented. Frozen and equal on all ranks.
+    """The representation of the compute weights of a group. Frozen and equal on all ranks.
 
     name: of the format. planes: its buffers, in the order in which they are gathered. rows: rows of
     dim 0 in a granule, which no shard boundary cuts. align: elements that shards and items start at
@@ -103,16 +103,16 @@ class WeightFormat:
 
     @property
     def quantized(self) -> bool:
-        """Whether the planes are anything but the weights, in the compute dtype."""
+        """True if the planes are anything but the weights, in the compute dtype."""
         return self.name != PLAIN
 
     @property
     def has_columns(self) -> bool:
-        """Whether backward reads planes of its own. Of other formats it derives a transpose."""
+        """True if backward reads planes of its own. Of other formats it derives a transpose."""
         return any(plane.name == "columnwise" for plane in self.planes)
 
     def keeps_shards(self, trained: bool) -> bool:
-        """Whether shards of the planes stay between gathers of sharded weights. Trained weights are
+        """True if shards of the planes stay between gathers of sharded weights. Trained weights are
         cast into the buffer of every gather: that costs what copying a kept shard there does, and
         no memory. Frozen weights are cast once, and so are weights with columns, which are two
         casts."""
@@ -133,7 +133,7 @@ class WeightFormat:
         return self.rows * math.prod(shape[1:]) if self.cuts(shape) else math.prod(shape)
 
     def cuts(self, shape: tuple[int, ...]) -> bool:
-        """Whether shard boundaries may lie inside a weight of `shape`."""
+        """True if shard boundaries may lie inside a weight of `shape`."""
         return not (shape or (1,))[0] % self.rows
 
 

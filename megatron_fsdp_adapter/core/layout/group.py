@@ -45,7 +45,7 @@ class Segment:
 
     @property
     def shard_offset(self) -> int:
-        """Where this segment's shard starts in a rank's flat shard buffer."""
+        """The start of this segment's shard in a rank's flat shard buffer."""
         return self.offset // self.num_shards
 
     @property
@@ -56,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an item lies: its segment, and its first element in the full buffer."""
+    """The place of an item: its segment, and its first element in the full buffer."""
 
     segment: int
     offset: int
@@ -64,7 +64,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Every answer about where the parameters of a group lie, on every rank, without asking any.
+    """The layout of a group's parameters on every rank, known without communication.
 
     specs[i] lies at placements[i]; item numbers below are positions in `specs`. `align` is the
     number of elements that every shard start and item offset is a multiple of. Raises ValueError
@@ -128,7 +128,7 @@ class GroupLayout:
 
     @property
     def format(self) -> WeightFormat:
-        """How the compute weights are represented."""
+        """The format of the compute weights."""
         return self.specs[0].format
 
     @cached_property
@@ -199,7 +199,8 @@ class GroupLayout:
         )
 
     def with_shards(self, num_shards: int) -> GroupLayout:
-        """The same items in larger shards, each a run of consecutive shards of this layout.
+        """The layout of the same items in larger shards, each a run of consecutive shards of this
+        layout.
 
         Raises ValueError unless `num_shards` divides the number of shards.
         """
@@ -240,5 +241,5 @@ class ShardSpec:
 
     @cached_property
     def segments(self) -> tuple[tuple[FlatRange, FlatRange], ...]:
-        """As of `GroupLayout.segment_shards`."""
+        """Pairs of ranges, as those of `GroupLayout.segment_shards`."""
         return self.layout.segment_shards(self.rank)

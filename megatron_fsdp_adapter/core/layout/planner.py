@@ -1,4 +1,4 @@
-"""Where the parameters of a group lie: the fewest segments whose padding is within a bound."""
+"""Plans the places of a group's parameters: the fewest segments whose padding is within a bound."""
 
 from __future__ import annotations
 

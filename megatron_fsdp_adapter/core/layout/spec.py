@@ -1,4 +1,4 @@
-"""What one parameter is, as far as a flat buffer cares: shape, dtype, names, granularity.
+"""Description of one parameter for a flat buffer: shape, dtype, names, granularity.
 
 A *granule* is a run of consecutive elements that a shard boundary must never cut. Its length, the
 granularity, is an integer per parameter: `row_granularity(shape)` (the default: one row of
@@ -66,7 +66,7 @@ class ParamSpec:
 
     @cached_property
     def format(self) -> WeightFormat:
-        """How the compute weights are represented."""
+        """The format of the compute weights."""
         return self.quantized or plain(self.dtype)
 
     @property

@@ -41,11 +41,11 @@ COLLECTIVES: Mapping[str, Callable[..., Any]] = {
         pair[0], dist.get_global_rank(group, 0), group, **how
     ),
 }
-"""By the name of the method: what launches one pair."""
+"""Method name -> the collective that launches one pair."""
 
 
 def is_stream_ordered(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the current stream orders the collectives of `group` on `device`; ValueError if its
+    """True if the current stream orders the collectives of `group` on `device`; ValueError if its
     backend for that device is unknown."""
     # "cpu:gloo,cuda:nccl", also where no backend was named: `get_backend` is "undefined" then.
     config = dist.get_backend_config(group)
@@ -98,8 +98,8 @@ class Communicator:
         return []
 
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
-        """Each pair is (output of n * size elements, input of n elements); the input may be this
-        rank's slice of the output."""
+        """Gathers each pair of (output of n * size elements, input of n elements); the input may be
+        this rank's slice of the output."""
         return self.launch("all_gather", pairs)
 
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
@@ -114,8 +114,8 @@ class Communicator:
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int] = (),
         sent: Sequence[int] = (),
     ) -> list[Any]:
-        """Each rank's piece of the flat `source`, of `sent` elements, goes to it; theirs for this
-        one, of `received` elements, to `output`. Both may be empty. Without such numbers all pieces
+        """Sends each rank its piece of the flat `source`, of `sent` elements, and receives theirs,
+        of `received` elements, into `output`. Both may be empty. Without such numbers all pieces
         are equal."""
         sizes = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
         return self.launch("all_to_all", [(output, source)], **sizes)

@@ -31,14 +31,14 @@ updates of what was loaded."""
 ROLES = (COMPUTE, GATHER, REDUCE, LOAD, UPDATE, STORE)
 
 Works = Iterable[Any] | None
-"""What a submitted function may return: `torch.distributed.Work` handles that are still running."""
+"""Return type of a submitted function: `torch.distributed.Work` handles that are still running."""
 
 
 class Runtime(Protocol):
-    """What the engine needs of a device. `on_out_of_memory` gets the label and tensor of a buffer
-    that could not be allocated, and may raise an error with more in it. `poison`: storage is
-    filled with NaN when it is handed out, so that a read before a write becomes NaN.
-    `host_waits`: the host waits wherever compute does, so that results are there."""
+    """The device as the engine uses it. `on_out_of_memory` gets the label and tensor of a buffer
+    that could not be allocated, and may raise an error with more in it. `poison`: storage is filled
+    with NaN when it is handed out, so that a read before a write becomes NaN. `host_waits`: the
+    host waits wherever compute does, so that results are there."""
 
     device: torch.device
     poison: bool = False
@@ -101,7 +101,7 @@ class Runtime(Protocol):
         """Blocks the host until `event` has happened."""
 
     def is_capturing(self) -> bool:
-        """Whether what is submitted goes into a CUDA graph."""
+        """True if what is submitted goes into a CUDA graph."""
 
 
 StreamId = tuple[int, int, int]
@@ -113,7 +113,7 @@ def stream_id(stream: torch.cuda.Stream) -> StreamId:
 
 
 def current_stream_id(index: int) -> StreamId:
-    """Of the current stream of device number `index`."""
+    """The id of the current stream of device number `index`."""
     return torch._C._cuda_getCurrentStream(index)  # type: ignore[no-any-return]
 
 

@@ -48,7 +48,7 @@ class Save:
     ranks: Coordinator
 
     def is_over(self, blocking: bool) -> bool:
-        """Whether all ranks have written, the same on each. Collective; blocking: waits."""
+        """True if all ranks have written, the same on each. Collective; blocking: waits."""
         if blocking:
             concurrent.futures.wait([self.writing.future])
             return True
@@ -82,7 +82,7 @@ class Target:
         self.save: Save | None = None
 
     def get_save_function_and_args(self) -> tuple[Save | None, None, tuple[()]]:
-        """What a request is made of. `Queue` knows what the first is."""
+        """The parts of a request, the first of which `Queue` knows."""
         return self.save, None, ()
 
 
@@ -129,7 +129,7 @@ class Queue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many requests are queued; the same on all ranks."""
+        """Number of queued requests; the same on all ranks."""
         return len(self._requests)
 
     def close(self, abort: bool = False) -> None:
@@ -199,4 +199,4 @@ class AsyncStrategy:
 
 
 def _no_results(mp_mode: str = "spawn") -> None:
-    """In the place of the queue through which a process of Megatron's reports what it wrote."""
+    """No-op in place of the queue through which a process of Megatron's reports what it wrote."""

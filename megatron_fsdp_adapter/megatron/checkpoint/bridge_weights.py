@@ -43,7 +43,8 @@ TASKS = "build_conversion_tasks"
 
 
 def engines_of(models: Any) -> list[FsdpEngine]:
-    """Of what is sharded among `models`: a module or a list, wrapped or any part of what was."""
+    """The engines of what is sharded among `models`: a module or a list, wrapped or any part of
+    what was."""
     return engines_behind(param for model in _listed(models) for param in model.parameters())
 
 
@@ -52,7 +53,7 @@ def _listed(models: Any) -> list[nn.Module]:
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """What all wrappers are around."""
+    """The module inside all wrappers."""
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # type: ignore[assignment]
     return model

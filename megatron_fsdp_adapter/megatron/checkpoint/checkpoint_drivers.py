@@ -42,8 +42,8 @@ _RNG = "rng_state"
 
 
 _Asked = tuple[str, bool, int | None]
-"""Of a call that reads a checkpoint: the folder, whether missing keys are an error, and the number
-of real tokens, None where it is not known."""
+"""Arguments of a call that reads a checkpoint: the folder, whether missing keys are an error, and
+the number of real tokens, None where it is not known."""
 
 
 def _of_megatron_lm(call: Mapping[str, Any]) -> _Asked:
@@ -135,7 +135,7 @@ load_of_bridge = functools.partial(_load, _of_bridge)
 def _as_asked(
     state: Mapping[str, Any], wanted: Mapping[str, Any], rank: int
 ) -> dict[str, Any]:
-    """What was read, with the model's dicts and the tensors that the caller gave."""
+    """The values that were read, with the model's dicts and the tensors that the caller gave."""
     result = {key: value for key, value in state.items() if key != MODEL}
     models = [key for key in wanted if key == MODEL or _CHUNK.fullmatch(key)]
     result |= {key: taken_over(wanted[key], state[MODEL]) for key in models}
@@ -147,15 +147,15 @@ def _as_asked(
 
 
 _Found = tuple[bool, tuple[str, ...]]
-"""What a rank sends to the others: whether the generator states that it asks for are stored, and
-the keys that are not, if that is allowed."""
+"""A rank's message to the others: whether the generator states that it asks for are stored, and the
+keys that are not, if that is allowed."""
 
 
 def _prepared(
     wanted: Mapping[str, Any], folder: Path, strict: bool, vocab_size: int | None, rank: int
 ) -> tuple[dict[str, Any], _Found]:
-    """What to read in place of `wanted`, with containers of its own. ValueError lists what does
-    not fit."""
+    """The state to read in place of `wanted`, with containers of its own. ValueError lists what
+    does not fit."""
     metadata = folders.read_metadata(folder.parent, folder)
     asked = merged_chunks(wanted)
     if asked.get(_RNG, {}) is None:  # Megatron-Bridge from 0.6 on, under another split
@@ -177,6 +177,6 @@ def _prepared(
 
 
 def _stored_entries(stored: Iterable[str], place: str) -> int:
-    """How many generator states are stored for a place: a list, by number."""
+    """Number of generator states that are stored for a place: a list, by number."""
     start = f"{_RNG}.{place}."
     return len({key.removeprefix(start).split(".")[0] for key in stored if key.startswith(start)})

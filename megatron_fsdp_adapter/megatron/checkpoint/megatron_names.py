@@ -1,4 +1,5 @@
-"""What Megatron's checkpoint code calls by name, for DTensors that know their chunks.
+"""Replacements for functions that Megatron's checkpoint code calls by name, for DTensors that know
+their chunks.
 
 Megatron's `fsdp_dtensor` path imports helpers from its bundled engine. Those find out where a
 shard lies by asking all ranks, once per tensor and dimension, and hang when ranks hold different

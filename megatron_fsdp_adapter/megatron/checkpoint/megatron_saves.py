@@ -120,13 +120,14 @@ def torch_view(module: ModuleType, torch: Any) -> ModuleView:
 
 
 def _topology(module: ModuleType) -> dict[str, Any]:
-    """From Megatron-LM's arguments; empty in Megatron-Bridge, whose module has none at hand."""
+    """The topology in Megatron-LM's arguments; empty in Megatron-Bridge, whose module has none at
+    hand."""
     arguments = getattr(module, "get_args", None)
     return record.topology_of(arguments()) if callable(arguments) else {}
 
 
 def opens(module: ModuleType, held: Any) -> Any:
-    """In the place of a function, or of a client: its `open` is read at each call, for it is
+    """A replacement for a function, or for a client: its `open` is read at each call, for it is
     another one once --enable-msc has been read."""
     if not hasattr(held, "open"):
         return opening(held)
@@ -148,11 +149,11 @@ def plan(module: ModuleType, held: Any) -> Callable[..., Any]:
 
 
 def saves_asynchronously() -> bool:
-    """Whether Megatron-LM has parsed --async-save."""
+    """True if Megatron-LM has parsed --async-save."""
     holder = sys.modules.get("megatron.training.global_vars")
     return bool(getattr(getattr(holder, "_GLOBAL_ARGS", None), "async_save", False))
 
 
 def bridge_saves_asynchronously() -> bool:
-    """Whether Megatron-Bridge can, which it says by the package that it uses for it."""
+    """True if Megatron-Bridge can save asynchronously, for which it needs a package."""
     return bool(getattr(sys.modules.get(BRIDGE), "HAVE_NVRX", False))

@@ -1,4 +1,4 @@
-"""What differs between the releases of megatron-core that the package runs with: one datum or small
+"""Differences between the releases of megatron-core that the package runs with: one datum or small
 function for each seam, which all other modules ask.
 
 Each is decided by what is there (a name, a parameter, a field). Version numbers were rejected: a
@@ -54,7 +54,7 @@ def present_norm_groups(optimizer: Any) -> list[str]:
 
 
 def has_separate_all_gather_group() -> bool:
-    """Whether `parallel_state` has a second dense group for gathers. From 0.18 on such groups are
+    """True if `parallel_state` has a second dense group for gathers. From 0.18 on such groups are
     in a ProcessGroupCollection alone."""
     asked = getattr(parallel_state, "has_separate_all_gather_group", None)
     return asked is not None and asked()
@@ -86,7 +86,7 @@ def expert_data_parallel_group(*args: Any, **options: Any) -> Any:
 
 
 def asks_tokens_on_the_host() -> bool:
-    """Whether `finalize_model_grads` compares the number of tokens on the host, which waits for the
+    """True if `finalize_model_grads` compares the number of tokens on the host, which waits for the
     device. From 0.18 on it keeps the number away from zero by `clamp`, on the device."""
     return "clamp" not in inspect.unwrap(finalize_model_grads).__code__.co_names
 
@@ -116,14 +116,14 @@ def batch_of_context_rank(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def marks_whole_weights(linear: type) -> bool:
-    """Whether the constructor of core's TELinear says of a weight that every tensor-parallel rank
-    has whole that it is not split (0.19). Before, the mark of Transformer Engine stayed, which
-    calls each weight split, and the norm counted such a weight once on each rank."""
+    """True if the constructor of core's TELinear marks a weight that every tensor-parallel rank has
+    whole as not split (0.19). Before, the mark of Transformer Engine stayed, which calls each
+    weight split, and the norm counted such a weight once on each rank."""
     return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
 
 
 MAKES_EMERGING = hasattr(optimizer_package, "_get_megatron_emerging_optimizer")
-"""Whether core has one function for all optimizers but Adam and SGD (0.18)."""
+"""True if core has one function for all optimizers but Adam and SGD (0.18)."""
 
 
 def config_fields() -> set[str]:

@@ -75,7 +75,7 @@ def stands(ours: Any, owner: Any, original: Any) -> Any:
 
 
 def makes(ours: Callable[[Any, Any], Any], owner: Any, original: Any) -> Any:
-    """What `ours` makes of the owner and the original."""
+    """The value that `ours` makes of the owner and the original."""
     return ours(owner, original)
 
 
@@ -109,8 +109,8 @@ class Patch:
 
 
 def missing(patches: Iterable[Patch]) -> list[str]:
-    """What is required and not there, or there with other parameters than the row says; dotted
-    paths, with what was found."""
+    """Dotted paths of required names that are absent, or whose parameters differ from the row's,
+    with what was found."""
     return [
         f"{patch.path}{found}"
         for patch in patches
@@ -170,12 +170,12 @@ def uninstall(patches: Sequence[Patch]) -> None:
 
 
 def is_installed(patch: Patch) -> bool:
-    """Whether ours is in its place now."""
+    """True if ours is in its place now."""
     return _in_place(patch) is not None
 
 
 def places(patches: Iterable[Patch]) -> dict[str, list[str]]:
-    """Where each name that is installed is ours now: dotted paths by name."""
+    """Name -> dotted paths of the places where the installed value is in place."""
     ours = {p.name: getattr(*at) for p in patches if (at := _in_place(p)) is not None}
     held = [
         (module.__name__, name, vars(module)[name])
@@ -211,12 +211,12 @@ def place(patch: Patch, imports: bool = True) -> tuple[Any, str] | None:
 
 
 def original(module: Any, name: str) -> Any:
-    """What a module has, or had before it was replaced; None if there is none."""
+    """The value of a module's name, or its value before it was replaced; None if there is none."""
     return _kept(module)[name][0] if name in _kept(module) else getattr(module, name, None)
 
 
 def _in_place(patch: Patch) -> tuple[Any, str] | None:
-    """Where ours is now."""
+    """The owner and the name under which the replacement is in place."""
     found = place(patch, imports=False)
     return found if found is not None and found[1] in _kept(found[0]) else None
 
@@ -226,7 +226,7 @@ def _is_used(patch: Patch) -> bool:
 
 
 def _problem(patch: Patch) -> str | None:
-    """What is wrong with a row; None if nothing is."""
+    """The problem with a row; None if there is none."""
     found = place(patch)
     if found is None:
         required = _looked_up(patch.required)
@@ -249,7 +249,7 @@ def _fits(given: str, form: str) -> bool:
 
 
 def _looked_up(ours: Any) -> Any:
-    """What "module:name" of this package means; anything else as it is."""
+    """The object that "module:name" of this package names; any other value unchanged."""
     if not isinstance(ours, str):
         return ours
     module, name = ours.split(":")
@@ -277,13 +277,13 @@ def _is_megatron(name: str) -> bool:
 
 
 def _kept(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """By name what `owner` had by itself and what of ours it has now."""
+    """Name -> the original value in `owner` itself, and its replacement there."""
     kept = {} if owner is None else vars(owner).get(_KEPT, {})
     return {name: pair for name, pair in kept.items() if _own(owner, name) is pair[1]}
 
 
 def _own(owner: Any, name: str) -> Any:
-    """What `owner` has by itself; `NOTHING` if it has none."""
+    """The value of a name in `owner` itself, without its bases; `NOTHING` if it has none."""
     return owner.__defaults__ if name == _DEFAULTS else vars(owner).get(name, NOTHING)
 
 
@@ -328,7 +328,7 @@ def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType | Functio
 
 
 def _replaced(value: Any, replaced: Mapping[int, Any], module: str) -> Any:
-    """What takes the place of `value`; a tuple with such an entry rebuilt; else `value` itself."""
+    """The replacement for `value`; a tuple with such an entry rebuilt; else `value` itself."""
     if type(value) is tuple:
         entries = tuple(_replaced(entry, replaced, module) for entry in value)
         return value if all(map(operator.is_, entries, value)) else entries

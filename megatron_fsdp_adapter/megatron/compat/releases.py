@@ -1,4 +1,4 @@
-"""Which releases of other packages the tests run with, and what is printed for others.
+"""The releases of other packages that the tests run with, and the messages about others.
 
 megatron-core is the one that can be refused: the wrapper stands in for one of its classes. A
 release older than the oldest tested one is. Any other that is not tested is tried, with one
@@ -29,8 +29,8 @@ Release = tuple[tuple[int, ...], bool]
 
 
 def parse(version: str) -> Release | None:
-    """What can be compared of a version; None if it is none. A local label ("+abc", a build of
-    one's own) does not matter."""
+    """The comparable part of a version; None if it is none. A local label ("+abc", a build of one's
+    own) does not matter."""
     found = re.match(r"(\d+(?:\.\d+)*)(.*)", version.partition("+")[0])
     if found is None:
         return None
@@ -40,7 +40,7 @@ def parse(version: str) -> Release | None:
 
 
 def is_tested(package: str, version: str) -> bool | None:
-    """Whether the tests run with that release; None if nothing is said about the package."""
+    """True if the tests run with that release; None if nothing is known about the package."""
     if package not in TESTED:
         return None
     plain = version.partition("+")[0]
@@ -52,7 +52,7 @@ def is_tested(package: str, version: str) -> bool | None:
 
 
 def remark(package: str, version: str) -> str:
-    """What `doctor` says of an installed release; empty if nothing is known."""
+    """The remark of `doctor` about an installed release; empty if nothing is known."""
     tested = is_tested(package, version)
     if tested is None:
         return ""
@@ -65,13 +65,13 @@ def remark(package: str, version: str) -> str:
 
 
 def _is_older(package: str, version: str) -> bool:
-    """Than all that are tested; a version that says nothing counts as older."""
+    """True for a version that is older than all tested ones; an unknown version counts as older."""
     found, oldest = parse(version), parse(TESTED[package][0])
     return found is None or oldest is None or found < oldest
 
 
 def core_problem(version: str) -> str | None:
-    """What is wrong with a megatron-core of that version, with the remedy; None if nothing is."""
+    """The problem with a megatron-core of that version, with the remedy; None if there is none."""
     if is_tested(CORE, version) or not _is_older(CORE, version):
         return None
     return (
@@ -82,7 +82,7 @@ def core_problem(version: str) -> str | None:
 
 
 def seam_problem(version: str, unexpected: Sequence[str]) -> str | None:
-    """What is wrong with a megatron-core that lacks or has changed what is replaced in it."""
+    """The problem with a megatron-core that lacks or has changed what is replaced in it."""
     if not unexpected:
         return None
     return (
@@ -103,7 +103,7 @@ def warn_if_untested(version: str) -> None:
 
 
 def remedy() -> str:
-    """What to install."""
+    """The releases to install, as the end of a message."""
     return (
         f"install one of {', '.join(f'{CORE}=={release}' for release in TESTED[CORE])}, or use "
         "Megatron-LM's tag of one of them"

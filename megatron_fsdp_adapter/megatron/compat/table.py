@@ -16,7 +16,7 @@ from .patches import Patch, makes, stands
 
 FSDP = "megatron.core.distributed.fsdp"
 WRAPPER = f"{FSDP}.mcore_fsdp_adapter"
-"""Where core defines its FSDP wrapper."""
+"""The module in which core defines its FSDP wrapper."""
 LM = "megatron.training.checkpointing"
 BRIDGE = "megatron.bridge.training.checkpointing"
 CONVERSION = "megatron.bridge.models.conversion.model_bridge"
@@ -89,7 +89,8 @@ OPTIMIZER: tuple[Patch, ...] = (
         parameters=("config, model_chunks, config_overrides, pg_collection",), required=False,
     ),
 )  # fmt: skip
-"""Of core's optimizers and what is around their steps: for as long as a wrapper needs them."""
+"""Patches of core's optimizers and of what surrounds their steps: for as long as a wrapper needs
+them."""
 
 _LAYERS = f"{_CORE}.tensor_parallel.layers"
 FUSED_WGRAD = (
@@ -121,7 +122,7 @@ BRIDGE_WEIGHTS = (
 """Megatron-Bridge's conversion of a live model from and to Hugging Face."""
 
 BASE_WEIGHTS = (Patch(BRIDGE, "_load_base_checkpoint", "megatron.peft_base_weights:load"),)
-"""What Megatron-Bridge puts adapters on."""
+"""Patches of the reader of base weights, which Megatron-Bridge puts adapters on."""
 
 _DRIVERS = "megatron.checkpoint.checkpoint_drivers"
 DRIVERS = (
@@ -180,8 +181,9 @@ NAMES = (
     _helper("uneven_dtensor", "uneven_dtensor_to_full_tensor"),  # likewise
     _helper("param_and_grad_buffer", "make_fsdp_dtensor"),
 )  # fmt: skip
-"""What is imported by name from core and its bundled engine: the wrapper, which models are tested
-for with isinstance, and helpers of checkpoint code. The engine cannot be used meanwhile."""
+"""Patches of what is imported by name from core and its bundled engine: the wrapper, which
+models are tested for with isinstance, and helpers of checkpoint code. The engine cannot be used
+meanwhile."""
 
 CONSTRUCTORS = tuple(
     Patch(
@@ -189,7 +191,8 @@ CONSTRUCTORS = tuple(
     )
     for row in NAMES[:3]
 )
-"""Of the classes that ours stand for: what has kept one cannot make a model with it."""
+"""Patches of constructors of the classes that are replaced, so that a kept reference to one cannot
+make a model."""
 
 _SAVES = "megatron.checkpoint.megatron_saves"
 _BACKGROUND = "megatron.checkpoint.background_saves"
@@ -265,11 +268,11 @@ FRAMEWORKS = (
 sent to it."""
 
 LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *SAVES, *FRAMEWORKS)
-"""Of modules that are used if they are loaded, perhaps after `install()`."""
+"""Patches of modules that are used if they are loaded, perhaps after `install()`."""
 ALL = (*OPTIMIZER, *FUSED_WGRAD, *CONSTRUCTORS, *NAMES, *LATE)
-"""What `install()` puts in place."""
+"""All patches that `install()` puts in place."""
 
 
 def installed() -> bool:
-    """Whether core's wrapper is ours: between `install()` and `uninstall()`."""
+    """True if core's wrapper is ours: between `install()` and `uninstall()`."""
     return patches.is_installed(NAMES[0])

@@ -66,7 +66,7 @@ def device_name(device: torch.device) -> str:
 
 
 def reason_against(recipe: str, device: torch.device) -> str | None:
-    """Why `device` does not support `recipe`; None if it does."""
+    """The reason why `device` does not support `recipe`; None if it does."""
     if device.type != "cuda":
         return "Transformer Engine requires a GPU"
     try:

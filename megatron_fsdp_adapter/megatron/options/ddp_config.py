@@ -32,7 +32,7 @@ Raises:
 if TYPE_CHECKING:
 
     class DistributedDataParallelConfig(CoreConfig):
-        """For type checkers, which cannot see generated fields."""
+        """The config for type checkers, which cannot see generated fields."""
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
 

@@ -38,7 +38,7 @@ def unsharded_budget(ddp_config: Any) -> int:
 
 
 def grad_check(ddp_config: Any) -> GradCheck | None:
-    """What looks at gradients before they are communicated; None if no option asks for it."""
+    """The check of gradients before they are communicated; None if no option asks for it."""
     by_param = is_on(ddp_config, "report_nan_in_param_grad")
     asked = by_param or is_on(ddp_config, "check_for_nan_in_grad")
     return GradCheck(by_param) if asked else None

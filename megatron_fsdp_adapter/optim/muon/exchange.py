@@ -32,10 +32,10 @@ MAX_BATCH = 1 << 22
 device alone, and alone their bits do not depend on how many a rank owns."""
 
 Sources = dict[tuple[int, int], list[tuple[Run, torch.Tensor]]]
-"""What has arrived of each matrix, by parameter and matrix."""
+"""Parameter and matrix -> what has arrived of it."""
 
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
-"""Of a batch of matrices, (batch, rows, columns)."""
+"""Orthogonalizes a batch of matrices, (batch, rows, columns)."""
 
 
 Parties = Mapping[int, Member]
@@ -62,15 +62,15 @@ def parties_in(group: ParamGroup) -> Parties:
 
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
-"""By ranks."""
+"""Ranks -> their process group."""
 
 
 DOMAINS = (DENSE, EXPERT)
-"""In which matrices are. Domains of other names have the ranks of these."""
+"""Domains that have matrices. Domains of other names have the ranks of these."""
 
 
 def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
-    """By domain, the parties that are not all ranks of the shards and no others."""
+    """Domain -> the parties that are not all ranks of the shards and no others."""
     wanted = {}
     for engine in engines:
         for group in engine.groups:
@@ -81,8 +81,8 @@ def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
 
 
 def exchange_groups(engines: Sequence[FsdpEngine]) -> Groups:
-    """Those that parties need beside the groups of their shards; collective over the default group,
-    also for ranks whose engines have no parameters of some domain."""
+    """Makes the groups that parties need beside the groups of their shards; collective over the
+    default group, also for ranks whose engines have no parameters of some domain."""
     wanted, made = wanted_groups(engines), {}
     for name in DOMAINS:
         ranks = wanted.get(name, ())
@@ -122,7 +122,7 @@ class StageExchange:
 
     @property
     def mean_bytes(self) -> int:
-        """Of the rows that a rank sends and receives, over all ranks."""
+        """Mean bytes over all ranks of the rows that a rank sends and receives."""
         numel = sum(rows * columns for param in self._plan.params for rows, columns in param.shapes)
         return 2 * numel * self._dtype.itemsize // self._communicator.size
 
@@ -160,8 +160,8 @@ class StageExchange:
         self._exchange(updates, self._plan.returned, self._plan.updates)
 
     def _memory_of_updates(self, received: torch.Tensor) -> torch.Tensor:
-        """To send updates from: where each matrix came from, which is read before its update is
-        there, if they go back to the ranks that sent it and to no others."""
+        """Memory to send updates from: where each matrix came from, which is read before its update
+        is there, if they go back to the ranks that sent it and to no others."""
         if self._returns_alike and received.element_size() == self._result.itemsize:
             return received.view(self._result)
         return self._empty(self._plan.returned, self._result)
@@ -197,7 +197,7 @@ class StageExchange:
     def _panels_of(
         self, batch: torch.Tensor, keys: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-        """Of each matrix its panels, flat."""
+        """The panels of each matrix, flat."""
         for key, matrix in zip(keys, batch, strict=True):
             panels = self._plan.params[key[0]].panels
             split = matrix.reshape(matrix.shape[0], panels, -1).transpose(0, 1)

@@ -76,7 +76,7 @@ class MuonParam:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of one tensor-parallel part."""
+        """The shape of one tensor-parallel part."""
         return self.layout.specs[self.index].layout_shape
 
     @property
@@ -89,7 +89,7 @@ class MuonParam:
 
     @property
     def columns(self) -> int:
-        """Of a panel."""
+        """The columns of a panel."""
         return self.local_shape[1]
 
     @cached_property
@@ -103,7 +103,7 @@ class MuonParam:
         return tuple((sum(b - a for a, b in blocks), columns) for blocks in self.blocks)
 
     def runs(self, number: int, matrix: int, member: Member) -> Iterator[Run]:
-        """What `member` holds of one of its matrices, in order. number: of the parameter."""
+        """The runs of `member` in one of its matrices, in order. number: of the parameter."""
         shard, part = member[0], 0 if self.split is None else member[1]
         height, width = self.local_shape
         first = part * height if self.split == 0 else 0

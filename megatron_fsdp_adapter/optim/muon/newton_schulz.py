@@ -60,7 +60,8 @@ https://leloykun.github.io/ponder/muon-opt-coeffs/ (megatron-core's default)."""
 
 EPS = 1e-7
 LARGEST_SCALE = 1 << 13
-"""Of the Gram matrix, whose eigenvalues are at most 1.5 times this; float16 ends at 65,504."""
+"""Largest scale of the Gram matrix, whose eigenvalues are at most 1.5 times this; float16 ends at
+65,504."""
 SQUARE = 1.5
 """Up to this ratio of its sides a matrix is multiplied in every step. The products of five steps
 take as long one way as the other at a ratio of 1.5, by their times on an H200."""
@@ -81,7 +82,7 @@ def restarts_of(steps: int, rows: int, columns: int) -> tuple[int, ...]:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of what `orthogonalized` makes of matrices of a dtype."""
+    """The dtype of what `orthogonalized` makes of matrices of a dtype."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 

@@ -1,4 +1,5 @@
-"""Which rank orthogonalizes which matrix: a pure function of the costs, equal on every rank."""
+"""Assigns each matrix to the rank that orthogonalizes it: a pure function of the costs, equal on
+every rank."""
 
 from __future__ import annotations
 

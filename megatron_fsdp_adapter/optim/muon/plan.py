@@ -1,4 +1,5 @@
-"""What travels so that each matrix of a stage is whole on its owner, and its update comes back.
+"""Plans the exchange of rows so that each matrix of a stage is whole on its owner, and of updates
+back.
 
 A *stage* is what is exchanged together: matrices of one unit, as many as `stages_of` allows. Every
 rank works out its own part of each exchange from numbers that all of them have, and both sides of a
@@ -22,7 +23,8 @@ one stage. Every rank has the mean in its place: a rank may receive more, or les
 
 
 def stages_of(numels: Sequence[int], limit: int = STAGE_NUMEL) -> list[slice]:
-    """Which parameters, of these elements, are exchanged together: neighbors up to `limit`."""
+    """Slices of the parameters, of these elements, that are exchanged together: neighbors up to
+    `limit`."""
     found, start, total = list[slice](), 0, 0
     for index, numel in enumerate(numels):
         if index > start and total + numel > limit:
@@ -33,9 +35,9 @@ def stages_of(numels: Sequence[int], limit: int = STAGE_NUMEL) -> list[slice]:
 
 
 def sent_before(sizes: Sequence[int], limit: int = IN_FLIGHT) -> tuple[int, ...]:
-    """How many stages' rows are on their way before each stage is computed, itself among them, for
-    stages of `sizes` bytes: as many as `limit` allows. The same on every rank, as exchanges are
-    collective."""
+    """Number of stages whose rows are on their way before each stage is computed, itself among
+    them, for stages of `sizes` bytes: as many as `limit` allows. The same on every rank, as
+    exchanges are collective."""
     found, sent, total = [], 0, 0
     for number, size in enumerate(sizes):
         while sent < len(sizes) and (sent <= number or total + sizes[sent] <= limit):
@@ -69,15 +71,15 @@ def step_bytes(groups: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> int:
 
 
 Runs = tuple[tuple[Run, ...], ...]
-"""For each rank of the exchange."""
+"""Runs for each rank of the exchange."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """This rank's part. sent: its rows that each owner gets; received: what each rank sends of the
-    matrices that it owns; returned: of these, what each rank gets of their updates; updates: what
-    it gets of each owner, for its own rows. Two of them differ from the other two where several
-    ranks hold the same rows: one sends them, and all get their update."""
+    """This rank's part of a stage. sent: its rows that each owner gets; received: what each rank
+    sends of the matrices that it owns; returned: of these, what each rank gets of their updates;
+    updates: what it gets of each owner, for its own rows. Two of them differ from the other two
+    where several ranks hold the same rows: one sends them, and all get their update."""
 
     params: tuple[MuonParam, ...]
     owners: tuple[tuple[int, ...], ...]
@@ -115,9 +117,9 @@ def plan_stage(
 
 @functools.lru_cache(maxsize=2)  # the same for all stages of the same ranks
 def _sends(whole: bool, members: tuple[Member, ...]) -> Callable[[int, int], bool]:
-    """Whether a holder is the rank that sends an owner what several ranks hold: the owner itself if
-    it is one of them, else one that the owner's number chooses. whole: tensor parallelism does not
-    split it."""
+    """A predicate of holder and owner: True if the holder sends the owner what several ranks hold:
+    the owner itself if it is one of them, else one that the owner's number chooses. whole: tensor
+    parallelism does not split it."""
     keys = [(shard, 0 if whole else part) for shard, part in members]
     holders = defaultdict[tuple[int, int], list[int]](list)
     for number, key in enumerate(keys):

@@ -30,12 +30,12 @@ MOMENTUM = "momentum_buffer"
 """The name of Muon's state, as torch.optim.Muon has it."""
 
 MOMENT2 = "moment2_buffer"
-"""That of adaptive Muon, as NVIDIA's emerging_optimizers have it."""
+"""Key of adaptive Muon's second moment, as NVIDIA's emerging_optimizers have it."""
 
 
 @dataclass(frozen=True)
 class MuonOptions:
-    """How a parameter group is updated; lr and weight decay are the group's own.
+    """The options of a parameter group's update; lr and weight decay are the group's own.
 
     momentum: m <- momentum m + (1 - momentum) g; nesterov: what is orthogonalized is the same sum
     of g and the new m, and m without; coefficients: of each Newton-Schulz step; scale: of a
@@ -60,15 +60,15 @@ class MuonOptions:
 
 
 Chosen = Callable[[Options], MuonOptions | None]
-"""How a parameter group is updated, None if it is not Muon's."""
+"""Chooses the options of a parameter group, None if it is not Muon's."""
 Heights = Callable[[ParamPair], tuple[int, ...]]
-"""Of which parts of rows a parameter is made (`MuonParam.heights`)."""
+"""Chooses the heights of the parts that a parameter is made of (`MuonParam.heights`)."""
 Entry = tuple[int, torch.Tensor, MuonParam]
 """A parameter's group, and its local tensor, which is the key of its state."""
 
 
 Stage = tuple[list[Entry], StageExchange]
-"""What is exchanged together."""
+"""The parameters that are exchanged together."""
 
 
 def tensor_split(pair: ParamPair) -> tuple[int | None, int]:
@@ -96,7 +96,7 @@ def muon(
 
 
 class Muon:
-    """What Muon exchanges, planned, and its update. See `muon`."""
+    """The planned exchanges of Muon, and its update. See `muon`."""
 
     def __init__(
         self, engines: Sequence[FsdpEngine], exchange: Groups, chosen: Chosen, heights: Heights
@@ -138,8 +138,8 @@ class Muon:
     def _rows_of(
         self, engine: FsdpEngine, where: dict[int, tuple[int, torch.Tensor]]
     ) -> Iterator[tuple[Parties, list[Entry]]]:
-        """What is exchanged together, in the order of the units: of each of their groups, what Muon
-        updates, in as many parts as its size asks for."""
+        """The entries that are exchanged together, in the order of the units: of each of their
+        groups, what Muon updates, in as many parts as its size asks for."""
         for unit in engine.units:
             for group in unit.groups:
                 entries: list[Entry] = []
@@ -168,7 +168,7 @@ class Muon:
         self, parties: Parties, entries: Sequence[Entry], owned: Iterator[int],
         groups: Sequence[Options],
     ) -> StageExchange:  # fmt: skip
-        """Of parameters whose matrices' owners come next in `owned`."""
+        """The exchange of parameters whose matrices' owners come next in `owned`."""
         params = [param for _, _, param in entries]
         of = [[next(owned) for _ in param.shapes] for param in params]
         ranks = tuple(parties)
@@ -180,8 +180,8 @@ class Muon:
     # A step.
 
     def update(self, shards: LocalShards, groups: Sequence[Options]) -> None:
-        """See `UpdateRule`. ValueError if matrices that are computed together are not to be
-        computed alike."""
+        """Updates weights (see `UpdateRule`). ValueError if matrices that are computed together are
+        not to be computed alike."""
         self._plan(shards, groups)
         options: list[Any] = [self._chosen(group) for group in groups]
         stages, trained, sent = self._stages, list[list[bool]](), 0

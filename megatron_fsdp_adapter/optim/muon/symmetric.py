@@ -73,7 +73,7 @@ def _in_float32(left: torch.Tensor, right: torch.Tensor, alpha: float) -> torch.
 
 
 def _fits(x: torch.Tensor, tall: bool) -> bool:
-    """Whether the kernel may have it: shapes alone decide, so that each rank takes the same way."""
+    """True if the kernel may have it: shapes alone decide, so that each rank takes the same way."""
     n = x.shape[2] if tall else x.shape[1]
     return (
         x.is_cuda and x.dtype == torch.float16 and n >= SMALLEST and x.shape[2] % 8 == 0

@@ -17,7 +17,7 @@ from .shards import MuonOptions, muon
 
 
 def is_torch_muon(kind: type) -> bool:
-    """Whether optimizers of this class step as `torch.optim.Muon` does."""
+    """True if optimizers of this class step as `torch.optim.Muon` does."""
     return issubclass(kind, torch.optim.Muon) and (
         inspect.unwrap(kind.step) is inspect.unwrap(torch.optim.Muon.step)
     )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 SIDE, DEPTH = 128, 64
-"""Of a tile, and of what is multiplied at once."""
+"""Side of a tile, and depth of what is multiplied at once."""
 WARPS, STAGES = 8, 3
 
 
@@ -77,13 +77,13 @@ def _product(
 
 
 def tiles_of(n: int, side: int = SIDE) -> int:
-    """How many tiles of n rows are on or below the diagonal."""
+    """Number of tiles of n rows on or below the diagonal."""
     count = -(-n // side)
     return count * (count + 1) // 2
 
 
 def is_even(n: int, k: int, side: int = SIDE, depth: int = DEPTH) -> bool:
-    """Whether all tiles are whole."""
+    """True if all tiles are whole."""
     return n % side == 0 and k % depth == 0
 
 
