@@ -358,7 +358,7 @@ def _same_geometry(source: DTensor, value: DTensor) -> bool:
 
 
 def is_replicated(dtensor: DTensor) -> bool:
-    """True if every rank holds the whole tensor, so that its place in it needs no telling."""
+    """True if every rank holds the whole tensor, so that its place in it is known."""
     return all(placement.is_replicate() for placement in dtensor._spec.placements)
 
 

@@ -69,10 +69,10 @@ class Writing:
         """Reports a failure that no `finish` call raises: on stderr when it happens, and by the
         exit status of the process."""
         # In the thread, as soon as it has failed.
-        self.future.add_done_callback(self._tell)
+        self.future.add_done_callback(self._notify)
         atexit.register(self._fail_the_process)
 
-    def _tell(self, done: Future[Any]) -> None:
+    def _notify(self, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
             return

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def _nothing(_: object) -> None:
-    """Default for `tell`: a rank's result is not exchanged."""
+    """Default for `share`: a rank's result is not exchanged."""
 
 
 class CheckpointError(RuntimeError):
@@ -47,9 +47,9 @@ class Coordinator:
         return Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
 
     def run(
-        self, stage: str, step: Callable[[], T], tell: Callable[[T], R | None] = _nothing
+        self, stage: str, step: Callable[[], T], share: Callable[[T], R | None] = _nothing
     ) -> tuple[T, tuple[R | None, ...]]:
-        """Runs `step` here; returns its result, and `tell(result)` of every rank in rank order.
+        """Runs `step` here; returns its result, and `share(result)` of every rank in rank order.
 
         If it raised on any rank, every rank raises one error that quotes each different message
         with its ranks: FileNotFoundError or ValueError if a rank raised that, else CheckpointError.
@@ -59,18 +59,18 @@ class Coordinator:
         mine: tuple[R | None, tuple[int, str] | None]
         try:
             result = step()
-            mine = tell(result), None
+            mine = share(result), None
         except (Exception, CheckpointException) as error:
             cause = error
             mine = None, (_kind_of(error), message_of(error))
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, mine, group=self.group)
-        failures = {rank: failure for rank, (_, failure) in enumerate(told) if failure}
+        results: list[Any] = [None] * self.size
+        dist.all_gather_object(results, mine, group=self.group)
+        failures = {rank: failure for rank, (_, failure) in enumerate(results) if failure}
         if failures:
             kind = _KINDS[min(kind for kind, _ in failures.values())]
             messages = {rank: message for rank, (_, message) in failures.items()}
             raise kind(_report(stage, messages, self.size)) from cause
-        return result, tuple(value for value, _ in told)
+        return result, tuple(value for value, _ in results)
 
 
 @contextmanager

@@ -60,13 +60,13 @@ class _Opened:
     mismatch: Mismatch
     keys: tuple[str, ...] = ()
 
-    def told(self) -> _Told:
+    def summary(self) -> _Summary:
         """The summary that ranks exchange."""
         digest = hashlib.sha256("\n".join(self.keys).encode()).hexdigest()
         return self.iteration, digest, self.mismatch
 
 
-_Told = tuple[int, str, Mismatch]
+_Summary = tuple[int, str, Mismatch]
 """Iteration, digest of the general keys, and the differences of a rank's state."""
 
 
@@ -143,12 +143,12 @@ def load_checkpoint(
     """
     root = Path(root)
     with coordination(group) as ranks:
-        opened, told = ranks.run(
+        opened, summaries = ranks.run(
             "opening the checkpoint",
             lambda: _open(root, iteration, state, ranks.rank, vocab_size),
-            tell=_Opened.told,
+            share=_Opened.summary,
         )
-        mismatch = _mismatch_of_all(ranks, opened, told, tuple(ignore_unexpected))
+        mismatch = _mismatch_of_all(ranks, opened, summaries, tuple(ignore_unexpected))
         if mismatch:
             raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
         loaded, _ = ranks.run(
@@ -177,7 +177,7 @@ def begin_save(
     def begin() -> tuple[tuple[str, int, int | None], dict[str, Any]]:
         return _checked_call(root, iteration, state, keep_last), to_stored(state, ranks.rank)
 
-    (_, stored), calls = ranks.run("starting to save", begin, tell=lambda begun: begun[0])
+    (_, stored), calls = ranks.run("starting to save", begin, share=lambda begun: begun[0])
     if len(set(calls)) > 1:
         different = ", ".join(sorted(map(repr, set(calls))))
         raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
@@ -243,10 +243,11 @@ def _open(
 
 
 def _mismatch_of_all(
-    ranks: Coordinator, opened: _Opened, told: Sequence[_Told | None], ignored: tuple[str, ...]
+    ranks: Coordinator, opened: _Opened, summaries: Sequence[_Summary | None],
+    ignored: tuple[str, ...],
 ) -> Mismatch:
     """The mismatches of all ranks, and the keys that no rank loads; the same on every rank."""
-    newest, digests, mismatches = zip(*filter(None, told), strict=True)
+    newest, digests, mismatches = zip(*filter(None, summaries), strict=True)
     if len(set(newest)) > 1:
         raise ValueError(
             f"ranks see different newest iterations: {list(newest)}. Check that root is a shared "
@@ -255,8 +256,8 @@ def _mismatch_of_all(
     general: set[str] = set(opened.keys)
     if len(set(digests)) > 1:
         # One rank sends each different set of keys; most ranks have the same set.
-        speaks = digests.index(opened.told()[1]) == ranks.rank
-        _, sent = ranks.run("comparing keys", lambda: opened.keys if speaks else (), tell=tuple)
+        speaks = digests.index(opened.summary()[1]) == ranks.rank
+        _, sent = ranks.run("comparing keys", lambda: opened.keys if speaks else (), share=tuple)
         general = {key for keys in sent for key in keys or ()}
     wanted = keys_of_all(general, ranks.size)
     stored = opened.metadata.state_dict_metadata

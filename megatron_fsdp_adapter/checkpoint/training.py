@@ -47,9 +47,9 @@ def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bo
     ValueError that lists missing keys and, if `strict`, keys that no chunk has."""
     own = [chunk.checkpoint_keys() for chunk in chunks]
     known = frozenset().union(*own)
-    nobodys = sorted(key for key in set(state) - known if not key.endswith(FP8_SCALING))
-    if strict and nobodys:
-        raise ValueError(f"no model chunk of this rank has {', '.join(nobodys)}")
+    unknown = sorted(key for key in set(state) - known if not key.endswith(FP8_SCALING))
+    if strict and unknown:
+        raise ValueError(f"no model chunk of this rank has {', '.join(unknown)}")
     for chunk, keys in zip(chunks, own, strict=True):
         mine = {key: value for key, value in state.items() if key in keys}
         chunk.load_state_dict(mine, strict=strict)

@@ -151,13 +151,13 @@ def verdict(report: Mapping[str, Any]) -> str:
     """The report in one line."""
     wrong, found = len(problems(report)), report.get("configuration")
     if wrong:
-        said = f"refused, {wrong} to change (above)"
+        text = f"refused, {wrong} to change (above)"
     elif found is None:
-        said = "nothing is wrong here; no configuration was given"
+        text = "nothing is wrong here; no configuration was given"
     else:
-        said = "nothing is refused" + (", and nothing is changed" if "note" in found else "")
+        text = "nothing is refused" + (", and nothing is changed" if "note" in found else "")
     harmful = ", ".join(row["variable"] for row in report["environment"])
-    return f"doctor: {said}" + (f"; variables that hurt: {harmful} (above)" if harmful else "")
+    return f"doctor: {text}" + (f"; variables that hurt: {harmful} (above)" if harmful else "")
 
 
 def render(report: Mapping[str, Any]) -> str:

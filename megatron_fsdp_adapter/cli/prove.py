@@ -100,8 +100,8 @@ def main(given: argparse.Namespace) -> int:
         try:
             rows = run.prove(plan, "nccl" if room.cuda else "gloo", given.timeout)
         except ranks.RanksError as error:
-            said = "doctor --prove: a rank failed (above), nothing is proven"
-            print(f"{error}\n{said}", file=sys.stderr)
+            failed = "doctor --prove: a rank failed (above), nothing is proven"
+            print(f"{error}\n{failed}", file=sys.stderr)
             return 1
         if given.json:
             print(json.dumps(report.as_values(recipe, plan, rows), indent=2, default=str))

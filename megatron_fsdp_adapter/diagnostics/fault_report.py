@@ -3,7 +3,7 @@ and the buffer of the memory plan that did not fit.
 
 A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
 raises, and the error is raised again with unit and phase. With NCCL the host waits for nothing: the
-process group's own watchdog ends the process at the timeout, and `late_collectives.py` says
+process group's own watchdog ends the process at the timeout, and `late_collectives.py` reports
 beforehand what it is about. Names are looked up only when something has failed.
 """
 

@@ -24,11 +24,11 @@ class LaunchLog:
     """The last launches of one engine. `patience` is in seconds; a thread looks from the first
     `note` on, and ends with this object."""
 
-    def __init__(self, patience: float, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, patience: float, report: Callable[[str], None] | None = None) -> None:
         self.patience = patience
-        self._tell = tell or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._report = report or (lambda text: print(text, file=sys.stderr, flush=True))
         self._last: deque[object] = deque(maxlen=KEPT)
-        self._at, self._told = time.monotonic(), True
+        self._at, self._is_reported = time.monotonic(), True
         self._over = threading.Event()
         self._started = False
         weakref.finalize(self, self._over.set)
@@ -37,7 +37,7 @@ class LaunchLog:
         """Records a launched collective, printed as `str(launch)`. It must keep no buffers
         alive."""
         self._last.append(launch)
-        self._at, self._told = time.monotonic(), False
+        self._at, self._is_reported = time.monotonic(), False
         if not self._started:
             self._started = True
             arguments = (weakref.ref(self), self._over, self.patience / 4)
@@ -46,15 +46,15 @@ class LaunchLog:
     def rest(self) -> None:
         """A collective went into a CUDA graph: from now on nothing may be launched for long while
         all is well. Prints nothing until the next `note`."""
-        self._told = True
+        self._is_reported = True
 
     def look(self, now: float) -> None:
         """Prints the last launches if they are too long ago and were not printed yet."""
-        if self._told or now - self._at < self.patience:
+        if self._is_reported or now - self._at < self.patience:
             return
-        self._told = True
+        self._is_reported = True
         lines = "\n".join(f"  - {launch}" for launch in list(self._last))
-        self._tell(
+        self._report(
             f"nothing was launched for {now - self._at:.0f} s. If the process group ends this "
             "process at its timeout, one of these has not completed, because another rank has "
             "failed, is late, or took another path through the model:\n"

@@ -106,5 +106,5 @@ def _end_after(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
     """Ends a capture in which `error` was raised, so that the device can be used to report it."""
     try:
         graph.capture_end()
-    except RuntimeError as second:  # the first error tells more than the second
+    except RuntimeError as second:  # the first error explains more than the second
         error.args = (*error.args, f"the capture did not end: {second}")

@@ -132,7 +132,7 @@ class Site:
 
 
 class CapturedCall:
-    """One call of `site`, of inputs like `template` says, in memory of `pool`.
+    """One call of `site`, of inputs like `template`, in memory of `pool`.
 
     Attributes:
         needs: of each output, whether it needs a gradient.

@@ -1,4 +1,4 @@
-"""A whole iteration in one CUDA graph (`options/cuda_graphs.py` says when that is asked for).
+"""A whole iteration in one CUDA graph (`options/cuda_graphs.py` decides when that is asked for).
 
 Megatron captures forward and backward of all microbatches with `finalize_model_grads`, once, and
 replays them; optimizer, `zero_grad_buffer` and `start_param_sync` run outside, in every iteration.

@@ -119,7 +119,7 @@ class LayerGraphs:
         self._shared, self._before_pass, self._left_out = shared, before_pass, left_out
         self._kinds = Counter(type(one).__name__ for _, one in modules)
         self._steps = self.captured = self.replayed = self._captured_before = 0
-        self._said = self._began = self._eager_in_step = False
+        self._is_reported = self._began = self._eager_in_step = False
         self._pools: list[Any] = []
         self._programs: dict[int, list[CapturedCall]] = {}
         self._kind: tuple[Site, Any] | None = None
@@ -158,8 +158,8 @@ class LayerGraphs:
         self._eager_in_step = False
         is_settled = 0 < self.captured == self._captured_before
         self._captured_before = self.captured
-        if is_settled and not self._said:
-            self._said = True
+        if is_settled and not self._is_reported:
+            self._is_reported = True
             if dist.get_rank() == 0:
                 print(self.summary(), flush=True)
 

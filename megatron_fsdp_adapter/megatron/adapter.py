@@ -4,7 +4,7 @@
 
 Megatron's checkpointing unwraps W but not I and builds its keys on that depth, so there are two
 wrapper levels. Everything that happens to parameters is in the engine; `units.py` and `domains.py`
-say which of them go where, `param_attributes.py` what Megatron reads on them; this file forwards
+decide which of them go where, `param_attributes.py` what Megatron reads on them; this file forwards
 its calls.
 """
 
@@ -101,7 +101,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._layers = layer_graphs(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
-        said = force_options(given, self.engine, plan)
+        text = force_options(given, self.engine, plan)
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = self.module.param_and_grad_buffer = buffer
         for pair in self.engine.pairs:
@@ -112,7 +112,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         if dist.get_rank() == 0:
-            print(said, flush=True)
+            print(text, flush=True)
 
     def describe(self) -> str:
         """A table of the domains and of every parameter with the domain that it belongs to."""

@@ -24,7 +24,7 @@ def announcement(
     engine, axis = plan.config, plan.domains[DENSE].axis
     numel = sum(group.layout.item_numel for group in groups)
     padding = sum(group.layout.padding_numel for group in groups)
-    said = (
+    text = (
         f"FullyShardedDataParallel: strategy {engine.strategy.name} over {axis.size} "
         f"ranks, {len(plan.units)} units ({', '.join(plan.classes)}, root), "
         f"{numel} parameters{_quantized(groups, config)}, {100 * padding / numel:.2f}% padding; "
@@ -33,7 +33,7 @@ def announcement(
         f"{_wire(plan, groups)}; {_unsharded(plan, groups)}{described(plan.units)}"
         f"{'set by the wrapper: ' if forced else ''}"
     )
-    return said.removesuffix("; ") + ", ".join(f"{name}={value}" for name, value in forced.items())
+    return text.removesuffix("; ") + ", ".join(f"{name}={value}" for name, value in forced.items())
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:
@@ -56,11 +56,11 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> str:
     """Text about what is not sharded: domains of one rank, and what a budget keeps over a step."""
     names = (group.key.domain for group in groups if group.is_single_rank)
     alone = {name.split(",")[0] for name in names}
-    said = f"unsharded on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
+    text = f"unsharded on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
     if not plan.budget:
-        return said
+        return text
     kept = plan.kept
-    return said + (
+    return text + (
         f"unsharded over a step: weights of {kept.weights} and gradients of {kept.grads} of "
         f"{len(kept.rows)} units, for {kept.nbytes / GIB:.3f} of {plan.budget / GIB:g} GiB; "
     )

@@ -69,6 +69,6 @@ def table(chunks: Sequence[Any], config: Any) -> str:
         pair for chunk in chunks for pair in chunk.engine.pairs if pair.group.key.requires_grad
     ]
     names, found = _BETAS[core_api.MAKES_EMERGING], betas(config)
-    said = ", ".join(f"{name} {beta:g}" for name, beta in zip(names, found, strict=True))
+    used = ", ".join(f"{name} {beta:g}" for name, beta in zip(names, found, strict=True))
     lions = sum(map(has, pairs))
-    return f"  Lion, as in megatron-core with {said}: {lions} of {len(pairs)} weights; Adam: others"
+    return f"  Lion, as in megatron-core with {used}: {lions} of {len(pairs)} weights; Adam: others"

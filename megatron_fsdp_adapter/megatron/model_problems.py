@@ -19,7 +19,7 @@ from .options.table import GATHER_PARTS
 
 EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
 """Classes of core, by name. Core takes this one for `moe_grouped_gemm` wherever it has no layers of
-Transformer Engine, so the option that asks for it does not tell."""
+Transformer Engine, so the option that asks for it is no evidence."""
 
 
 def model_problems(module: nn.Module, config: Any, ddp_config: Any) -> list[str]:

@@ -44,7 +44,7 @@ def problems(config: Any) -> list[str]:
 
 def has(pair: ParamPair) -> bool:
     """The one place that decides: a trained matrix of more than one row and column that is no
-    embedding, output layer or router, nor said to be none of Muon's (`use_muon` False on it)."""
+    embedding, output layer or router, nor excluded by `use_muon` False on it."""
     raw = pair.unsharded
     shape = pair.group.layout.specs[pair.index].layout_shape
     owner, _ = pair.managed.slots[0]
@@ -167,14 +167,14 @@ def table(chunks: Sequence[Any], config: Any) -> str:
             if not pair.group.key.requires_grad:
                 continue
             name = re.sub(r"\.\d+\.", ".*.", pair.managed.fqns[0].removeprefix("module."))
-            rows[re.sub(r"weight\d+$", "weight*", name), _said(chunk, pair, config)] += 1
+            rows[re.sub(r"weight\d+$", "weight*", name), _described(chunk, pair, config)] += 1
     width = max(len(name) for name, _ in rows)
     return "\n".join(
-        f"  {name:{width}}  {count:5}  {said}" for (name, said), count in rows.items()
+        f"  {name:{width}}  {count:5}  {text}" for (name, text), count in rows.items()
     )
 
 
-def _said(chunk: Any, pair: ParamPair, config: Any) -> str:
+def _described(chunk: Any, pair: ParamPair, config: Any) -> str:
     if not has(pair):
         return "Adam"
     parts = heights(chunk.module.module, config.muon_split_qkv, pair)

@@ -101,15 +101,15 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
             f"True (needs Transformer Engine), or {unset}"
         ]
     found = [
-        f"{option}={chosen}: {other} of the DDP config says {said}. Set them alike, or leave "
+        f"{option}={chosen}: {other} of the DDP config is {configured}. Set them alike, or leave "
         f"{option} at torch.float32"
-        for option, other, chosen, said in (
+        for option, other, chosen, configured in (
             ("main_grads_dtype", "megatron_fsdp_main_grads_dtype", config.main_grads_dtype,
              policy.grads_dtype),
             ("main_params_dtype", "megatron_fsdp_main_params_dtype", config.main_params_dtype,
              policy.main_params_dtype),
         )
-        if chosen not in (torch.float32, said)
+        if chosen not in (torch.float32, configured)
     ]  # fmt: skip
     if core_optimizer.USING_PYTORCH_OPTIMIZER:
         found.append(

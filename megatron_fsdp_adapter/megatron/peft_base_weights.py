@@ -1,8 +1,8 @@
 """Weights of a checkpoint for a model that is not sharded yet: what adapters (LoRA) are put on.
 
 Megatron-Bridge loads base weights before it adds adapters and wraps the model. For `fsdp_dtensor`
-it then asks the plain model for what only a sharded one has, and for `torch_dist` it says that the
-run is of another format. Its function that reads a checkpoint is wrapped: for a model without
+it then asks the plain model for what only a sharded one has, and for `torch_dist` it reports that
+the run is of another format. Its function that reads a checkpoint is wrapped: for a model without
 shards it reads either format, under any split of the model, one weight at a time.
 
 Every rank reads what its own model has, from the files that hold it, as Megatron-Bridge does when

@@ -115,7 +115,7 @@ def read_groups(pg_collection: Any | None, instances: int, separate_gathers: boo
 
 
 def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: int) -> None:
-    """The groups were made for as many optimizer instances as the options say."""
+    """The groups were made for as many optimizer instances as in the options."""
     for shard_role, everyone_role in (
         ("fsdp_group", "dp_group"), ("expt_fsdp_group", "expt_dp_group")
     ):  # fmt: skip
@@ -187,7 +187,7 @@ def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = Non
     group among its members alone, but names it after how many groups each of them is in.)
 
     Raises:
-        ValueError: on every rank, when ranks disagree on who is in a group.
+        ValueError: on every rank, when ranks disagree on the members of a group.
     """
     groups = groups_of(pg_collection)
     for role, attribute in GATHER_SOURCES.items():

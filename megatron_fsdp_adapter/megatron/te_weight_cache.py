@@ -7,7 +7,7 @@ Core has an option for that, `disable_parameter_transpose_cache`, which its TE l
 config when they are made.
 
 The same switch decides whether a fused weight gradient is overwritten: in the first microbatch
-TE overwrites `main_grad`, in others it adds, whatever other flags say. A module that is
+TE overwrites `main_grad`, in others it adds, whatever other flags are. A module that is
 called twice in the first microbatch would lose its second call's gradient (backward comes to that
 one first), and a bucket that every microbatch fills afresh would be added to. Without the flag it
 does what `wgrad_probe` has seen. So with fused gradients the cache is off under every strategy, at

@@ -52,7 +52,7 @@ def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> st
     """The mode of `param`, which is `owner`'s attribute `name`.
 
     The nearest class of `owner` in `LAYERS` decides where the parameter is not marked or the
-    marks of such a layer do not tell; what neither marks nor that table know is replicated.
+    marks of such a layer do not show; what neither marks nor that table know is replicated.
     """
     names = (cls.__name__ for cls in type(owner).__mro__)
     layer = next((found for found in names if found in LAYERS), None)

@@ -42,14 +42,15 @@ class Observed:
 
     adds: without a flag, they add to `main_grad`.
     overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and
-    add where it unsets it. told_in_forward: they overwrite where it was set before the forward.
+    add where it unsets it.
+    overwrites_in_forward: they overwrite where it was set before the forward.
     ignores_flag_under_hooks: they see the flag of backward only where no hooks are on
     what autograd saves: they ask the saved weight, which then has no attributes.
     """
 
     adds: bool
     overwrites_in_backward: bool = False
-    told_in_forward: bool = False
+    overwrites_in_forward: bool = False
     ignores_flag_under_hooks: bool = False
 
     def __and__(self, other: Observed) -> Observed:
@@ -58,7 +59,7 @@ class Observed:
         return Observed(
             self.adds and other.adds,
             overwrites_in_backward,
-            self.told_in_forward and other.told_in_forward,
+            self.overwrites_in_forward and other.overwrites_in_forward,
             overwrites_in_backward
             and (self.ignores_flag_under_hooks or other.ignores_flag_under_hooks),
         )
@@ -83,13 +84,13 @@ class Maker:
     """Makes a small module with fused weight gradients and calls it.
 
     make: of keyword arguments `dtype` and `device`. call: with the module and an input of shape
-    (TOKENS, SIZE); returns the output. can_be_told: whether there is a flag to try. Megatron's
+    (TOKENS, SIZE); returns the output. has_flag: True if there is a flag to try. Megatron's
     layers take `get_main_grad()` for a `main_grad` of the weights' dtype, which it need not be.
     """
 
     make: Callable[..., nn.Module]
     call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda module, x: module(x)
-    can_be_told: bool = True
+    has_flag: bool = True
 
 
 def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
@@ -153,8 +154,8 @@ MAKERS: Mapping[str, Maker] = {
     "transformer_engine.ops.GroupedLinear": Maker(
         _te_operation("GroupedLinear", 2, SIZE, SIZE, bias=False), _in_tensor_of_groups
     ),
-    "megatron.core.ColumnParallelLinear": Maker(_MegatronLinear, can_be_told=False),
-    "megatron.core.RowParallelLinear": Maker(_MegatronLinear, can_be_told=False),
+    "megatron.core.ColumnParallelLinear": Maker(_MegatronLinear, has_flag=False),
+    "megatron.core.RowParallelLinear": Maker(_MegatronLinear, has_flag=False),
 }
 """Package and class -> maker; a module is that of the first class in its resolution order that has
 a row."""
@@ -206,23 +207,23 @@ def observe(
     """
     devices = [device] if device.type == "cuda" else []
 
-    def run(fill: float, **told: bool) -> list[torch.Tensor]:
+    def run(fill: float, **flags: bool) -> list[torch.Tensor]:
         with torch.random.fork_rng(devices=devices), _te_histories_kept(), torch.enable_grad():
             torch.manual_seed(1234)
-            return _main_grads(maker, precision, dtype, main_dtype, device, fill, **told)
+            return _main_grads(maker, precision, dtype, main_dtype, device, fill, **flags)
 
     adds = _were_added_to(run(MARK))
-    if not maker.can_be_told:
+    if not maker.has_flag:
         return Observed(adds)
     overwrites_in_backward = _were_overwritten(
         run(float("nan"), in_backward=True)
     ) and _were_added_to(run(MARK, in_backward=False))
-    told_in_forward = _were_overwritten(run(float("nan"), in_forward=True))
+    overwrites_in_forward = _were_overwritten(run(float("nan"), in_forward=True))
     with saved_tensors_hooks(_as_it_is, _as_it_is):
         heard = overwrites_in_backward and _were_overwritten(run(float("nan"), in_backward=True))
-        told_in_forward &= _were_overwritten(run(float("nan"), in_forward=True))
+        overwrites_in_forward &= _were_overwritten(run(float("nan"), in_forward=True))
     return Observed(
-        adds, overwrites_in_backward, told_in_forward, overwrites_in_backward and not heard
+        adds, overwrites_in_backward, overwrites_in_forward, overwrites_in_backward and not heard
     )
 
 

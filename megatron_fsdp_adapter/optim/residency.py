@@ -242,7 +242,7 @@ class Residency:
             self._runtime.block(ahead[-1])
             self.drop_loads()
 
-    # What the engine says (`core/engine/deferred_updates.py`).
+    # Calls of the engine (`core/engine/deferred_updates.py`).
 
     def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
         """Loads when the last of several model chunks calls."""

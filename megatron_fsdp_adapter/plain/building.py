@@ -72,7 +72,7 @@ def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEng
         return
     sizes = [unit.weight_bytes / GIB for unit in engine.units]
     if len(sizes) == 1:
-        said = (
+        text = (
             f"1 unit, whose weights, {sizes[0]:.3f} GiB, are gathered at once: "
             f"{type(module).__name__} has no layers that repeat (_no_split_modules, a ModuleList, "
             f"ModuleDict or Sequential). Name their class in {UNITS}"
@@ -80,11 +80,11 @@ def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEng
     else:
         kinds = Counter(type(unit).__name__ for unit in units)
         counted = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        said = (
+        text = (
             f"{len(sizes)} units ({counted}, root) of at most {max(sizes):.3f} GiB of weights; "
             f"{UNITS} names others"
         )
-    print(f"fully_shard_model: {said}", flush=True)
+    print(f"fully_shard_model: {text}", flush=True)
 
 
 def raise_model_problems(

@@ -26,7 +26,7 @@ def cast_outputs_of(module: nn.Module, dtype: torch.dtype) -> None:
 def cast(dtype: torch.dtype | None, values: Any) -> Any:
     """`values`, of which floating-point tensors are in `dtype`, if that is not None, inside of
     containers and dataclasses too, by FSDP2's own function. Other objects (a cache of keys and
-    values, say) stay what they are: the caller may look at them afterwards."""
+    values, for example) stay what they are: the caller may look at them afterwards."""
     if dtype is None:
         return values
     return _apply_to_tensors(

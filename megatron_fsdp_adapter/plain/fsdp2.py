@@ -8,7 +8,7 @@
 A call marks its module. The outermost marked module, the root, is sharded as a whole when its
 parameters are first read, or when it first runs; the marked modules in it are its units. Sharding
 each module in its own call was rejected: an engine has to know all units to gather the next one
-ahead, so that each call around others would build it anew.
+ahead, so that each call around others would build it again.
 """
 
 from __future__ import annotations
@@ -281,12 +281,12 @@ def fully_shard(
         mesh: the ranks to shard over, and the type of their devices, to which parameters and
             buffers move; by default all ranks, and the accelerator if there is one. It has one dim,
             or two: (replicas, shards). A last dim of one rank that is not named for shards is left
-            out, as is a model-parallel one ("tp", say) of one rank. ValueError for several of
+            out, as is a model-parallel one (such as "tp") of one rank. ValueError for several of
             those.
         reshard_after_forward: whether weights go after forward. None: True, but for the root,
             whose weights stay through a pass. A number of ranks, to which torch's would reshard
             them, is True.
-        shard_placement_fn: asked for each parameter; rows of dim 0 are cut, whatever it says of
+        shard_placement_fn: asked for each parameter; rows of dim 0 are cut, whatever it returns for
             padding. ValueError for another dim.
         mp_policy: `param_dtype` and `reduce_dtype` are those of the model, equal in all calls.
         offload_policy: with `CPUOffloadPolicy` main weights are in host memory, and
@@ -350,8 +350,8 @@ def _check_parameters(
     }  # fmt: skip
     found = list(parameter_problems(module, distributed.__contains__))
     dims = {
-        getattr(getattr(said, "placement", said), "dim", 0)
-        for said in map(placement_of, module.parameters()) if said is not None
+        getattr(getattr(placed, "placement", placed), "dim", 0)
+        for placed in map(placement_of, module.parameters()) if placed is not None
     } if placement_of is not None else set()  # fmt: skip
     if dims - {0}:
         found.append(

@@ -246,13 +246,13 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
                 param._fsdp_reach = _gathered_by(engine, unit.ordinal)  # type: ignore[attr-defined]
     _distribute_rows()
     mark_shards(engine, root, root)
-    _tell_apart(engine)
+    _distinguish(engine)
     return engine
 
 
-def _tell_apart(engine: UserLoopEngine) -> None:
+def _distinguish(engine: UserLoopEngine) -> None:
     """Gives each parameter an address of its own: accelerate finds the parameters of an optimizer
-    by those of their local tensors, and torch says 0 for all that are empty."""
+    by those of their local tensors, and torch has 0 for all that are empty."""
     for number, pair in enumerate(engine.pairs):
         local = pair.sharded._local_tensor  # type: ignore[attr-defined]
         if local.numel() == 0:

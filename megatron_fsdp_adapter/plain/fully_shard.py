@@ -39,7 +39,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
     """A sharded module: called like the module, with its parameters as DTensors of this rank's rows
     outside of forward and backward. State-dict keys and parameter names begin with "module.".
 
-    Buffers (running statistics, say) are each rank's own: nothing here reduces them.
+    Buffers (running statistics) are each rank's own: nothing here reduces them.
     """
 
     engine: UserLoopEngine

@@ -36,7 +36,7 @@ def _own_rows(optimizer: Any, *_: Any) -> None:
 def _rows_of(param: UnevenDTensor, value: DTensor, key: str) -> UnevenDTensor:
     """`value` cut as `param` is. Collective where torch has cut it evenly.
 
-    RuntimeError where torch does not tell that, and the value has other rows.
+    RuntimeError where torch does not know that, and the value has other rows.
     """
     alike: Any = torch.zeros_like(param, dtype=value.dtype)
     if isinstance(alike, UnevenDTensor):  # from torch 2.13 on what has our rows is one

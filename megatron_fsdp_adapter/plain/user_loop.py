@@ -70,7 +70,7 @@ class UserLoopEngine(FsdpEngine):
             self.to_unsharded()
         super().start_backward(accumulates)
 
-    def told_ranks(self) -> Sequence[int]:
+    def compared_numbers(self) -> Sequence[int]:
         """A flag for each trained parameter: a backward of this rank has given it a gradient, or
         none is to, because it is frozen."""
         return [
@@ -82,11 +82,11 @@ class UserLoopEngine(FsdpEngine):
         """Leaves parameters without a gradient to which no rank's backward has given one; forgets
         all gradients, which are zeros, if there is no other. The host waits for the other ranks
         only where this one has given a parameter none."""
-        told = self.told_ranks()
-        if not all(told):
-            told = self.launches.largest()
+        flags = self.compared_numbers()
+        if not all(flags):
+            flags = self.launches.largest()
         absent = [
-            pair for pair, given in zip(self.trained, told, strict=True)
+            pair for pair, given in zip(self.trained, flags, strict=True)
             if pair.sharded.grad is None and not (given and pair.sharded.requires_grad)
         ]  # fmt: skip
         if len(absent) == len(self.trained):

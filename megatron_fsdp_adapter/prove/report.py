@@ -62,8 +62,8 @@ def _lines(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
 def verdict(rows: Sequence[Row]) -> str:
     """The table in one line."""
     holds = sum(row.holds for row in rows)
-    said = "proven" if holds == len(rows) else "DIFFERS (above)"
-    return f"doctor --prove: {holds} of {len(rows)} comparisons hold: {said}"
+    outcome = "proven" if holds == len(rows) else "DIFFERS (above)"
+    return f"doctor --prove: {holds} of {len(rows)} comparisons hold: {outcome}"
 
 
 def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:

@@ -204,13 +204,13 @@ class TransformerEngineParams(QuantizedParams):
         if kind.padded:
             setattr(param, VIEWS, fields)
         self.drop_derived(param)
-        self._say_usages(param)
+        self._mark_usages(param)
 
     def prepare(self, param: nn.Parameter) -> None:
         """Scales as TE reads them: where the shape wants padding, padded copies."""
         kind = _kind(param)
         views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
-        self._say_usages(param)
+        self._mark_usages(param)
         for plane in kind.format.planes if views else ():
             name, multiples = kind.planes[plane.name], kind.padded.get(plane.name, (1, 1))
             view = views[name]
@@ -218,8 +218,8 @@ class TransformerEngineParams(QuantizedParams):
             setattr(param, name, padded(view, multiples) if shape != view.shape else view)
 
     @staticmethod
-    def _say_usages(param: nn.Parameter) -> None:
-        """TE derives the columns of a weight in forward if its quantizer says that they are used,
+    def _mark_usages(param: nn.Parameter) -> None:
+        """TE derives the columns of a weight in forward if its quantizer marks them as used,
         and in backward whatever that says. Set every time: TE puts another quantizer there when a
         recipe changes."""
         param._quantizer.set_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]

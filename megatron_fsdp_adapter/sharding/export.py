@@ -75,7 +75,7 @@ def export_weights(
         dtype: main weights are cast to it before they are gathered, but for weights that are no
             floating-point numbers; None for theirs.
         which: "all"; "changed": without frozen weights that no load has written since everything
-            was last exported; "trained": without frozen weights and buffers (adapters alone, say).
+            was last exported; "trained": without frozen weights and buffers, such as adapters.
         scope: "model": every rank gets all tensors. "stage": those of its pipeline stage, and of
             its experts; nothing is sent between stages.
         quantized: quantized weights come as the bytes that modules compute with, under the weight's

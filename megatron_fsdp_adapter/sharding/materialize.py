@@ -159,7 +159,7 @@ def _check(
 
 
 def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
-    """Gives `original` the content of `made` and the marks of both. Those of `made` win: TE says
+    """Gives `original` the content of `made` and the marks of both. Those of `made` win: TE records
     how a weight is split only when it initializes it, and Megatron writes its defaults before."""
     marks = {**original.__dict__, **made.__dict__}
     made = nn.Parameter(made.detach(), original.requires_grad)

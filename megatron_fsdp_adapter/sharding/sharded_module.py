@@ -61,10 +61,10 @@ class NotCopyable:
     """Refuses copies and pickles, which could not share flat buffers and process groups."""
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError(self._why_not("copy.deepcopy (AveragedModel of torch.optim, say)"))
+        raise RuntimeError(self._why_not("copy.deepcopy (as by AveragedModel of torch.optim)"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(self._why_not("pickle (torch.save of the module, say)"))
+        raise RuntimeError(self._why_not("pickle (as by torch.save of the module)"))
 
     def _why_not(self, what: str) -> str:
         return (
@@ -298,7 +298,7 @@ def take_scaling(
     scalings: Mapping[str, Scaling], records: Mapping[str, torch.Tensor]
 ) -> None:
     """Takes over the records that a load had. Prints, on one rank, for how many weights it did not
-    say how they are scaled."""
+    describe how they are scaled."""
     for name, record in records.items():
         scalings[name].load(record)
     unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
@@ -314,7 +314,7 @@ def take_scaling(
 def forget_scaling(
     pairs: Iterable[ParamPair], child: nn.Module, state: Mapping[str, Any], prefix: str
 ) -> None:
-    """A load into `child` writes weights, of `pairs`, and may say nothing of how they are scaled:
+    """A load into `child` writes weights, of `pairs`, and may have nothing about their scales:
     TE's module takes its own state, if there is any."""
     extra = state.get(prefix + EXTRA_STATE)
     if isinstance(extra, torch.Tensor) and extra.numel():

@@ -286,7 +286,7 @@ def test_a_gloo_group_is_made_where_the_default_has_no_cpu_backend(
     with coordination() as ranks:
         made = ranks.group
         assert made is not default and ranks.size == 1
-        assert ranks.run("stage", lambda: 7, tell=lambda n: n + 1) == (7, (8,))
+        assert ranks.run("stage", lambda: 7, share=lambda n: n + 1) == (7, (8,))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="not initialized"):
         dist.get_backend(made)

@@ -33,7 +33,7 @@ CASE = Case()
 WIDTH, INNER, GROUPS = 12, 20, 3
 SEEN = {
     WgradProtocol.OVERWRITES: Observed(adds=True, overwrites_in_backward=True),
-    WgradProtocol.OVERWRITES_ALWAYS: Observed(adds=True, told_in_forward=True),
+    WgradProtocol.OVERWRITES_ALWAYS: Observed(adds=True, overwrites_in_forward=True),
     WgradProtocol.ACCUMULATES: Observed(adds=True),
 }
 ENSURES = getattr(TEGroupedMLP, "_ensure_main_grad", None)
@@ -175,7 +175,9 @@ def test_an_operation_is_tried_out_beside_the_layer_whose_weights_it_reads(
 
     def seen(name: str, *unused: Any) -> Observed:
         asked.append(name)
-        return Observed(adds=True, told_in_forward=".ops." not in name, overwrites_in_backward=True)
+        return Observed(
+            adds=True, overwrites_in_forward=".ops." not in name, overwrites_in_backward=True
+        )
 
     monkeypatch.setattr(wgrad_probe, "observed_once", seen)
     monkeypatch.setattr(wgrad_probe, "maker_name", lambda kind: "transformer_engine.GroupedLinear")
@@ -187,5 +189,5 @@ def test_an_operation_is_tried_out_beside_the_layer_whose_weights_it_reads(
     both = Observed(adds=True, overwrites_in_backward=True)
     assert looks(by_operations=read_by_operations(nn.Sequential(layer))) == both
     assert asked == ["transformer_engine.GroupedLinear", "transformer_engine.ops.GroupedLinear"]
-    assert looks(by_operations=read_by_operations(Layer(fused=False))).told_in_forward
+    assert looks(by_operations=read_by_operations(Layer(fused=False))).overwrites_in_forward
     assert UNKNOWN.adds and fused_wgrad.fuses(layer.linear_fc1)

@@ -86,14 +86,20 @@ class Fusing(nn.Module):
 
 
 SEEN = {
-    "asks in backward": Observed(adds=True, overwrites_in_backward=True, told_in_forward=True),
+    "asks in backward": Observed(
+        adds=True, overwrites_in_backward=True, overwrites_in_forward=True
+    ),
     "asks what it saved": Observed(
         adds=True, overwrites_in_backward=True, ignores_flag_under_hooks=True
     ),
-    "asks in forward": Observed(adds=True, overwrites_in_backward=False, told_in_forward=True),
+    "asks in forward": Observed(
+        adds=True, overwrites_in_backward=False, overwrites_in_forward=True
+    ),
     "asks the quantized weight": Observed(adds=True),
     "adds": Observed(adds=True),
-    "always overwrites": Observed(adds=False, overwrites_in_backward=False, told_in_forward=True),
+    "always overwrites": Observed(
+        adds=False, overwrites_in_backward=False, overwrites_in_forward=True
+    ),
     "writes nothing": Observed(adds=False),
 }
 

@@ -233,7 +233,7 @@ def is_run_with_quantized_weights(rank: int, world: int, name: str, recipe: str)
         MAKERS[f"transformer_engine.{name}"], precision_of(recipe), torch.bfloat16, torch.float32,
         torch.device("cuda", torch.cuda.current_device()),
     )  # fmt: skip
-    assert seen.adds or seen.overwrites_in_backward or seen.told_in_forward, seen
+    assert seen.adds or seen.overwrites_in_backward or seen.overwrites_in_forward, seen
     return str(seen)
 
 

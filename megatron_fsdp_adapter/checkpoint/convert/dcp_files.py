@@ -182,7 +182,7 @@ class DcpFolder:
 
 @contextmanager
 def damage_of(what: str) -> Iterator[None]:
-    """Replaces the errors of reading `what` by a ValueError that says what is wrong with it."""
+    """Replaces the errors of reading `what` by a ValueError about its problem."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -356,13 +356,13 @@ class FsdpEngine:
             self.reduce_grads()
             self.reduce.finish()
             self.to_sharded()
-            self.launches.compare(self.told_ranks())
+            self.launches.compare(self.compared_numbers())
             self.attach_grads()
             self.grads_finished()
         self.to_sharded()
         self.gather.updates.load_ahead()
 
-    def told_ranks(self) -> Sequence[int]:
+    def compared_numbers(self) -> Sequence[int]:
         """Numbers that go with the comparison of launches to all ranks; each gets the largest."""
         return ()
 

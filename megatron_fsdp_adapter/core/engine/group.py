@@ -79,7 +79,7 @@ class ParamGroup:
         values: what main weights begin as, by parameter; those without begin as the weights.
 
     Attributes:
-        params: unsharded parameters, in layout order; `managed[i]` tells their names and places.
+        params: unsharded parameters, in layout order; `managed[i]` has their names and places.
         idle: whether the user has frozen all of them, for all forwards in flight. Their backward
             then collects and reduces nothing.
         keeps_weights, keeps_grads: whether compute weights stay while the unit does not compute;

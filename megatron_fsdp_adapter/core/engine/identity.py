@@ -98,7 +98,7 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
             )
             if group.main_on_host:
                 # Gradients are on the device, and torch takes none of another device than its
-                # parameter: the DTensor goes on saying that it is there.
+                # parameter: the DTensor still reports it.
                 sharded._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
             grad = as_dtensor(group.grad.items(held)[index], group, index) if trainable else None
             if grad is not None and grad.dtype != sharded.dtype:

@@ -59,11 +59,11 @@ class Launched:
 @dataclass
 class _Comparison:
     """One that was started. table: a row for each communicator: the largest number among its ranks,
-    the largest complement, which is that of the smallest, and the largest of each that is told.
+    the largest complement, which is that of the smallest, and the largest of each number.
     read: waits for the table."""
 
     launched: Launched
-    told: Sequence[int] = ()
+    numbers: Sequence[int] = ()
     table: torch.Tensor | None = None
     read: Callable[[], list[list[int]]] = list
 
@@ -98,9 +98,9 @@ class LaunchComparison:
                 known = self._known[kind, group.name] = text, int.from_bytes(digest, "big")
             self._launched.add(*known)
 
-    def compare(self, told: Sequence[int] = ()) -> None:
+    def compare(self, numbers: Sequence[int] = ()) -> None:
         """Behind the last reduction of a step: compares what was launched since the last time.
-        told: as many numbers on all ranks, of each of which `largest` gives the largest.
+        numbers: as many numbers on all ranks, of each of which `largest` gives the largest.
 
         Where the host does not wait for the device, the result is read a step later. A CUDA graph
         takes no part: what is captured has been compared in the steps before, and replays launch
@@ -110,7 +110,7 @@ class LaunchComparison:
             RuntimeError: the launches differ; on all ranks that were compared, with one text.
         """
         launched, self._launched = self._launched, Launched()
-        self._last = started = _Comparison(launched, told)
+        self._last = started = _Comparison(launched, numbers)
         if not self._communicators or self._runtime.is_capturing():
             return
         self._raise_found()
@@ -126,20 +126,20 @@ class LaunchComparison:
         """The largest over the ranks of each number in the last comparison, once the device has
         it."""
         rows = self._last.read()
-        return rows[-1][2:] if rows else self._last.told
+        return rows[-1][2:] if rows else self._last.numbers
 
     def _compare(self, started: _Comparison, stage: int) -> list[Any]:
         if started.table is None:
-            size = (len(self._communicators), 2 + len(started.told))
+            size = (len(self._communicators), 2 + len(started.numbers))
             started.table = torch.empty(size, dtype=torch.int64, device=self._runtime.device)
             number = started.launched.folded - (1 << 63)  # as a signed one
             # Arguments of kernels: nothing is copied from the host.
             started.table[0, 0].fill_(number)
             started.table[0, 1].fill_(~number)
-            if all(started.told):
+            if all(started.numbers):
                 started.table[0, 2:].fill_(1)
             else:
-                started.table[0, 2:].copy_(torch.tensor(started.told), non_blocking=True)
+                started.table[0, 2:].copy_(torch.tensor(started.numbers), non_blocking=True)
         else:
             started.table[stage].copy_(started.table[stage - 1])
         return self._communicators[stage].all_reduce_max(started.table[stage])

@@ -3,7 +3,7 @@
 A quantized parameter is a tensor whose nominal shape and dtype are those of the weight, and whose
 values are in fields: one tensor for each plane of its `WeightFormat`, in the plane's shape, and
 scales that every rank has. The engine points the fields at views of its flat buffers once, keeps
-and gathers bytes, and says when they are read and when they are old. It never looks inside.
+and gathers bytes, and reports when they are read and when they are old. It never looks inside.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Reduce:
         launch: of a communicator and of what is reduced in one launch (`Reduction`s of groups);
             returns the handles that are still running.
         into_shards: it scales the sums itself, in float32, and puts them into the main gradients,
-            or adds them to what those hold. Otherwise they are left where `Reduction` says.
+            or adds them to what those hold. Otherwise they are left where `Reduction` puts them.
         fixed: what it receives of a bucket in a slot is in a fixed buffer too.
     """
 

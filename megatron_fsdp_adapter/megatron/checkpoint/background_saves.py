@@ -141,7 +141,7 @@ class Queue:
 class AsyncStrategy:
     """Stands for `get_async_strategy`, as one module of Megatron-LM sees it.
 
-    original: Megatron's; topology: what the record of a save says (`record.topology_of`).
+    original: Megatron's; topology: the contents of a save's record (`record.topology_of`).
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def _load(
         (prepared, _), every = ranks.run(
             "comparing the checkpoint with the model",
             lambda: _prepared(wanted, folder, strict, vocab_size, ranks.rank),
-            tell=lambda result: result[1],
+            share=lambda result: result[1],
         )
     seen = [found for found in every if found is not None]
     lines = []

@@ -2,7 +2,7 @@
 function for each seam, which all other modules ask.
 
 Each is decided by what is there (a name, a parameter, a field). Version numbers were rejected: a
-build of one's own may have either side of a change, and a later release tells nothing. What the
+build of one's own may have either side of a change, and a later release proves nothing. What the
 package puts in the place of core's own functions is checked where it does so (`patches.py`).
 """
 

@@ -87,8 +87,8 @@ class Patch:
     name it differently; the first that is there. ours: in its place, or "module:name" of this
     package for what is looked up when it is needed; how: `calls`, `stands` or `makes`. parameters:
     the original's, one list for each form that a release has; none are compared if there is none.
-    required: whether its absence is an error, or what says so. default: the original where there is
-    none. everywhere: also wherever a loaded module holds the same object, but in the modules
+    required: True if its absence is an error, or a function of the owner that decides it. default:
+    the original where there is none. everywhere: also wherever a loaded module holds the same object, but in the modules
     `but_in`. why: "module.name, by which it ...", in errors.
     """
 
@@ -125,14 +125,14 @@ def absent(patches: Iterable[Patch]) -> list[str]:
 
 def install(
     patches: Sequence[Patch],
-    told: Callable[[str], str] = lambda lacks: f"there is no {lacks}; {releases.remedy()}",
+    message: Callable[[str], str] = lambda lacks: f"there is no {lacks}; {releases.remedy()}",
 ) -> None:
     """Puts every row in place. Idempotent: a later call also reaches what was loaded, or bound to
-    an original, in between. Raises RuntimeError, before anything is changed, with what is `told` of
+    an original, in between. Raises RuntimeError, before anything is changed, with the `message` for
     all that is `missing`."""
     lacking = missing(patches)
     if lacking:
-        raise RuntimeError(told(", no ".join(lacking)))
+        raise RuntimeError(message(", no ".join(lacking)))
     swept: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for patch in patches:
         found = place(patch)

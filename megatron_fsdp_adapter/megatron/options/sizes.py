@@ -51,7 +51,7 @@ def _size(options: Options, *names: str, default: int = 1) -> int:
     return next((int(options[name]) for name in names if options.get(name)), default)
 
 
-def _said(options: Options, *names: str) -> str:
+def _values(options: Options, *names: str) -> str:
     """Text of the names that are set, with their values."""
     return ", ".join(f"{name}={options[name]}" for name in names if options.get(name))
 
@@ -76,14 +76,14 @@ def stage_layers(options: Options) -> list[list[int]]:
     if options.get(LAYOUT):
         return _of_layout(options)
     stages, virtual = _size(options, "pipeline_model_parallel_size"), _virtual(options)
-    told = _said(options, *VIRTUAL, PER_VIRTUAL)
-    _refuse((virtual > 1 and stages == 1, f"{told}: there is one pipeline stage. Leave it out."))
+    given = _values(options, *VIRTUAL, PER_VIRTUAL)
+    _refuse((virtual > 1 and stages == 1, f"{given}: there is one pipeline stage. Leave it out."))
     counts = _layers_of_stages(options, stages)
     has_both_ends = all(_size(options, *names, default=0) for names in (FIRST, LAST))
     _refuse(
         (virtual > 1 and stages == 2 and has_both_ends,
-         f"{told}: not supported without stages between the first and the last. {USE_LAYOUT}"),
-        *((count % virtual, f"{told}: {count} layers of a pipeline stage are no multiple of "
+         f"{given}: not supported without stages between the first and the last. {USE_LAYOUT}"),
+        *((count % virtual, f"{given}: {count} layers of a pipeline stage are no multiple of "
            f"{virtual} virtual stages. {USE_LAYOUT}") for count in counts),
     )  # fmt: skip
     chunks = [[count // virtual] * virtual for count in counts]
@@ -111,12 +111,12 @@ def _layers_of_stages(options: Options, stages: int) -> list[int]:
     standalone = [name for name in STANDALONE if options.get(name)]
     rest = _size(options, "num_layers") + len(standalone) - first - last
     others = stages - bool(first) - bool(last)
-    told = _said(options, "num_layers", *FIRST, *LAST, *STANDALONE)
+    given = _values(options, "num_layers", *FIRST, *LAST, *STANDALONE)
     _refuse(
-        ((first or last) and standalone, f"{_said(options, *FIRST, *LAST)}: incompatible with "
+        ((first or last) and standalone, f"{_values(options, *FIRST, *LAST)}: incompatible with "
          f"{', '.join(standalone)}. Leave one of them out."),
         (rest < 0 or bool(rest) != (others > 0) or (rest and rest % others),
-         f"pipeline_model_parallel_size={stages}: does not divide {told}. {USE_LAYOUT}"),
+         f"pipeline_model_parallel_size={stages}: does not divide {given}. {USE_LAYOUT}"),
     )  # fmt: skip
     each = [rest // others] * others if rest else []
     return [first] * bool(first) + each + [last] * bool(last)
@@ -124,7 +124,7 @@ def _layers_of_stages(options: Options, stages: int) -> list[int]:
 
 def _of_layout(options: Options) -> list[list[int]]:
     layout, stages = options[LAYOUT], _size(options, "pipeline_model_parallel_size")
-    others = _said(options, *FIRST, *LAST, *STANDALONE, PER_VIRTUAL)
+    others = _values(options, *FIRST, *LAST, *STANDALONE, PER_VIRTUAL)
     chunks = _expanded(layout) if isinstance(layout, str) else [
         "".join(LETTERS.get(str(getattr(one, "name", one)).strip().lower(), "?") for one in chunk)
         for chunk in layout
@@ -141,7 +141,7 @@ def _of_layout(options: Options) -> list[list[int]]:
         (rest, f"has {len(chunks)} parts, no multiple of pipeline_model_parallel_size={stages}. "
          "Write one part for each stage, or one for each of its virtual stages."),
         (_size(options, *VIRTUAL, default=virtual) != virtual,
-         f"has {virtual} virtual stages, but {_said(options, *VIRTUAL)} is set. Leave that out."),
+         f"has {virtual} virtual stages, but {_values(options, *VIRTUAL)} is set. Leave that out."),
         (not flat.startswith("E") or not flat.endswith("L") or count["E"] + count["L"] != 2,
          "does not begin with one E and end with one L. Write it as 'Et*2|t*2L'."),
         *((count[letter] != wanted, f"has {letter} {count[letter]} times, but the model has "
@@ -193,10 +193,10 @@ def size_problems(options: Options, world_size: int | None) -> list[str]:
 
 def not_above_zero(options: Options) -> list[str]:
     """One line for each size that is no integer above 0."""
-    told = {name: options[name] for name in WHOLE if options.get(name) is not None}
+    given = {name: options[name] for name in WHOLE if options.get(name) is not None}
     return [
         f"{name}={size}: not an integer above 0. Write one, or leave it out."
-        for name, size in told.items() if type(size) is not int or size < 1
+        for name, size in given.items() if type(size) is not int or size < 1
     ]  # fmt: skip
 
 
@@ -259,8 +259,8 @@ def _world_problems(options: Options, world_size: int, virtual: int) -> list[str
     )}  # fmt: skip
     stages, split = sizes["pipeline_model_parallel_size"], math.prod(sizes.values())
     if world_size % split:
-        told = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        return [f"{told}: {split} does not divide {world_size} ranks. Use sizes that do, or "
+        given = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        return [f"{given}: {split} does not divide {world_size} ranks. Use sizes that do, or "
                 "another number of ranks."]  # fmt: skip
     data, etp = world_size // split, _expert_tensor(options)
     ranks, experts = (_size(options, "expert_model_parallel_size"),
