@@ -252,10 +252,10 @@ class UnevenDTensor(DTensor):
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(
                 f"redistribute from {self.device_mesh} to {device_mesh}: rows move within their "
-                "own mesh only; use distribute_tensor(tensor.full_tensor(), mesh, placements)"
+                "own mesh only. Use distribute_tensor(tensor.full_tensor(), mesh, placements)"
             )
         if placements is None:
-            raise ValueError("redistribute: placements is missing; give one for each mesh axis")
+            raise ValueError("redistribute: placements is missing. Give one for each mesh axis")
         whole = whole_tensor(self).to(forward_dtype or self.dtype)
         mesh = self.device_mesh
         if all(placement.is_replicate() for placement in placements):
@@ -289,8 +289,8 @@ class UnevenDTensor(DTensor):
         if getattr(self, "_is_param", False):
             raise RuntimeError(
                 f"{what} of a parameter of a sharded model, shape {tuple(self.shape)}: it is a "
-                "view of flat buffers, which a copy would not be of; use model.state_dict(), or "
-                "load that into another sharded model"
+                "view of flat buffers, and a copy would be none. Use model.state_dict(), or load "
+                "that into another sharded model"
             )
 
 
@@ -304,7 +304,7 @@ def _check_present(dtensor: DTensor) -> None:
     if local.numel() and not local.is_meta and local.untyped_storage().nbytes() == 0:
         raise RuntimeError(
             f"reading a tensor of shape {tuple(dtensor.shape)} of a sharded model whose memory was "
-            "released; call return_memory(model, optimizer) first"
+            "released. Call return_memory(model, optimizer) first"
         )
 
 

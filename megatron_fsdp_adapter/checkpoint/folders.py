@@ -354,8 +354,8 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
         return unpickling.read_metadata(folder / _METADATA)
     except unpickling.RefusedName as error:
         raise ValueError(
-            f"{folder} is not to be trusted: torch.distributed.checkpoint did not write its "
-            f".metadata, because {error}. Nothing in it was executed"
+            f"{folder} is not trusted: its .metadata has content that "
+            f"torch.distributed.checkpoint does not write ({error}). Nothing in it was executed"
         ) from error
     except ValueError as error:
         raise ValueError(f"{folder} is damaged: {error}; {_remedy(root)}") from error

@@ -177,6 +177,7 @@ def _check_unique(names: GlobalNames, local: Iterable[str]) -> None:
             other = owners.setdefault(key, name)
             if other != name:
                 raise ValueError(
-                    f"parameters {other} and {name} would both be saved as {key}: layer_number and "
-                    "local_expert_indices of the modules above must count over the whole model"
+                    f"parameters {other} and {name} would both be saved as {key}. Set "
+                    "layer_number and local_expert_indices of the modules above them so that "
+                    "they count over the whole model"
                 )

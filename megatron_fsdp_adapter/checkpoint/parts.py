@@ -93,8 +93,8 @@ def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> D
     for mine, given in zip(own, parts, strict=True):
         if mine._local_tensor.shape != given._local_tensor.shape:
             raise ValueError(
-                f"a piece has {tuple(given._local_tensor.shape)} here, its place "
-                f"{tuple(mine._local_tensor.shape)}: their shardings differ"
+                f"a piece has the local shape {tuple(given._local_tensor.shape)}, but its place "
+                f"has {tuple(mine._local_tensor.shape)}, because their shardings differ"
             )
     if all(same_storage(mine, given) for mine, given in zip(own, parts, strict=True)):
         return target

@@ -233,5 +233,5 @@ def _difference(leaf: Any, stored: Any, whole: Mapping[Any, bool]) -> str:
     if stored.properties.dtype != leaf.dtype:
         return f"stored as {stored.properties.dtype}, wanted as {leaf.dtype}"
     if not whole[_cut(stored)]:
-        return "the stored blocks overlap or leave a gap; the checkpoint is damaged"
+        return "the stored blocks overlap or leave a gap. The checkpoint is damaged"
     return ""

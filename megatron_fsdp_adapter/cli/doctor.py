@@ -153,11 +153,11 @@ def verdict(report: Mapping[str, Any]) -> str:
     if wrong:
         text = f"refused, {wrong} to change (above)"
     elif found is None:
-        text = "nothing is wrong here; no configuration was given"
+        text = "nothing is wrong here (no configuration was given)"
     else:
         text = "nothing is refused" + (", and nothing is changed" if "note" in found else "")
     harmful = ", ".join(row["variable"] for row in report["environment"])
-    return f"doctor: {text}" + (f"; variables that hurt: {harmful} (above)" if harmful else "")
+    return f"doctor: {text}" + (f" (harmful variables, above: {harmful})" if harmful else "")
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -170,7 +170,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [f"  {name:<22} {value}" for name, value in report["machine"].items()]
     lines.append("environment")
     lines += [f"  {row['variable']}={row['value']}: {row['effect']}"
-              for row in report["environment"]] or ["  nothing that hurts"]
+              for row in report["environment"]] or ["  no harmful variables"]
     lines.append("bindings")
     lines += _bindings_lines(report["bindings"])
     if "configuration" in report:

@@ -45,9 +45,8 @@ def allocator_of(backend: Any) -> Any:
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(
                 "nccl_ub, fsdp_copy_engine_all_gather, fsdp_copy_engine_reduce_scatter: torch "
-                f"hands out no allocator of NCCL on this device ({refused}), and none could be "
-                f"made of the library ({error}); put a C compiler (cc) on the PATH, or set the "
-                "options to False"
+                f"has no allocator of NCCL on this device ({refused}), and compiling one failed "
+                f"({error}). Put a C compiler (cc) on the PATH, or set the options to False"
             ) from refused
 
 

@@ -26,7 +26,8 @@ def zero_cta_options(timeout: Any = None) -> Any:
     all-gathers of symmetric memory. RuntimeError where torch or NCCL has no such policy."""
     policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
     if policy is None:
-        raise RuntimeError("this torch has no zero-CTA policy of NCCL: torch 2.11 has one")
+        raise RuntimeError("fsdp_copy_engine_all_gather=True: this torch has no zero-CTA policy "
+                           "of NCCL. Use torch 2.11 or newer, or set it to False")
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = policy  # type: ignore[attr-defined]
     options.is_high_priority_stream = True

@@ -47,7 +47,7 @@ def strategy_named(name: str) -> Strategy:
     """The row called `name`; ValueError lists the rows."""
     if name not in STRATEGIES:
         raise ValueError(
-            f"data_parallel_sharding_strategy={name!r} is unknown: use one of {list(STRATEGIES)}"
+            f"data_parallel_sharding_strategy={name!r}: unknown. Use one of {list(STRATEGIES)}"
         )
     return STRATEGIES[name]
 
@@ -77,7 +77,7 @@ class MixedPrecisionPolicy:
         for name, dtype in vars(self).items():
             allowed = [*POLICY_DTYPES, *([torch.float16] if name == "compute_dtype" else [])]
             if dtype not in allowed:
-                raise ValueError(f"{name}={dtype}: use one of {allowed}")
+                raise ValueError(f"{name}={dtype}: unsupported. Use one of {allowed}")
 
     @property
     def grads_dtype(self) -> torch.dtype:
@@ -96,7 +96,8 @@ def poison_asked() -> bool:
     nor 1. An environment variable, so that any run can be repeated with it, unchanged."""
     value = os.environ.get(POISON_VARIABLE, "0")
     if value not in ("0", "1"):
-        raise ValueError(f"{POISON_VARIABLE}={value!r}: use 1 (fill buffers with NaN) or 0")
+        raise ValueError(f"{POISON_VARIABLE}={value!r}: neither 0 nor 1. Use 1 to fill buffers "
+                         "with NaN, or 0")
     return value == "1"
 
 
@@ -153,18 +154,18 @@ class EngineConfig:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:
             raise ValueError(
                 f"overlap_grad_reduce=False with {self.strategy.name}: sharded gradients are "
-                "reduced as each unit's backward ends; set overlap_grad_reduce=True"
+                "reduced as each unit's backward ends. Set overlap_grad_reduce=True"
             )
         if self.strategy.shard_weights and not self.overlap_param_gather:
             raise ValueError(
                 f"overlap_param_gather=False with {self.strategy.name}: sharded weights are "
-                "gathered unit by unit; set overlap_param_gather=True"
+                "gathered unit by unit. Set overlap_param_gather=True"
             )
         self._check_reduce_scatter()
         if self.keep_derived and self.strategy.shard_weights:
             raise ValueError(
                 f"keep_derived=True with {self.strategy.name}: the transposes of all weights would "
-                "stay whole on every rank; set keep_derived=False, or keep the weights too"
+                "stay whole on every rank. Set keep_derived=False, or keep the weights too"
             )
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")
@@ -173,16 +174,17 @@ class EngineConfig:
         chosen, policy, name = self.reduce_scatter, self.policy, self.strategy.name
         if chosen.fixed and not (self.strategy.shard_grads and self.bucket_slots):
             raise ValueError(
-                f"reduce_scatter={chosen.name} with {name}, bucket_slots={self.bucket_slots}: it "
-                "is for buckets in fixed slots; set bucket_slots=True and use a strategy that "
+                f"reduce_scatter={chosen.name} with {name}, bucket_slots={self.bucket_slots}: "
+                "requires buckets in fixed slots. Set bucket_slots=True and use a strategy that "
                 "shards gradients"
             )
         rounds = policy.grads_dtype == torch.float32 != policy.comm_dtype
         if chosen.into_shards and not chosen.fixed and not (self.strategy.shard_main and rounds):
             raise ValueError(
                 f"reduce_scatter={chosen.name} with {name}, communication in {policy.comm_dtype} "
-                f"and main gradients in {policy.grads_dtype}: it is for a reduce-scatter of "
-                "bfloat16 into float32"
+                f"and main gradients in {policy.grads_dtype}: supports only a reduce-scatter of "
+                "bfloat16 into float32. Set comm_dtype=torch.bfloat16 and "
+                "grads_dtype=torch.float32"
             )
 
     def for_unit(self, strategy: Strategy | None) -> EngineConfig:

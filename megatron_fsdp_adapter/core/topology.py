@@ -67,8 +67,8 @@ class ShardDomain:
             if ranks != self.axis.ranks:
                 raise ValueError(
                     f"{label} group of the {self.name} parameters has ranks {list(ranks)}, but "
-                    f"their shards lie on ranks {list(self.axis.ranks)}: both groups must have "
-                    "the same ranks in the same order"
+                    f"their shards lie on ranks {list(self.axis.ranks)}. Pass groups with the "
+                    "same ranks in the same order"
                 )
         shared = set(self.axis.ranks) & set(self.outer.ranks if self.outer else ())
         if self.outer is not None and len(shared) != 1:

@@ -105,8 +105,8 @@ class Precision:
     def __post_init__(self) -> None:
         if self.moments is not None and self.offload:
             raise ValueError(
-                "optimizer='muon', 'adaptive_muon' or 'lion' with its state in host memory: that "
-                "is for 'adam'; leave one out"
+                "optimizer='muon', 'adaptive_muon' or 'lion' with its state in host memory: only "
+                "the state of 'adam' can be offloaded. Leave one of the two out"
             )
         if self.state_bytes < 0:
             raise ValueError(f"state_bytes={self.state_bytes} must not be negative")

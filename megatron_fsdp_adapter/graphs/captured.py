@@ -105,7 +105,7 @@ class Site:
         """RuntimeError if its unit's backward does not run."""
         if not all(group.direct.is_open for group, _ in self.parts):
             raise RuntimeError(
-                f"{self.name}: the backward of its graph runs outside of its unit's backward; call "
+                f"{self.name}: the backward of its graph runs outside of its unit's backward. Call "
                 "the model through its wrapper, and run backward on what it returned"
             )
 
@@ -229,7 +229,7 @@ class CapturedCall:
         if given != [place is not None for place in self._output_grads]:
             raise RuntimeError(
                 f"{self.site.name}: other outputs get gradients than when its backward was "
-                "captured; switch its CUDA graph off"
+                "captured. Switch its CUDA graph off"
             )
         if self.site.written() != self._before:
             raise RuntimeError(

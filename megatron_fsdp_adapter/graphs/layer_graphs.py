@@ -185,7 +185,7 @@ class LayerGraphs:
         if self._abandoned > 2:
             raise RuntimeError(
                 "CUDA graphs of layers: three training steps were captured in which backward did "
-                "not reach all captured modules; switch the graphs off (cuda_graph_impl='none')"
+                "not reach all captured modules. Switch the graphs off (cuda_graph_impl='none')"
             )
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +195,7 @@ class LayerGraphs:
         if current is None or not is_training or hooks.in_backward():
             return site.function(*args, **kwargs)
         if _has_hooks_on_saved():
-            reason = "hooks are on what autograd saves, which a replay does not call"
+            reason = "saved-tensor hooks are active, and a replay does not call them"
             return self._eagerly(site, reason, args, kwargs)
         tensors: list[torch.Tensor] = []
         try:
@@ -350,6 +350,6 @@ def _check_fixed(unit: Unit, group: ParamGroup) -> None:
     if not (weights and bucket):
         raise ValueError(
             f"unit {unit.name}: CUDA graphs of layers need weights and buckets of sharded "
-            "gradients at fixed addresses: use 'optim_grads' or 'optim_grads_params' with "
+            "gradients at fixed addresses. Use 'optim_grads' or 'optim_grads_params' with "
             "fsdp_double_buffer"
         )

@@ -294,8 +294,8 @@ def enable_cpu_mode() -> None:
 
     patches.install(
         PATCHES,
-        lambda lacks: f"CPU mode does not support megatron-core {megatron.core.__version__}: "
-        f"{releases.remedy()} (there is no {lacks})",
+        lambda lacks: f"CPU mode does not support megatron-core {megatron.core.__version__}, "
+        f"which has no {lacks}. {releases.remedy()}",
     )
     logging.getLogger(_RANDOM).addFilter(_is_of_one_generator)
 

@@ -67,8 +67,8 @@ def read_index(
         given = [groups.get(role) for role in ("fsdp_group_ag", "expt_fsdp_group_ag")]
         if is_on(ddp_config, CE_ALL_GATHER) and any(group is not None for group in given):
             found.append(
-                f"{CE_ALL_GATHER}=True: pg_collection has gather groups (dp_cp_ag, expt_dp_ag), "
-                "which use compute units. Leave them out: the wrapper makes others"
+                f"{CE_ALL_GATHER}=True: the gather groups in pg_collection (dp_cp_ag, expt_dp_ag) "
+                "use compute units. Leave them out, and the wrapper makes groups that do not"
             )
         is_right = not (found or problems(ddp_config, DDP_CONFIG_RULES))
         has_copy_engines = device.type == "cuda" and is_right

@@ -100,7 +100,7 @@ def _unlike_dense_ranks(ranks: Ranks) -> list[str]:
         return []
     sizes = {name: list(ranks[name]) for name in (*dense, *of_experts)}
     return [
-        f"process groups {sizes}: tp x dp_cp makes {totals[0]} ranks, expected as many from "
-        f"expt_tp x ep x expt_dp, found {totals[1]}. Choose expert_model_parallel_size and "
-        "expert_tensor_parallel_size whose product divides them"
+        f"process groups {sizes}: tp x dp_cp has {totals[0]} ranks, but expt_tp x ep x expt_dp "
+        f"has {totals[1]}. Set expert_model_parallel_size and expert_tensor_parallel_size so that "
+        "their product divides the number of ranks"
     ]

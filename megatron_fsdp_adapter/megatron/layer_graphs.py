@@ -139,7 +139,7 @@ def _generators() -> list[torch.Generator]:
     if copies:
         raise RuntimeError(
             f"CUDA graphs of layers cannot draw from the random states {', '.join(copies)}, which "
-            "are copied in and out: set use_te_rng_tracker=True (--te-rng-tracker), or "
+            "are copied in and out. Set use_te_rng_tracker=True (--te-rng-tracker), or "
             "use_cudagraphable_rng=True where model_parallel_cuda_manual_seed is called"
         )
     return list(states.values())

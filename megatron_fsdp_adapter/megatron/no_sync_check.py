@@ -45,10 +45,10 @@ class NoSyncCheck:
             raise RuntimeError(
                 "config.no_sync_func=None in a step of several microbatches with "
                 "overlap_grad_reduce=True: the training loop does not recognize "
-                "FullyShardedDataParallel, so it does not distinguish microbatches. A module "
-                "holds Megatron's class under a name that install() could not rebind. Call "
-                "megatron_fsdp_adapter.install() after the last import and before the model is "
-                "built, or set config.no_sync_func = model.no_sync"
+                "FullyShardedDataParallel, because a module holds Megatron's class under a name "
+                "that install() could not rebind. Call megatron_fsdp_adapter.install() after the "
+                "last import and before the model is built, or set config.no_sync_func = "
+                "model.no_sync"
             )
 
 
@@ -59,9 +59,9 @@ def refusing(owner: type, original: Any) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
             f"{owner.__module__}.{owner.__name__} was constructed while megatron_fsdp_adapter is "
-            "installed: either by Megatron's fully_shard(), or by a class or closure that kept a "
-            "reference from before install(). Call install() before that is imported, or "
-            "uninstall() to use Megatron's wrapper"
+            "installed, by Megatron's fully_shard() or by code that kept a reference from before "
+            "install(). Call install() before that code is imported, or uninstall() to use "
+            "Megatron's wrapper"
         )
 
     return __init__

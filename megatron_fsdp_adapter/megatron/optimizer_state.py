@@ -25,8 +25,8 @@ STATE, META = "state", "param_to_group_meta"
 
 OF_THIS_SPLIT = ("is_expert_parallel",)
 """Options of a parameter group that describe how this run splits the model. A load leaves them
-alone: expert parameters are marked so only under expert parallelism, and one that is loaded into a run
-with another kind would be in a group that is not its own."""
+alone: expert parameters are marked so only under expert parallelism, and one that is loaded into a
+run with another kind would be in a group that is not its own."""
 
 
 def parameter_names(chunks: Sequence[Any]) -> tuple[dict[Any, str], frozenset[str]]:

@@ -404,10 +404,10 @@ def observed(
         return UNKNOWN
     if name.startswith("transformer_engine.") and main_dtype not in (torch.float32, dtype):
         raise ValueError(
-            f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in {dtype} and "
-            f"would write their gradients in {main_dtype}, the dtype on the wire, but its GEMMs "
-            "support only float32 or the weights' dtype. Leave megatron_fsdp_grad_comm_dtype "
-            "unset, or set gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
+            f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in {dtype}, "
+            f"and its GEMMs write gradients in float32 or that dtype, not in {main_dtype}, the "
+            "dtype on the wire. Leave megatron_fsdp_grad_comm_dtype unset, or set "
+            "gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
         )
     if is_quantized and quantized is None:
         return UNKNOWN

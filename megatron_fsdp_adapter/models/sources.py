@@ -237,7 +237,8 @@ def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
     for option, neutral in _REFUSED.items():
         if options.get(option, neutral) not in (neutral, None):
             raise ValueError(
-                f"{flag(option)} {options[option]!r}: such models are not described. Leave it out"
+                f"{flag(option)} {options[option]!r}: models with it are not modeled. Leave it "
+                "out"
             )
     if (options.get("num_query_groups") or 1) > 1 and not options.get("group_query_attention"):
         raise ValueError(

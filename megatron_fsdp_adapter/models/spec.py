@@ -87,13 +87,14 @@ class ModelSpec:
         if self.num_attention_heads % self.query_groups:
             raise ValueError(
                 f"--num-query-groups {self.num_query_groups} does not divide "
-                f"--num-attention-heads {self.num_attention_heads}"
+                f"--num-attention-heads {self.num_attention_heads}. Change one of them"
             )
         if not (self.padded_vocab_size or self.vocab_size):
             raise ValueError("--vocab-size is not given. Give it, or --padded-vocab-size")
         if self.position_embedding_type == "learned_absolute" and self.positions is None:
             raise ValueError(
-                "--position-embedding-type learned_absolute needs --max-position-embeddings"
+                "--position-embedding-type learned_absolute requires --max-position-embeddings "
+                "or --seq-length. Give one of them, or use rope"
             )
         if self.num_experts and self.moe_router_topk > self.num_experts:
             raise ValueError(

@@ -120,15 +120,15 @@ class LocalShards:
         if self.residency.parts:
             raise ValueError(
                 f"add_param_group with {OPTION}, or param_groups with other parameters: units are "
-                "planned when the optimizer is sharded; make it with all of its groups, or freeze "
-                "parameters by a learning rate of 0"
+                "planned when the optimizer is sharded. Make it with all of its groups, and use "
+                "a learning rate of 0 to freeze parameters"
             )
         groups = [group["params"] for group in optimizer.param_groups]
         foreign = sum(not hasattr(param, "_local_tensor") for params in groups for param in params)
         if foreign:
             raise ValueError(
                 f"optimizer: {foreign} of its {sum(map(len, groups))} parameters are not of a "
-                "sharded model; put those of the wrapped model into param_groups"
+                "sharded model. Make it with parameters of the wrapped model"
             )
         self.pairs = [[(param, self._local_of(param)) for param in params] for params in groups]
         self.every = [pair for pairs in self.pairs for pair in pairs]
@@ -165,8 +165,8 @@ class LocalShards:
         if self.residency.on_host and name not in self.state[local]:
             raise ValueError(
                 f"optimizer state {name} of a parameter of shape {tuple(param.shape)}: this "
-                f"optimizer has none of that name, and with {OPTION} none can be added; load what "
-                "was saved from an optimizer of the same kind"
+                f"optimizer has no such state, and with {OPTION} none can be added. Load the "
+                "state of an optimizer of the same kind"
             )
         stored = self.residency.to_write(local).get(name)
         if stored is None:
@@ -223,7 +223,7 @@ class LocalShards:
         RuntimeError if their memory was released."""
         if self.parked is not None and self.parked.away:
             raise RuntimeError(
-                "using the optimizer: its state was released; call return_memory(model, optimizer) "
+                "using the optimizer: its state was released. Call return_memory(model, optimizer) "
                 "first"
             )
         if not self.residency.in_step:

@@ -149,7 +149,7 @@ def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
     pinned_by = engine.pinned_by
     if kinds and pinned_by:
         raise RuntimeError(
-            f"release_memory: {pinned_by} has addresses of {', '.join(kinds)}; switch "
+            f"release_memory: {pinned_by} has addresses of {', '.join(kinds)}. Switch "
             f"that off, or release the optimizer's state alone, with keep={list(KINDS)}"
         )
 
@@ -159,7 +159,7 @@ def _chosen(argument: str, kinds: str | Collection[str]) -> Sequence[str]:
     wrong = [kind for kind in given if kind not in ALL_KINDS]
     raise_problems(
         "memory of a wrapped model",
-        [f"{argument}={kind!r}: use kinds of {list(ALL_KINDS)}" for kind in wrong],
+        [f"{argument}={kind!r}: unknown. Use kinds of {list(ALL_KINDS)}" for kind in wrong],
     )
     return given
 
@@ -179,7 +179,7 @@ def local_shards(optimizer: Any) -> list[LocalShards]:
     if getattr(optimizer, "optimizer", None) is not None:
         return local_shards(optimizer.optimizer)
     raise ValueError(
-        f"optimizer: a {type(optimizer).__name__} is not over a wrapped model; give what "
+        f"optimizer: a {type(optimizer).__name__} is not over a wrapped model. Give what "
         "fully_shard_optimizer or get_megatron_optimizer returned"
     )
 

@@ -93,7 +93,7 @@ class Residency:
         wanted = {engine.config.offload for engine in engines}
         if len(wanted) > 1:
             raise ValueError(
-                f"{OPTION}: it is True for some of the models of this optimizer; set it for all or "
+                f"{OPTION}: it is True for some of the models of this optimizer. Set it for all or "
                 "none"
             )
         engines = engines if wanted == {True} else ()
@@ -117,9 +117,9 @@ class Residency:
         self._runtime = engines[0].runtime
         if moments_of(optimizer) != ADAM or len(optimizer.state) > 0:
             raise ValueError(
-                f"{OPTION}=True with optimizer={type(optimizer).__name__}: it is for Adam and "
-                "AdamW, torch's or fused ones, that have taken no step yet; use one of those, or "
-                "set it to False"
+                f"{OPTION}=True with optimizer={type(optimizer).__name__}: supports only Adam and "
+                "AdamW, of torch or fused, that have taken no step yet. Use one of those, or set "
+                "it to False"
             )
 
     def plan(

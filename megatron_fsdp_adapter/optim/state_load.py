@@ -76,7 +76,7 @@ def _sorted_out(
     if wrong:
         raise ValueError(
             f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
-            f"({len(wrong)} in all); give DTensors or whole tensors, of the same model"
+            f"({len(wrong)} in all). Give DTensors or whole tensors, of the same model"
         )
     return like, others
 

@@ -65,7 +65,7 @@ def taken_over(param: Any, local: torch.Tensor, name: str, value: Any) -> Any:
     if value.shape == param.shape and (own.shape != local.shape or of_others):
         raise RuntimeError(
             f"optimizer.state[param][{name!r}] of a parameter of shape {tuple(param.shape)}: a "
-            f"{type(value).__name__} of other rows than this rank has; put torch.zeros_like(param) "
+            f"{type(value).__name__} has other rows than this rank. Put torch.zeros_like(param) "
             "there, or a tensor computed from the one that was there"
         )
     return own

@@ -200,9 +200,9 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     sizes = [len(group["params"]) for group in current]
     if sizes != [len(group["params"]) for group in saved]:
         raise ValueError(
-            f"optimizer state has groups of {[len(g['params']) for g in saved]} parameters, this "
-            f"optimizer has groups of {sizes}: it belongs to another model or another weight "
-            "decay or learning rate rule"
+            f"optimizer state has groups of {[len(g['params']) for g in saved]} parameters, but "
+            f"this optimizer has groups of {sizes}. Load the state of the same model with the "
+            "same rules for weight decay and learning rates"
         )
     if moments_of(optimizer) and not isinstance(optimizer, torch.optim.SGD):
         initialize_state(optimizer)
@@ -263,8 +263,8 @@ def adopt(
     """
     if getattr(optimizer, "capturable", False):
         raise ValueError(
-            f"capturable=True of {type(optimizer).__name__}: a graph of the optimizer's step took "
-            "longer than the step without it, and was removed. Make it with capturable=False."
+            f"capturable=True of {type(optimizer).__name__}: a graph of the optimizer's step is "
+            "not supported. Make it with capturable=False"
         )
     skip_empty = not is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
     decoupled = hasattr(optimizer, "use_decoupled_grad")

@@ -186,7 +186,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         a model, before its parameters are read. RuntimeError after that."""
         if mark_on(self).state is not PENDING:
             raise RuntimeError(
-                f"set_gradient_divide_factor({factor}): the model is sharded already; call it "
+                f"set_gradient_divide_factor({factor}): the model is sharded already. Call it "
                 "after fully_shard, before parameters() is called and the model runs"
             )
         for _, mark in marked(root_of(self)):  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ METHOD = "a method of the root"
 
 def _no_counterpart(what: str) -> RuntimeError:
     return RuntimeError(
-        f"{what}: megatron_fsdp_adapter's fully_shard has no counterpart; leave the call out, or "
+        f"{what}: megatron_fsdp_adapter's fully_shard has no counterpart. Leave the call out, or "
         "use torch's fully_shard for this model"
     )
 
@@ -328,12 +328,12 @@ def _check_state(module: nn.Module) -> None:
         type(module).forward is nn.Module.forward
     ):
         found.append(
-            f"module={type(module).__name__}: it has no forward; call fully_shard for its entries"
+            f"module={type(module).__name__}: it has no forward. Call fully_shard for its entries"
         )
     if any(mark.state is not PENDING for _, mark in marked(module)):
         found.append(
             f"module={type(module).__name__}: modules in it are sharded already, as their "
-            "parameters were read, or they have run; call fully_shard for the model before that"
+            "parameters were read, or they have run. Call fully_shard for the model before that"
         )
     raise_problems(SUBJECT, found)
 
@@ -355,7 +355,7 @@ def _check_parameters(
     } if placement_of is not None else set()  # fmt: skip
     if dims - {0}:
         found.append(
-            f"shard_placement_fn: Shard({max(dims)}): rows of dim 0 are cut; return Shard(0) or "
-            "None"
+            f"shard_placement_fn returned Shard({max(dims)}): only dim 0 can be sharded. Return "
+            "Shard(0) or None"
         )
     raise_problems(SUBJECT, found)

@@ -287,7 +287,7 @@ def _joined_by_call(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
 def _options_that_differ(marks: Sequence[Mark]) -> list[str]:
     first = marks[0].options.of_the_model()
     return [
-        f"{name}={value}: another call for this model was given {first[name]}; give all calls the "
+        f"{name}={value}: another call for this model was given {first[name]}. Give all calls the "
         "same"
         for mark in marks for name, value in mark.options.of_the_model().items()
         if value != first[name]
@@ -356,9 +356,9 @@ def _refuse_optimizers_of_before(engine: UserLoopEngine) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
         if any(hasattr(param, "_fsdp_label") for param in params):
             raise RuntimeError(
-                f"{type(optimizer).__name__}: it has parameters of a model from before fully_shard "
-                "had sharded them; make the optimizer from parameters() of the module that "
-                "fully_shard was called with last"
+                f"{type(optimizer).__name__} has parameters of the model from before it was "
+                "sharded. Make the optimizer with parameters() of the module that fully_shard "
+                "was called with last"
             )
 
     handle = register_optimizer_step_pre_hook(before)

@@ -88,8 +88,8 @@ def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup
         return mesh[name].get_group()  # type: ignore[index]
     except (KeyError, TypeError, RuntimeError):
         raise ValueError(
-            f"{option}={name!r}: the mesh has no such dim, it has {mesh.mesh_dim_names}; name one "
-            "of them, or a dim that they were flattened to"
+            f"{option}={name!r}: the mesh has only the dims {mesh.mesh_dim_names}. Name one of "
+            "them, or a dim that they were flattened to"
         ) from None
 
 
@@ -113,8 +113,8 @@ class FSDPDistributedIndex(Index):
         _refuse("expt_device_mesh", expt_device_mesh, OF_EXPERTS)
         if dp_outer_dim is None and hybrid_fsdp_group is not None:
             raise ValueError(
-                "hybrid_fsdp_group: dp_outer_dim is None, so that there is one data-parallel dim; "
-                "name the other one too, or leave the group out"
+                "hybrid_fsdp_group: dp_outer_dim is None, so there is one data-parallel dim. Set "
+                "dp_outer_dim too, or leave the group out"
             )
         if tp_dim is not None:
             _group(device_mesh, "tp_dim", tp_dim)
@@ -139,7 +139,7 @@ class FSDPDistributedIndex(Index):
 
 
 OF_EXPERTS = (
-    "experts are not sharded over ranks of their own; leave it out, or use Megatron's wrapper, "
+    "experts cannot be sharded over ranks of their own. Leave it out, or use Megatron's wrapper, "
     "FullyShardedDataParallel"
 )
 
@@ -162,8 +162,8 @@ def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
     left = [one for one in named or () if one not in found]
     if left:
         warn(
-            f"{UNITS}={left}: no module below {type(module).__name__} is one of these; they are "
-            "left out"
+            f"{UNITS}={left}: no module below {type(module).__name__} is of these classes, so "
+            "they have no effect"
         )
     return found
 
@@ -212,7 +212,7 @@ class MegatronFSDP(FullyShardedModel):
     ) -> None:  # fmt: skip
         given = ddp_config or _ddp_config(keep_fp8_transpose_cache=keep_fp8_transpose_cache)
         _refuse("cuda_graph_mode", getattr(given, "megatron_fsdp_cuda_graph_mode", False), (
-            "a step of this model cannot be captured in one graph; leave it False"
+            "a step of this model cannot be captured in one graph. Leave it False"
         ))  # fmt: skip
         if any(getattr(param, "allreduce", True) is False for param in module.parameters()):
             raise ValueError(f"module={type(module).__name__}: it has experts; " + OF_EXPERTS)
@@ -249,8 +249,8 @@ class MegatronFSDP(FullyShardedModel):
     @torch.compiler.disable
     def _not_compiled(self, *args: Any, **kwargs: Any) -> Any:
         warn(
-            "torch.compile of a MegatronFSDP: it runs as it is, since a graph does not see weights "
-            "come and go; compile layers of the model"
+            "torch.compile of a MegatronFSDP: ignored, because a compiled graph does not track "
+            "storage that gathers allocate and free. Compile layers of the model"
         )
         return self.module(*args, **kwargs)
 
@@ -320,7 +320,7 @@ def _strategy(option: str, value: str | int, names: Sequence[str]) -> str:
         return str(value)
     if isinstance(value, int) and 0 <= value < len(names):
         return names[value]
-    raise ValueError(f"{option}={value!r}: it is none of {[*enumerate(names)]}; use one of these")
+    raise ValueError(f"{option}={value!r}: unknown. Use one of {[*enumerate(names)]}")
 
 
 def fully_shard_model(
@@ -398,8 +398,8 @@ def fully_shard_optimizer(
         initialize_state(optimizer)
     else:
         warn(
-            f"optimizer={type(optimizer).__name__}: what it keeps is not known before its first "
-            "step, so that state_dict() is empty until then; take a step before torch DCP loads"
+            f"optimizer={type(optimizer).__name__}: state_dict() is empty until its first step, "
+            "before which its state is unknown. Take a step before torch DCP loads"
         )
     return optimizer
 
@@ -420,8 +420,8 @@ def _with_keywords(base: Any) -> type:
         """Forgets the gradients of this optimizer's parameters."""
         if not zero_grad_buffer:
             raise ValueError(
-                "zero_grad_buffer=False: gradients are in the buffer alone, and go with it; leave "
-                "it True, or do not call zero_grad between microbatches"
+                "zero_grad_buffer=False: gradients exist only in the buffer, which is freed. "
+                "Leave it True, or do not call zero_grad between microbatches"
             )
         base.zero_grad(self, set_to_none)
 
@@ -444,9 +444,9 @@ def fully_shard(
     if foreign or optimizer.state:
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: {foreign} of its parameters are not of the "
-            f"module, and it has state of {len(optimizer.state)}; make it with parameters of the "
-            "module and shard it before it has any, or make it with those of what "
-            "fully_shard_model returns and use fully_shard_optimizer"
+            f"module, and it has state of {len(optimizer.state)}. Make it with parameters of the "
+            "module and shard it before its first step, or use fully_shard_model and then "
+            "fully_shard_optimizer"
         )
     model = fully_shard_model(module, *args, **options)
     params = dict(model.named_parameters())

@@ -27,7 +27,7 @@ def use_as_megatron_fsdp() -> None:
     if present is not None:
         raise RuntimeError(
             f"use_as_megatron_fsdp: {NAME} was imported already, from "
-            f"{getattr(present, '__file__', None)}; call it before anything imports {NAME}"
+            f"{getattr(present, '__file__', None)}. Call it before anything imports {NAME}"
         )
     contents = _contents()
     whole = {**contents["fully_shard"], **contents["package_info"]}  # functions, not modules
@@ -85,5 +85,5 @@ def get_quantized_model_init_context_cls() -> Any:
                 return getattr(engine, name)
     raise RuntimeError(
         "get_quantized_model_init_context_cls: transformer_engine.pytorch cannot be imported or "
-        "has no quantized_model_init; install Transformer Engine, or build the model without it"
+        "has no quantized_model_init. Install Transformer Engine, or build the model without it"
     )

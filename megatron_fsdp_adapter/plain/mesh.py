@@ -53,7 +53,7 @@ def data_parallel_groups(
         shard, outer = (_joined(mesh, names) for names in (dims.shard_names, dims.replicate_names))
         if shard is None:
             raise ValueError(
-                f"dp_mesh_dims={dims}: it names no dim for shards; name one, or use DDP"
+                f"dp_mesh_dims={dims}: it names no dim for shards. Name one, or use DDP"
             )
         return shard, outer
     axes = [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]

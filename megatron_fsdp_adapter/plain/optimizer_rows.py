@@ -44,8 +44,9 @@ def _rows_of(param: UnevenDTensor, value: DTensor, key: str) -> UnevenDTensor:
         return alike
     if value._local_tensor.shape != param._local_tensor.shape:
         raise RuntimeError(
-            f"optimizer state {key!r} has {tuple(value._local_tensor.shape)} of a tensor of which "
-            f"this rank has {tuple(param._local_tensor.shape)}, and torch {torch.__version__} does "
-            "not tell how it is cut. Load it by set_optimizer_state_dict, or take torch 2.13"
+            f"optimizer state {key!r} has the local shape {tuple(value._local_tensor.shape)}, but "
+            f"the parameter has {tuple(param._local_tensor.shape)} on this rank, and torch "
+            f"{torch.__version__} does not report the cut. Load it by set_optimizer_state_dict, "
+            "or use torch 2.13"
         )
     return with_chunks(value, param.chunks)

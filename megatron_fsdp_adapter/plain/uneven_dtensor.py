@@ -22,8 +22,8 @@ def _chunks(dtensor: DTensor) -> Chunks:
     chunks = chunks_of(dtensor) or even_chunks(dtensor)
     if chunks is None or len(chunks.boxes) > 1:
         raise ValueError(
-            f"dtensor={shape}, {dtensor.placements}: its rows are unknown, or more than one block; "
-            "give one of a sharded model's state dicts"
+            f"dtensor={shape}, {dtensor.placements}: its rows on this rank are unknown, or more "
+            "than one block. Pass a DTensor of a sharded model's state dict"
         )
     return chunks
 

@@ -258,15 +258,15 @@ def _is_cleared(pair: ParamPair) -> bool:
 
 def _frozen(pair: ParamPair) -> str:
     return (
-        f"requires_grad of {pair.managed.fqns[0]} was set to True, but it was frozen when the "
-        "model was wrapped, and has no buffers for gradients; wrap the model with requires_grad="
-        "True, and freeze the parameter after that"
+        f"requires_grad of {pair.managed.fqns[0]} was set to True, but the parameter was frozen "
+        "when the model was wrapped, so it has no gradient buffer. Wrap the model with "
+        "requires_grad=True, and freeze the parameter after that"
     )
 
 
 def _hook_never_runs(pair: ParamPair) -> str:
     return (
         f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
-        "parameter in backward, so the hook would never run; use register_post_accumulate_grad_hook"
+        "parameter in backward, so the hook would never run. Use register_post_accumulate_grad_hook"
         ", which runs when the reduced gradient is in .grad"
     )

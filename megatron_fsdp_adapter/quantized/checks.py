@@ -36,7 +36,7 @@ def check_recipe(recipe: Any, format: WeightFormat, where: str) -> None:
         if value not in values:
             raise NotImplementedError(
                 f"{where}: {option}={value!r} of recipe {type(recipe).__name__} is not supported "
-                f"for weights that are quantized to {format.name}; use {option}={values[0]!r}"
+                f"for weights that are quantized to {format.name}. Use {option}={values[0]!r}"
             )
 
 
@@ -48,7 +48,7 @@ def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> Non
         if value != wanted:
             raise NotImplementedError(
                 f"parameter {name} was quantized with {setting}={value!r}, which is not supported "
-                f"for weights that are quantized to {format.name}; use {remedy}"
+                f"for weights that are quantized to {format.name}. Use {remedy}"
             )
     if quantizer.dtype.name != DTYPE:
         raise NotImplementedError(
@@ -58,5 +58,5 @@ def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> Non
     if getattr(param, "_with_gemm_swizzled_scales", False):
         raise NotImplementedError(
             f"parameter {name} has scales in the order of matrix products, which have no rows that "
-            "could be sharded; make it by a quantizer with optimize_for_gemm=False"
+            "could be sharded. Make it by a quantizer with optimize_for_gemm=False"
         )

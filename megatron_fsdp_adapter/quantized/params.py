@@ -95,7 +95,7 @@ def kind_of(cls: type) -> Kind | None:
             return KINDS[base.__name__]
         if base.__name__ in UNKNOWN:
             raise NotImplementedError(
-                f"weights in Transformer Engine's {base.__name__} are not supported; use one of "
+                f"weights in Transformer Engine's {base.__name__} are not supported. Use one of "
                 f"{sorted(KINDS)}, that is the recipes delayed, tensorwise, blockwise or "
                 "mxfp8"
             )
@@ -130,7 +130,7 @@ def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
     if len(found) != 1:
         raise NotImplementedError(
             f"{type(owner).__name__}.{name} will be quantized by {type(recipe).__name__}, which is "
-            f"not supported; use a recipe that is one of {sorted(RECIPES)}"
+            f"not supported. Use a recipe that is one of {sorted(RECIPES)}"
         )
     check_recipe(recipe, found[0], f"{type(owner).__name__}.{name}")
     return found[0]
@@ -245,8 +245,8 @@ def _make_columns(param: Any) -> None:
     if not isinstance(value, torch.Tensor) or param._rowwise_data is None:
         raise ValueError(
             f"a weight of class {type(param).__name__} and shape {tuple(param.shape)} was made "
-            "without columns, as TE does under torch.no_grad(), and its value before it was "
-            "quantized is not there to make them of: use preserve_high_precision_init_val=True"
+            "under torch.no_grad(), without columns and without the value from which they could "
+            "be made. Use preserve_high_precision_init_val=True"
         )
     data, scales = mx_columns(value.to(param.dtype), param._rowwise_data)
     multiples = KINDS["MXFP8Tensor"].padded["columnwise_scales"]

@@ -35,10 +35,10 @@ def outdated_values(module: nn.Module, is_managed: Callable[[str], bool]) -> lis
     """One line for each weight that was written after it was quantized. MXFP8, with scales of 32
     elements, is not looked at."""
     return [
-        f"parameter {name}: its bytes were written after it was made, and the value that is kept "
-        f"beside it ({HIGH_PRECISION}), which main weights begin as, was not; load weights after "
-        "wrapping, or, to begin with what the bytes stand for, rounded as they are, call its "
-        "clear_high_precision_init_val()"
+        f"parameter {name}: its bytes were written after it was made, but the high-precision "
+        f"value beside it ({HIGH_PRECISION}), from which main weights start, was not. Load "
+        "weights after wrapping, or call its clear_high_precision_init_val() to start from the "
+        "quantized values"
         for name, param in module.named_parameters()
         if is_managed(name) and HIGH_PRECISION in param.__dict__ and _is_outdated(param)
     ]

@@ -120,7 +120,7 @@ class FSDPDistributedIndex:
         if kind not in self.domains:
             raise ValueError(
                 f"a parameter is of kind {kind!r}, but the process groups give only "
-                f"{sorted(self.domains)}: pass expt_dp in pg_collection"
+                f"{sorted(self.domains)}. Pass expt_dp in pg_collection"
             )
         return self.domains[kind]
 

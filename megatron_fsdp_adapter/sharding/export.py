@@ -127,13 +127,13 @@ def _check(
     found = []
     if fp8 is not None:
         found.append(
-            "fp8: not supported, a cast of what comes out needs nothing of the model. Leave it out "
-            "and cast the tensors in the loop, or use quantized=True for quantized weights"
+            "fp8: not supported, because a cast needs nothing of the model. Cast the tensors in "
+            "the loop, or use quantized=True for quantized weights"
         )
     if hf_config is not None:
         found.append(
-            "hf_config: not supported, an export has the model's names. Leave it out and rename "
-            "the tensors, or use export_hf_weights of Megatron-Bridge"
+            "hf_config: not supported, because an export has the model's names. Rename the "
+            "tensors in the loop, or use export_hf_weights of Megatron-Bridge"
         )
     if which not in (ALL, CHANGED, TRAINED):
         found.append(f"which={which!r}: unknown. Use one of {[ALL, CHANGED, TRAINED]}")

@@ -147,8 +147,8 @@ def _check(
     if made is None or made.shape != wanted.shape or made.dtype != wanted.dtype:
         found = None if made is None else (tuple(made.shape), made.dtype)
         raise ValueError(
-            f"{OPTION}=True: reset_parameters made {found} of {name}, which is "
-            f"{(tuple(wanted.shape), wanted.dtype)}"
+            f"{OPTION}=True: reset_parameters made {found} of {name}, expected "
+            f"{(tuple(wanted.shape), wanted.dtype)}. Make it keep shape and dtype"
         )
     # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
     if is_filled and made.is_floating_point() and made.detach().sum().isnan():

@@ -232,9 +232,9 @@ def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]
     unknown = [key for key, fit in fits.items() if fit == UNKNOWN]
     if unknown:
         raise ValueError(
-            f"load_state_dict: {', '.join(sorted(unknown)[:5])} ({len(unknown)} in all): a "
-            "DTensor without chunks whose shards are not torch's even split. Give whole tensors, "
-            "or those of a sharded model's state dict"
+            f"load_state_dict: {', '.join(sorted(unknown)[:5])} ({len(unknown)} in all) are "
+            "DTensors without chunks that are not split evenly, so their rows are unknown. Pass "
+            "whole tensors, or those of a sharded model's state dict"
         )
     for key, piece in pieces.items():
         _write(piece, values[key], fits.get(key, SAME))

@@ -174,7 +174,7 @@ def test_state_of_another_model_is_refused(trainer: Trainer) -> None:
     inner = distributed_optimizer(trainer).optimizer
     state = copy.copy(inner.state_dict())
     state["param_groups"] = [{**group, "params": [0]} for group in state["param_groups"]]
-    with pytest.raises(ValueError, match="belongs to another model"):
+    with pytest.raises(ValueError, match="Load the state of the same model"):
         inner.load_state_dict(state)
 
 

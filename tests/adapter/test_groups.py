@@ -63,7 +63,7 @@ def test_a_grid_has_no_problem(one_rank: torch.device) -> None:
         ({"pp": (0, 1)}, "tp=[0, 1] and pp=[0, 1] share ranks [0, 1], expected [0]"),
         ({"ep": (0, 2)}, "ep=[0, 2] and expt_dp=[0, 2] share ranks [0, 2], expected [0]"),
         ({"cp": (0, 3)}, "dp_cp=[0, 2] lacks the ranks [3] of cp=[0, 3]"),
-        ({"expt_dp": (0, 2, 6)}, "tp x dp_cp makes 4 ranks, expected as many"),
+        ({"expt_dp": (0, 2, 6)}, "tp x dp_cp has 4 ranks, but"),
     ),
 )
 def test_groups_of_no_grid(

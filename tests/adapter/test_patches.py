@@ -76,7 +76,7 @@ def test_a_name_that_is_gone_is_an_error_before_anything_is_changed(
     delattr(_owner(modules, row), row.name.split(".")[-1].split(" or ")[-1])
     before = _held(modules)
     by = f", by which it {row.why}" if row.why else ""
-    with pytest.raises(RuntimeError, match=re.escape(f"there is no {row.path}{by}; install one")):
+    with pytest.raises(RuntimeError, match=re.escape(f"there is no {row.path}{by}. Install one")):
         patches.install(LATE)
     assert _held(modules) == before
 

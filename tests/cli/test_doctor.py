@@ -139,7 +139,7 @@ def test_text_has_every_section(capsys: Any, monkeypatch: pytest.MonkeyPatch) ->
     for line in ("versions", "machine", "environment", "  CUDA_LAUNCH_BLOCKING=1: ",
                  "configuration: refuses", "  - defer_embedding_wgrad_compute=True: "):  # fmt: skip
         assert f"\n{line}" in f"\n{text}"
-    hurts = "variables that hurt: CUDA_LAUNCH_BLOCKING (above)"
+    hurts = "(harmful variables, above: CUDA_LAUNCH_BLOCKING)"
     assert text.splitlines()[-1] == f"doctor: refused, 1 to change (above); {hurts}"
     assert sum("rebind" in line or "rebound" in line for line in text.splitlines()) == 1
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
@@ -147,7 +147,7 @@ def test_text_has_every_section(capsys: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert capsys.readouterr().out.splitlines()[-1] == "doctor: nothing is refused"
     assert doctor.main([]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "doctor: nothing is wrong here; no configuration was given"
+    assert last == "doctor: nothing is wrong here (no configuration was given)"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import io
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def test_a_progress_bar_is_for_terminals(
     monkeypatch.setattr(progress, "DELAY", 0.0)
     with progress.progress_bar("verify") as advance:
         for _ in range(4):
+            time.sleep(0.15)  # tqdm redraws ten times a second
             advance(2**20, 2**22)
     text = stream.getvalue()
     assert ("verify" in text and "/4.00M" in text) if is_terminal else not text

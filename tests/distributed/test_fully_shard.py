@@ -130,7 +130,7 @@ def _second_backward(rank: int, strategy: str) -> None:
     model = sharded(strategy)
     params = list(model.parameters())
     model(tokens(0, 0, rank)).backward()
-    said = r"a backward ran after this step's gradients.*no_sync\(\), and clear the gradients"
+    said = r"a backward ran after this step's gradients.*no_sync\(\), and set all gradients to None"
     with pytest.raises(RuntimeError, match=said) as caught:
         model(tokens(0, 1, rank)).backward()
     assert "zero_grad_buffer" not in str(caught.value)

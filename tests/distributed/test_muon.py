@@ -346,6 +346,6 @@ def test_what_cannot_be_stepped_is_refused(one_rank: None) -> None:
     muon = torch.optim.Muon([{"params": [first], "ns_steps": 3}, {"params": others}])
     fully_shard_optimizer(muon)
     model(tokens(0, 0, 0)).backward()
-    with pytest.raises(ValueError, match="give all parameter groups the same"):
+    with pytest.raises(ValueError, match="Give all parameter groups the same"):
         muon.step()
     assert len(muon.param_groups[1]["params"]) == len(others)

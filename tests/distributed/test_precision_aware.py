@@ -148,9 +148,9 @@ def _locals(states: Any) -> list[list[torch.Tensor]]:
         ({}, {"use_precision_aware_optimizer": True},
          ("use_precision_aware_optimizer=True", "cannot be imported")),
         ({}, {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16},
-         ("main_grads_dtype=torch.bfloat16", "DDP config says torch.float32")),
+         ("main_grads_dtype=torch.bfloat16", "DDP config is torch.float32")),
         ({}, {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
-         ("main_params_dtype=torch.float16", "DDP config says torch.float32")),
+         ("main_params_dtype=torch.float16", "DDP config is torch.float32")),
         ({}, {"exp_avg_dtype": torch.uint8}, ("exp_avg_dtype=torch.uint8", "Use torch.float32")),
     ],
 )  # fmt: skip

@@ -166,7 +166,7 @@ def _foreign_dtensors_load(strategy: str) -> None:
     sharded.load_state_dict(one_unit.state_dict())
     assert_holds(sharded, before, "one unit")
     for wrong, said in (
-        (of_unknown_rows(), r"module.head.weight \(1 in all\): a DTensor without chunks"),
+        (of_unknown_rows(), r"module.head.weight \(1 in all\) are DTensors without chunks"),
         ([1.0], r"head.weight: a list, expected a tensor"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -194,7 +194,7 @@ def _moments_load(strategy: str) -> None:
         _assert_moments(sharded, optimizer, expected, (stepped, form))
         of_head = [tuple(p.shape) for p in sharded.parameters()].index((VOCAB, WIDTH), 1)
         for value, text in (
-            (of_unknown_rows(), r"momentum_buffer of parameter \d+ \(1 in all\): a DTensor with"),
+            (of_unknown_rows(), r"momentum_buffer of parameter \d+ \(1 in all\) are DTensors with"),
             (torch.ones(3, 2), r"momentum_buffer of parameter \d+: \(3, 2\) for \(19, 10\)"),
         ):
             other = {n: {"momentum_buffer": v * 2} for n, v in enumerate(expected)}

@@ -188,7 +188,7 @@ def test_the_device_s_backend_tells_whether_streams_order_collectives(
                                                  ("cpu:mpi,cuda:nccl", "cpu")])  # fmt: skip
 def test_unknown_backends_are_refused(monkeypatch, backend, device):
     monkeypatch.setattr(comm.dist, "get_backend_config", lambda group: backend)
-    with pytest.raises(ValueError, match=rf"backend='{backend}' has no known .* '{device}'; use"):
+    with pytest.raises(ValueError, match=rf"backend='{backend}' has no known .* '{device}'. Use"):
         is_stream_ordered(None, torch.device(device))  # type: ignore[arg-type]
 
 

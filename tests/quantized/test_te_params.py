@@ -188,7 +188,7 @@ def test_options_of_recipes_that_weights_cannot_have(te: Path, recipe: str, opti
     module = owner(recipe, 1, **{option: value})
     later = nn.Parameter(torch.empty(SHAPE, device="meta"))
     for param in (later, make(recipe)):
-        with pytest.raises(NotImplementedError, match=f"{option}={value!r} of recipe .*; use"):
+        with pytest.raises(NotImplementedError, match=f"{option}={value!r} of recipe .*. Use"):
             format_of(managed(param, (module, "weight")))
 
 

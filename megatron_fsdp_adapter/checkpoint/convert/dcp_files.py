@@ -121,7 +121,8 @@ class DcpFolder:
         recorded = self.metadata.planner_data
         path = recorded.get(key, (key,)) if isinstance(recorded, Mapping) else (key,)
         if not isinstance(path, tuple) or dotted(path) != key:
-            raise ValueError(f"{self.folder}: {key} has the path {path}. The checkpoint is damaged")
+            raise ValueError(f"{self.folder}: key {key} is stored under another path, {path}. The "
+                             "checkpoint is damaged")
         return path
 
     def tensor(self, key: str) -> LazyTensor:
@@ -143,7 +144,7 @@ class DcpFolder:
             if not tile((offsets, tuple(out.shape)), filled):
                 raise ValueError(
                     f"{self.folder}: the stored blocks of {key} overlap, or leave a gap in the "
-                    f"{out.numel()} elements at {offsets}; the checkpoint is damaged"
+                    f"{out.numel()} elements at {offsets}. The checkpoint is damaged"
                 )
 
         return LazyTensor(tuple(stored.size), stored.properties.dtype, fill)

@@ -119,8 +119,8 @@ def _group_of(
         candidates = [group for group in candidates if rule(group)] or candidates
     if any(group != candidates[0] for group in candidates):
         raise ValueError(
-            f"{where}: {name} may belong to {len(candidates)} parameter groups with different "
-            "options, because other splits than by weight decay and expert parallelism are not "
-            "stored by name. Convert the weights only"
+            f"{where}: {name} fits {len(candidates)} parameter groups with different options, as "
+            "only splits by weight decay and expert parallelism are stored by name. Convert with "
+            "weights_only=True (--weights-only)"
         )
     return candidates[0]

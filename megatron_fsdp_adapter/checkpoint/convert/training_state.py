@@ -215,9 +215,9 @@ def check_layers(state: TrainingState, where: object) -> None:
     missing = sorted(set(range(wanted)) - found)
     if missing or len(found) != wanted:
         raise ValueError(
-            f"{where} has the layers {_ranges(found)}, a model of {wanted} layers has "
-            f"0-{wanted - 1}: keys whose layer numbers start at 0 on each pipeline stage (as "
-            "Megatron-FSDP writes them) cannot be converted"
+            f"{where} has the layers {_ranges(found)}, but a model of {wanted} layers has "
+            f"0-{wanted - 1}. Layer numbers that start at 0 on each pipeline stage, as in "
+            "checkpoints of Megatron-FSDP, cannot be converted"
         )
 
 

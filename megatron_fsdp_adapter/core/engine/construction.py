@@ -92,8 +92,8 @@ def check_known(plans: Sequence[UnitPlan], quantized: QuantizedWeights | None) -
     formats = {key.format.name for plan in plans for key in plan.groups if key.quantized}
     if formats and quantized is None:
         raise ValueError(
-            f"quantized=None, and the plans have weights of formats {sorted(formats)}: give the "
-            "engine the QuantizedWeights of the library that made them"
+            f"quantized=None: the plans have weights of formats {sorted(formats)}. Pass the "
+            "QuantizedWeights of the library that made them"
         )
 
 

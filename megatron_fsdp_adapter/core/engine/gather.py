@@ -141,8 +141,8 @@ class GatherPipeline:
         if holder.busy:
             raise RuntimeError(
                 f"unit {unit.name} is called inside unit {holder.name}, with which it shares a "
-                "fixed buffer (fsdp_double_buffer, nccl_ub): pass fsdp_unit_modules of which none "
-                "is inside another, or switch the option off"
+                "fixed buffer (fsdp_double_buffer, nccl_ub). Pass fsdp_unit_modules of which "
+                "none is inside another, or set the option to False"
             )
         self.reshard(holder)
 

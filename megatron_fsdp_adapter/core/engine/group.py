@@ -134,8 +134,8 @@ class ParamGroup:
         self.is_single_rank = key.domain in config.whole
         if self.is_single_rank and domain.axis.size > 1:
             raise ValueError(
-                f"whole={config.whole}: {key.domain!r} is sharded over {domain.axis.size} ranks; "
-                "name domains of one rank only"
+                f"whole={config.whole}: {key.domain!r} is sharded over {domain.axis.size} ranks. "
+                "Name only domains of one rank"
             )
         self._decide()
         self._set_parts()

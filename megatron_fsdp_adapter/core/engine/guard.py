@@ -77,8 +77,8 @@ def _assign_data(param: Any, value: torch.Tensor) -> None:
     # A copy has no label, and is a parameter like any. Core's router assigns what is there.
     if hasattr(param, "_fsdp_label") and value.data_ptr() != param.data_ptr():
         raise RuntimeError(
-            f"{_label(param)}.data was assigned: it is a view of a flat buffer, which would go on "
-            "without it. Write it in place (copy_), between steps"
+            f"{_label(param)}.data was assigned, but the parameter is a view of a flat buffer, "
+            "which keeps the old values. Write it in place (copy_) between steps"
         )
     torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
 
@@ -106,10 +106,10 @@ def refuse_writes(labels: Sequence[str]) -> None:
     """RuntimeError if there are any, of parameters whose gathered weights were written."""
     if labels:
         raise RuntimeError(
-            f"{', '.join(labels)}: gathered weights were written, in a forward or between a "
-            "forward and its backward. They are made anew from main weights, and the write is lost."
-            " Keep what a forward writes in a buffer (register_buffer); write parameters between "
-            "steps, after zero_grad(); run a forward that no backward follows under torch.no_grad()"
+            f"{', '.join(labels)}: gathered weights were written in a forward, or between a "
+            "forward and its backward, and the next cast from main weights overwrites them. Keep "
+            "such values in a buffer (register_buffer), write parameters between steps after "
+            "zero_grad(), or run a forward without a backward under torch.no_grad()"
         )
 
 
@@ -119,10 +119,10 @@ def _label(param: Any) -> str:
 
 def _not_gathered(action: Any, param: Any) -> RuntimeError:
     return RuntimeError(
-        f"{action} reads {_label(param)}, whose weights are not gathered "
-        "(phase SHARDED): call the module that owns it (a unit, or the whole model) instead "
-        "of reaching into it, or read the sharded parameter, which named_parameters() of the "
-        "wrapped model gives from when a step's gradients are complete to the next forward"
+        f"{action} reads {_label(param)}, whose weights are not gathered (phase SHARDED). Call "
+        "the module that owns it (a unit, or the whole model), or read the sharded parameter "
+        "from named_parameters() of the wrapped model, between a complete backward and the next "
+        "forward"
     )
 
 

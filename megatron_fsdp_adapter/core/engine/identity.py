@@ -76,7 +76,7 @@ class ParamPair:
         if getattr(given, "placements", None) != self.grad.placements:  # type: ignore[union-attr]
             raise RuntimeError(
                 f"grad of parameter {self.managed.fqns[0]} was set to a {type(given).__name__} "
-                f"that is not sharded like the parameter ({self.grad.placements}); make it from "  # type: ignore[union-attr]
+                f"that is not sharded like the parameter ({self.grad.placements}). Make it from "  # type: ignore[union-attr]
                 "the .grad that is there, by operations that keep its placement"
             )
         return given._local_tensor
@@ -137,7 +137,7 @@ class ParameterSwitch:
 def _replaced(fqn: str) -> str:
     return (
         f"parameter {fqn} was replaced or removed after the model was sharded (by an assignment, "
-        "tie_weights(), a parametrization, functional_call): its values, and what is told on it, "
-        "are not those of the flat buffers. Do that before sharding the model; to change values, "
-        "use load_state_dict"
+        "tie_weights(), a parametrization, functional_call), so the flat buffers have neither "
+        "its values nor its attributes. Do that before sharding the model, and change values by "
+        "load_state_dict"
     )

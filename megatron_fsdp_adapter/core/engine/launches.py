@@ -175,10 +175,10 @@ def _difference(every: Mapping[int, Launched]) -> str:
             lines = [f"  - ranks {ranks}: {text}" for text, ranks in texts.items()]
             break
     return "\n".join((
-        "ranks have launched different collectives, which mixed weights or gradients of unlike "
-        f"units: those of the step are wrong. First difference, launch {index + 1} of {count}:",
+        "ranks have launched different collectives, so weights or gradients of different units "
+        f"are mixed and the step's results are wrong. First difference, launch {index + 1} of "
+        f"{count}:",
         *lines,
-        "Every rank has to call the same units in the same order, and to use what they return in "
-        "its loss: call a unit that a rank's data does not need as well, and add its output "
-        "times 0",
+        "Call the same units in the same order on every rank, and use their outputs in its loss: "
+        "call a unit that a rank's data does not need as well, and add its output times 0",
     ))  # fmt: skip

@@ -16,6 +16,6 @@ def check_here(away: Collection[str], action: str, needed: Collection[str]) -> N
     missing = [kind for kind in away if kind in needed]
     if missing:
         raise RuntimeError(
-            f"{action}: {', '.join(missing)} of this model were released; call "
+            f"{action}: {', '.join(missing)} of this model were released. Call "
             "return_memory(model, optimizer) first"
         )

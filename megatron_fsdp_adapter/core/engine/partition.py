@@ -204,7 +204,7 @@ def partition(
     if not (may_be_frozen or any(managed.param.requires_grad for managed in params)):
         raise ValueError(
             f"module={type(module).__name__} has no trainable parameter: nothing can be sharded "
-            "or trained; set requires_grad on at least one parameter, or do not wrap the module"
+            "or trained. Set requires_grad on at least one parameter, or do not wrap the module"
         )
     plans = {
         name: UnitPlan(
@@ -240,7 +240,7 @@ def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat
         format.granularity(shape)
     except ValueError as error:
         raise ValueError(
-            f"parameter {name} in format {format.name}: {error}; use dimensions that those divide, "
+            f"parameter {name} in format {format.name}: {error}. Use dimensions that those divide, "
             "or keep this module's weights in the compute dtype"
         ) from error
     if not format.cuts(shape):

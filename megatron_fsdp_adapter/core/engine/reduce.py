@@ -114,10 +114,10 @@ class ReducePipeline:
             return
         if not accumulates:
             raise RuntimeError(
-                f"unit {unit.name}: a backward for gradients of inputs alone (torch.autograd.grad, "
-                "backward(inputs=...)) goes through modules that add weight gradients to "
-                "main_grad by themselves; switch gradient_accumulation_fusion off, and CUDA graphs "
-                "of layers"
+                f"unit {unit.name}: a backward for gradients of inputs alone "
+                "(torch.autograd.grad, backward(inputs=...)) goes through modules that write "
+                "weight gradients to main_grad themselves. Set "
+                "gradient_accumulation_fusion=False, and switch CUDA graphs of layers off"
             )
         with torch.no_grad():
             self._begin(unit, unit.active_groups)
@@ -185,9 +185,9 @@ class ReducePipeline:
             return False
         if any(group.grad_state is GradState.FINISHED or group.direct.is_open for group in groups):
             raise RuntimeError(
-                f"unit {unit.name}: gradients came after its reduction, over all axes, had been "
-                "launched, as a part of the graph is older than the unit's call. With autocast, "
-                "use a context for each forward or torch.autocast(cache_enabled=False); or set "
+                f"unit {unit.name}: gradients came after its last reduction was launched, because "
+                "a part of the graph is older than the unit's call. Use a context of autocast "
+                "for each forward, torch.autocast(cache_enabled=False), or "
                 "overlap_grad_reduce=False"
             )
         self._reduce_again(groups)
@@ -248,8 +248,8 @@ class ReducePipeline:
         ):
             raise RuntimeError(
                 f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
-                "Run all backwards of a step but the last under no_sync(), and clear the gradients "
-                "before the next step: all of them, to None"
+                "Run all backwards of a step but the last under no_sync(), and set all gradients "
+                "to None before the next step"
             )
 
     def reduce_rest(self, units: Iterable[Unit]) -> None:

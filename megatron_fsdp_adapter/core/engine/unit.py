@@ -113,9 +113,9 @@ class Unit:
         read = self.backward_reads_weights and self.weight_slot is not None
         if read and self.phase is not Phase.READY:
             raise RuntimeError(
-                f"unit {self.name}: its backward ran without its weights, as no output of it was "
-                "seen to need a gradient. Return tensors, or containers, dataclasses or objects "
-                "that have them as attributes"
+                f"unit {self.name}: its backward ran without its weights, because no tensor that "
+                "requires a gradient was found in its output. Return tensors, or containers, "
+                "dataclasses or objects that have them as attributes"
             )
 
     def advance(self, phase: Phase) -> None:

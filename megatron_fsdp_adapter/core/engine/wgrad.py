@@ -113,7 +113,7 @@ class FusedWgrad:
         """Called by a module that is about to write the gradient of parameter `index`."""
         if not self.is_open:
             raise RuntimeError(
-                f"{self.label}: a module asked for main_grad outside of its unit's backward; call "
+                f"{self.label}: a module asked for main_grad outside of its unit's backward. Call "
                 "the model through its wrapper, and run backward on what it returned"
             )
         view = self._views[index]

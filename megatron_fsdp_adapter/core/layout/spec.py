@@ -46,7 +46,7 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if not self.fqns:
-            raise ValueError(f"parameter {self.index}: fqns is empty; give at least one name")
+            raise ValueError(f"parameter {self.index}: fqns is empty. Give at least one name")
         if self.index < 0:
             raise ValueError(f"{self.fqns[0]}: index {self.index} is negative")
         if any(size < 1 for size in self.shape):

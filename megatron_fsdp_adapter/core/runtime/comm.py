@@ -53,8 +53,8 @@ def is_stream_ordered(group: dist.ProcessGroup, device: torch.device) -> bool:
     if backend in STREAM_ORDERED:
         return STREAM_ORDERED[backend]
     raise ValueError(
-        f"process group backend={config!r} has no known collectives for device {device.type!r}; "
-        f"use one of {sorted(STREAM_ORDERED)}"
+        f"process group backend={config!r} has no known collectives for device {device.type!r}. "
+        f"Use one of {sorted(STREAM_ORDERED)}"
     )
 
 

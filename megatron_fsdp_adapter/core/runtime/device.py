@@ -255,8 +255,8 @@ def pinned(nbytes: int) -> torch.Tensor:
         failed = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, portable))
         if failed:
             raise RuntimeError(
-                f"{nbytes} bytes of host memory could not be page-locked (CUDA error {failed}): "
-                "offload less, or raise the limit of locked memory (ulimit -l)"
+                f"{nbytes} bytes of host memory could not be page-locked (CUDA error {failed}). "
+                "Offload less, or raise the limit of locked memory (ulimit -l)"
             )
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -88,8 +88,8 @@ class Patch:
     package for what is looked up when it is needed; how: `calls`, `stands` or `makes`. parameters:
     the original's, one list for each form that a release has; none are compared if there is none.
     required: True if its absence is an error, or a function of the owner that decides it. default:
-    the original where there is none. everywhere: also wherever a loaded module holds the same object, but in the modules
-    `but_in`. why: "module.name, by which it ...", in errors.
+    the original where there is none. everywhere: also wherever a loaded module holds the same
+    object, but in the modules `but_in`. why: "module.name, by which it ...", in errors.
     """
 
     module: str
@@ -125,7 +125,7 @@ def absent(patches: Iterable[Patch]) -> list[str]:
 
 def install(
     patches: Sequence[Patch],
-    message: Callable[[str], str] = lambda lacks: f"there is no {lacks}; {releases.remedy()}",
+    message: Callable[[str], str] = lambda lacks: f"there is no {lacks}. {releases.remedy()}",
 ) -> None:
     """Puts every row in place. Idempotent: a later call also reaches what was loaded, or bound to
     an original, in between. Raises RuntimeError, before anything is changed, with the `message` for

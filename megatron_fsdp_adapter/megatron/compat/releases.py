@@ -76,7 +76,7 @@ def core_problem(version: str) -> str | None:
         return None
     return (
         f"megatron-core {version} is not supported by megatron_fsdp_adapter: the oldest supported "
-        f"release is {TESTED[CORE][0]}, and others may train incorrectly without an error; "
+        f"release is {TESTED[CORE][0]}, and others may train incorrectly without an error. "
         f"{remedy()}"
     )
 
@@ -87,7 +87,7 @@ def seam_problem(version: str, unexpected: Sequence[str]) -> str | None:
         return None
     return (
         f"megatron-core {version} differs from the expected one in names that "
-        f"megatron_fsdp_adapter replaces: {', '.join(unexpected)}; {remedy()}"
+        f"megatron_fsdp_adapter replaces: {', '.join(unexpected)}. {remedy()}"
     )
 
 
@@ -105,6 +105,6 @@ def warn_if_untested(version: str) -> None:
 def remedy() -> str:
     """The releases to install, as the end of a message."""
     return (
-        f"install one of {', '.join(f'{CORE}=={release}' for release in TESTED[CORE])}, or use "
+        f"Install one of {', '.join(f'{CORE}=={release}' for release in TESTED[CORE])}, or use "
         "Megatron-LM's tag of one of them"
     )

@@ -211,7 +211,7 @@ def _check(stage: Stage, options: Sequence[Any]) -> None:
     if len({(one.coefficients, one.eps, one.dtype) for one in chosen}) > 1:
         raise ValueError(
             f"Muon: weights of one unit ({entries[0][2].name} and others) are in parameter "
-            "groups with different Newton-Schulz coefficients, steps, eps or dtypes; give all "
+            "groups with different Newton-Schulz coefficients, steps, eps or dtypes. Give all "
             "parameter groups the same"
         )
 
