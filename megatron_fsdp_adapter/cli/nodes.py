@@ -23,11 +23,11 @@ NBYTES = {"cuda": 2**28, "cpu": 2**24}
 """Size of the whole buffer that is measured, by device."""
 REPEATS = 5
 NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", machine.CONNECTIONS)
-"""What variables that concern communication begin with."""
+"""Prefixes of variables that concern communication."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process as one of several ranks."""
+    """True if a launcher started this process as one of several ranks."""
     return "RANK" in environment and int(environment.get("WORLD_SIZE", "1")) > 1
 
 
@@ -59,13 +59,13 @@ def node() -> str:
 
 
 def facts(report: Mapping[str, Any]) -> dict[str, str]:
-    """What is to be equal on all ranks: versions, and what the machine has."""
+    """Facts that must be equal on all ranks: versions, and capabilities of the machine."""
     versions = {name: row["version"] for name, row in report["versions"].items()}
     return {name: str(value) for name, value in {**versions, **report["machine"]}.items()}
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that concern communication."""
+    """Environment variables that concern communication."""
     return {name: value for name, value in sorted(environment.items())
             if name.startswith(NETWORK_VARIABLES)}  # fmt: skip
 
@@ -77,18 +77,18 @@ def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list
     for name in dict.fromkeys(itertools.chain(*rows)):
         values = [row.get(name, "absent") for row in rows]
         (usual, most), *others = Counter(values).most_common()
-        told = [
+        unlike = [
             f"{value} on rank {rank} ({nodes[rank]})" + (f" and {count - 1} more" * (count > 1))
             for value, count in others for rank in [values.index(value)]
         ]  # fmt: skip
-        if told:
-            lines.append(f"{name}: {usual} on {most} of {len(rows)} ranks, {', '.join(told)}")
+        if unlike:
+            lines.append(f"{name}: {usual} on {most} of {len(rows)} ranks, {', '.join(unlike)}")
     return lines
 
 
 def groups_of(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Which ranks communicate: all; with several nodes also those of each, and those with the same
-    place in each, as shards and replicas of HSDP do."""
+    """Groups of ranks that communicate: all; with several nodes also those of each, and those with the
+    same place in each, as shards and replicas of HSDP do."""
     members: dict[str, list[int]] = {}
     for rank, name in enumerate(nodes):
         members.setdefault(name, []).append(rank)

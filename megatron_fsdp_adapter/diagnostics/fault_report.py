@@ -90,9 +90,9 @@ class NamedCommunicator(Communicator):
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
         launch = launch._replace(carries=self._report.unit_of(launch.carries))
         return CommunicationError(
-            f"rank {dist.get_rank()}: {launch}, failed: {error}. Another rank has failed, is late "
-            f"by more than {timeout_of(self.group, self.device):g} s (the timeout of the process "
-            "group), or took another path through the model. See its log"
+            f"rank {dist.get_rank()}: {launch}, failed: {error}. See the logs of the other ranks: "
+            f"one has failed, is late by more than {timeout_of(self.group, self.device):g} s (the "
+            "timeout of the process group), or took another path through the model"
         )
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:

@@ -1,5 +1,5 @@
 """Fused weight gradients (`gradient_accumulation_fusion`): which modules write them, in the way
-that `wgrad_probe` has seen, and Megatron's matrix product for them where apex is missing.
+that `wgrad_probe` has seen, and Megatron's GEMM for them where apex is missing.
 
 Megatron's own linear layers call apex's `fused_weight_gradient_mlp_cuda`, and refuse to be built
 with the option, which is on by default, where apex is not installed: the output layer of every

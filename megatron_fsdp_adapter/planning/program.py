@@ -13,11 +13,11 @@ from dataclasses import dataclass
 class Kind(enum.Enum):
     """The kind of an operation, which decides its rate."""
 
-    PRODUCT = "matrix product"
-    GROUPED = "grouped matrix product"
-    FP8_PRODUCT = "FP8 matrix product"
-    FP8_GROUPED = "grouped FP8 matrix product"
-    BLOCK_PRODUCT = "FP8 matrix product of blocks"
+    PRODUCT = "GEMM"
+    GROUPED = "grouped GEMM"
+    FP8_PRODUCT = "FP8 GEMM"
+    FP8_GROUPED = "grouped FP8 GEMM"
+    BLOCK_PRODUCT = "FP8 GEMM of blocks"
     ATTENTION = "attention"
     MEMORY = "memory pass"
     ALL_GATHER = "all-gather"

@@ -57,6 +57,6 @@ def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> Non
         )
     if getattr(param, "_with_gemm_swizzled_scales", False):
         raise NotImplementedError(
-            f"parameter {name} has scales in the order of matrix products, which have no rows that "
+            f"parameter {name} has scales in the order of GEMMs, which have no rows that "
             "could be sharded. Make it by a quantizer with optimize_for_gemm=False"
         )

@@ -65,7 +65,7 @@ def _rows(
 
 
 def _apart(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) float32 ones, of which each is where a matrix product can read its scale: cuBLAS
+    """(count,) float32 ones, of which each is where a GEMM can read its scale: cuBLAS
     refuses a scale that does not begin at a multiple of 16 bytes. The scales of blocks do: a weight
     has a multiple of 4."""
     return torch.ones(count, 16 // torch.float32.itemsize, device=device)[:, 0]

@@ -61,8 +61,8 @@ def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: comparing the models of ranks {ranks}, before they are "
-            f"sharded, failed: {error}. Another rank has failed, or did not arrive within the "
-            "timeout of the process group. See its log"
+            f"sharded, failed: {error}. See the logs of the other ranks: one has failed, or did "
+            "not arrive within the timeout of the process group"
         ) from error
     return everyone
 
@@ -113,6 +113,6 @@ def verify_same_model(
     found = first_difference(model_lines(plans, config), comparing_groups(domains))
     if found is not None:
         raise ValueError(
-            f"{subject}: the ranks' models differ. First difference, {found}. Build the same "
-            "model, with the same options, on all ranks that share its weights"
+            f"{subject}: the ranks' models differ, first at {found}. Build the same model, with "
+            "the same options, on all ranks that share its weights"
         )

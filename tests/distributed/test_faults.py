@@ -29,7 +29,7 @@ STATED = re.compile(
     r"rank \d: (gathering weights|reducing gradients|broadcasting weights) of unit \S+ "
     r"\(phase [A-Z]+\) (in forward|in backward), between ranks \[0, 1\], failed: "
 )
-DIFFERS = "the ranks' models differ. First difference, place "
+DIFFERS = "the ranks' models differ, first at place "
 
 
 @on_ranks(2)

@@ -1,5 +1,5 @@
 """Every command and every piece of Python in README.md and docs/ does what it says: it is run, or
-has a mark that says why not. Links lead somewhere, lines are short, words are plain.
+has a mark that says why not. Links lead somewhere.
 
     ```bash            runs by default         ```python          runs by default
     ```bash slow       runs with --full        ```python plain    runs behind what it goes on from
@@ -33,6 +33,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp_adapter.prove.ranks import rendezvous
+from tests.test_prose import PAGES, without_code
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -323,34 +324,6 @@ def test_what_is_not_run_names_files_that_exist() -> None:
                 assert (ROOT / path).exists(), f"{block.name}: there is no {path}"
 
 
-PAGES = (*DOCUMENTS, "CONTRIBUTING.md")
-MAX_LINE, MAX_WORDS = 250, 2_500
-IMPERSONAL = re.compile(r"\b(?:who|whom|nobody|somebody|someone|told|mended)\b", re.IGNORECASE)
-
-
-def without_code(text: str) -> str:
-    """The text with its fenced blocks blanked, so that lines keep their numbers."""
-    return re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
-
-
-def prose_problems(text: str) -> list[str]:
-    """Long lines outside of tables, and words without a subject of the field, with line numbers; a
-    page that is too long to be read at once."""
-    words = len(text.split())
-    found = [f"{words} words: split the page"] if words > MAX_WORDS else []
-    for number, line in enumerate(without_code(text).splitlines(), 1):
-        if len(line) > MAX_LINE and not line.lstrip().startswith("|"):
-            found.append(f"{number}: {len(line)} characters")
-        if impersonal := IMPERSONAL.findall(re.sub(r"`[^`]*`", "", line)):
-            found.append(f"{number}: {impersonal}")
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_prose_is_short_and_plain(page: str) -> None:
-    assert not prose_problems((ROOT / page).read_text())
-
-
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     found: Counter[str] = Counter()
@@ -378,11 +351,8 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not broken_links((ROOT / page).read_text(), (ROOT / page).parent)
 
 
-def test_what_is_wrong_with_a_page_is_found() -> None:
-    long = "word " * 51
-    text = f"# A `page`\n```bash\n{long}\n```\n{long}\n| {long} |\nNobody knows `who`.\n"
-    assert prose_problems(text) == ["5: 255 characters", "7: ['Nobody']"]
-    assert prose_problems("| a " * 1_251) == ["2502 words: split the page"]
+def test_a_link_that_leads_nowhere_is_found() -> None:
+    text = "# A `page`\n```bash\n# B\n```\n"
     links = "[a](#a-page) [b](#b) [c](README.md) [d](README.md#none) [e](none.md) [f](https://f)"
     assert broken_links(text + links, ROOT) == ["#b", "README.md#none", "none.md"]
 

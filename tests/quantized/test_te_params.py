@@ -159,7 +159,7 @@ REFUSED = {
     "is quantized to kFloat8E5M2.*are kFloat8E4M3": (
         "mxfp8", "dtype", SimpleNamespace(name="kFloat8E5M2"),
     ),
-    "order of matrix products.*optimize_for_gemm": ("mxfp8", "_with_gemm_swizzled_scales", True),
+    "order of GEMMs.*optimize_for_gemm": ("mxfp8", "_with_gemm_swizzled_scales", True),
 }  # fmt: skip
 """By message: a recipe, and what its quantizer, or a weight, is set to."""
 

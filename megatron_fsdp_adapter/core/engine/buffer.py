@@ -23,7 +23,7 @@ def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
     large is looked at once.
 
     Torch's kernel for many tensors casts 109M elements in 0.20 ms on an H200, and in 2.2 ms beside
-    matrix products, which leave room for few of its blocks; one tensor's own in 0.15 and 0.74 ms.
+    GEMMs, which leave room for few of its blocks; one tensor's own in 0.15 and 0.74 ms.
     """
     large = [(i, output) for i, output in enumerate(outputs) if output.numel() >= LARGE]
     small = [i for i, output in enumerate(outputs) if output.numel() < LARGE]

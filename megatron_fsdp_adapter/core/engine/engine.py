@@ -105,8 +105,8 @@ class FsdpEngine:
     stash: Any = None
     """The stash that memory was released to (`optim/memory.py`), if there is one."""
     loads, exported_loads = 0, -1
-    """How often weights that are not trained were reported as written: so far, and up to the last
-    export of everything."""
+    """Numbers of reported writes of weights that are not trained: so far, and up to the last export
+    of everything."""
 
     def __init__(
         self,

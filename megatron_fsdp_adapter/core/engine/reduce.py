@@ -59,7 +59,7 @@ def largest_domain_first(parts: Sequence[Reduction]) -> list[list[Reduction]]:
     """The parts of each domain, the domain with most elements first; equal on all ranks.
 
     Only a kernel that is launched between two units finds room beside compute at once: the next
-    one waits for a large matrix product to end. On 4 GPUs that was 2 ms of a reduction's 7.
+    one waits for a large GEMM to end. On 4 GPUs that was 2 ms of a reduction's 7.
     """
     found: dict[str, list[Reduction]] = {}
     for part in parts:

@@ -2,7 +2,7 @@
 
 Autograd would make each weight gradient in the compute dtype, to be copied into the bucket. A
 module with a fused weight gradient (Transformer Engine, Megatron's own linear layers) lets its
-matrix product write or add in the bucket's dtype instead: no temporary, no copy, no rounding.
+GEMM write or add in the bucket's dtype instead: no temporary, no copy, no rounding.
 `param.main_grad` is a view of the bucket for life; the bucket has storage from the unit's first
 gradient on. Three protocols are spoken:
 

@@ -250,7 +250,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "preserve_fp32_weights", bool | None, None,
         use=(
-            "deprecated, removed in main. True: fp32 main weights, 0.16.1's default. False: the "
+            "deprecated, removed in main; True: fp32 main weights, 0.16.1's default; False: the "
             "parameters' dtype"
         ),
         refused=((_contradicts_main_params,

@@ -94,7 +94,7 @@ def orthogonalized(
 
     matrices: (batch, rows, columns), float32, bf16 or float16. Returned is their shape, in
     `result_dtype`. The norm is summed in float32. A matrix's result does
-    not depend on the others of its batch, so far as the device's matrix products do not. in_place:
+    not depend on the others of its batch, so far as the device's GEMMs do not. in_place:
     the memory of `matrices` may be written.
     """
     norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)
