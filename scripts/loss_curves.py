@@ -76,7 +76,7 @@ def draw(logs: Mapping[str, Log], path: Path) -> None:
     for label, log in logs.items():
         steps = sorted(step for step, record in log.items() if "loss" in record)
         axes.plot(steps, [log[step]["loss"] for step in steps], linewidth=0.9, label=label)
-    axes.set(xlabel="iteration", ylabel="training loss (nats per byte)")
+    axes.set(title="Training loss by run", xlabel="iteration", ylabel="loss (nats per byte)")
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
