@@ -87,8 +87,8 @@ def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list
 
 
 def groups_of(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Groups of ranks that communicate: all; with several nodes also those of each, and those with the
-    same place in each, as shards and replicas of HSDP do."""
+    """Groups of ranks that communicate: all; with several nodes also those of each, and those with
+    the same place in each, as shards and replicas of HSDP do."""
     members: dict[str, list[int]] = {}
     for rank, name in enumerate(nodes):
         members.setdefault(name, []).append(rank)

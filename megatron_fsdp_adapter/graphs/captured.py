@@ -50,7 +50,7 @@ def strip(value: Any, tensors: list[torch.Tensor], returned: bool = False) -> An
     elif type(value) is dict:
         items = [(name, strip(item, tensors, returned)) for name, item in value.items()]
         return dict, tuple(items)
-    raise TypeError(f"it is given or returns a {type(value).__name__}")
+    raise TypeError(f"it takes or returns a {type(value).__name__}")
 
 
 def shapes(template: Any) -> str:
@@ -233,9 +233,8 @@ class CapturedCall:
             )
         if self.site.written() != self._before:
             raise RuntimeError(
-                f"{self.site.name}: its bucket holds other gradients than when its backward "
-                "was captured; a replay would corrupt them. Switch its CUDA "
-                "graph off"
+                f"{self.site.name}: its bucket holds other gradients than when its backward was "
+                "captured, and a replay would corrupt them. Switch its CUDA graph off"
             )
 
     def _record_backward(

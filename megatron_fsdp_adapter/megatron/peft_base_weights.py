@@ -118,7 +118,7 @@ def _on_meta(models: Sequence[nn.Module]) -> list[str]:
     if not any(param.is_meta for param in params):
         return []
     return [
-        "its parameters are on the meta device, which has no memory to load into. Set "
+        "its parameters are on the meta device, so weights cannot be loaded. Set "
         "init_model_with_meta_device=False"
     ]
 

@@ -173,7 +173,8 @@ def read_hugging_face(path: str) -> dict[str, Any]:
     missing = [name for name in _OF_HUGGING_FACE if name not in found]
     if missing:
         raise ValueError(
-            f"--hf-config {file}: has no {', '.join(missing)}, so it is no decoder's config"
+            f"--hf-config {file}: no config of a decoder, because it has no {', '.join(missing)}. "
+            "Give the model's flags instead"
         )
     heads, kind = found["num_attention_heads"], str(found.get("model_type"))
     options = {

@@ -93,8 +93,8 @@ class Residency:
         wanted = {engine.config.offload for engine in engines}
         if len(wanted) > 1:
             raise ValueError(
-                f"{OPTION}: it is True for some of the models of this optimizer. Set it for all or "
-                "none"
+                f"{OPTION}: True for some models of this optimizer, False for others. Set it for "
+                "all of them or for none"
             )
         engines = engines if wanted == {True} else ()
         pairs = [pair for engine in engines for pair in engine.pairs]

@@ -59,9 +59,8 @@ def data_parallel_groups(
     axes = [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]
     if not 1 <= len(axes) <= 2:
         raise ValueError(
-            f"mesh={mesh}: unsupported number of dims for data parallelism, {len(axes)}. Pass one "
-            "(shards), two (replicas, shards), or a process group; fully_shard also takes "
-            "dp_mesh_dims"
+            f"mesh={mesh}: {len(axes)} dims for data parallelism are not supported. Pass one dim "
+            "(shards), two (replicas, shards), a process group, or dp_mesh_dims of fully_shard"
         )
     return mesh.get_group(axes[-1]), mesh.get_group(axes[0]) if len(axes) == 2 else None
 

@@ -124,7 +124,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
             tensors.
     """
     if hasattr(optimizer, "_fsdp_engines"):
-        raise ValueError("optimizer: it is sharded already. Shard it once")
+        raise ValueError("optimizer: sharded already. Call fully_shard_optimizer once for it")
     engines = _engines_of(_params_of(optimizer))
     rule = _rule_for(optimizer, engines)
     adopt(optimizer, _complete_gradients, rule, Residency(engines, optimizer, asks=False))

@@ -52,8 +52,8 @@ def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> Non
             )
     if quantizer.dtype.name != DTYPE:
         raise NotImplementedError(
-            f"parameter {name} is quantized to {quantizer.dtype.name}; weights that are quantized "
-            f"to {format.name} are {DTYPE}"
+            f"parameter {name} is quantized to {quantizer.dtype.name}, but weights that are "
+            f"quantized to {format.name} must be {DTYPE}"
         )
     if getattr(param, "_with_gemm_swizzled_scales", False):
         raise NotImplementedError(

@@ -163,5 +163,5 @@ class FSDPDistributedIndex:
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if (kind, names) not in self._meshes:
             known = sorted(dims for owner, dims in self._meshes if owner == kind)
-            raise ValueError(f"mesh dims {names} are not registered; there are {known}")
+            raise ValueError(f"mesh dims {names} are not registered. Use one of {known}")
         return self._meshes[kind, names]

@@ -96,10 +96,9 @@ def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerO
     if not helpless:
         return []
     return [
-        f"{OPTION}=True: {len(helpless)} modules hold parameters or buffers on the meta device "
-        "and cannot initialize them: they have no reset_parameters (or one that core does not "
-        f"use): {'; '.join(helpless)}. Add one that fills a module's own tensors, build these "
-        "modules on a device, or switch the option off"
+        f"{OPTION}=True: {len(helpless)} modules on the meta device have no reset_parameters (or "
+        "one that core does not use) to initialize their parameters or buffers: "
+        f"{'; '.join(helpless)}. Add one, build these modules on a device, or set it to False"
     ]
 
 
@@ -153,8 +152,8 @@ def _check(
     # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
     if is_filled and made.is_floating_point() and made.detach().sum().isnan():
         raise ValueError(
-            f"{OPTION}=True: reset_parameters of the module of {name} did not write all of it. "
-            "Make it fill all of the module's own tensors"
+            f"{OPTION}=True: reset_parameters of the module of {name} left a part of it "
+            "unwritten. Make it write all of the module's own tensors"
         )
 
 

@@ -64,7 +64,7 @@ def _conflicts(chosen: Placements, module: nn.Module) -> list[str]:
             )
         elif placement == LEAVE and param.requires_grad:
             found.append(
-                f"{ARGUMENT}: {fqn} is ignored but trainable; its gradient would not be "
+                f"{ARGUMENT}: {fqn} is ignored but trainable, so its gradient would not be "
                 "reduced. Freeze it, or leave the pattern out"
             )
     return found[:8]

@@ -68,9 +68,9 @@ class NotCopyable:
 
     def _why_not(self, what: str) -> str:
         return (
-            f"{what} of a {type(self).__name__}: its weights are views of flat buffers that "
-            "belong to process groups, and cannot be copied. Copy or save model.state_dict(), "
-            "and for a second model wrap another module and load that"
+            f"{what} of a {type(self).__name__}: its weights are views of flat buffers of process "
+            "groups and cannot be copied. Copy or save model.state_dict(), and load it into "
+            "another wrapped module for a second model"
         )
 
 

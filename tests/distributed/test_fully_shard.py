@@ -109,7 +109,7 @@ REFUSED: tuple[tuple[str, type[Exception], Callable[[Any], Any]], ...] = (
     (f"{OFFLOAD}NAdam", ValueError, lambda model: _offloaded(model, torch.optim.NAdam)),
     ("add_param_group with chunked_optimizer_state_offload", ValueError,
      _group_of_an_offloaded_optimizer),
-    ("for some of the models", ValueError, _offload_of_one_of_two),
+    ("True for some models", ValueError, _offload_of_one_of_two),
 )  # fmt: skip
 
 

@@ -246,6 +246,7 @@ def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat
     if not format.cuts(shape):
         warn(
             f"parameter {name}: {shape[0]} rows are no multiple of {format.rows}, the rows of a "
-            f"granule in format {format.name}; it lies whole on one rank of each shard group"
+            f"granule in format {format.name}, so it is not sharded, but on one rank of each "
+            "shard group"
         )
     return format

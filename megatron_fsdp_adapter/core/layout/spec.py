@@ -51,7 +51,7 @@ class ParamSpec:
             raise ValueError(f"{self.fqns[0]}: index {self.index} is negative")
         if any(size < 1 for size in self.shape):
             raise ValueError(
-                f"{self.fqns[0]}: shape {self.shape} has no elements; remove the parameter"
+                f"{self.fqns[0]}: shape {self.shape} has no elements. Remove the parameter"
             )
         if self.granularity < 1 or self.numel % self.granularity:
             raise ValueError(

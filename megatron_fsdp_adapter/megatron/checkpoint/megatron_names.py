@@ -41,9 +41,8 @@ def make_fsdp_dtensor(*args: Any, **kwargs: Any) -> NoReturn:
     what the wrapper and the optimizer give; it knows only the shapes of the bundled engine."""
     raise ValueError(
         "make_fsdp_dtensor: Megatron's own split of a fused weight does not know these shards. "
-        "Take the state from state_dict_for_save_checkpoint() and the optimizer's "
-        "sharded_state_dict(), which give the parts; to use Megatron's engine, call uninstall() "
-        "first"
+        "Take the parts from state_dict_for_save_checkpoint() and the optimizer's "
+        "sharded_state_dict(), or call uninstall() to use Megatron's engine"
     )
 
 
