@@ -22,8 +22,8 @@ def progress_bar(title: str, unit: str = "B") -> Iterator[Progress]:
     from tqdm import tqdm
 
     with tqdm(
-        desc=title, unit=unit, unit_scale=unit == "B", unit_divisor=1024, delay=DELAY, leave=False,
-        file=sys.stderr,
+        desc=title, unit=unit if unit == "B" else f" {unit}s", unit_scale=unit == "B",
+        unit_divisor=1024, delay=DELAY, leave=False, file=sys.stderr,
     ) as bar:  # fmt: skip
 
         def advance(done: int, total: int) -> None:
