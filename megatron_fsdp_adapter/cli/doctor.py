@@ -157,7 +157,7 @@ def verdict(report: Mapping[str, Any]) -> str:
     else:
         text = "nothing is refused" + (", and nothing is changed" if "note" in found else "")
     harmful = ", ".join(row["variable"] for row in report["environment"])
-    return f"doctor: {text}" + (f" (harmful variables, above: {harmful})" if harmful else "")
+    return f"doctor: {text}" + (f". Harmful variables (above): {harmful}" if harmful else "")
 
 
 def render(report: Mapping[str, Any]) -> str:

@@ -187,7 +187,7 @@ BAD: dict[str, Bad] = {
         module=lambda: compiled_in_place(),
     ),
     "expert parameters without a group for them": Bad(
-        ("kind 'expert'", "pass expt_dp"), module=WithExperts, groups=lambda: without("expt_dp")
+        ("kind 'expert'", "Pass expt_dp"), module=WithExperts, groups=lambda: without("expt_dp")
     ),
 }
 

@@ -139,8 +139,8 @@ def test_text_has_every_section(capsys: Any, monkeypatch: pytest.MonkeyPatch) ->
     for line in ("versions", "machine", "environment", "  CUDA_LAUNCH_BLOCKING=1: ",
                  "configuration: refuses", "  - defer_embedding_wgrad_compute=True: "):  # fmt: skip
         assert f"\n{line}" in f"\n{text}"
-    hurts = "(harmful variables, above: CUDA_LAUNCH_BLOCKING)"
-    assert text.splitlines()[-1] == f"doctor: refused, 1 to change (above); {hurts}"
+    hurts = "Harmful variables (above): CUDA_LAUNCH_BLOCKING"
+    assert text.splitlines()[-1] == f"doctor: refused, 1 to change (above). {hurts}"
     assert sum("rebind" in line or "rebound" in line for line in text.splitlines()) == 1
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
     assert doctor.main(["--set", "data_parallel_sharding_strategy=optim"]) == 0

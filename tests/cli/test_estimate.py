@@ -497,7 +497,7 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ((*FP8_TINY, "--fp8-param-gather", "--fp4-format=e2m1"), "FP8 and FP4 are both set"),
         ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
         ((*LLAMA_8B, "--expert-model-parallel-size=3"), "size 3: must divide"),
-        ("softmax-type: learnable", "--softmax-type 'learnable': such models"),
+        ("softmax-type: learnable", "--softmax-type 'learnable': models with it"),
         ("tensor-model-parallel-size: 2", "--tensor-model-parallel-size 2"),
         ("hidden-size: wide", "--hidden-size 'wide'"),
         ("swiglu: 1", "--swiglu 1"),

@@ -150,7 +150,7 @@ def test_gradients_of_inputs_alone_through_fused_weight_gradients_are_an_error()
         rig = build(Setup(fused=WgradProtocol.OVERWRITES))
         x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
         loss = rig.model.layers[1](x).float().sum()
-        with pytest.raises(RuntimeError, match="switch gradient_accumulation_fusion off"):
+        with pytest.raises(RuntimeError, match="Set gradient_accumulation_fusion=False"):
             torch.autograd.grad(loss, x)
         rig.step()
 

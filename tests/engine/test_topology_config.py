@@ -79,7 +79,7 @@ def test_missing_kinds_and_meshes_are_named(world):
     with pytest.raises(ValueError, match=r"kind 'expert'.*\['dense'\].*expt_dp"):
         index.get_fsdp_group(is_expert_parallel=True)
     for unknown in ("tp", "dp", ("dp_cp", "tp"), "outer"):
-        with pytest.raises(ValueError, match=r"not registered; there are .*dp_cp"):
+        with pytest.raises(ValueError, match=r"not registered. Use one of .*dp_cp"):
             index.get_submesh(unknown)
 
 
