@@ -108,5 +108,5 @@ def test_the_environment_variable_is_read_when_an_engine_is_configured(
     monkeypatch.setenv(POISON_VARIABLE, "1")
     assert config().poison_buffers
     monkeypatch.setenv(POISON_VARIABLE, "yes")
-    with pytest.raises(ValueError, match=f"{POISON_VARIABLE}='yes': use 1"):
+    with pytest.raises(ValueError, match=f"{POISON_VARIABLE}='yes': neither 0 nor 1"):
         poison_asked()

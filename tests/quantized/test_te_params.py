@@ -155,8 +155,8 @@ def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> 
 
 REFUSED = {
     "block_scaling_dim=1.*w_block_scaling_dim=2": ("blockwise", "block_scaling_dim", 1),
-    "use enable_2d_quantization=False": ("mxfp8", "with_2d_quantization", 1),
-    "is quantized to kFloat8E5M2.*are kFloat8E4M3": (
+    "Use enable_2d_quantization=False": ("mxfp8", "with_2d_quantization", 1),
+    "is quantized to kFloat8E5M2.*must be kFloat8E4M3": (
         "mxfp8", "dtype", SimpleNamespace(name="kFloat8E5M2"),
     ),
     "order of GEMMs.*optimize_for_gemm": ("mxfp8", "_with_gemm_swizzled_scales", True),
