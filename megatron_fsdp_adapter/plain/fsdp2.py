@@ -280,9 +280,8 @@ def fully_shard(
             modules inside of others first, for the model last.
         mesh: the ranks to shard over, and the type of their devices, to which parameters and
             buffers move; by default all ranks, and the accelerator if there is one. It has one dim,
-            or two: (replicas, shards). A last dim of one rank that is not named for shards is left
-            out, as is a model-parallel one (such as "tp") of one rank. ValueError for several of
-            those.
+            or two: (replicas, shards). A dim of one rank with a model-parallel name ("tp", say) is
+            left out. ValueError if it has more.
         reshard_after_forward: whether weights go after forward. None: True, but for the root,
             whose weights stay through a pass. A number of ranks, to which torch's would reshard
             them, is True.
