@@ -276,8 +276,8 @@ def fully_shard(
     """Makes `module` a unit of a sharded model, in place, as torch's function of this name.
 
     Args:
-        module: a module, or a list of modules, each of which becomes a unit. To be called for the
-            modules inside of others first, for the model last.
+        module: a module, or a list of modules, which become one unit. To be called for the modules
+            inside of others first, for the model last.
         mesh: the ranks to shard over, and the type of their devices, to which parameters and
             buffers move; by default all ranks, and the accelerator if there is one. It has one dim,
             or two: (replicas, shards). A dim of one rank with a model-parallel name ("tp", say) is
