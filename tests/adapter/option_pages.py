@@ -55,7 +55,7 @@ def _beside(rule: Rule) -> str:
 def options() -> str:
     """Flags and fields that megatron-core 0.16.1, or some Megatron-LM, lacks."""
     return _table(
-        ("flag", "field of the DDP config", "`fully_shard_model`", "default", "what", "when"),
+        ("flag", "field of the DDP config", "`fully_shard_model`", "default", "effect", "use"),
         (
             (f"`{one.flag}`" if one.help else "-", f"`{one.name}`",
              f"`{one.plain}`" if one.plain else "-", _default(one), one.help or "-",
@@ -68,7 +68,7 @@ def options() -> str:
 def settings() -> str:
     """A row for each option that follows from others."""
     return _table(
-        ("option", "becomes", "set by", "why"),
+        ("option", "value", "set by", "reason"),
         (
             (f"`{one.section}.{one.option}`", str(one.value), ", ".join(one.ways), one.reason)
             for one in SETTINGS
@@ -79,7 +79,7 @@ def settings() -> str:
 def refused(*kinds: str) -> str:
     """A row for each rule of some kinds."""
     return _table(
-        ("option", "of", "with", "why, and what to do"),
+        ("option", "config or program", "refused with", "reason, and remedy"),
         (
             (f"`{rule.option}`", kind, _beside(rule) or "-", rule.message)
             for kind in kinds for rule in RULES[kind]

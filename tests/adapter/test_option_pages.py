@@ -32,7 +32,7 @@ SUPPORT = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for page in sorted(option_pages.DOCS.glob("support*.md"))
     for line in page.read_text().splitlines()
-    if line.startswith("| ") and line.count("|") == 4 and not line.startswith("| what | state |")
+    if line.startswith("| ") and line.count("|") == 4 and not line.startswith("| feature | state |")
 ]
 """Rows of its tables on what works: (what, state, tests or reason)."""
 

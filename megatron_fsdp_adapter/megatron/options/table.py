@@ -303,12 +303,12 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "fsdp_grad_comm_fp8_blocks", bool, False,
-        "not supported: --grad-reduce-in-bf16 makes gradients smaller on the wire",
-        use="not supported; bf16 on the wire is",
+        "not supported: --grad-reduce-in-bf16 halves the bytes of communicated gradients",
+        use="not supported: use bf16 communication",
         refused=((_asked,
                   "gradients in 8-bit blocks are not supported. Set it to False; "
-                  f"{GRAD_COMM}=torch.bfloat16 (--grad-reduce-in-bf16) halves what gradients put "
-                  "on the wire"),),
+                  f"{GRAD_COMM}=torch.bfloat16 (--grad-reduce-in-bf16) halves the bytes of "
+                  "communicated gradients"),),
     ),
     Option(
         GATHER_PARTS, bool, False,
