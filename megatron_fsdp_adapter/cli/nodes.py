@@ -141,7 +141,7 @@ def _seconds(comm: Communicator, kind: str, pair: Pair) -> float:
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
     """The text of what the ranks are together."""
-    lines = [f"ranks: {len(found['nodes'])} on {len(set(found['nodes']))} nodes"]
+    lines = [f"ranks: {len(found['nodes'])}, nodes: {len(set(found['nodes']))}"]
     for name in ("differ", "variables differ"):
         lines += [f"  {name}: {line}" for line in found[name] or ["nothing"]]
     if isinstance(found["GB/s"], str):

@@ -5,12 +5,17 @@ Opt-in: see docs/test_runs.md.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.lm_runs import HARNESSES, finish, start
+from tests.integration.lm_runs import HARNESSES, ROOT, finish, start
 from tests.integration.test_bridge import missing_bridge
+from tests.integration.test_documented_commands import BLOCKS
 
 pytestmark = pytest.mark.full
 
@@ -72,3 +77,65 @@ def test_a_model_from_the_meta_device_takes_weights_and_is_saved(tmp_path: Path)
 
 def test_adapters_are_merged_into_what_is_exported(tmp_path: Path) -> None:
     assert run(tmp_path, "adapters", "adapters-tp2").count("checked ") == 2 * 2
+
+
+ON_CPU = """
+from megatron.bridge import AutoBridge
+from tests.integration.bridge_hf_worker import OPTIONS
+as_on_gpus = AutoBridge.to_megatron_provider
+def to_provider(bridge, **how):
+    provider = as_on_gpus(bridge, **how)
+    for name, value in OPTIONS.items():
+        if hasattr(provider, name):
+            setattr(provider, name, value)
+    return provider
+AutoBridge.to_megatron_provider = to_provider
+"""
+USED = """
+text = open("my_texts/b.txt").read()
+ids = tokenizer(text, return_tensors="pt").input_ids
+assert ids[0].tolist() == list(text.encode()) and tokenizer.decode(ids[0]) == text
+import torch
+ids = torch.cat([ids, torch.tensor([[256]]), ids[:, :1]], dim=1)
+with torch.no_grad():
+    logits = model(ids[:, :-1]).logits
+print(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item())
+"""
+
+
+def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
+    """Trained, converted and exported as docs/tutorial.md says: transformers computes the loss that
+    training logged for the validation text. That is as long as a sequence, so that all samples are
+    the same, and the vocabulary has no padding, which takes part in the softmax of training."""
+    length = 64  # of the second text, with the end of a document
+    texts = {"a.txt": "A text that is trained on. " * 400, "b.txt": "Änother " * 7}
+    (tmp_path / "my_texts").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "my_texts" / name).write_text(text)
+    export, use = [block.text for block in BLOCKS if block.document == "docs/tutorial.md"
+                   and "transformers" in block.marks]  # fmt: skip
+    (tmp_path / "export.py").write_text(ON_CPU + export)
+    (tmp_path / "use.py").write_text(use + USED)
+    model = f"--num-layers=2 --padded-vocab-size=257 --seq-length={length}"
+    flags = (
+        f"--config={ROOT}/configs/cpu-tiny.yaml {model} --max-position-embeddings={length} "
+        "--train-iters=6 --lr-warmup-iters=0 --eval-iters=1 --use-megatron-fsdp "
+        "--save=checkpoints --loss-log-file=losses.jsonl "
+        "--train-data-path=data/mine_train --valid-data-path=data/mine_valid"
+    ).split()
+    for command in (
+        [str(ROOT / "scripts/prepare_data.py"), "--input=my_texts", "--output-prefix=data/mine",
+         "--valid-share=0.5"],
+        [str(ROOT / "scripts/pretrain_gpt.py"), *flags],
+        ["-m", "megatron_fsdp_adapter", "convert", "checkpoints", "converted", "--to=torch_dist"],
+        [str(HARNESSES / "bridge_on_cpu.py"), "export.py"],
+        ["use.py"],
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *command], cwd=tmp_path, text=True, timeout=600,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    [expected] = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert float(done.stdout.splitlines()[-1]) == pytest.approx(expected, rel=1e-4)

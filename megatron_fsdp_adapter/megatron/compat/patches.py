@@ -319,7 +319,7 @@ def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType | Functio
     for at, module in loaded:
         for attribute, value in list(vars(module).items()):
             holder: ModuleType | FunctionType = module
-            if isinstance(value, FunctionType) and value.__defaults__ and id(value) not in replaced:
+            if type(value) is FunctionType and value.__defaults__ and id(value) not in replaced:
                 holder, attribute, value = value, _DEFAULTS, value.__defaults__
             if id(value) in replaced or type(value) is tuple:
                 new = _replaced(value, replaced, at)
