@@ -120,14 +120,15 @@ def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
     flags = (
         f"--config={ROOT}/configs/cpu-tiny.yaml {model} --max-position-embeddings={length} "
         "--train-iters=6 --lr-warmup-iters=0 --eval-iters=1 --use-megatron-fsdp "
-        "--save=checkpoints --loss-log-file=losses.jsonl "
+        "--save=runs/mine --loss-log-file=runs/mine.jsonl "
         "--train-data-path=data/mine_train --valid-data-path=data/mine_valid"
     ).split()
     for command in (
         [str(ROOT / "scripts/prepare_data.py"), "--input=my_texts", "--output-prefix=data/mine",
          "--valid-share=0.5"],
         [str(ROOT / "scripts/pretrain_gpt.py"), *flags],
-        ["-m", "megatron_fsdp_adapter", "convert", "checkpoints", "converted", "--to=torch_dist"],
+        ["-m", "megatron_fsdp_adapter", "convert", "runs/mine", "runs/converted",
+         "--to=torch_dist"],
         [str(HARNESSES / "bridge_on_cpu.py"), "export.py"],
         ["use.py"],
     ):  # fmt: skip
@@ -136,6 +137,6 @@ def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "runs/mine.jsonl").read_text().splitlines()]
     [expected] = [line["validation_loss"] for line in lines if "validation_loss" in line]
     assert float(done.stdout.splitlines()[-1]) == pytest.approx(expected, rel=1e-4)
