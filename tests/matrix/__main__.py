@@ -16,11 +16,12 @@ from .table import ARRAYS, DIMENSIONS, MEANING, REFERENCE, RULES
 
 
 def _count(options: argparse.Namespace) -> int:
-    print("| dimension | values | what |\n|---|---|---|")
+    print("| dimension | values | meaning |\n|---|---|---|")
     for name, values in DIMENSIONS.items():
         print(f"| {name} | {', '.join(map(str, values))} | {MEANING[name]} |")
     print(f"\nReference: {', '.join(f'{n}={v}' for n, v in REFERENCE.items())}\n")
-    print("| array | pairs | possible | in cells | excluded | cells |\n|---|---|---|---|---|---|")
+    print("| array | pairs of values | possible pairs | pairs in cells | excluded pairs | cells |")
+    print("|---|---|---|---|---|---|")
     excluded: dict[str, dict[str, int]] = {rule.name: {} for rule in RULES}
     for array in ARRAYS:
         space, rows = arrays.space(array), arrays.cached(array)

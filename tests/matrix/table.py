@@ -58,16 +58,16 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
 MEANING: Mapping[str, str] = {
     "target": "gloo on CPUs, or NCCL on GPUs",
     "strategy": "`data_parallel_sharding_strategy`",
-    "precision": "of compute; `fp8_`: FP8 GEMMs of bf16 weights by that recipe; `fp8w_`: of "
+    "precision": "of compute; `fp8_`: FP8 GEMMs with bf16 weights and that recipe; `fp8w_`: with "
     "FP8 weights (`fp8_param`)",
     "fusion": "`gradient_accumulation_fusion`",
     "overlap": "`overlap_grad_reduce` and `overlap_param_gather`",
-    "buffers": "none, `fsdp_double_buffer`, `nccl_ub`, `fsdp_copy_engine_all_gather`, that with "
-    "`fsdp_copy_engine_reduce_scatter`",
+    "buffers": "none, `fsdp_double_buffer`, `nccl_ub`, `fsdp_copy_engine_all_gather`, both "
+    "that and `fsdp_copy_engine_reduce_scatter`",
     "graph": "none, a step in one CUDA graph, each layer in graphs of its own (on CPUs a stand-in "
     "that records operators and runs them again)",
     "recompute": "none, full (uniform), selective: `core_attn`, `mlp` (`moe` with experts)",
-    "microbatches": "of a step",
+    "microbatches": "per step",
     "trained": "all, embedding and output layer tied, a part frozen, only low-rank adapters",
     "layers": "core's local spec, Transformer Engine's, local with sequential experts, Transformer "
     "Engine with grouped experts, multi-token prediction, latent attention",
@@ -81,7 +81,7 @@ MEANING: Mapping[str, str] = {
     "outer": "one optimizer instance; two with replicated shards; two that split shards again",
     "start": "parameters created on the device, or on the meta device",
     "wire": "`megatron_fsdp_grad_comm_dtype`",
-    "kept": "`fsdp_unsharded_budget_gib`: none; three quarters of what all weights take; enough "
+    "kept": "`fsdp_unsharded_budget_gib`: none; three quarters of the size of all weights; enough "
     "for everything",
     "ranks": "processes",
     "units": "layers, or parts of their experts too "
@@ -301,7 +301,7 @@ RULES: tuple[Rule, ...] = (
         lambda joined, units: joined == "pairs" and units == "parts",
     ),
     Rule(
-        "no EP", "it overlaps communication of expert-parallel ranks",
+        "no EP", "`ep_overlap` overlaps communication of expert-parallel ranks",
         lambda ep_overlap, ep: ep_overlap == "on" and ep == 1,
     ),
     Rule(
@@ -358,8 +358,8 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "core: graph, recompute and TP", "recomputing sets the generator of the tensor-parallel "
-        "ranks, of another seed than the capture's",
+        "core: graph, recompute and TP", "recomputation sets the random generator of "
+        "tensor-parallel ranks to a seed other than that of the capture",
         lambda graph, recompute, tp: graph == "on" and recompute == "full" and tp > 1,
     ),
     Rule(
