@@ -21,6 +21,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 
 from ..core.config import MixedPrecisionPolicy
+from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..graphs.full_iteration import FullIterationGraphs
 from ..optim.memory import trim
@@ -92,7 +93,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.muon_groups: Mapping[tuple[int, ...], Any] | None = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
-        self.tp_group, self.force_all_reduce = index.tp_group, False
+        self.tp_group, self.force_all_reduce = index.tensor_groups[DENSE], False
         self.engine, plan, buffer = build(given, index)
         self.fsdp_unit_modules = list(plan.classes)
         if getattr(config, schedule_plans.OPTION, False):  # core runs parts of layers
@@ -105,7 +106,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = self.module.param_and_grad_buffer = buffer
         for pair in self.engine.pairs:
-            mark(pair, self.engine, index)
+            mark(pair, self.engine)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materializing weights, would give all of them the same dropout in what they split.

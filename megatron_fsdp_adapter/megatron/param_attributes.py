@@ -9,19 +9,23 @@ reduction is skipped in silence.
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
 from ..core.topology import TP_DIM
-from ..sharding.distributed_index import FSDPDistributedIndex
 from ..sharding.sharded_module import mark_shard
+from .checkpoint.megatron_names import make_fsdp_dtensor
+
+NO_SPLITS = SimpleNamespace(tp_dim=TP_DIM, get_submesh=make_fsdp_dtensor)
+"""What core's own splits of fused weights ask for a mesh: an error says what to do instead."""
 
 
-def mark(pair: ParamPair, engine: FsdpEngine, index: FSDPDistributedIndex) -> None:
-    """Sets everything that Megatron reads on the two identities of a parameter of `engine`."""
+def mark(pair: ParamPair, engine: FsdpEngine) -> None:
+    """Everything that Megatron reads on the two identities of a parameter of `engine`."""
     raw, param = pair.unsharded, pair.sharded
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
-    param.megatron_fsdp_dist_index = index  # type: ignore[attr-defined]
+    param.megatron_fsdp_dist_index = NO_SPLITS  # type: ignore[attr-defined]
     param.orig_param = raw  # type: ignore[attr-defined]
     for shown in (raw, param):
         shown._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]

@@ -1,11 +1,10 @@
-"""Every process group, read once: the domain of each kind of parameter, and meshes by name."""
+"""Every process group, read once: the domain of each kind of parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.topology import (
     DENSE,
@@ -20,7 +19,7 @@ from ..core.topology import (
 
 
 class FSDPDistributedIndex:
-    """The groups and meshes of one wrapper, and the getters that Megatron's helpers call.
+    """The groups of one wrapper.
 
     Args:
         fsdp_group: shards dense parameters (data x context parallel ranks, of one optimizer
@@ -47,9 +46,6 @@ class FSDPDistributedIndex:
             group that shares more than this rank with it; groups that make no mesh.
     """
 
-    dp_shard_dim = SHARD_DIM
-    tp_dim = TP_DIM
-
     def __init__(
         self,
         fsdp_group: dist.ProcessGroup,
@@ -68,15 +64,9 @@ class FSDPDistributedIndex:
         expt_tp_group: dist.ProcessGroup | None = None,
         hsdp_outer_dp_shard: bool = False,
     ) -> None:
-        self.fsdp_group, self.fsdp_group_ag = fsdp_group, fsdp_group_ag
-        self.expt_fsdp_group, self.expt_fsdp_group_ag = expt_fsdp_group, expt_fsdp_group_ag
-        self.tp_group, self.hybrid_fsdp_group = tp_group, outer_fsdp_group
-        self.use_hybrid_fsdp = outer_fsdp_group is not None
-        self.dp_outer_dim = OUTER_DIM if self.use_hybrid_fsdp else None
-        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.hybrid_fsdp_group, self.hsdp_outer_dp_shard = outer_fsdp_group, hsdp_outer_dp_shard
         self.tensor_groups = {DENSE: tp_group, EXPERT: expt_tp_group}
         self._everyone = {DENSE: dp_group, EXPERT: expt_dp_group}
-        self._meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
         of_kinds = {
             DENSE: (fsdp_group, fsdp_group_ag, fsdp_group_rs),
             EXPERT: (expt_fsdp_group, expt_fsdp_group_ag, expt_fsdp_group_rs),
@@ -94,19 +84,14 @@ class FSDPDistributedIndex:
         shard = Axis.of(SHARD_DIM, group)
         outer = None if across is None else Axis.of(OUTER_DIM, across)
         tensor = None if split_over is None else Axis.of(TP_DIM, split_over)
-        present = [axis for axis in (outer, shard, tensor) if axis is not None]
-        for axes in [[axis] for axis in present] + [present[:-1], present[1:], present]:
-            names = tuple(axis.name for axis in axes)
-            if axes and (kind, names) not in self._meshes:
-                self._meshes[kind, names] = mesh_over(axes, device_type)
-        split = [] if tensor is None or tensor.size == 1 else [tensor.name]
-        dims = [axis.name for axis in present if axis is not tensor] + split
+        split = tensor if tensor is not None and tensor.size > 1 else None
+        axes = [axis for axis in (outer, shard, split) if axis is not None]
         return ShardDomain(
             name=kind,
             axis=shard,
             gather_group=group if gather is None else gather,
             reduce_group=group if reduce is None else reduce,
-            mesh=self._meshes[kind, tuple(dims)],
+            mesh=mesh_over(axes, device_type),
             grad_scale=grad_scale,
             outer=outer,
         )
@@ -139,29 +124,3 @@ class FSDPDistributedIndex:
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """The outer data-parallel group, the same for all parameters; None without one."""
         return self.hybrid_fsdp_group
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh of dense parameters."""
-        return self.get_root_mesh()
-
-    @property
-    def expt_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of expert parameters; None without any."""
-        return self.get_root_mesh(True) if EXPERT in self.domains else None
-
-    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """The mesh that sharded parameters of this kind live on."""
-        return self.domain(self._kind(is_expert_parallel)).mesh
-
-    def get_submesh(
-        self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False
-    ) -> DeviceMesh:
-        """The mesh over the named dims ("outer_fsdp_dp", "dp_cp", "tp", or neighbors among
-        them); ValueError for any other."""
-        kind = self.domain(self._kind(is_expert_parallel)).name
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        if (kind, names) not in self._meshes:
-            known = sorted(dims for owner, dims in self._meshes if owner == kind)
-            raise ValueError(f"mesh dims {names} are not registered. Use one of {known}")
-        return self._meshes[kind, names]

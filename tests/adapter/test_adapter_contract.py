@@ -96,7 +96,6 @@ def test_attributes_that_megatron_must_find_on_the_model(sharded: Trainer) -> No
 def test_attributes_that_megatron_reads_on_the_wrapper(trainer: Trainer) -> None:
     wrapper = trainer.wrapper
     assert vars(wrapper)["ddp_config"].use_megatron_fsdp  # on the wrapper itself
-    assert wrapper.megatron_fsdp_dist_index.get_submesh("dp_cp").mesh.numel() == 1
     assert wrapper.buffers.__func__ is nn.Module.buffers
     assert list(wrapper.param_and_grad_buffer.parameter_groups) == []
     wrapper.param_and_grad_buffer.manual_buffer_registration()
@@ -191,14 +190,13 @@ def test_tied_weights_are_one_object_under_both_names() -> None:
 
 def test_attributes_of_optimizer_parameters(trainer: Trainer) -> None:
     """A `main_grad` would go before `.grad` in finalize_model_grads."""
-    index = trainer.wrapper.megatron_fsdp_dist_index
     kept = Replicate() if trainer.strategy == "no_shard" else Shard(0)
     for name, param in trainer.wrapper.module.module.named_parameters():
         raw = param.orig_param
         assert isinstance(param, nn.Parameter) and isinstance(param, DTensor), name
         assert (param.shape, param.dtype) == (raw.shape, torch.float32), name
         assert param.requires_grad and param.is_leaf and param._local_tensor.is_contiguous(), name
-        assert param.__fsdp_param__ is True and param.megatron_fsdp_dist_index is index
+        assert param.__fsdp_param__ is True
         assert param.megatron_fsdp_slice == slice(0, param.numel()), name
         assert list(param.placements) == [kept]
         assert param.device_mesh.mesh_dim_names == ("dp_cp",) and not hasattr(param, "main_grad")

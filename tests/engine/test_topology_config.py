@@ -55,9 +55,7 @@ def test_one_group_serves_everything(world):
     assert index.get_fsdp_group() is index.get_dp_group() is world
     assert index.get_fsdp_group(independent_all_gather=True) is world
     assert index.get_outer_fsdp_group() is None
-    assert index.get_root_mesh() is domain.mesh
     assert domain.mesh.mesh_dim_names == ("dp_cp",) and domain.mesh.shape == (4,)
-    assert index.get_submesh("dp_cp") is index.get_submesh(["dp_cp"]) is domain.mesh
 
 
 def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
@@ -68,22 +66,18 @@ def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
     assert index.domain(EXPERT).axis.ranks == (0, 2) and index.domain(EXPERT).axis.rank == 1
     assert index.get_fsdp_group(is_expert_parallel=True) is half
     assert index.get_dp_group(is_expert_parallel=True) is half
-    assert index.get_root_mesh(is_expert_parallel=True).shape == (2,)
+    assert index.domain(EXPERT).mesh.shape == (2,)
     assert index.domain(EXPERT).grad_scale == index.domain(DENSE).grad_scale
-    assert index.get_submesh("tp").shape == (1,)
-    assert index.get_submesh(("tp",)).mesh_dim_names == ("tp",)
+    assert index.domain(DENSE).mesh.mesh_dim_names == ("dp_cp",)
 
 
-def test_missing_kinds_and_meshes_are_named(world):
+def test_missing_kinds_are_named(world):
     index = index_of(world)
     with pytest.raises(ValueError, match=r"kind 'expert'.*\['dense'\].*expt_dp"):
         index.get_fsdp_group(is_expert_parallel=True)
-    for unknown in ("tp", "dp", ("dp_cp", "tp"), "outer"):
-        with pytest.raises(ValueError, match=r"not registered. Use one of .*dp_cp"):
-            index.get_submesh(unknown)
 
 
-def test_an_outer_axis_and_every_mesh_over_it():
+def test_an_outer_axis_and_the_mesh_over_it():
     """8 ranks: outer 2 x shards 2 x tensor 2, tensor-parallel ranks being neighbors."""
     with pretended_world(8, rank=5):
         shard, outer, tensor = (dist.new_group(ranks) for ranks in ([5, 7], [1, 5], [4, 5]))
@@ -93,22 +87,10 @@ def test_an_outer_axis_and_every_mesh_over_it():
         )  # fmt: skip
         domain = index.domain(DENSE)
         assert domain.outer == Axis("outer_fsdp_dp", outer, (1, 5), 1) and domain.outer_size == 2
-        assert index.use_hybrid_fsdp and index.dp_outer_dim == "outer_fsdp_dp"
         assert index.get_outer_fsdp_group() is index.hybrid_fsdp_group is outer
         assert dist.get_process_group_ranks(index.get_dp_group()) == [1, 3, 5, 7]
-        meshes = {
-            ("outer_fsdp_dp", "dp_cp", "tp"): [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
-            ("outer_fsdp_dp", "dp_cp"): [[1, 3], [5, 7]],
-            ("dp_cp", "tp"): [[4, 5], [6, 7]],
-            ("dp_cp",): [5, 7],
-            ("tp",): [4, 5],
-            ("outer_fsdp_dp",): [1, 5],
-        }
-        for names, ranks in meshes.items():
-            mesh = index.get_submesh(names)
-            assert mesh.mesh.tolist() == ranks and mesh.mesh_dim_names == names
-        assert domain.mesh is index.device_mesh is index.get_submesh(next(iter(meshes)))
-        assert index.expt_device_mesh is None
+        assert domain.mesh.mesh_dim_names == ("outer_fsdp_dp", "dp_cp", "tp")
+        assert domain.mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
@@ -117,18 +99,18 @@ def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
     outer = dist.new_group([0, 2])
     one, other = index_of(halves[0]), index_of(halves[1], outer_fsdp_group=outer)
     again = index_of(halves[0])
-    names = ("dp_cp",)
-    assert one.get_submesh(names).mesh.tolist() == [0, 2] == again.get_submesh(names).mesh.tolist()
-    assert other.get_submesh(names).mesh.tolist() == [2, 3]
-    assert other.device_mesh.mesh_dim_names == ("outer_fsdp_dp", "dp_cp")
-    for index, group in ((one, halves[0]), (other, halves[1])):
-        assert index.get_submesh(names).get_group() is group
+    meshes = [index.domain(DENSE).mesh for index in (one, other, again)]
+    assert meshes[0].mesh.tolist() == [0, 2] == meshes[2].mesh.tolist()
+    assert meshes[1]["dp_cp"].mesh.tolist() == [2, 3]
+    assert meshes[1].mesh_dim_names == ("outer_fsdp_dp", "dp_cp")
+    for mesh, group in zip(meshes, halves, strict=False):
+        assert mesh.get_group("dp_cp") is group
 
 
 def domain_of(world, ranks=(0, 1, 2, 3), outer=None):
     axis = dataclasses.replace(Axis.of("dp_cp", world), ranks=ranks)
     outer = None if outer is None else Axis("outer_fsdp_dp", world, outer, 0)
-    mesh = index_of(world).get_root_mesh()
+    mesh = index_of(world).domain(DENSE).mesh
     return ShardDomain(DENSE, axis, world, world, mesh, 1.0, outer)
 
 
