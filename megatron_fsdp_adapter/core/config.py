@@ -115,8 +115,6 @@ class EngineConfig:
         reduce_scatter: how gradients are reduced where main weights are sharded.
         scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
             came out of the reduction, which is smaller and rounds once.
-        padding_bound: largest share of padding in a flat buffer before it is cut in segments.
-        max_segments: most segments of a flat buffer; 1 packs by least common multiple.
         weight_slots, bucket_slots: gathered weights and reduce buckets are in fixed memory that
             units use in turn, where the strategy makes them transient at all.
         poison_buffers: buffers hold NaN whenever they are handed out or given back, to find reads
@@ -140,8 +138,6 @@ class EngineConfig:
     prefetch_bytes: int = 0
     reduce_scatter: Reduce = REDUCE_SCATTER
     scale_before_sum: bool = False
-    padding_bound: float = 0.01
-    max_segments: int = 4
     shard_outer: bool = False
     keep_derived: bool = False
     offload: bool = False
@@ -167,17 +163,9 @@ class EngineConfig:
                 f"keep_derived=True with {self.strategy.name}: the transposes of all weights would "
                 "stay whole on every rank. Set keep_derived=False, or keep the weights too"
             )
-        if self.prefetch_bytes < 0:
-            raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")
 
     def _check_reduce_scatter(self) -> None:
         chosen, policy, name = self.reduce_scatter, self.policy, self.strategy.name
-        if chosen.fixed and not (self.strategy.shard_grads and self.bucket_slots):
-            raise ValueError(
-                f"reduce_scatter={chosen.name} with {name}, bucket_slots={self.bucket_slots}: "
-                "requires buckets in fixed slots. Set bucket_slots=True and use a strategy that "
-                "shards gradients"
-            )
         rounds = policy.grads_dtype == torch.float32 != policy.comm_dtype
         if chosen.into_shards and not chosen.fixed and not (self.strategy.shard_main and rounds):
             raise ValueError(

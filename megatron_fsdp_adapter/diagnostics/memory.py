@@ -108,8 +108,6 @@ class Precision:
                 "optimizer='muon', 'adaptive_muon' or 'lion' with its state in host memory: only "
                 "the state of 'adam' can be offloaded. Leave one of the two out"
             )
-        if self.state_bytes < 0:
-            raise ValueError(f"state_bytes={self.state_bytes} must not be negative")
 
 
 def updated_numel(

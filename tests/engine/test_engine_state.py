@@ -7,7 +7,6 @@ import gc
 import itertools
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.group import ParamGroup
 from megatron_fsdp_adapter.core.engine.guard import GatheredParameter, ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
 from megatron_fsdp_adapter.core.engine.reduce import largest_domain_first
@@ -342,14 +340,6 @@ def test_main_weights_of_one_rank_in_the_compute_dtype_are_the_compute_weights(w
     rig = build(Setup(split=True, whole=True, main_params=None))
     shared = {group.key.domain: group.main is group.weights[0] for group in rig.engine.groups}
     assert shared == {DENSE: False, EXPERT: True}
-
-
-def test_a_domain_of_several_ranks_cannot_be_whole(world):
-    one = build(Setup()).engine.groups[0]
-    config = replace(one.config, whole=(DENSE,))
-    with pytest.raises(ValueError, match="'dense' is sharded over 2 ranks"):
-        ParamGroup("x", one.key, one.managed, one.layout, one.domain, config, one.runtime,
-                   (one.weight_slot, one.bucket_slot))
 
 
 def test_the_largest_domain_of_a_unit_is_reduced_first():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_fsdp_adapter.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.comm.all_to_all_sum import ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -369,14 +369,9 @@ def test_dtypes_default_to_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch_bytes": -1}, "prefetch_bytes=-1"),
         (
             {"reduce_scatter": ALL_TO_ALL_SUM},
             "reduce_scatter=all_to_all_sum with optim, communication in",
-        ),
-        (
-            {"reduce_scatter": FIXED_ALL_TO_ALL_SUM},
-            "reduce_scatter=fixed_all_to_all_sum with optim, bucket_slots=False",
         ),
     ],
 )

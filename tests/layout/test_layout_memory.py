@@ -97,11 +97,6 @@ def test_bytes_of_a_group(name: str) -> None:
     assert found == expected
 
 
-def test_state_has_no_negative_size() -> None:
-    with pytest.raises(ValueError, match="state_bytes=-1"):
-        Precision(state_bytes=-1)
-
-
 def test_a_model_holds_the_root_unit_beside_the_two_largest() -> None:
     def unit(gathered: int, bucket: int, main: int) -> dict[str, int]:
         return {"gathered weights": gathered, "reduce bucket": bucket, "main weights": main}

@@ -20,7 +20,6 @@ from .buffer_pool import (
     Slot,
     buckets_in_slot,
     make_slots,
-    ordinary_memory,
     weights_in_slot,
 )
 from .gather import GatherPipeline
@@ -35,11 +34,6 @@ from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 OfDomains = dict[str, Communicator]
-
-
-def allocator(given: AllocateSlots | None, runtime: Runtime) -> AllocateSlots:
-    """The allocator of fixed slots: ordinary memory, unless another one is given."""
-    return given or ordinary_memory(runtime.device)
 
 
 def communicators(
@@ -85,16 +79,6 @@ def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> N
         communicator.broadcast(whole)
     if whole is not tensor and communicators:
         tensor.copy_(whole)
-
-
-def check_known(plans: Sequence[UnitPlan], quantized: QuantizedWeights | None) -> None:
-    """Raises ValueError if the plans have quantized weights and `quantized` is None."""
-    formats = {key.format.name for plan in plans for key in plan.groups if key.quantized}
-    if formats and quantized is None:
-        raise ValueError(
-            f"quantized=None: the plans have weights of formats {sorted(formats)}. Pass the "
-            "QuantizedWeights of the library that made them"
-        )
 
 
 def unit_slots(
@@ -147,15 +131,14 @@ def build_units(
 
 
 def pipelines(
-    units: Sequence[Unit], domains: Mapping[str, ShardDomain], config: EngineConfig,
-    runtime: Runtime, communicators: tuple[OfDomains, OfDomains, OfDomains],
+    units: Sequence[Unit], groups: Sequence[ParamGroup], domains: Mapping[str, ShardDomain],
+    config: EngineConfig, runtime: Runtime, communicators: tuple[OfDomains, OfDomains, OfDomains],
     allocate: AllocateSlots, order: PrefetchOrder, grad_check: GradCheck | None,
 ) -> tuple[GatherPipeline, ReducePipeline, LaunchComparison]:  # fmt: skip
     """Makes the pipelines that gather and reduce the units, and the comparison of launches."""
     gathers, reduces, outer = communicators
     launches = LaunchComparison(runtime, [*reduces.values(), *outer.values()])
     gather = GatherPipeline(units, config, runtime, gathers, outer, order, launches)
-    groups = [group for unit in units for group in unit.groups]
     received = memory_of_exchanges(groups, config, runtime, allocate)
     reduce = ReducePipeline(
         config, runtime, domain_reduces(config, domains, reduces, received),

@@ -27,6 +27,7 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
+from .buffer_pool import AllocateSlots, ordinary_memory
 from .group import GradState, laid_out
 from .identity import ParameterSwitch, make_pairs
 from .memory import KINDS, MAIN, READ, check_here
@@ -117,11 +118,10 @@ class FsdpEngine:
         runtime: Runtime,
         make_communicator: construction.MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
-        allocate_slots: construction.AllocateSlots | None = None,
+        allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
     ) -> None:
-        construction.check_known(plans, quantized)
         self.config, self.runtime = config, runtime
         runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -132,7 +132,7 @@ class FsdpEngine:
             prepare(plan)
             return construction.broadcast_weights(plan, quantized, outer, reduces)
 
-        allocate = construction.allocator(allocate_slots, runtime)
+        allocate = allocate_slots or ordinary_memory(runtime.device)
         self.units = construction.build_units(
             plans, used, config, runtime, allocate, make_ready, quantized
         )
@@ -142,8 +142,8 @@ class FsdpEngine:
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
         )
         self.gather, self.reduce, self.launches = construction.pipelines(
-            self.units, used, config, runtime, (gathers, reduces, outer), allocate, self.order,
-            grad_check,
+            self.units, self.groups, used, config, runtime, (gathers, reduces, outer), allocate,
+            self.order, grad_check,
         )  # fmt: skip
         self.has_ordinary_slots = allocate_slots is None  # torch's own memory, which may go
         self.away: dict[str, Any] = {}  # by kind, memory that was given back

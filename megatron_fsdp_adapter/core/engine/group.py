@@ -132,11 +132,6 @@ class ParamGroup:
         self.params = [entry.param for entry in managed]
         self.splits_outer = splits_outer(domain, config)
         self.is_single_rank = key.domain in config.whole
-        if self.is_single_rank and domain.axis.size > 1:
-            raise ValueError(
-                f"whole={config.whole}: {key.domain!r} is sharded over {domain.axis.size} ranks. "
-                "Name only domains of one rank"
-            )
         self._decide()
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
@@ -412,8 +407,6 @@ def laid_out(
         return plan_group(
             specs,
             domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
-            padding_bound=config.padding_bound,
-            max_segments=config.max_segments,
         )
 
     return [
