@@ -54,7 +54,7 @@ def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...
             own = param._local_tensor.untyped_storage()
             assert half._local_tensor.untyped_storage()._cdata == own._cdata, key
             places.append(read_chunks(half))
-    param: Any = next(iter(params.values()))
+    param: Any = next(inner.parameters())
     for split in (core.make_fsdp_dtensor, param.megatron_fsdp_dist_index.get_submesh):
         with pytest.raises(ValueError, match=r"state_dict_for_save_checkpoint\(\)"):
             split(param, None, dist_index=None)
