@@ -18,7 +18,7 @@ from ..sharding.sharded_module import mark_shard
 from .checkpoint.megatron_names import make_fsdp_dtensor
 
 NO_SPLITS = SimpleNamespace(tp_dim=TP_DIM, get_submesh=make_fsdp_dtensor)
-"""What core's own splits of fused weights ask for a mesh: an error says what to do instead."""
+"""Answers core's own splits of fused weights, which ask for a mesh, with an error."""
 
 
 def mark(pair: ParamPair, engine: FsdpEngine) -> None:
