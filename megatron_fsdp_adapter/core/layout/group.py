@@ -138,7 +138,7 @@ class GroupLayout:
         )
 
     def with_shards(self, num_shards: int) -> GroupLayout:
-        """Lays the same items out in larger shards, each a run of consecutive shards of this layout:
+        """Lays the items out in larger shards, each a run of consecutive shards of this layout:
         `num_shards`, which divides the number of shards."""
         segments = tuple(replace(segment, num_shards=num_shards) for segment in self.segments)
         return replace(self, segments=segments, num_shards=num_shards)
