@@ -96,3 +96,10 @@ def raise_model_problems(
     found = module_problems(module, classes, None, main)
     found += meta_problems(module, on_meta, own_initializer)
     raise_problems("fully_shard_model", found)
+
+
+def trained_dtype(module: nn.Module) -> torch.dtype:
+    """In which gradients accumulate as the parameters are: bfloat16 if all that are trained are in
+    it, else float32."""
+    dtypes = {param.dtype for param in module.parameters() if param.requires_grad}
+    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32

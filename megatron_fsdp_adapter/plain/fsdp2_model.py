@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
@@ -34,6 +33,7 @@ from ..sharding.materialize import device_of_type, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
 from ..sharding.unit_grouping import joined
+from .building import trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
 from .mesh import Groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
@@ -140,8 +140,7 @@ def unsharded_reads(module: nn.Module) -> Iterator[None]:
 
 def mark_of(module: nn.Module) -> Mark | None:
     """The mark of a module; None if `fully_shard` was not called with it."""
-    found: Mark | None = module.__dict__.get(MARK)
-    return found
+    return module.__dict__.get(MARK)
 
 
 def marked(module: nn.Module) -> list[tuple[nn.Module, Mark]]:
@@ -150,9 +149,8 @@ def marked(module: nn.Module) -> list[tuple[nn.Module, Mark]]:
 
 
 def mark_on(module: Any) -> Mark:
-    found = mark_of(module)
-    assert found is not None
-    return found
+    """The mark of a module that `fully_shard` was called with."""
+    return module.__dict__[MARK]  # type: ignore[no-any-return]
 
 
 def root_of(module: Any) -> nn.Module:
@@ -185,9 +183,11 @@ def _build(root: nn.Module) -> None:
     with unsharded_reads(root):
         engine = _engine(root, [each for _, each in found], mark)
         for child, each in found:
-            each.engine = engine
-            _register_casts(child, each.options)
-    _refuse_optimizers_of_before(engine)
+            each.engine, options = engine, each.options
+            if options.input_dtype is not None:
+                cast_inputs_of(child, options.input_dtype)
+            if options.policy.output_dtype is not None:
+                cast_outputs_of(child, options.policy.output_dtype)
 
 
 def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
@@ -243,7 +243,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
             mark_on(own).ordinal = unit.ordinal
         for group in unit.groups if plan.strategy is not None else ():
             for param in group.params:
-                param._fsdp_reach = _gathered_by(engine, unit.ordinal)  # type: ignore[attr-defined]
+                param._fsdp_reach = functools.partial(_reached, weakref.ref(engine), unit.ordinal)  # type: ignore[attr-defined]
     _distribute_rows()
     mark_shards(engine, root, root)
     _distinguish(engine)
@@ -260,19 +260,14 @@ def _distinguish(engine: UserLoopEngine) -> None:
         pair.sharded.data_ptr = local.data_ptr  # type: ignore[method-assign]
 
 
-def _gathered_by(engine: UserLoopEngine, ordinal: int) -> Callable[[], bool]:
-    """A function that gathers a unit whose weights stay after forward, when a forward reads them
-    without a call of their module: a loss that computes with the weight of an output layer."""
-    ref = weakref.ref(engine)
-
-    def gather() -> bool:
-        alive = ref()
-        if alive is None or alive.running_root is None:
-            return False
-        alive.gather.wait_unshard(alive.units[ordinal])
-        return True
-
-    return gather
+def _reached(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:
+    """Gathers a unit whose weights stay after forward, when a forward reads them without a call of
+    their module: a loss that computes with the weight of an output layer."""
+    alive = engine()
+    if alive is None or alive.running_root is None:
+        return False
+    alive.gather.wait_unshard(alive.units[ordinal])
+    return True
 
 
 def _joined_by_call(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
@@ -298,8 +293,7 @@ def _config(root: nn.Module, options: Sequence[Options]) -> EngineConfig:
     """The engine's configuration. Gradients and optimizer state have the parameters' dtype, as
     under FSDP2, if gradients may have it. Gradients are sent in bfloat16 if it is asked for, or all
     modules compute in it."""
-    dtypes = {param.dtype for param in root.parameters() if param.requires_grad}
-    own = dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32
+    own = trained_dtype(root)
     computes = {one.policy.param_dtype or own for one in options}
     alike = torch.bfloat16 if computes == {torch.bfloat16} else None
     wire = options[0].policy.reduce_dtype or alike
@@ -324,42 +318,17 @@ def _distribute_rows() -> None:
     def distribute(
         tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any
     ) -> Any:
-        if not any(isinstance(one, OwnRows) for one in placements or ()):
+        # The last one has the rows: those before it cut nothing.
+        rows = next((p for p in reversed(placements or ()) if isinstance(p, OwnRows)), None)
+        if rows is None:
             return original(tensor, device_mesh, placements, **options)
-        start, size, rest = 0, tensor.shape[0], tensor.shape[1:]
-        for placement in placements:
-            if isinstance(placement, OwnRows):
-                start, size = start + placement.start, placement.size
-        box = ((start, *[0] * len(rest)), (size, *rest))
+        rest = tensor.shape[1:]
+        box = ((rows.start, *[0] * len(rest)), (rows.size, *rest))
         return UnevenDTensor.over(
-            tensor[start : start + size].clone(), device_mesh,
+            tensor[rows.start : rows.start + rows.size].clone(), device_mesh,
             [Shard(0) if isinstance(one, OwnRows) else one for one in placements],
-            tensor.shape, tensor.stride(), Chunks((box,) if size else ()),
+            tensor.shape, tensor.stride(), Chunks((box,) if rows.size else ()),
         )  # fmt: skip
 
     distribute._knows_own_rows = True  # type: ignore[attr-defined]
     _state_dict_utils.distribute_tensor = distribute
-
-
-def _register_casts(module: nn.Module, options: Options) -> None:
-    if options.input_dtype is not None:
-        cast_inputs_of(module, options.input_dtype)
-    if options.policy.output_dtype is not None:
-        cast_outputs_of(module, options.policy.output_dtype)
-
-
-def _refuse_optimizers_of_before(engine: UserLoopEngine) -> None:
-    """Makes steps of optimizers raise that hold parameters from before sharding: they would find no
-    gradients, and train nothing."""
-
-    def before(optimizer: Any, *_: Any) -> None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if any(hasattr(param, "_fsdp_label") for param in params):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has parameters of the model from before it was "
-                "sharded. Make the optimizer with parameters() of the module that fully_shard "
-                "was called with last"
-            )
-
-    handle = register_optimizer_step_pre_hook(before)
-    weakref.finalize(engine, handle.remove)

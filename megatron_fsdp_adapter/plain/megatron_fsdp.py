@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +26,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..core.config import OUTER_STRATEGIES, STRATEGIES, EngineConfig, strategy_named
-from ..core.config import MixedPrecisionPolicy as Policy
+from ..core.config import (
+    OUTER_STRATEGIES,
+    STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    strategy_named,
+)
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE
 from ..diagnostics.grad_check import GradCheck
@@ -39,7 +44,7 @@ from ..sharding.problems import raise_problems
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, unit_problems
 from . import optimizer as plain_optimizer
-from .building import engine_for, raise_model_problems
+from .building import engine_for, raise_model_problems, trained_dtype
 from .fully_shard import FullyShardedModel
 
 SUBJECT = "megatron_fsdp"
@@ -57,29 +62,6 @@ gradients are under both names, and gathers and reductions are the engine's."""
 
 ShardingStrategy = IntEnum("ShardingStrategy", [*map(str.upper, STRATEGIES)], start=0)  # type: ignore[misc]
 """The numbers of strategies."""
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """Dtypes of a sharded model.
-
-    main_params_dtype: of the weights that the optimizer updates; None for each parameter's own.
-    main_grads_dtype: in which gradients accumulate; None for the parameters' own, or float32 where
-        these are not all of one dtype.
-    grad_comm_dtype: on the wire; None for the main gradients'.
-    compute_dtype: in which modules compute; None for the parameters' own. `megatron_fsdp` has none.
-    """
-
-    main_params_dtype: torch.dtype | None = torch.float32
-    main_grads_dtype: torch.dtype | None = None
-    grad_comm_dtype: torch.dtype | None = None
-    compute_dtype: torch.dtype | None = None
-
-
-def _policy(given: Any, module: nn.Module) -> Policy:
-    dtypes = {param.dtype for param in module.parameters() if param.requires_grad}
-    own = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
-    return Policy(**{**vars(given), "main_grads_dtype": given.main_grads_dtype or own})
 
 
 def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup:
@@ -168,17 +150,6 @@ def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
     return found
 
 
-def _config(given: Any, policy: Policy, index: Index) -> EngineConfig:
-    return EngineConfig(
-        strategy=strategy_named(given.data_parallel_sharding_strategy),
-        policy=policy,
-        overlap_grad_reduce=given.overlap_grad_reduce,
-        overlap_param_gather=given.overlap_param_gather,
-        shard_outer=index.hsdp_outer_dp_shard,
-        keep_derived=given.keep_fp8_transpose_cache,
-    )
-
-
 def _ddp_config(**given: Any) -> SimpleNamespace:
     """The fields that are read of a `DistributedDataParallelConfig`."""
     return SimpleNamespace(**{
@@ -198,7 +169,7 @@ class MegatronFSDP(FullyShardedModel):
 
     def __init__(
         self, module: nn.Module, dist_index: FSDPDistributedIndex, ddp_config: Any = None,
-        mixed_precision_policy: Any = MixedPrecisionPolicy(),
+        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
         fsdp_unit_modules: Units = None, disable_bucketing: bool = False,
         device: torch.device | None = None, calculate_per_token_loss: bool = False,
         init_model_with_meta_device: bool = False, sync_model_each_microbatch: bool = False,
@@ -216,7 +187,7 @@ class MegatronFSDP(FullyShardedModel):
         ))  # fmt: skip
         if any(getattr(param, "allreduce", True) is False for param in module.parameters()):
             raise ValueError(f"module={type(module).__name__}: it has experts; " + OF_EXPERTS)
-        policy = _policy(mixed_precision_policy, module)
+        policy, grads = mixed_precision_policy, mixed_precision_policy.main_grads_dtype
         named = _units(module, fsdp_unit_modules)
         raise_model_problems(
             module, named, policy.main_params_dtype, init_model_with_meta_device
@@ -226,9 +197,16 @@ class MegatronFSDP(FullyShardedModel):
         domain = dist_index.domain(DENSE)
         ranks = domain.axis.size * domain.outer_size
         scale = 1.0 if calculate_per_token_loss else 1.0 / ranks
+        config = EngineConfig(
+            strategy=strategy_named(given.data_parallel_sharding_strategy),
+            policy=replace(policy, main_grads_dtype=grads or trained_dtype(module)),
+            overlap_grad_reduce=given.overlap_grad_reduce,
+            overlap_param_gather=given.overlap_param_gather,
+            shard_outer=dist_index.hsdp_outer_dp_shard,
+            keep_derived=given.keep_fp8_transpose_cache,
+        )
         engine = engine_for(
-            module, named, {DENSE: replace(domain, grad_scale=scale)},
-            _config(given, policy, dist_index),
+            module, named, {DENSE: replace(domain, grad_scale=scale)}, config,
             GradCheck(True) if report_nan_in_param_grad else None,
         )  # fmt: skip
         engine.zero_absent_grads(engine.groups, True)
@@ -332,7 +310,7 @@ def fully_shard_model(
     expt_fsdp_group_ag: dist.ProcessGroup | None = None, fsdp_unit_modules: Units = None,
     zero_dp_strategy: str | int = 3, outer_dp_sharding_strategy: str | int = 0,
     device: torch.device | None = None, init_model_with_meta_device: bool = False,
-    mixed_precision_policy: Any = MixedPrecisionPolicy(),
+    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
     overlap_grad_reduce: bool = True, overlap_param_gather: bool = True,
     sync_model_each_microbatch: bool = True, preproc_state_dict_for_dcp_ckpt: bool = True,
     report_nan_in_param_grad: bool = False, average_in_collective: bool = False,

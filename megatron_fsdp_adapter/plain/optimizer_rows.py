@@ -1,8 +1,8 @@
-"""State of torch's optimizers over sharded parameters: DTensors that know their rows."""
+"""Optimizers of torch over sharded parameters: their state is DTensors that know their rows."""
 
 from __future__ import annotations
 
-import weakref
+import functools
 from typing import Any
 
 import torch
@@ -15,11 +15,25 @@ from torch.optim.optimizer import (
 from ..dtensor import UnevenDTensor, with_chunks
 
 
-def keep_rows(engine: Any) -> None:
-    """Has each step of an optimizer, as long as `engine` lives, begin and end with state that has
-    the rows of its parameters, so that checkpoints know them."""
-    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-        weakref.finalize(engine, register(_own_rows).remove)
+@functools.cache
+def watch_steps() -> None:
+    """Has each step of an optimizer, from the first sharded model on, begin with state that has the
+    rows of its parameters, and end with such where torch does not see to that by itself."""
+    register_optimizer_step_pre_hook(_before_step)
+    if torch.__version__ < (2, 13):  # type: ignore[operator]
+        register_optimizer_step_post_hook(_own_rows)
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    """RuntimeError for parameters from before sharding, which would find no gradients."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(hasattr(param, "_fsdp_label") for param in params):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: it has parameters of a model from before it was sharded; "
+            "make the optimizer from parameters() of the sharded model, after fully_shard was "
+            "called for the whole of it"
+        )
+    _own_rows(optimizer)
 
 
 def _own_rows(optimizer: Any, *_: Any) -> None:

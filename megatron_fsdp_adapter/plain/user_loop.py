@@ -21,7 +21,7 @@ from ..core.engine.group import GradState, ParamGroup
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
-from .optimizer_rows import keep_rows
+from .optimizer_rows import watch_steps
 
 
 class UserLoopEngine(FsdpEngine):
@@ -234,7 +234,7 @@ def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) 
         pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
     register_state_dict_hooks(module, engine)
     refuse_conversions(shown_by, engine)
-    keep_rows(engine)
+    watch_steps()
 
 
 def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> None:

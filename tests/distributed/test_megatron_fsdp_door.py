@@ -210,7 +210,7 @@ def _members(rank: int, world: int) -> None:
     for name in ("start_param_sync", "start_grad_sync", "broadcast_params",
                  "synchronize_param_gather", "install_optimized_model_weights"):  # fmt: skip
         getattr(model, name)()
-    with model.mixed_precision_context(door.MixedPrecisionPolicy(grad_comm_dtype=torch.float16)):
+    with model.mixed_precision_context(door.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):
         compiled = torch.compile(model, backend="eager")
         with pytest.warns(UserWarning, match="torch.compile") if rank == 0 else _nothing():
             compiled(tokens(0, 0, rank)).backward()
@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "one unit": ("Put it into a list", _on(fsdp_unit_modules=Block)),
     "dtype": (
         "main_params_dtype",
-        _on(mixed_precision_policy=door.MixedPrecisionPolicy(torch.float64)),
+        lambda m: _on(mixed_precision_policy=door.MixedPrecisionPolicy(torch.float64))(m),
     ),
     "foreign": ("2 of its parameters", lambda m: door.fully_shard(m, adam(nn.Linear(2, 2)))),
     "buffer": (
