@@ -27,6 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_fsdp_adapter.checkpoint.names import split_depth
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
@@ -37,7 +38,7 @@ from megatron_fsdp_adapter.megatron.options.ddp_config import (
 )
 from megatron_fsdp_adapter.megatron.options.table import DTYPES
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
-from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
+from megatron_fsdp_adapter.sharding.module_weights import gather_rows
 
 Options = Mapping[str, Any]
 SEED = 1234
@@ -224,13 +225,14 @@ class Trainer:
             return {name: _host(getattr(p, "main_param", p)) for name, p in self._named()}
         for chunk in self.chunks:
             chunk.stop_communication()
-        return full_values(self._pairs(), lambda pair: _host(pair.sharded._local_tensor))
+        return {name: _whole(pair, pair.sharded) for name, pair in self._pairs()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole reduced gradients, between the backwards and the optimizer's step; collective."""
         if not self.ours:
             return {name: _host(p.main_grad) for name, p in self._named() if p.requires_grad}
-        return full_values(self._pairs(), _local_grad)
+        pairs = [(name, pair) for name, pair in self._pairs() if pair.sharded.grad is not None]
+        return {name: _whole(pair, pair.sharded.grad) for name, pair in pairs}
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):
@@ -246,7 +248,7 @@ class Trainer:
 
 
 def _label(chunks: list[Any], number: int, name: str) -> str:
-    name = plain_name(name)
+    name = split_depth(name)[1]
     return name if len(chunks) == 1 else f"chunk {number}: {name}"
 
 
@@ -254,10 +256,8 @@ def _host(value: torch.Tensor) -> torch.Tensor:
     return value.detach().float().cpu().clone()
 
 
-def _local_grad(pair: Any) -> torch.Tensor | None:
-    """This rank's part of a gradient; None if the parameter is frozen."""
-    grad = pair.sharded.grad
-    return None if grad is None else _host(grad._local_tensor)
+def _whole(pair: Any, value: Any) -> torch.Tensor:
+    return _host(gather_rows(pair, value._local_tensor, torch.float32))
 
 
 def build_trainer(options: Options, device: torch.device, ours: bool) -> Trainer:

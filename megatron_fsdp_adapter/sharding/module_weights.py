@@ -59,28 +59,15 @@ class ModuleWeight:
         local.copy_(value.reshape(-1)[rows.start : rows.stop].view(local.shape))
         return self
 
-    @torch.no_grad()
     def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The whole of it in new memory, on every rank that has a shard: the main weights, cast to
-        `dtype` (default: `dtype` of the module). Collective over those ranks; each sends its rows
-        once, from where they are to lie, and no rank holds more than the result."""
-        group, shape = self.pair.group, self.shape
-        whole = torch.empty(shape.numel(), dtype=dtype or self.dtype, device=self.device)
-        whole[self.rows.start : self.rows.stop].copy_(self.local.view(-1))
-        domain, inner = group.domain, group.inner
-        if group.splits_outer and domain.outer is not None:
-            size = domain.outer.size
-            numbers = [nested_shard_rank(inner.rank, number, size) for number in range(size)]
-            _exchange(whole, domain.outer, [self._rows(group.held, n) for n in numbers])
-        if group.shards_main:
-            parts = [self._rows(inner, number) for number in range(domain.axis.size)]
-            _exchange(whole, domain.axis, parts)
-        return whole.view(shape)
+        """The main weights, whole, in `dtype` (default: `dtype` of the module), as `gather_rows`.
+        """
+        return gather_rows(self.pair, self.local, dtype or self.dtype)
 
     @property
     def rows(self) -> FlatRange:
         """The elements of the parameter that this rank has."""
-        return self._rows(self.pair.group.held, self.pair.group.held.rank)
+        return rows_of(self.pair, self.pair.group.held, self.pair.group.held.rank)
 
     @property
     def local(self) -> torch.Tensor:
@@ -88,9 +75,31 @@ class ModuleWeight:
         self.engine.gather.updates.settle()
         return self.pair.group.main.items(self.pair.group.held)[self.pair.index]
 
-    def _rows(self, spec: ShardSpec, number: int) -> FlatRange:
-        """The elements of the parameter that shard `number` of `spec`'s layout has."""
-        return spec.layout.shard_range(self.pair.index, number)
+
+def rows_of(pair: ParamPair, spec: ShardSpec, number: int) -> FlatRange:
+    """The elements of a parameter that shard `number` of `spec`'s layout has."""
+    return spec.layout.shard_range(pair.index, number)
+
+
+@torch.no_grad()
+def gather_rows(pair: ParamPair, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole of a tensor in new memory, on every rank that has a shard, of which `local` has the
+    rows that this rank has of the parameter: of its main weights, or of its gradient. In `dtype`,
+    in the shape of the module's own parameter, where modules compute. Collective over those ranks;
+    each sends its rows once, from where they are to lie, and no rank holds more than the result."""
+    group, held, domain = pair.group, pair.group.held, pair.group.domain
+    shape = torch.Size(group.layout.specs[pair.index].shape)
+    whole = torch.empty(shape.numel(), dtype=dtype, device=pair.unsharded.device)
+    own, inner = rows_of(pair, held, held.rank), group.inner
+    whole[own.start : own.stop].copy_(local.view(-1))
+    if group.splits_outer and domain.outer is not None:
+        size = domain.outer.size
+        numbers = [nested_shard_rank(inner.rank, number, size) for number in range(size)]
+        _exchange(whole, domain.outer, [rows_of(pair, held, number) for number in numbers])
+    if group.shards_main:
+        parts = [rows_of(pair, inner, number) for number in range(domain.axis.size)]
+        _exchange(whole, domain.axis, parts)
+    return whole.view(shape)
 
 
 def _exchange(whole: torch.Tensor, axis: Axis, parts: Iterable[FlatRange]) -> None:

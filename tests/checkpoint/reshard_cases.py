@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_fsdp_adapter.prove.gather_full import full_values
+from tests.distributed.gather_full import full_values
 from tests.distributed.gpt import Case
 from tests.distributed.groups import destroy_groups, everyones
 from tests.distributed.topologies import (

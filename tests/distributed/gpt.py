@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
-from megatron_fsdp_adapter.prove.gather_full import plain_name
+from tests.distributed.gather_full import plain_name
 from tests.distributed.groups import everyones, use_groups
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

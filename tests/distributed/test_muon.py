@@ -25,8 +25,8 @@ from torch import nn
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.megatron.muon import has as rule_of
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
-from megatron_fsdp_adapter.prove.gather_full import plain_name
 from tests.distributed.checks import check_norm
+from tests.distributed.gather_full import plain_name
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.groups import everyones
 from tests.distributed.muon_reference import Reference, is_muons, own_part, tensor_group

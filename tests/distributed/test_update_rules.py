@@ -17,8 +17,8 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.prove.gather_full import plain_name
 from tests.distributed.checks import Step, check_run_bits, recorded_step
+from tests.distributed.gather_full import plain_name
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

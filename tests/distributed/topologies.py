@@ -35,7 +35,7 @@ from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
-from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
+from tests.distributed.gather_full import full_values, plain_name
 
 from .checks import Step
 from .gpt import Case, Trainer, batches, ddp_config, optimizer_config, set_rates, step_from_dicts

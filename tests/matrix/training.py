@@ -27,10 +27,10 @@ from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
-from megatron_fsdp_adapter.prove.gather_full import shard_groups
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
+from tests.distributed.gather_full import shard_groups
 from tests.distributed.gpt import ddp_config, give_up
 from tests.distributed.topologies import (
     TopologyTrainer,

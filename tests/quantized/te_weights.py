@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
-from megatron_fsdp_adapter.prove.gather_full import plain_name
 from megatron_fsdp_adapter.quantized import TransformerEngineParams
+from tests.distributed.gather_full import plain_name
 
 KNOWS = TransformerEngineParams()
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
