@@ -374,6 +374,17 @@ def even_chunks(dtensor: DTensor) -> Chunks | None:
     return Chunks(((tuple(chunk.offsets), sizes),) if math.prod(sizes) else ())
 
 
+def own_chunks(dtensor: DTensor) -> Chunks:
+    """`chunks_of` a DTensor; ValueError if it carries none."""
+    found = chunks_of(dtensor)
+    if found is None:
+        raise ValueError(
+            f"a DTensor of shape {tuple(dtensor.shape)} carries no chunks. Take it from a sharded "
+            "model's parameters, or make it with dtensor_like"
+        )
+    return found
+
+
 def known_chunks(dtensor: DTensor) -> Chunks:
     """`chunks_of` a DTensor, or its `even_chunks`; ValueError if its place in the whole is unknown.
     """

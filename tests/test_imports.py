@@ -231,7 +231,7 @@ REVERSED = [
     ("core/runtime/comm.py", f"from {PACKAGE}.core.engine.unit import Unit"),
     ("core/config.py", "from .topology import ShardDomain"),
     ("core/config.py", "from ..megatron.adapter import FullyShardedDataParallel"),
-    ("core/engine/unit.py", "from ...checkpoint.chunks import attach_chunks"),
+    ("core/engine/unit.py", "from ...checkpoint.chunks import dtensor_like"),
     ("core/engine/engine.py", "from ...quantized.weights import QuantizedParams"),
     ("core/engine/engine.py", "from ...graphs.layer_graphs import LayerGraphs"),
     ("core/engine/memory.py", "from ...optim.host_stash import HostStash"),

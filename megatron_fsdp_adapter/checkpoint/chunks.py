@@ -12,16 +12,14 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import Box, flat_range_to_boxes
@@ -30,6 +28,7 @@ from megatron_fsdp_adapter.dtensor import (
     UnevenDTensor,
     chunks_of,
     is_replicated,
+    own_chunks,
 )
 
 _WRITE_ITEMS, _TENSOR_SHARD = "__create_write_items__", "__get_tensor_shard__"
@@ -83,71 +82,10 @@ class LayoutRef:
             (tuple(a + b for a, b in zip(at, origin, strict=True)), sizes) for at, sizes in boxes
         )
 
-    def cut(self, *piece: Any) -> Any:
-        """`Chunks.cut` of the parameter, or of its piece described by `piece`."""
-        return (self.layout, self.index, *piece)
-
-
-def attach_chunks(dtensor: DTensor, chunks: Sequence[Box], cut: Any = None) -> None:
-    """Attaches to `dtensor` the blocks of the whole tensor that it holds.
-
-    chunks, cut: the fields of `Chunks`. Raises ValueError if it is not an `UnevenDTensor`, if a
-    block exceeds the tensor's shape, or if the blocks' total size is not the local tensor's.
-    """
-    if not isinstance(dtensor, UnevenDTensor):
-        raise ValueError(
-            f"a {type(dtensor).__name__} cannot carry chunks. Make it with uneven_dtensor"
-        )
-    attached = Chunks(tuple(chunks), cut)
-    attached.check(tuple(dtensor.shape), dtensor._local_tensor)
-    dtensor.chunks = attached
-
-
-def has_chunks(dtensor: DTensor) -> bool:
-    """True if `dtensor` has chunks attached."""
-    return chunks_of(dtensor) is not None
-
 
 def lacks_chunks(value: Any) -> bool:
     """True for a sharded DTensor whose place in the whole is unknown."""
-    return isinstance(value, DTensor) and not has_chunks(value) and not is_replicated(value)
-
-
-def read_chunks(dtensor: DTensor) -> tuple[Box, ...]:
-    """The blocks of a DTensor. Raises ValueError if it has none attached."""
-    return _chunks(dtensor).boxes
-
-
-def _chunks(dtensor: DTensor) -> Chunks:
-    found = chunks_of(dtensor)
-    if found is None:
-        raise ValueError(
-            f"a DTensor of shape {tuple(dtensor.shape)} carries no chunks. Take it from a sharded "
-            "model's parameters, or make it with dtensor_like"
-        )
-    return found
-
-
-def uneven_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: Sequence[int],
-    chunks: Sequence[Box],
-    cut: Any = None,
-) -> UnevenDTensor:
-    """A DTensor of global `shape` and `stride` over this rank's `local`, with chunks attached.
-
-    The DTensor shares the storage of `local`. No collective. A 0-D tensor becomes (1,): it cannot
-    be sharded, and torch takes `shape=()` for "not given". Raises ValueError as `attach_chunks`
-    does.
-    """
-    if not shape:
-        local, shape, stride = local.reshape(-1), (1,), (1,)
-    return UnevenDTensor.over(
-        local.detach(), mesh, placements, shape, stride, Chunks(tuple(chunks), cut)
-    )
+    return isinstance(value, DTensor) and chunks_of(value) is None and not is_replicated(value)
 
 
 def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
@@ -161,15 +99,13 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
             f"local shape {tuple(local.shape)} is not that of the source, "
             f"{tuple(source._local_tensor.shape)}"
         )
-    chunks = _chunks(source)
-    return uneven_dtensor(
-        local,
+    return UnevenDTensor.over(
+        local.detach(),
         source.device_mesh,
         source._spec.placements,
         source.shape,
         source.stride(),
-        chunks.boxes,
-        chunks.cut,
+        own_chunks(source),
     )
 
 
@@ -182,7 +118,7 @@ def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
     """
     shape = source.shape
     whole = Chunks((((0,) * len(shape), tuple(shape)),))
-    chunks = whole if is_replicated(source) and not has_chunks(source) else _chunks(source)
+    chunks = chunks_of(source) or (whole if is_replicated(source) else own_chunks(source))
     chunks.check(tuple(shape), local)
 
     def create_write_items(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:

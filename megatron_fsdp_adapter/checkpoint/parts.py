@@ -11,11 +11,9 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter.checkpoint.chunks import (
     LayoutRef,
     dtensor_like,
-    has_chunks,
-    read_chunks,
-    uneven_dtensor,
 )
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange, flat_range_to_boxes
+from megatron_fsdp_adapter.dtensor import Chunks, UnevenDTensor, own_chunks
 
 
 def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
@@ -26,8 +24,7 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     place. Raises ValueError if dim 0 is no multiple of `count`.
     """
     if count == 1:
-        if not has_chunks(value):
-            raise ValueError(f"a value of shape {tuple(value.shape)} carries no chunks")
+        own_chunks(value)
         return value
     rows, *rest = ref.shape
     if rows % count:
@@ -41,14 +38,16 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     boxes = () if common.empty else flat_range_to_boxes(common.shift(-start), piece)
     scale, offset = _tensor_parallel_place(ref, tuple(value.shape), piece)
     whole = tuple(n * k for n, k in zip(piece, scale, strict=True))
-    return uneven_dtensor(
-        value._local_tensor.view(-1)[first : first + common.numel].view(-1, *rest),
+    return UnevenDTensor.over(
+        value._local_tensor.detach().view(-1)[first : first + common.numel].view(-1, *rest),
         value.device_mesh,
         value._spec.placements,
         whole,
         torch.empty(whole, device="meta").stride(),
-        tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
-        ref.cut(piece, start),
+        Chunks(
+            tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
+            (ref.layout, ref.index, piece, start),
+        ),
     )
 
 
@@ -66,9 +65,9 @@ def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
     """
     if rows > total or rows > value.shape[0]:
         raise ValueError(f"{rows} rows of {value.shape[0]} do not fit into {total}")
-    local = value._local_tensor
+    local = value._local_tensor.detach()
     kept, boxes = 0, []
-    for (start, *rest), (length, *sizes) in read_chunks(value):
+    for (start, *rest), (length, *sizes) in own_chunks(value).boxes:
         if any(rest) or tuple(sizes) != tuple(value.shape[1:]):
             raise ValueError(f"a block of {(length, *sizes)} is not whole rows of {value.shape}")
         inside = max(0, min(start + length, rows) - start)
@@ -76,13 +75,13 @@ def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
             boxes.append(((start, *rest), (inside, *sizes)))
             kept += inside
     whole = (total, *value.shape[1:])
-    return uneven_dtensor(
+    return UnevenDTensor.over(
         local.view(-1, *value.shape[1:])[:kept],
         value.device_mesh,
         value._spec.placements,
         whole,
         torch.empty(whole, device="meta").stride(),
-        boxes,
+        Chunks(tuple(boxes)),
     )
 
 

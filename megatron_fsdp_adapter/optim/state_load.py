@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.chunks import dtensor_like, has_chunks
+from ..checkpoint.chunks import dtensor_like
+from ..dtensor import chunks_of
 from ..sharding.model_state import Piece, Place, piece_of, write_pieces
 from .state_init import COUNT
 from .state_view import Entry
@@ -97,7 +98,7 @@ def _fitting(param: Any, value: Any) -> torch.Tensor | None:
 
 def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
     """The tensor that a moment of `param` is written into; `shown` is what the optimizer has."""
-    if shown is not None and has_chunks(shown):
+    if shown is not None and chunks_of(shown) is not None:
         return shown
     local = param._local_tensor
     # An optimizer that made its state before it was adopted made DTensors that know no rows.

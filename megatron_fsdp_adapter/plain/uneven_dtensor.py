@@ -45,9 +45,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     return state_dict
 
 
-def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The whole tensor, on every rank of its mesh. Collective."""
-    return whole_tensor(dtensor)
+uneven_dtensor_to_full_tensor = whole_tensor
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:

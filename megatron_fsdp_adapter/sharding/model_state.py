@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, split_depth
 from ..checkpoint.parts import held_range, part_of
-from ..dtensor import Chunks, chunks_of, even_chunks, is_replicated
+from ..dtensor import Chunks, chunks_of, even_chunks, is_replicated, own_chunks
 
 
 @dataclass(frozen=True)
@@ -253,22 +253,16 @@ def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) ->
     for key in sorted(targets):
         value = values[key]
         if isinstance(value, DTensor) and not is_replicated(value):
-            own, given = _chunks(targets[key]), chunks_of(value)
+            own, given = own_chunks(targets[key]), chunks_of(value)
             if given is None or given.cut is None or given.cut != own.cut:
                 by_mesh.setdefault(targets[key].device_mesh, []).append(key)
     found: dict[str, int] = {}
     for mesh, keys in by_mesh.items():
-        local = [_fit_here(_chunks(targets[key]), values[key]) for key in keys]  # type: ignore[arg-type]
+        local = [_fit_here(own_chunks(targets[key]), values[key]) for key in keys]  # type: ignore[arg-type]
         worst = torch.tensor(local, dtype=torch.int32, device=mesh.device_type)
         for axis in range(mesh.ndim):
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(axis))
         found.update(zip(keys, worst.tolist(), strict=True))
-    return found
-
-
-def _chunks(target: DTensor) -> Chunks:
-    found = chunks_of(target)
-    assert found is not None  # part_of has refused it
     return found
 
 
@@ -290,6 +284,6 @@ def _write(piece: Piece, value: torch.Tensor, fit: int) -> None:
         local.copy_(value.detach().reshape(-1)[rows].view(local.shape))
     elif is_replicated(value) or fit == OTHER:
         whole = value._local_tensor if is_replicated(value) else value.full_tensor()
-        _chunks(target).take_from(whole.view(target.shape), local)
+        own_chunks(target).take_from(whole.view(target.shape), local)
     elif value._local_tensor.data_ptr() != local.data_ptr():
         local.copy_(value._local_tensor)

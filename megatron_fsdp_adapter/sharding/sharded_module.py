@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.chunks import LayoutRef, attach_chunks
+from ..checkpoint.chunks import LayoutRef
 from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, global_names
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
-from ..dtensor import whole_tensor
+from ..dtensor import Chunks, whole_tensor
 from ..quantized import attributes_of_class, dequantized
 from ..quantized.scaling import Scaling, scaling_of, scalings_of
 from .model_state import (
@@ -261,7 +261,7 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
     for value in (param, pair.grad):
         if value is not None:
-            attach_chunks(value, ref.chunks(), ref.cut())  # type: ignore[arg-type]
+            value.chunks = Chunks(ref.chunks(), (ref.layout, ref.index))  # type: ignore[union-attr]
 
 
 def _copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:

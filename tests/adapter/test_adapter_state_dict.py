@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.chunks import has_chunks
+from megatron_fsdp_adapter.dtensor import chunks_of
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -72,7 +72,7 @@ def test_values_are_dtensors_over_the_main_weights(trainer: Trainer) -> None:
         value = state[name]
         assert isinstance(value, DTensor) and not isinstance(value, nn.Parameter)
         assert value._local_tensor.data_ptr() == param._local_tensor.data_ptr()
-        assert has_chunks(value), name
+        assert chunks_of(value) is not None, name
     kept = trainer.wrapper.state_dict(keep_vars=True)
     assert all(kept[name] is param for name, param in params.items())
 

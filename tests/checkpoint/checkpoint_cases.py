@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, uneven_dtensor
+from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
+from megatron_fsdp_adapter.core.layout.ranges import Box
+from megatron_fsdp_adapter.dtensor import Chunks, UnevenDTensor
 
 # Uneven rows, a parameter smaller than any shard, one row, three dimensions, a scalar.
 SHAPES = {
@@ -49,6 +52,16 @@ def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(-1000, 1000, shape or (1,), generator=generator)
     return raw.to(dtype) if dtype != torch.bool else raw % 2 == 0
+
+
+def uneven_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int],
+    stride: Sequence[int], boxes: tuple[Box, ...],
+) -> UnevenDTensor:
+    """Of blocks. A scalar is a row of one, as with sharded parameters."""
+    if not shape:
+        local, shape, stride = local.reshape(-1), (1,), (1,)
+    return UnevenDTensor.over(local, mesh, placements, shape, stride, Chunks(boxes))
 
 
 def shard(ref: LayoutRef, mesh: DeviceMesh, full: torch.Tensor) -> DTensor:

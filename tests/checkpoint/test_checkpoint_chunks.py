@@ -9,21 +9,18 @@ import weakref
 
 import pytest
 import torch
-from checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
+from checkpoint_cases import SHAPES, data_mesh, plan, shard, uneven_dtensor, whole
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter.checkpoint.chunks import (
     LayoutRef,
-    attach_chunks,
     dtensor_like,
-    has_chunks,
-    read_chunks,
     tile,
-    uneven_dtensor,
 )
 from megatron_fsdp_adapter.core.layout.ranges import Box
+from megatron_fsdp_adapter.dtensor import chunks_of, own_chunks
 
 ROWS = (((2, 0), (3, 5)),)
 """Where three rows lie in a tensor of seven."""
@@ -54,7 +51,7 @@ def test_the_dtensor_shares_the_storage_and_says_its_chunks(one_rank: None) -> N
     tensor = rows(local)
     local.fill_(4)
     assert tuple(tensor.shape) == (7, 5) and bool((tensor.to_local() == 4).all())
-    assert read_chunks(tensor) == ROWS
+    assert own_chunks(tensor).boxes == ROWS
     (item,) = tensor.__create_write_items__("key", tensor)
     assert item.tensor_data.size == torch.Size((7, 5))
     assert item.tensor_data.chunk.offsets == torch.Size((2, 0))
@@ -62,16 +59,9 @@ def test_the_dtensor_shares_the_storage_and_says_its_chunks(one_rank: None) -> N
 
 def test_an_empty_shard_has_no_chunk_and_still_is_a_value(one_rank: None) -> None:
     tensor = rows(torch.zeros(0, 5), ())
-    assert has_chunks(tensor) and read_chunks(tensor) == ()
+    assert own_chunks(tensor).boxes == ()
     assert tensor.__create_chunk_list__() == []
     assert tensor.__create_write_items__("key", tensor) == []
-
-
-def test_a_scalar_is_a_row_of_one(one_rank: None) -> None:
-    local = torch.zeros(())
-    tensor = uneven_dtensor(local, data_mesh(1), [Shard(0)], (), (), (((0,), (1,)),))
-    local.fill_(2)
-    assert tuple(tensor.shape) == (1,) and tensor.to_local().tolist() == [2.0]
 
 
 def test_what_has_the_geometry_has_the_chunks(one_rank: None) -> None:
@@ -81,11 +71,11 @@ def test_what_has_the_geometry_has_the_chunks(one_rank: None) -> None:
     source = shard(LayoutRef(layout, index, 0), mesh, whole("embedding", (13, 6), torch.float32))
     detached = source.detach()
     for value in (detached, source.clone(), nn.Parameter(source).detach()):
-        assert has_chunks(value) and read_chunks(value) == read_chunks(source)
+        assert own_chunks(value).boxes == own_chunks(source).boxes
     for value in (torch.zeros_like(source), 2 * source, source.half()):
         # torch 2.11 asks no subclass of DTensor what its operators give.
-        assert type(value) is DTensor or read_chunks(value) == read_chunks(source)
-    assert not has_chunks(source.sum()) and not has_chunks(source[0])
+        assert type(value) is DTensor or own_chunks(value).boxes == own_chunks(source).boxes
+    assert chunks_of(source.sum()) is None and chunks_of(source[0]) is None
     assert detached.mul_(2) is detached
     detached._local_tensor.fill_(7)
     assert bool((source._local_tensor == 7).all())
@@ -96,7 +86,7 @@ def test_state_like_a_parameter(one_rank: None) -> None:
     moment = torch.ones(3, 5, dtype=torch.bfloat16)
     state = dtensor_like(source, moment)
     assert state.dtype == torch.bfloat16 and state.shape == source.shape
-    assert read_chunks(state) == ROWS
+    assert own_chunks(state).boxes == ROWS
     assert state._local_tensor.data_ptr() == moment.data_ptr()
     with pytest.raises(ValueError, match="local shape"):
         dtensor_like(source, torch.ones(5, 3))
@@ -163,14 +153,12 @@ def test_a_deep_copy_is_saved_and_loaded_by_itself(one_rank: None) -> None:
     device_buffer = copy.deepcopy(tensor)
     device_buffer.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0)))).fill_(3)
     assert bool((tensor._local_tensor == 0).all())
-    assert read_chunks(device_buffer) == chunks and math.prod(device_buffer.to_local().shape) == 15
+    assert own_chunks(device_buffer).boxes == chunks
+    assert math.prod(device_buffer.to_local().shape) == 15
 
 
-def test_only_a_dtensor_of_our_own_is_told_its_chunks(one_rank: None) -> None:
-    """Attributes on other tensors' insides were lost with the next operation."""
+def test_what_carries_no_chunks_is_refused(one_rank: None) -> None:
     tensor = DTensor.from_local(torch.zeros(3, 5), data_mesh(1), [Shard(0)])
-    assert not has_chunks(tensor)
+    assert chunks_of(tensor) is None
     with pytest.raises(ValueError, match="carries no chunks"):
-        read_chunks(tensor)
-    with pytest.raises(ValueError, match="Make it with uneven_dtensor"):
-        attach_chunks(tensor, (((0, 0), (3, 5)),))
+        own_chunks(tensor)

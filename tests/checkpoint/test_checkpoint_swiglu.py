@@ -11,15 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import plan, shard, whole
+from checkpoint_cases import plan, shard, uneven_dtensor, whole
 from launch import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter import install
-from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, read_chunks, uneven_dtensor
+from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
 from megatron_fsdp_adapter.checkpoint.names import HALVES
-from megatron_fsdp_adapter.dtensor import whole_tensor
+from megatron_fsdp_adapter.dtensor import own_chunks, whole_tensor
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
 from tests.distributed.gpt import full_all
 from tests.distributed.topologies import (
@@ -53,7 +53,7 @@ def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...
             assert torch.equal(whole_tensor(half), rows.flatten(0, 1)), key
             own = param._local_tensor.untyped_storage()
             assert half._local_tensor.untyped_storage()._cdata == own._cdata, key
-            places.append(read_chunks(half))
+            places.append(own_chunks(half).boxes)
     param: Any = next(inner.parameters())
     for split in (core.make_fsdp_dtensor, param.megatron_fsdp_dist_index.get_submesh):
         with pytest.raises(ValueError, match=r"state_dict_for_save_checkpoint\(\)"):

@@ -27,9 +27,9 @@ from megatron_fsdp_adapter.checkpoint import (
     save_checkpoint,
     training_state,
 )
-from megatron_fsdp_adapter.checkpoint.chunks import read_chunks
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
+from megatron_fsdp_adapter.dtensor import own_chunks
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from tests.distributed import gpt
 from tests.distributed.checks import (
@@ -275,7 +275,7 @@ def check_run(rank: int, device: Any, run: Run, strategy: str, folder: str) -> t
         steps(plain, 0)
         assert sorted(save(plain, f"{folder}-plain")) == sorted(keys)
         keep_whole(run, plain, f"{folder}-plain.pt", rank)
-    return keys, sum(read_chunks(tensor) == () for tensor in tensors)
+    return keys, sum(own_chunks(tensor).boxes == () for tensor in tensors)
 
 
 def keep_whole(run: Run, trainer: Any, file: str, rank: int) -> None:
