@@ -29,9 +29,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     if any(hasattr(param, "_fsdp_label") for param in params):
         raise RuntimeError(
-            f"{type(optimizer).__name__}: it has parameters of a model from before it was sharded; "
-            "make the optimizer from parameters() of the sharded model, after fully_shard was "
-            "called for the whole of it"
+            f"{type(optimizer).__name__}: its parameters are from before the model was sharded. "
+            "Make the optimizer from parameters() of the sharded model, after the last call of "
+            "fully_shard"
         )
     _own_rows(optimizer)
 
