@@ -572,7 +572,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hook": ("set_all_reduce_hook", lambda made: ours(made).set_all_reduce_hook(print)),
     "deepcopy": ("deepcopy", lambda made: copy.deepcopy(ours(made))),
     "optimizer of before": (
-        "from before it was sharded",
+        "from before the model was sharded",
         lambda made: _step(adam(made), ours(made)),
     ),
     "factor": (
