@@ -32,7 +32,7 @@ from layout_cases import (
 from padding_table import rows
 
 import megatron_fsdp_adapter.core.layout as layout_package
-from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
+from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, Placement, Segment, plan_group
 
 
 @given(layouts())
@@ -172,7 +172,7 @@ def test_padding_of_published_models(name: str, num_shards: int) -> None:
     specs = specs_of(PUBLISHED[name])
     layout = plan_group(specs, num_shards)
     bound = 0.07 if (name.startswith("small layer") and num_shards == 512) else 0.01
-    assert layout.padding_numel <= bound * layout.item_numel
+    assert layout.padding_fraction <= bound
     assert layout.total_numel <= lcm_total(specs, num_shards, layout.align)
     if num_shards == 8:
         assert len(layout.segments) == (2 if name.startswith("small layer") else 1)
@@ -241,9 +241,82 @@ def test_what_ranks_hold_of_an_example(name: str) -> None:
         assert numels == expected
 
 
-def test_a_parameter_without_elements_is_refused() -> None:
-    with pytest.raises(ValueError, match="w: shape .* has no elements"):
-        ParamSpec(0, ("w",), (0, 8), torch.float32, True, 8)
+def spec(shape: tuple[int, ...] = (4, 8), **changes) -> ParamSpec:
+    values = {"index": 0, "fqns": ("w",), "dtype": torch.float32, "requires_grad": True}
+    values |= {"shape": shape, "granularity": 8}
+    return ParamSpec(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fqns": ()}, {"index": -1}, {"shape": (0, 8)}, {"granularity": 5}, {"granularity": 0}],
+)
+def test_bad_specs_are_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"w|parameter"):
+        spec(**changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_shards": 0}, "num_shards=0"),
+        ({"align": 0}, "align=0"),
+        ({"max_segments": 0}, "max_segments=0"),
+        ({"padding_bound": -0.1}, "padding_bound=-0.1"),
+        ({"specs": []}, "specs is empty"),
+        ({"specs": [spec(index=3)]}, "index 3"),
+        ({"specs": [spec(), spec(index=1, dtype=torch.bfloat16)]}, "one dtype"),
+        ({"specs": [spec(), spec(index=1, requires_grad=False)]}, "one requires_grad"),
+    ],
+)
+def test_bad_plans_are_refused(arguments: dict, named: str) -> None:
+    values = {"specs": [spec()], "num_shards": 2} | arguments
+    with pytest.raises(ValueError, match=named):
+        plan_group(**values)
+
+
+def hand_made(**changes) -> GroupLayout:
+    values = {
+        "specs": (spec(), spec(index=1)),
+        "segments": (Segment(0, 64, 8, 2),),
+        "placements": (Placement(0, 0), Placement(0, 32)),
+        "num_shards": 2,
+        "align": 8,
+    }
+    return GroupLayout(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"placements": (Placement(0, 0),)}, "2 specs and 1 placements"),
+        ({"placements": (Placement(0, 0), Placement(0, 24))}, "overlap"),
+        ({"placements": (Placement(0, 0), Placement(0, 40))}, "not inside"),
+        ({"placements": (Placement(0, 0), Placement(0, 33)), "align": 1}, "not inside"),
+        ({"placements": (Placement(0, 0), Placement(1, 32))}, "segment 1 does not exist"),
+        ({"segments": (Segment(8, 64, 8, 2),)}, "must start at 0"),
+        ({"segments": (Segment(0, 64, 8, 4),)}, "with 2 shards"),
+        ({"align": 64}, "shards of .* are not aligned to 64"),
+        ({"specs": (spec(), spec(index=5))}, "index 5, but position 1"),
+        (
+            {
+                "specs": (spec((6, 8), granularity=24), spec((2, 8), index=1)),
+                "placements": (Placement(0, 16), Placement(0, 0)),
+            },
+            "cuts a granule",
+        ),
+    ],
+)
+def test_impossible_layouts_are_refused(changes: dict, named: str) -> None:
+    assert hand_made().shard_numel == 32
+    with pytest.raises(ValueError, match=named):
+        hand_made(**changes)
+
+
+@pytest.mark.parametrize("bad", [(0, 64, 24, 2), (0, 64, 8, 0), (1, 64, 8, 2), (0, 0, 1, 1)])
+def test_impossible_segments_are_refused(bad: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError):
+        Segment(*bad)
 
 
 def test_the_layout_package_uses_torch_for_dtypes_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,8 @@ def test_intersection_is_that_of_the_sets(a: FlatRange, b: FlatRange) -> None:
     assert set(range(found.start, found.stop)) == common
     assert found.numel == len(common) and found.empty == (not common)
     assert (found == EMPTY) == (not common)
+    inside = set(range(b.start, b.stop)) <= set(range(a.start, a.stop))
+    assert a.contains(b) == inside
 
 
 @given(ranges(), st.integers(0, 50))
@@ -52,6 +55,23 @@ def test_nested_shards_lie_inside_the_inner_shard(
         assert fine == split_evenly(whole, inner_size * outer_size, rank)
         covered += range(fine.start, fine.stop)
     assert covered == list(range(whole.start, whole.stop))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: FlatRange(3, 2),
+        lambda: FlatRange(-1, 2),
+        lambda: split_evenly(FlatRange(0, 7), 2, 0),
+        lambda: split_evenly(FlatRange(0, 8), 2, 2),
+        lambda: split_evenly(FlatRange(0, 8), 0, 0),
+        lambda: nested_shard_rank(0, 2, 2),
+        lambda: flat_range_to_boxes(FlatRange(0, 7), (2, 3)),
+    ],
+)
+def test_bad_ranges_are_refused(bad) -> None:
+    with pytest.raises(ValueError):
+        bad()
 
 
 @given(st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple), st.data())

@@ -236,6 +236,19 @@ def test_planes_are_refused_that_are_none_and_ranges_that_cut_blocks():
         Plane("a", BYTES, (1, 32)).shape((4, 5, 32))
 
 
+def test_a_layout_has_one_format_and_its_alignment_and_granules():
+    specs = [
+        ParamSpec(i, (f"w{i}",), (64, 32), torch.bfloat16, True, 1024, format)
+        for i, format in enumerate((MXFP8, BLOCK128))
+    ]
+    with pytest.raises(ValueError, match="one format"):
+        plan_group(specs, 2)
+    with pytest.raises(ValueError, match="aligned to 16 elements, not as mxfp8"):
+        plan_group(specs[:1], 2, align=16)
+    with pytest.raises(ValueError, match="cuts granules of format mxfp8"):
+        ParamSpec(0, ("w",), (64, 32), torch.bfloat16, True, 32, MXFP8)
+
+
 @pytest.mark.parametrize(
     ("format", "numbers"),
     [(plain(torch.bfloat16), 2.0), (plain(torch.float32), 4.0), (PER_TENSOR, 1.0), (BLOCK128, 1.0),

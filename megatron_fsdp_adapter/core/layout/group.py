@@ -1,4 +1,4 @@
-"""The layout of one group of parameters in one flat buffer: frozen data.
+"""The layout of one group of parameters in one flat buffer: frozen data that checks itself.
 
     full buffer   [ segment 0                | segment 1                | ... ]
                     shard 0 | shard 1 | ..     shard 0 | shard 1 | ..
@@ -32,6 +32,12 @@ class Segment:
     granularity: int
     num_shards: int
 
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or self.granularity < 1 or self.numel < 1 or self.offset < 0:
+            raise ValueError(f"not a segment: {self}")
+        if self.numel % (self.num_shards * self.granularity) or self.offset % self.num_shards:
+            raise ValueError(f"{self} does not split into shards of whole granules")
+
     @property
     def shard_numel(self) -> int:
         """Elements of one shard."""
@@ -61,7 +67,8 @@ class GroupLayout:
     """The layout of a group's parameters on every rank, known without communication.
 
     specs[i] lies at placements[i]; item numbers below are positions in `specs`. `align` is the
-    number of elements that every shard start and item offset is a multiple of.
+    number of elements that every shard start and item offset is a multiple of. Raises ValueError
+    if the pieces do not make a layout.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -69,6 +76,55 @@ class GroupLayout:
     placements: tuple[Placement, ...]
     num_shards: int
     align: int
+
+    def __post_init__(self) -> None:
+        if len(self.specs) != len(self.placements) or not self.specs:
+            raise ValueError(f"{len(self.specs)} specs and {len(self.placements)} placements")
+        self._check_segments()
+        for index, spec in enumerate(self.specs):
+            self._check_item(index, spec)
+        self._check_disjoint()
+
+    def _check_segments(self) -> None:
+        end = 0
+        for segment in self.segments:
+            if segment.offset != end or segment.num_shards != self.num_shards:
+                raise ValueError(f"{segment} must start at {end}, with {self.num_shards} shards")
+            if segment.shard_numel % self.align:
+                raise ValueError(f"shards of {segment} are not aligned to {self.align} elements")
+            end = segment.offset + segment.numel
+
+    def _check_item(self, index: int, spec: ParamSpec) -> None:
+        name, placement = spec.fqns[0], self.placements[index]
+        if spec.index != index:
+            raise ValueError(f"{name}: index {spec.index}, but position {index} in the group")
+        first = self.specs[0]
+        if (spec.dtype, spec.requires_grad) != (first.dtype, first.requires_grad):
+            raise ValueError(f"{name}: a group has one dtype and one requires_grad")
+        if spec.format != first.format:
+            raise ValueError(f"{name}: a group has one format")
+        if spec.format.quantized and self.align % spec.format.align:
+            raise ValueError(f"{name}: aligned to {self.align} elements, not as {spec.format.name}")
+        if not 0 <= placement.segment < len(self.segments):
+            raise ValueError(f"{name}: segment {placement.segment} does not exist")
+        segment, extent = self.segments[placement.segment], self.item_range(index)
+        if not segment.range.contains(extent) or extent.start % self.align:
+            raise ValueError(f"{name}: {extent} is not aligned, or not inside {segment}")
+        start, shard = extent.start - segment.offset, segment.shard_numel
+        within_one_shard = start // shard == (extent.stop - 1 - segment.offset) // shard
+        cut_at_granules = start % spec.granularity == 0 and shard % spec.granularity == 0
+        if not (within_one_shard or cut_at_granules):
+            raise ValueError(
+                f"{name}: a boundary between shards of {shard} elements cuts a granule of "
+                f"{spec.granularity} elements"
+            )
+
+    def _check_disjoint(self) -> None:
+        end = 0
+        for extent in sorted(self.item_range(i) for i in range(len(self.specs))):
+            if extent.start < end:
+                raise ValueError(f"two items overlap at element {extent.start}")
+            end = extent.stop
 
     @property
     def format(self) -> WeightFormat:
@@ -94,6 +150,11 @@ class GroupLayout:
     def padding_numel(self) -> int:
         """Elements of the full buffer that belong to no item."""
         return self.total_numel - self.item_numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding over the elements of all items."""
+        return self.padding_numel / self.item_numel
 
     def item_range(self, index: int) -> FlatRange:
         """Item `index` in the full buffer."""
@@ -138,8 +199,13 @@ class GroupLayout:
         )
 
     def with_shards(self, num_shards: int) -> GroupLayout:
-        """Lays the items out in larger shards, each a run of consecutive shards of this layout:
-        `num_shards`, which divides the number of shards."""
+        """The layout of the same items in larger shards, each a run of consecutive shards of this
+        layout.
+
+        Raises ValueError unless `num_shards` divides the number of shards.
+        """
+        if num_shards < 1 or self.num_shards % num_shards:
+            raise ValueError(f"{self.num_shards} shards do not make {num_shards} larger ones")
         segments = tuple(replace(segment, num_shards=num_shards) for segment in self.segments)
         return replace(self, segments=segments, num_shards=num_shards)
 

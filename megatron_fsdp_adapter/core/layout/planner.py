@@ -33,9 +33,12 @@ def plan_group(
     `padding_bound`; if none of 1..max_segments segments reaches it, the least padding. Never more
     padding than max_segments=1, which is plain LCM packing. `align` (elements): every shard and
     item starts at a multiple of it, by default what the format of the weights asks for (16 elements
-    are 32 bytes in bf16; collectives and matrix kernels want 16).
+    are 32 bytes in bf16; collectives and matrix kernels want 16). Raises ValueError for an empty
+    group or an option out of bounds.
     """
-    align = specs[0].format.align if align is None else align
+    if align is None:
+        align = specs[0].format.align if specs else 1
+    _check_options(specs, num_shards, padding_bound, max_segments, align)
 
     @functools.cache
     def packed(block: frozenset[int]) -> Packing:
@@ -53,6 +56,30 @@ def plan_group(
         if _total(best) <= allowed:
             break
     return _build(tuple(specs), best, num_shards, align)
+
+
+def _check_options(
+    specs: Sequence[ParamSpec],
+    num_shards: int,
+    padding_bound: float,
+    max_segments: int,
+    align: int,
+) -> None:
+    if not specs:
+        raise ValueError("specs is empty: a group has at least one parameter")
+    for position, spec in enumerate(specs):
+        if spec.index != position:
+            raise ValueError(
+                f"{spec.fqns[0]}: index {spec.index}, but position {position} in the group"
+            )
+    if num_shards < 1:
+        raise ValueError(f"num_shards={num_shards} must be at least 1")
+    if padding_bound < 0:
+        raise ValueError(f"padding_bound={padding_bound} must not be negative")
+    if max_segments < 1:
+        raise ValueError(f"max_segments={max_segments} must be at least 1")
+    if align < 1:
+        raise ValueError(f"align={align} must be at least 1")
 
 
 def _total(packings: tuple[Packing, ...]) -> int:

@@ -11,10 +11,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, order=True)
 class FlatRange:
-    """Elements start <= e < stop, where 0 <= start <= stop."""
+    """Elements start <= e < stop. Raises ValueError unless 0 <= start <= stop."""
 
     start: int
     stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not a range: start={self.start}, stop={self.stop}")
 
     @property
     def numel(self) -> int:
@@ -31,6 +35,10 @@ class FlatRange:
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return FlatRange(start, stop) if start < stop else EMPTY
 
+    def contains(self, other: FlatRange) -> bool:
+        """True if every element of `other` is in this range."""
+        return other.empty or (self.start <= other.start and other.stop <= self.stop)
+
     def shift(self, k: int) -> FlatRange:
         """The range k elements further on (k may be negative)."""
         return FlatRange(self.start + k, self.stop + k)
@@ -40,7 +48,14 @@ EMPTY = FlatRange(0, 0)
 
 
 def split_evenly(whole: FlatRange, num_parts: int, part: int) -> FlatRange:
-    """Part number `part` of `num_parts` equal consecutive parts, which divide the length."""
+    """Part number `part` of `num_parts` equal consecutive parts.
+
+    Raises ValueError if the length is not a multiple of num_parts or `part` is out of bounds.
+    """
+    if num_parts < 1 or not 0 <= part < num_parts:
+        raise ValueError(f"part {part} of {num_parts} parts does not exist")
+    if whole.numel % num_parts:
+        raise ValueError(f"{whole.numel} elements do not split into {num_parts} equal parts")
     size = whole.numel // num_parts
     start = whole.start + part * size
     return FlatRange(start, start + size)
@@ -52,6 +67,10 @@ def nested_shard_rank(inner_rank: int, outer_rank: int, outer_size: int) -> int:
     The inner axis is the slow one, so that the finer shard lies inside the coarser one and the two
     axes can be gathered one after the other.
     """
+    if not 0 <= outer_rank < outer_size or inner_rank < 0:
+        raise ValueError(
+            f"inner rank {inner_rank} and outer rank {outer_rank} of {outer_size} do not exist"
+        )
     return inner_rank * outer_size + outer_rank
 
 
@@ -60,9 +79,12 @@ def flat_range_to_boxes(part: FlatRange, shape: tuple[int, ...]) -> tuple[Box, .
 
     Blocks come in flat order and each is contiguous in memory; for d dimensions there are at
     most 2d-1 (a partial head row, whole rows, a partial tail row, recursively). A 0-D shape is
-    seen as (1,).
+    seen as (1,). Raises ValueError if `part` is not inside the tensor.
     """
-    return tuple(_boxes(part.start, part.stop, shape or (1,)))
+    shape = shape or (1,)
+    if part.stop > math.prod(shape):
+        raise ValueError(f"{part} is not inside a tensor of shape {shape}")
+    return tuple(_boxes(part.start, part.stop, shape))
 
 
 def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:

@@ -28,11 +28,11 @@ class ParamSpec:
 
     index: position in the group; fqns: every qualified name it has (tied aliases included);
     shape: the shape on this rank's model-parallel slice, before data-parallel sharding;
-    granularity: elements of one granule, which divide the number of elements and are whole
+    granularity: elements of one granule; it must divide the number of elements, and be whole
     granules of the format;
     quantized: the format of the compute weights, None if that is `dtype`;
     from_autograd: its gradients come from autograd alone, in `dtype`, as far as is known.
-    Raises ValueError for a shape without elements.
+    Raises ValueError for anything else.
     """
 
     index: int
@@ -45,9 +45,23 @@ class ParamSpec:
     from_autograd: bool = False
 
     def __post_init__(self) -> None:
+        if not self.fqns:
+            raise ValueError(f"parameter {self.index}: fqns is empty. Give at least one name")
+        if self.index < 0:
+            raise ValueError(f"{self.fqns[0]}: index {self.index} is negative")
         if any(size < 1 for size in self.shape):
             raise ValueError(
                 f"{self.fqns[0]}: shape {self.shape} has no elements. Remove the parameter"
+            )
+        if self.granularity < 1 or self.numel % self.granularity:
+            raise ValueError(
+                f"{self.fqns[0]}: granularity {self.granularity} does not divide the "
+                f"{self.numel} elements of shape {self.shape}"
+            )
+        if self.quantized and self.granularity % self.quantized.granularity(self.shape):
+            raise ValueError(
+                f"{self.fqns[0]}: granularity {self.granularity} cuts granules of format "
+                f"{self.quantized.name} in shape {self.shape}"
             )
 
     @cached_property
