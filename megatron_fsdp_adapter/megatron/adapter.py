@@ -21,7 +21,6 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 
 from ..core.config import MixedPrecisionPolicy
-from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..graphs.full_iteration import FullIterationGraphs
 from ..optim.memory import trim
@@ -93,7 +92,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.muon_groups: Mapping[tuple[int, ...], Any] | None = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
-        self.tp_group, self.force_all_reduce = index.tensor_groups[DENSE], False
+        self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine, plan, buffer = build(given, index)
         self.fsdp_unit_modules = list(plan.classes)
         if getattr(config, schedule_plans.OPTION, False):  # core runs parts of layers

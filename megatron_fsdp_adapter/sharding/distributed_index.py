@@ -39,7 +39,8 @@ class FSDPDistributedIndex:
             sums the tokens of its expert-parallel ranks, so its factor is the dense one).
         hsdp_outer_dp_shard: whether the outer axis splits the shards again.
 
-    tensor_groups: by kind of parameter, over which tensors are split before they are sharded.
+    tensor_groups: by kind of parameter, over which tensors are split before they are sharded;
+    tp_group: that of dense parameters.
 
     Raises:
         ValueError: a gather group whose ranks or order differ from its shard group's; an outer
@@ -65,7 +66,7 @@ class FSDPDistributedIndex:
         hsdp_outer_dp_shard: bool = False,
     ) -> None:
         self.hybrid_fsdp_group, self.hsdp_outer_dp_shard = outer_fsdp_group, hsdp_outer_dp_shard
-        self.tensor_groups = {DENSE: tp_group, EXPERT: expt_tp_group}
+        self.tp_group, self.tensor_groups = tp_group, {DENSE: tp_group, EXPERT: expt_tp_group}
         self._everyone = {DENSE: dp_group, EXPERT: expt_dp_group}
         of_kinds = {
             DENSE: (fsdp_group, fsdp_group_ag, fsdp_group_rs),

@@ -20,6 +20,7 @@ from .buffer_pool import (
     Slot,
     buckets_in_slot,
     make_slots,
+    ordinary_memory,
     weights_in_slot,
 )
 from .gather import GatherPipeline
@@ -34,6 +35,11 @@ from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 OfDomains = dict[str, Communicator]
+
+
+def allocator(given: AllocateSlots | None, runtime: Runtime) -> AllocateSlots:
+    """The function that makes the memory of fixed slots: ordinary memory, unless one is given."""
+    return given or ordinary_memory(runtime.device)
 
 
 def communicators(

@@ -27,7 +27,6 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
-from .buffer_pool import AllocateSlots, ordinary_memory
 from .group import GradState, laid_out
 from .identity import ParameterSwitch, make_pairs
 from .memory import KINDS, MAIN, READ, check_here
@@ -118,7 +117,7 @@ class FsdpEngine:
         runtime: Runtime,
         make_communicator: construction.MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
-        allocate_slots: AllocateSlots | None = None,
+        allocate_slots: construction.AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
     ) -> None:
@@ -132,7 +131,7 @@ class FsdpEngine:
             prepare(plan)
             return construction.broadcast_weights(plan, quantized, outer, reduces)
 
-        allocate = allocate_slots or ordinary_memory(runtime.device)
+        allocate = construction.allocator(allocate_slots, runtime)
         self.units = construction.build_units(
             plans, used, config, runtime, allocate, make_ready, quantized
         )
