@@ -195,7 +195,7 @@ def test_memory_with_addresses_in_a_graph_is_not_given_away(run: Any) -> None:
 def test_what_does_not_fit_runs_eagerly_and_is_said_once(run: Any) -> None:
     replays = len(run.fake.replays)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), pytest.warns(
-        UserWarning, match="without its CUDA graph: hooks are on what autograd saves"
+        UserWarning, match="without its CUDA graph: saved-tensor hooks are active"
     ) as said:
         train_step(run.trainer, data(3))
     assert sum("without its CUDA graph" in str(one.message) for one in said) == CASE.num_layers

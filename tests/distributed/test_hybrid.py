@@ -90,7 +90,6 @@ def test_meshes_and_placements_tell_the_outer_axis(rank: int) -> None:
     for outer, placement in zip(OUTER, (Replicate(), Shard(0)), strict=True):
         trainer = build_trainer(case, ZERO_3, device, ddp=_options(outer))
         index = trainer.wrapper.megatron_fsdp_dist_index
-        assert index.use_hybrid_fsdp and index.dp_outer_dim == "outer_fsdp_dp"
         assert index.hsdp_outer_dp_shard is (outer == "optim")
         assert index.get_dp_group().size() == 4 and index.get_fsdp_group().size() == 2
         assert index.get_outer_fsdp_group().size() == 2
