@@ -115,12 +115,13 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
 def examine_together(given: argparse.Namespace) -> dict[str, Any]:
     """The first rank's report with a comparison of all, on every rank. Raises ValueError with bad
     input of any rank. Collective."""
-    with nodes.joined() as device:
+    with nodes.joined() as world:
         try:
             own: dict[str, Any] | str = examine(given)
         except (ValueError, OSError) as error:
             own = str(error)
-        every = nodes.every_rank((own, nodes.node(), nodes.variables(os.environ)))
+        mine = own, nodes.node(), nodes.variables(os.environ)
+        every = world.all_objects(mine).values()
         wrong = next((found for found, _, _ in every if isinstance(found, str)), None)
         if wrong is not None:
             raise ValueError(wrong)
@@ -133,8 +134,8 @@ def examine_together(given: argparse.Namespace) -> dict[str, Any]:
         }}  # fmt: skip
         if not differ:
             print(f"doctor: {len(places)} ranks have met, and measure their collectives on "
-                  f"{device.type}", file=sys.stderr, flush=True)  # fmt: skip
-            report["ranks"]["GB/s"] = nodes.bandwidths(places, device)
+                  f"{world.device.type}", file=sys.stderr, flush=True)  # fmt: skip
+            report["ranks"]["GB/s"] = nodes.bandwidths(places, world)
         return {**report, "verdict": verdict(report)}
 
 

@@ -32,24 +32,17 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[torch.device]:
-    """The device of this rank, inside of a process group of all ranks."""
+def joined() -> Iterator[Communicator]:
+    """A communicator of all ranks on their devices, inside of a process group of all."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = machine.device()
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
                             timeout=TIMEOUT)  # fmt: skip
     try:
-        yield device
+        yield Communicator(dist.distributed_c10d._get_default_group(), device)
     finally:
         dist.destroy_process_group()
-
-
-def every_rank(value: Any) -> list[Any]:
-    """The value of each rank. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def node() -> str:
@@ -100,7 +93,7 @@ def groups_of(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
     return {name: groups for name, groups in found.items() if max(map(len, groups)) > 1}
 
 
-def bandwidths(nodes: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
+def bandwidths(nodes: Sequence[str], world: Communicator) -> list[dict[str, Any]]:
     """A row for each kind of group: GB/s that a rank receives, in the slowest group. All groups of
     a kind communicate at a time. Collective."""
     rows = []
@@ -108,8 +101,9 @@ def bandwidths(nodes: Sequence[str], device: torch.device) -> list[dict[str, Any
         made = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in groups]
         [own] = [group for group, ranks in zip(made, groups, strict=True)
                  if dist.get_rank() in ranks]  # fmt: skip
-        reached = every_rank(_reached(Communicator(own, device), NBYTES[device.type]))
-        slowest = {kind: min(one[kind] for one in reached) for kind in reached[0]}
+        own_speed = _reached(Communicator(own, world.device), NBYTES[world.device.type])
+        reached = world.all_objects(own_speed).values()
+        slowest = {kind: min(one[kind] for one in reached) for kind in own_speed}
         rows.append({"among": name, "ranks": max(map(len, groups)), **slowest})
     return rows
 

@@ -29,7 +29,7 @@ from ..dtensor import Chunks, OwnRows, UnevenDTensor
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.distributed_index import FSDPDistributedIndex
-from ..sharding.materialize import device_of_type, values_come_later
+from ..sharding.materialize import device_of_type, move, values_come_later
 from ..sharding.module_problems import module_problems
 from ..sharding.problems import raise_problems
 from ..sharding.unit_grouping import joined
@@ -200,9 +200,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
     config = _config(root, [each.options for each in marks])
     shard, outer = mark.options.groups
     device = device_of_type(root, mark.options.device_type)
-    for buffer in root.buffers():
-        if buffer.device.type not in (device.type, "meta"):
-            buffer.data = buffer.data.to(device)
+    move(root.buffers(), device)
     divide_by = mark.divide_factor or rank_count(mark.options.groups)
     index = FSDPDistributedIndex(
         shard, device_type=device.type, grad_scale=1.0 / divide_by,

@@ -14,7 +14,7 @@ hold.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -61,8 +61,16 @@ def device_of_type(module: nn.Module, kind: str) -> torch.device:
     own = target_device(module, None)
     if own.type == kind:
         return own
-    number = None if kind == "cpu" else torch.get_device_module(kind).current_device()
-    return torch.device(kind) if number is None else torch.device(kind, number)
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Moves those of `tensors` that are on a device of another type, in place; not from meta."""
+    for tensor in tensors:
+        if tensor.device.type not in (device.type, "meta"):
+            tensor.data = tensor.data.to(device)
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -199,8 +207,6 @@ def materializer(
             run = initializer_of(child, parent)
             assert run is not None, name  # `meta_problems` has one for it
             initialize(name, child, device, run)
-        for managed in (one for group in plan.groups.values() for one in group):
-            if managed.param.device.type not in (device.type, "meta"):
-                managed.param.data = managed.param.data.to(device)
+        move((one.param for group in plan.groups.values() for one in group), device)
 
     return prepare
