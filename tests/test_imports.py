@@ -70,7 +70,7 @@ BUDGETS = {
     "planning": (1_291, 24),
     "prove": (810, 8),
     "quantized": (871, 16),
-    "sharding": (1_178, 14),
+    "sharding": (1_200, 15),
 }
 """What each package may have: what it had when this was last set, and 2% more, so that growth is
 decided and not drifted into. Statements are those of the syntax tree but docstrings and imports."""

@@ -39,7 +39,7 @@ from megatron_fsdp_adapter.models.sources import (
 )
 from megatron_fsdp_adapter.models.spec import Parallel, flag
 from megatron_fsdp_adapter.planning.planned import PlannedModel, layer_numels, planned_units
-from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
+from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 
 from .estimate_text import render
@@ -154,6 +154,11 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(
             f"--rank {given.rank} must be from 0 to {given.data_parallel_size - 1} with "
             f"--data-parallel-size {given.data_parallel_size}"
+        )
+    if vars(given).get(BUDGET) == AUTO:
+        raise ValueError(
+            f"{flag(BUDGET)} {AUTO}: depends on the memory that a run leaves. Give the number of "
+            "GiB that the run has printed"
         )
     budget = vars(given).get(BUDGET, 0.0)
     if not (math.isfinite(budget) and budget >= 0):

@@ -222,7 +222,9 @@ class FaultReport:
     def _explain(self, what: str, error: RuntimeError) -> None:
         if not ran_out_of_memory(error):
             return
-        lines = memory_plan(self._placed, self._config, self._kinds, self._own)
+        engine = self._engine()
+        own = self._own if engine is None else [unit.strategy for unit in engine.units]
+        lines = memory_plan(self._placed, self._config, self._kinds, own)
         plan = "\n".join(f"  {line}" for line in lines)
         raise type(error)(
             f"rank {dist.get_rank()}: no memory for {what}: {error}\n"

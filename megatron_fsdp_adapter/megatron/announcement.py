@@ -9,7 +9,7 @@ import torch
 
 from ..core.engine.group import ParamGroup
 from ..core.topology import DENSE
-from ..sharding.unsharded_budget import GIB
+from ..sharding.unsharded_budget import AUTO, GIB, OPTION
 from .model_plan import ModelPlan
 from .options.rules import is_on
 from .options.settings import FP8_PARAM
@@ -57,6 +57,8 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> str:
     names = (group.key.domain for group in groups if group.is_single_rank)
     alone = {name.split(",")[0] for name in names}
     text = f"unsharded on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
+    if plan.budget is None:
+        return text + f"units stay unsharded over a step as memory allows ({OPTION}={AUTO!r}); "
     if not plan.budget:
         return text
     kept = plan.kept

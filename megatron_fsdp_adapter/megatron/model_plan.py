@@ -28,7 +28,8 @@ class ModelPlan:
         units: with their groups and layouts, the root last. config: of the engine. domains: by
             name.
         classes: names of the classes that are units, sorted.
-        kept: which units stay unsharded over a step, for `budget` bytes.
+        kept: which units stay unsharded over a step, for `budget` bytes; None: that is found
+            while training.
     """
 
     units: Sequence[UnitPlan]
@@ -36,7 +37,7 @@ class ModelPlan:
     domains: Mapping[str, ShardDomain]
     classes: Sequence[str]
     kept: UnshardedUnits
-    budget: int
+    budget: int | None
 
 
 def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
@@ -51,6 +52,6 @@ def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     plans = group_layers(plans, unit_grouping.unit_numel(config, ddp_config, layers))
     engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(config))
     budget = ddp_options.unsharded_budget(ddp_config)
-    plans, kept = with_unsharded_units(plans, given, engine_config, by_name, budget)
+    plans, kept = with_unsharded_units(plans, given, engine_config, by_name, budget or 0)
     classes = sorted({type(unit).__name__ for unit in units.values()})
     return ModelPlan(plans, engine_config, by_name, classes, kept, budget)

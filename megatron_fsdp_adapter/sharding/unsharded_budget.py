@@ -20,6 +20,8 @@ from ..core.layout.group import GroupLayout
 from ..diagnostics.memory import BACKWARD_TO_STEP, LIFE, PERSISTENT, Precision, unit_bytes
 
 OPTION = "fsdp_unsharded_budget_gib"
+AUTO = "auto"
+"""The value of the option with which the budget is found while training (`auto_budget.py`)."""
 GIB = 1 << 30
 
 KEEPING = ("optim_grads", "optim")
@@ -59,11 +61,11 @@ def can_keep(strategy: Strategy) -> bool:
 
 def unsharded_units(
     units: Sequence[Sequence[GroupLayout]], strategy: Strategy, precision: Precision, budget: int,
-    forward_only: Collection[int] = (),
+    forward_only: Collection[int] = (), keeping: Sequence[str] = KEEPING,
 ) -> UnshardedUnits:
     """units: the layouts of each unit's groups, the root's last; forward_only: those whose backward
-    reads no weights. The same on every rank that has these layouts: what units take more does
-    not depend on the rank.
+    reads no weights; keeping: the kinds of kept units to choose from. The same on every rank that
+    has these layouts: what units take more does not depend on the rank.
 
     Raises:
         ValueError: a negative budget.
@@ -72,7 +74,7 @@ def unsharded_units(
         raise ValueError(f"{OPTION}: {budget} bytes. Use 0 or more")
     rows, left = [strategy] * len(units), budget
     root, once = len(units) - 1, {*forward_only, len(units) - 2}
-    for name in KEEPING if budget and can_keep(strategy) else ():
+    for name in keeping if budget and can_keep(strategy) else ():
         row = STRATEGIES[name]
         later = once if row.shard_grads else set()
         for number in [root, *sorted(range(root), key=lambda at: (at in later, at))]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO
 
 ALL = tuple(STRATEGIES)
 ZERO_3 = ALL[-1:]
@@ -68,17 +69,17 @@ DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 class Subject:
     """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None,
     `precision` one of `PRECISIONS`, or None for the run's options; `budget` is GiB for units that
-    stay unsharded over a step."""
+    stay unsharded over a step, or "auto"."""
 
     kind: str
     strategy: str | None = None
     precision: str | None = None
-    budget: float = 0.0
+    budget: float | str = 0.0
 
     @property
     def name(self) -> str:
         name = self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
-        name += f"+{self.budget:g}" if self.budget else ""
+        name += f"+{self.budget}".removesuffix(".0") if self.budget else ""
         return name if self.precision is None else f"{name}@{self.precision}"
 
     @property
@@ -128,11 +129,13 @@ def parse_subjects(text: str) -> list[Subject]:
         strange = known is None or (strategy and strategy not in known.strategies)
         strange = strange or (precision and precision not in PRECISIONS)
         if budget:
-            strange = strange or kind[:4] != "ours" or not budget.replace(".", "", 1).isdigit()
+            is_one = budget == AUTO or budget.replace(".", "", 1).isdigit()
+            strange = strange or kind[:4] != "ours" or not is_one
         if known is None or strange:
             raise ValueError(f"--wrappers {text}: {part!r} is unknown. Use {_known()}")
         chosen = (strategy,) if strategy else known.default or (None,)
-        subjects += [Subject(kind, one, precision or None, float(budget or 0)) for one in chosen]
+        gib = budget if budget == AUTO else float(budget or 0)
+        subjects += [Subject(kind, one, precision or None, gib) for one in chosen]
     if not subjects:
         raise ValueError(f"--wrappers {text!r} names nothing. Use {_known()}")
     return list(dict.fromkeys(subjects))

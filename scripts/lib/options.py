@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp_adapter.megatron.options.table import Gib, gib
 from megatron_fsdp_adapter.models import sources
 from megatron_fsdp_adapter.models.spec import flag
 
@@ -197,6 +198,8 @@ class _Parser(argparse.ArgumentParser):
 def form_of(hint: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
     """(scalar type, choices, True if there may be several) of a field's type hint."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if hint == Gib:
+            return gib, None, False
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)

@@ -41,7 +41,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VALUES = (
     True, False, "unknown", 2, 1, -1, 0, 32, 0.5, 10, "optim", "no_shard", ["router"], ["moe"],
     "full", "delayed", "local", "muon", "adaptive_muon", "lion", "sgd", "full_iteration",
-    "msc://bucket", 0.1,
+    "msc://bucket", 0.1, "auto",
 )  # fmt: skip
 """What options are tried with, the first that breaks a rule being taken."""
 
@@ -232,12 +232,17 @@ def test_each_option_is_a_field_and_a_flag_with_its_default(option: Option) -> N
     assert getattr(args, option.name) == option.default
     given, expected = {
         bool: ([], True), int: (["3"], 3), float: (["1.5"], 1.5), str: (["a"], "a"),
+        table.Gib: (["1.5"], 1.5),
     }.get(option.type, (["bf16"], torch.bfloat16))  # fmt: skip
     assert getattr(parser.parse_args([option.flag, *given]), option.name) == expected
     if expected is torch.bfloat16:
         assert getattr(parser.parse_args([f"{option.flag}=auto"]), option.name) is None
         with pytest.raises(SystemExit):
             parser.parse_args([option.flag, "int8"])
+    if option.type == table.Gib:
+        assert getattr(parser.parse_args([option.flag, "auto"]), option.name) == "auto"
+        with pytest.raises(SystemExit):
+            parser.parse_args([option.flag, "much"])
     own = argparse.ArgumentParser()
     own.add_argument(option.flag, default="its own")
     assert getattr(megatron_lm.add_missing_flags(own).parse_args([]), option.name) == "its own"

@@ -187,7 +187,7 @@ class FsdpEngine:
         if self.backward.running or self.running_root is not None:
             self.recover()
         self.order.begin(FORWARD)
-        self.gather.forward_follows = False
+        self.gather.forward_follows, self.gather.microbatch_follows = False, True
         # Evaluations between a forward and its backward do not count; recomputed units do.
         self.counts_calls = torch.is_grad_enabled()
         if self.counts_calls:
@@ -269,6 +269,7 @@ class FsdpEngine:
         waits = accumulates and is_last and (self.in_flight > 1 or self.late_seen)
         around = frozenset([unit.ordinal for unit in self.units if unit.busy])
         self.backward = Backward(accumulates, self.is_last_microbatch, waits, around)
+        self.gather.microbatch_follows = self.is_last_microbatch is False
         if accumulates:
             self.grads_attached = False
             # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
@@ -437,6 +438,7 @@ class FsdpEngine:
 
     def _give_up_unsharded(self) -> None:
         self.gather.check_writes()
+        self.gather.reshard_staying()
         self.gather.quiesce()
 
     def show_between_passes(self) -> None:

@@ -49,6 +49,8 @@ class GatherPipeline:
 
     forward_follows: whether a forward pass comes right after the backward pass that is running.
     If so, the end of that backward launches the forward's first gathers.
+    microbatch_follows: whether weights that are gathered will be read again in this step; units
+    that stay (`Unit.stays`) are not resharded then.
     updates: the updates that gathers wait for.
     """
 
@@ -66,6 +68,7 @@ class GatherPipeline:
         self.communicators, self.outer = communicators, outer
         self.order, self.launches = order, launches
         self.forward_follows, self.updates = False, DeferredUpdates(units, runtime)
+        self.microbatch_follows = False
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._held: Counter[int] = Counter()
@@ -213,7 +216,7 @@ class GatherPipeline:
         if unit.phase is Phase.SHARDED or self._held[unit.ordinal]:
             return
         found = unit.take_written()
-        if not unit.keeps_weights:
+        if not (unit.keeps_weights or (unit.stays and self.microbatch_follows)):
             self._drop(unit)
         elif unit.quantized and not self.config.keep_derived:
             unit.drop_derived()
@@ -245,6 +248,13 @@ class GatherPipeline:
             if unit.ordinal not in but:
                 unit.busy = False
                 self.reshard_unless_next(unit)
+
+    def reshard_staying(self) -> None:
+        """Reshards the units that stay while microbatches follow: none does."""
+        self.microbatch_follows = False
+        for unit in self.units:
+            if unit.stays:
+                self.reshard(unit)
 
     @property
     def holds_any(self) -> bool:

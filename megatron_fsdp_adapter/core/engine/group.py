@@ -257,6 +257,16 @@ class ParamGroup:
         self._collect = copies_to(self.collected.params)
         self._release_grads()
 
+    @property
+    def can_keep_grads(self) -> bool:
+        """True if the bucket may be kept to sum microbatches in: no other unit uses its memory, and
+        it is as wide as the main gradients."""
+        return (
+            self.collected is self.bucket is not self.grad
+            and self.bucket_slot.memory is None
+            and self.bucket.tensor.dtype == self.grad.tensor.dtype
+        )
+
     def fill_bucket(self) -> None:
         """Copies gradients into the bucket, if backward has written them elsewhere."""
         if self.bucket is not self.collected:
@@ -273,7 +283,7 @@ class ParamGroup:
         self._release_waits = self.is_read
         if self.is_read:
             return
-        if self.is_single_rank or not self.keeps_grads:
+        if self.is_single_rank or self.collected is not self.grad:
             self.grad.release()
         else:
             self.grad.forget()

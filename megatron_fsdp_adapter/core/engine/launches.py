@@ -136,7 +136,7 @@ class LaunchComparison:
             # Arguments of kernels: nothing is copied from the host.
             started.table[0, 0].fill_(number)
             started.table[0, 1].fill_(~number)
-            if all(started.numbers):
+            if all(number == 1 for number in started.numbers):
                 started.table[0, 2:].fill_(1)
             else:
                 started.table[0, 2:].copy_(torch.tensor(started.numbers), non_blocking=True)

@@ -50,7 +50,9 @@ class Unit:
     updated: event after which they have, where a step's update of them may still run;
         behind_update: whether the gather that was launched last waits for it.
     quantized: the parameters whose weights are.
+    strategy: what is sharded between its passes.
     keeps_weights: whether all weights stay while it does not compute.
+    stays: whether gathered weights, which do not, are kept from one microbatch to the next.
     keeps_grads, reduces_each: whether gradients of any group add up over microbatches; whether
         those of any are reduced in each.
     """
@@ -67,10 +69,8 @@ class Unit:
         self.keeps_weights = (
             all(group.keeps_weights for group in groups) if groups else not strategy.shard_weights
         )
-        self.keeps_grads = any(group.keeps_grads for group in self.trainable_groups)
-        self.reduces_each = any(not group.keeps_grads for group in self.trainable_groups)
-        if not self.trainable_groups:
-            self.reduces_each = strategy.shard_grads
+        self.strategy, self.stays = strategy, False
+        self._count_kept_grads()
         gathered = [one for one in groups if one.keeps_weights == self.keeps_weights]
         self.weight_bytes = sum(full.nbytes for group in gathered for full in group.weights)
         self.forward_calls = 0
@@ -93,6 +93,21 @@ class Unit:
 
     def find_direct(self) -> None:
         self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
+
+    def _count_kept_grads(self) -> None:
+        self.keeps_grads = any(group.keeps_grads for group in self.trainable_groups)
+        self.reduces_each = any(not group.keeps_grads for group in self.trainable_groups)
+        if not self.trainable_groups:
+            self.reduces_each = self.strategy.shard_grads
+
+    def keep(self, row: Strategy) -> None:
+        """Keeps from one microbatch to the next what `row` does not shard, from the next step on.
+        Shards stay as they are. Called between two steps, alike on all ranks."""
+        self.strategy, self.stays = row, not (row.shard_weights or self.keeps_weights)
+        for group in self.trainable_groups:
+            if group.can_keep_grads:
+                group.keeps_grads = not row.shard_grads
+        self._count_kept_grads()
 
     @property
     def active_groups(self) -> list[ParamGroup]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...sharding.unsharded_budget import AUTO
+from ...sharding.unsharded_budget import OPTION as BUDGET
 from .rules import Rule, above_one, is_on, off, within
 from .staging_options import slots_wanted
-from .table import ITERATION, LAYERS, excluded, strategy_of
+from .table import ITERATION, LAYERS, excluded, read, strategy_of
 
 LOCAL, FULL_ITERATION = "local", "full_iteration"
 
@@ -78,6 +80,11 @@ GRAPH_RULES: tuple[Rule, ...] = (
             lambda config: is_on(config, "calculate_per_token_loss") and config.asks_tokens,
             "this megatron-core reads the number of tokens on the host, in the middle of the "
             "step. Set it to False, or use 0.18 or later",
+        ),
+        Rule(
+            BUDGET,
+            lambda config: read(config, BUDGET) == AUTO,
+            "is found in the steps in which a graph is captured already. Use a number of GiB",
         ),
         *excluded(ITERATION),
     ),

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, strategy_named
+from ...core.engine.engine import FsdpEngine
 from ...core.runtime.rank_warnings import warn
 from ...diagnostics.grad_check import GradCheck
-from ...sharding.unsharded_budget import GIB
+from ...sharding.auto_budget import AutoBudgetEngine
+from ...sharding.unsharded_budget import AUTO, GIB
 from .rules import is_on
 from .table import (
     BUDGET,
@@ -32,9 +34,15 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
     return None if own and chosen == torch.float32 else chosen
 
 
-def unsharded_budget(ddp_config: Any) -> int:
-    """Extra bytes for units that stay unsharded over a step."""
-    return int((read(ddp_config, BUDGET) or 0.0) * GIB)
+def unsharded_budget(ddp_config: Any) -> int | None:
+    """Extra bytes for units that stay unsharded over a step; None: found while training."""
+    gib = read(ddp_config, BUDGET) or 0.0
+    return None if gib == AUTO else int(gib * GIB)
+
+
+def engine_class(ddp_config: Any) -> type[FsdpEngine]:
+    """The engine that the options need."""
+    return FsdpEngine if unsharded_budget(ddp_config) is not None else AutoBudgetEngine
 
 
 def grad_check(ddp_config: Any) -> GradCheck | None:

@@ -19,8 +19,8 @@ import torch
 from ...comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from ...optim.residency import OPTION as OFFLOAD
+from ...sharding.unsharded_budget import AUTO, can_keep
 from ...sharding.unsharded_budget import OPTION as BUDGET
-from ...sharding.unsharded_budget import can_keep
 from .rules import Joined, Rule, is_on, off
 
 STRATEGY, INSTANCES = "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"
@@ -47,6 +47,7 @@ DTYPES: Mapping[str, torch.dtype | None] = {
 }  # fmt: skip
 """Names of dtypes in Megatron-LM main's flags. "auto" means None."""
 Dtype = torch.dtype | None
+Gib = float | str
 
 ITERATION, LAYERS = "full-iteration CUDA graphs", "CUDA graphs of layers"
 
@@ -98,7 +99,7 @@ class Option:
         if self.type is bool:
             parser.add_argument(self.flag, action="store_true", help=self.help)
         else:
-            read = dtype_named if self.type == Dtype else self.type
+            read = {Dtype: dtype_named, Gib: gib}.get(self.type, self.type)
             parser.add_argument(self.flag, type=read, default=self.default, help=self.help)
 
     def rules(self) -> list[Rule]:
@@ -113,6 +114,16 @@ def dtype_named(name: str) -> torch.dtype | None:
     if name not in DTYPES:
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def gib(text: str) -> float | str:
+    """A flag's number of GiB, or "auto"."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: neither a number nor {AUTO!r}") from None
 
 
 def strategy_of(config: Any) -> Strategy | None:
@@ -152,8 +163,15 @@ def _sums_in_vain(sums: Any, config: Any) -> bool:
 
 
 def _is_no_budget(value: Any, config: Any) -> bool:
+    if value == AUTO:
+        return False
     is_number = isinstance(value or 0.0, (int, float))
     return not (is_number and math.isfinite(value or 0.0) and (value or 0.0) >= 0)
+
+
+def _finds_budget_of_slots(value: Any, config: Any) -> bool:
+    fields = engine_fields(config) if value == AUTO else {}
+    return bool(fields.get("weight_slots") or fields.get("bucket_slots"))
 
 
 def _other(*allowed: Any) -> Callable[[Any, Any], bool]:
@@ -364,9 +382,9 @@ OPTIONS: tuple[Option, ...] = (
         ),
     ),
     Option(
-        BUDGET, float, 0.0,
-        "GiB of each GPU for weights and gradients that stay unsharded over a step "
-        "(docs/design_weights.md)",
+        BUDGET, Gib, 0.0,
+        "GiB of each GPU for weights and gradients that stay unsharded over a step, or auto: as "
+        "much as the first steps leave (docs/design_weights.md)",
         use="several microbatches and memory to spare "
         "([design_weights.md](design_weights.md#a-budget-for-unsharded-units))",
         some_strategies=True,
@@ -376,7 +394,10 @@ OPTIONS: tuple[Option, ...] = (
         )},
         refused=(
             (_is_no_budget,
-             "the number of GiB must be at least 0. Use 0 or more"),
+             "is neither a number of GiB from 0 up nor 'auto'. Use one of them"),
+            (_finds_budget_of_slots,
+             "units that take fixed buffers in turn cannot keep them. Use a number of GiB",
+             "fixed buffers"),
             (lambda value, config: (row := strategy_of(config)) and value and not can_keep(row),
              "this strategy shards neither gradients nor weights. Use 'optim_grads_params' or "
              "'optim_grads', or set it to 0"),
