@@ -16,7 +16,7 @@ import torch
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION
+from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, OPTION
 from tests.distributed.checks import relative
 from tests.distributed.gpt import (
     Case,
@@ -138,12 +138,18 @@ NORMS = Case(
 BOUND = 1e-2
 
 
+NORMS_OF: Mapping[str, Fields] = {
+    "plain": {}, "slots": SLOTS, "copy engines": COPY_ENGINES, "a budget that is found":
+    {OPTION: AUTO},
+}  # fmt: skip
+
+
 def norms(case: Case, strategy: str | None, recipe: str, ddp: Fields) -> list[float]:
     device = init_megatron()
     with te_layers(fp8(recipe)):
         trainer = build_trainer(case, strategy, device, ddp=ddp)
     data = batches(case, 0, torch.distributed.get_rank(), device)
-    found = [train_step(trainer, data)[1] for _ in range(5)]
+    found = [train_step(trainer, data)[1] for _ in range(6)]  # a budget is found in the fourth
     if strategy is None:
         give_up(trainer.wrapper)
     del trainer
@@ -156,7 +162,7 @@ def norms_are_ddps(rank: int, world: int, recipe: str, microbatches: int) -> str
     patches.install(FUSED_WGRAD)
     case = NORMS.but(microbatches=microbatches)
     expected, told = norms(case, None, recipe, {}), []
-    for name, ddp in {"plain": {}, "slots": SLOTS, "copy engines": COPY_ENGINES}.items():
+    for name, ddp in NORMS_OF.items():
         found = norms(case, ZERO_3, recipe, ddp)
         off = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
         assert off <= BOUND, (name, found, expected)

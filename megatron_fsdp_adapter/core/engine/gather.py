@@ -264,6 +264,7 @@ class GatherPipeline:
     def reshard_held(self) -> None:
         """Reshards every unit, also those that are kept: a pass raised."""
         self._held.clear()
+        self.microbatch_follows = False
         self.reshard_all()
 
     def reshard_unless_next(self, unit: Unit) -> None:
