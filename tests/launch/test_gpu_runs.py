@@ -73,7 +73,7 @@ def test_what_is_noted_of_a_file_is_where_the_next_call_goes_on(name: str) -> No
 
 
 def test_quick_files_are_first_and_share_the_device_as_far_as_it_goes() -> None:
-    quick, slow = Shard("test_gpu_fp8_weights"), Shard("test_gpu_offload")
+    quick, slow = Shard("test_gpu_fp8_weights"), Shard("test_gpu_slots")
     alone, over = Shard("test_gpu_estimate"), Shard("test_gpu_wgrad", {"x": Known(PASSED)}, True)
     left = shards.in_order([alone, slow, over, quick])
     assert left == [quick, slow, alone]
