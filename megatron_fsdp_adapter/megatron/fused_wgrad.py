@@ -83,7 +83,7 @@ def _writer_that(seen: Observed, is_fresh: bool, name: str) -> WgradProtocol:
     if seen.overwrites_in_backward:
         is_deaf = seen.ignores_flag_under_hooks
         return WgradProtocol.OVERWRITES_UNHOOKED if is_deaf else WgradProtocol.OVERWRITES
-    if seen.overwrites_in_forward and is_fresh:
+    if seen.overwrites_in_forward and seen.adds and is_fresh:
         return WgradProtocol.OVERWRITES_ALWAYS
     if seen.adds:
         return WgradProtocol.ACCUMULATES

@@ -63,7 +63,8 @@ class Setup:
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
     layers' maps write their weight gradients by themselves: a `WgradProtocol` that does. `slots`:
     transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
-    unit. `own`: strategies that units have in turn, in place of the model's. `whole`: what is of a
+    unit. `own`: strategies that units have in turn, in place of the model's; `found`: those that
+    they take on when the engine has been made. `whole`: what is of a
     domain of one rank is kept whole. `recipe`: how the layers' maps are quantized, none of them by
     default. `one_unit`: all parameters are the root's.
 
@@ -101,6 +102,7 @@ class Setup:
     keep_derived: bool = False
     offload: bool = False
     own: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
     whole: bool = False
     joined: int = 0
     one_unit: bool = False
@@ -588,6 +590,8 @@ def build(
         )
         if setup.adam:
             rig.adopt_adam()
+    for unit, name in zip(rig.engine.units, itertools.cycle(setup.found or ()), strict=False):
+        unit.keep(STRATEGIES[name])
     rig.initial = dict(initial_outputs(rig.engine, began))
     for label, flat in (*buffers_of(rig.engine), *streamed_buffers(rig)):
         rig.labels[flat.untyped_storage()._cdata] = label

@@ -318,6 +318,21 @@ SCENARIOS: dict[str, Scenario] = {
     "kept_exchange": Scenario(KEPT | {"slots": True, "exchange": True}, strategies=(ZERO_3,),
                               like={"exchange": False}, rare=True),
     "kept_fused": Scenario(KEPT | ADDING, strategies=(ZERO_3,), apart=TWICE, rare=True),
+    # units that are to keep them once the engine is made
+    "found_weights": Scenario({"found": (ZERO_2, ZERO_3)}, (*MIXED, "gradients_late"), (ZERO_3,),
+                              like={"found": ()}),
+    "found_gradients": Scenario({"found": (ZERO_1,)}, ("microbatches", "evaluation_between"),
+                                (ZERO_3,), like={"found": (), "strategy": ZERO_1}),
+    **{
+        f"found{name}": Scenario({"found": KEPT["own"]} | options, strategies=(ZERO_3,),
+                                 like={"found": (), "own": KEPT["own"]}, apart=apart,
+                                 rare=bool(name))
+        for name, options, apart in (
+            ("", {}, ()), ("_fused", FUSED, TWICE), ("_adding", ADDING, TWICE),
+            ("_recompute", {"recompute": "non_reentrant"}, ()), ("_instances", INSTANCES, ()),
+            ("_always", {"fused": WgradProtocol.OVERWRITES_ALWAYS}, TWICE),
+        )
+    },
     "kept_recompute": Scenario(KEPT | {"recompute": "non_reentrant"}, strategies=(ZERO_3,),
                                rare=True),
     "kept_instances": Scenario(KEPT | INSTANCES, strategies=(ZERO_3,), rare=True),

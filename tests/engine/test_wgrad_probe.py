@@ -330,7 +330,7 @@ def test_what_was_not_seen_to_overwrite_is_cleared_first(seen: Observed, is_fres
 
 
 def test_who_neither_adds_nor_overwrites_is_refused() -> None:
-    for seen, is_fresh in ((Observed(False), True), (Observed(False, False, True), False)):
+    for seen, is_fresh in ((Observed(False), True), (Observed(False, False, True), True)):
         with pytest.raises(ValueError, match="_Owner neither adds .* Set gradient_accum"):
             grad_writer(_managed(_Owner()), is_fresh, lambda *asked, s=seen: s)
 

@@ -105,8 +105,9 @@ class Unit:
         Shards stay as they are. Called between two steps, alike on all ranks."""
         self.strategy, self.stays = row, not (row.shard_weights or self.keeps_weights)
         for group in self.trainable_groups:
-            if group.can_keep_grads:
+            if group.can_keep_grads and group.keeps_grads is row.shard_grads:
                 group.keeps_grads = not row.shard_grads
+                group.direct.keep(group.keeps_grads)
         self._count_kept_grads()
 
     @property

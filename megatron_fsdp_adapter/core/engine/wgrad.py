@@ -10,8 +10,9 @@ gradient on. Three protocols are spoken:
                        `param.overwrite_main_grad` is set and adds where it is not: the first write
                        of a bucket needs no zeroes.
     OVERWRITES_ALWAYS  reads `param.overwrite_main_grad` before backward, when it is not known yet
-                       which write will be the first. It is set for good, and an earlier gradient
-                       is put aside while a module called twice writes the later one.
+                       which write will be the first. It stays set, and an earlier gradient is put
+                       aside while a module called twice writes the later one. Where the
+                       bucket is kept over microbatches, this is ACCUMULATES.
     ACCUMULATES        adds to `param.main_grad`, which must hold zeroes first.
 
 OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the weight that it has
@@ -27,6 +28,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,25 +66,30 @@ class FusedWgrad:
         label: str,
     ) -> None:
         self.label = label
-        self._params, self._views = list(params), list(views)
-        self._adding = [i for i, one in enumerate(writers) if one is WgradProtocol.ACCUMULATES]
-        always, unhooked = WgradProtocol.OVERWRITES_ALWAYS, WgradProtocol.OVERWRITES_UNHOOKED
-        self._adding_hooked = [
-            i for i, one in enumerate(writers) if one in (WgradProtocol.ACCUMULATES, unhooked)
-        ]
-        self._always = {i for i, one in enumerate(writers) if one is always}
+        self._params, self._views, self._writers = list(params), list(views), list(writers)
         self.any = any(one is not WgradProtocol.AUTOGRAD for one in writers)
         self.is_open = self.hooked = False
         self.written: set[int] = set()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        me = weakref.ref(self)
-        for index, (param, writer) in enumerate(zip(params, writers, strict=True)):
+        for param, view, writer in zip(params, views, writers, strict=True):
             if writer is not WgradProtocol.AUTOGRAD:
-                param.main_grad = views[index]  # type: ignore[attr-defined]
-            if writer in (WgradProtocol.OVERWRITES, unhooked, always):
-                param.__fsdp_param__ = True  # type: ignore[attr-defined]
-                param.overwrite_main_grad = writer is always  # type: ignore[attr-defined]
-                param.get_main_grad = _getter(me, index)  # type: ignore[attr-defined]
+                param.main_grad = view  # type: ignore[attr-defined]
+        self.keep(False)
+
+    def keep(self, kept: bool) -> None:
+        """Has modules write as they do where the bucket is `kept` over microbatches, or is not."""
+        adds, always = WgradProtocol.ACCUMULATES, WgradProtocol.OVERWRITES_ALWAYS
+        writers = [adds if kept and one is always else one for one in self._writers]
+        of = {one: [i for i, mine in enumerate(writers) if mine is one] for one in WgradProtocol}
+        self._adding, self._always = of[adds], {*of[always]}
+        self._adding_hooked = [*of[adds], *of[WgradProtocol.OVERWRITES_UNHOOKED]]
+        for index, one in enumerate(writers):
+            param: Any = self._params[index]
+            if one not in (WgradProtocol.AUTOGRAD, adds):
+                param.__fsdp_param__, param.overwrite_main_grad = True, one is always
+                param.get_main_grad = _getter(weakref.ref(self), index)
+            elif one is not self._writers[index]:  # modules look whether there is one
+                del param.__fsdp_param__, param.overwrite_main_grad, param.get_main_grad
 
     def open(self, empty: bool) -> None:
         """The unit's backward begins; the bucket has storage. `empty`: it holds no gradients yet,
