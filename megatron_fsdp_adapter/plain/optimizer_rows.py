@@ -18,10 +18,9 @@ from ..dtensor import UnevenDTensor, with_chunks
 @functools.cache
 def watch_steps() -> None:
     """Has each step of an optimizer, from the first sharded model on, begin with state that has the
-    rows of its parameters, and end with such where torch does not see to that by itself."""
+    rows of its parameters, and end with such."""
     register_optimizer_step_pre_hook(_before_step)
-    if torch.__version__ < (2, 13):  # type: ignore[operator]
-        register_optimizer_step_post_hook(_own_rows)
+    register_optimizer_step_post_hook(_own_rows)
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:

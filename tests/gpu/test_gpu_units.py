@@ -12,20 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs
 
 from megatron_fsdp_adapter import fully_shard, fully_shard_model
-from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
-from tests.distributed.gpt import (
-    STRATEGIES,
-    Case,
-    batches,
-    build_trainer,
-    init_megatron,
-    train_step,
-)
+from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import settle_ranks
 from tests.distributed.test_launches import HANGS, LIKE, UNLIKE, loss_of, sharded
 from tests.gpu.gpu_ranks import WORLD, Check, Outcomes
-from tests.gpu.runs import ZERO_3
 
 # Ranks that use different units: said a step later, since no host waits for a device. Gathers have
 # a communicator of their own, as in Megatron's wrapper.
@@ -107,52 +97,8 @@ def begins_on_the_host(rank: int, world: int) -> str:
     return str(losses[0])
 
 
-WIDE = Case(
-    num_layers=6, hidden=4096, heads=32, ffn=14336, vocab=8192, seq=4096, batch=1, swiglu=True,
-    bias=False, bf16=True, lr=1e-5, microbatches=3,
-)  # fmt: skip
-
-
-def survives_out_of_memory(rank: int, world: int) -> str:
-    """Units are kept in memory that was free, until there is none: then they are not."""
-    device = init_megatron()
-    trainer = build_trainer(WIDE, ZERO_3, device, ddp={BUDGET: AUTO})
-    engine, data = trainer.wrapper.engine, batches(WIDE, 0, rank, device)
-    losses, peaks = [], []
-    for _ in range(6):  # units are kept from the fifth on
-        torch.cuda.reset_peak_memory_stats()
-        losses.append(train_step(trainer, data)[0])
-        peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
-    assert all(unit.stays and unit.keeps_grads for unit in engine.units), engine.budget
-    plain, kept, used = peaks[3][1], peaks[5][0], engine.used  # with its fragments; without
-    limit = (plain + kept) / 2
-    assert plain < limit < kept, peaks
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(
-        limit / torch.cuda.get_device_properties(device).total_memory
-    )
-    raised = 0
-    try:
-        for _ in range(4):
-            try:
-                losses.append(train_step(trainer, data)[0])
-            except torch.OutOfMemoryError:
-                raised += 1
-                trainer.wrapper.zero_grad_buffer()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    told = (
-        f"peaks {plain / GIB:.2f}, {kept / GIB:.2f}, limit {limit / GIB:.2f}, in use "
-        f"{used / GIB:.2f}, then {engine.used / GIB:.2f} GiB; {raised} passes raised; {losses}"
-    )
-    assert raised < 2 and engine.used < used, told
-    assert losses == sorted(losses, reverse=True), told  # the same data in every step
-    return told
-
-
 CHECKS = {f"like ranks, {s}": Check(like_ranks_train, (s,)) for s in STRATEGIES}
 CHECKS["begins on the host"] = Check(begins_on_the_host)
-CHECKS["out of memory"] = Check(survives_out_of_memory)
 OUTCOMES = Outcomes(CHECKS, timeout_s=120.0)
 STREAM_OUTCOMES = Outcomes({"waits": Check(waits)}, timeout_s=120.0, world=1)
 
