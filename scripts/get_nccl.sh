@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# An NCCL that lets ranks share a GPU (2.31 or newer), with the code of one architecture: $OUT/libnccl.so.2,
-# and $OUT/libnccl.so.2.xz of some 55 MiB, for machines that it has to be carried to.
+# An NCCL that lets ranks share a GPU (2.31 or newer): $OUT/libnccl.so.2.
 #
-#   bash scripts/get_nccl.sh                       # then, where it was carried to: xz -d libnccl.so.2.xz
-#   NCCL=nvidia-nccl-cu13==2.32.3 ARCH=100 OUT=runs/nccl bash scripts/get_nccl.sh
+#   bash scripts/get_nccl.sh
+#   NCCL=nvidia-nccl-cu13==2.32.3 OUT=runs/nccl bash scripts/get_nccl.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -15,8 +14,7 @@ trap 'rm -rf "$scratch"' EXIT
 "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --platform manylinux_2_27_x86_64 \
   --platform manylinux_2_18_x86_64 --platform manylinux2014_x86_64 --dest "$scratch" "$NCCL"
 "$PYTHON" -m zipfile --extract "$scratch"/nvidia_nccl*.whl "$scratch/wheel"
-"$PYTHON" scripts/prune_fatbins.py --arch "${ARCH:-90}" \
-  "$scratch/wheel/nvidia/nccl/lib/libnccl.so.2" "$OUT/libnccl.so.2"
-xz --keep --force --threads=0 "$OUT/libnccl.so.2"
+mkdir -p "$OUT"
+cp "$scratch/wheel/nvidia/nccl/lib/libnccl.so.2" "$OUT/"
 basename "$scratch"/nvidia_nccl*.whl
 ls -l "$OUT" | tail -n +2
