@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 from megatron_fsdp_adapter.megatron.options import unit_grouping
 from megatron_fsdp_adapter.megatron.options.rules import is_on
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, gib
 from megatron_fsdp_adapter.models.quantization import STRINGS, quantization
 from megatron_fsdp_adapter.models.quantization import SWITCHES as FP8_SWITCHES
 from megatron_fsdp_adapter.models.sources import (
@@ -80,7 +80,7 @@ RUN: Mapping[str, Mapping[str, Any]] = {
         option: {"action": "store_true", "help": meaning}
         for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
     },
-    BUDGET: {"type": float, "metavar": "GIB",
+    BUDGET: {"type": gib, "metavar": "GIB",
              "help": "memory for weights and gradients unsharded over a step; default: 0"},
     UNIT_NUMEL: {"type": int, "metavar": "N", "help": (
         "elements up to which layers are grouped into one unit; 0: each layer is one; default: "

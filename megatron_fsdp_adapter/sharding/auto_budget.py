@@ -25,7 +25,6 @@ MEASURED = 2
 """Number of steps after which memory is measured. Optimizer state is there from the first on, and
 what libraries take once."""
 
-
 MARGIN = 1 / 16
 """Part of the device's memory that is never spare: fragments, and what libraries take late."""
 

@@ -564,6 +564,12 @@ def test_budgets_take_what_estimate_says(capsys):
     assert "weights of 6 and gradients of 0" in said[1], said[1]
 
 
+def test_a_budget_that_is_found_cannot_be_estimated(capsys):
+    words = [f"--{BUDGET.replace('_', '-')}", AUTO]
+    assert estimate.main([*flags(Case(**KEPT_CASE), 2, 0), *words]) == 2
+    assert "Give the number of GiB that the run has printed" in capsys.readouterr().err
+
+
 def estimated(rank: int, gib: float, capsys: Any) -> dict[str, Any]:
     capsys.readouterr()
     words = [f"--{BUDGET.replace('_', '-')}", repr(gib)]
