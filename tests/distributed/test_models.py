@@ -126,7 +126,7 @@ def _with_fields(case: Case, device: torch.device, tied: bool, fields: Any) -> n
 def heads_have_a_norm(ours: Any, reference: Any, strategy: str) -> None:
     """Stock DDP's optimizer is a chain, which keeps them."""
     norms = reference.optimizer.grad_norms_by_group
-    assert set(norms) == {"mtp"} and norms["mtp"] > reference.case.clip
+    assert set(norms) == {"mtp"} and norms["mtp"] > reference.case.clip, norms
     for name, norm in norms.items():
         check_norm(float(ours.optimizer.grad_norms_by_group[name]), float(norm), name, 1e-5)
 
@@ -187,7 +187,7 @@ ROWS = (
     *(
         later(
             f"prediction heads that are detached, tied {tied}",
-            {"mtp_detach_heads": True, "mtp_num_layers": 2}, tied, case={"clip": 0.05},
+            {"mtp_detach_heads": True, "mtp_num_layers": 2}, tied, case={"clip": 0.02},
             expect=heads_have_a_norm,
         )
         for tied in (False, True)
