@@ -58,14 +58,14 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
 MEANING: Mapping[str, str] = {
     "target": "gloo on CPUs, or NCCL on GPUs",
     "strategy": "`data_parallel_sharding_strategy`",
-    "precision": "of compute; `fp8_`: FP8 GEMMs with bf16 weights and that recipe; `fp8w_`: with "
-    "FP8 weights (`fp8_param`)",
+    "precision": "of compute. `fp8_*`: FP8 GEMMs of bf16 weights, with the named recipe; "
+    "`fp8w_*`: also FP8 weights (`fp8_param`)",
     "fusion": "`gradient_accumulation_fusion`",
     "overlap": "`overlap_grad_reduce` and `overlap_param_gather`",
     "buffers": "none, `fsdp_double_buffer`, `nccl_ub`, `fsdp_copy_engine_all_gather`, both "
-    "that and `fsdp_copy_engine_reduce_scatter`",
-    "graph": "none, a step in one CUDA graph, each layer in graphs of its own (on CPUs a stand-in "
-    "that records operators and runs them again)",
+    "`fsdp_copy_engine_all_gather` and `fsdp_copy_engine_reduce_scatter`",
+    "graph": "none, a step in one CUDA graph, graphs of single layers (on CPUs a stand-in, see "
+    "below)",
     "recompute": "none, full (uniform), selective: `core_attn`, `mlp` (`moe` with experts)",
     "microbatches": "per step",
     "trained": "all, embedding and output layer tied, a part frozen, only low-rank adapters",
@@ -87,11 +87,12 @@ MEANING: Mapping[str, str] = {
     "units": "layers, or parts of their experts too "
     "(`megatron_fsdp_enable_fine_grained_param_gather`)",
     "joined": "`suggested_communication_unit_size`: unset, which joins no layers in models this "
-    "small; larger than one layer, with three layers, or two in a model chunk",
+    "small; one element more than the largest layer has, so that two layers are joined",
     "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
     "offload": "nothing; saved tensors, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`",
-    "optimizer": "`optimizer`; before 0.18, which has no `adaptive_muon`, that is `muon` too",
+    "optimizer": "`optimizer`. megatron-core before 0.18 lacks `adaptive_muon`: these cells use "
+    "`muon`",
 }
 
 _UNSPLIT: Cell = {
@@ -170,24 +171,25 @@ RULES: tuple[Rule, ...] = (
         lambda target, layers: target == "cpu" and layers in ("te", "te_grouped"),
     ),
     Rule(
-        "needs Transformer Engine: FP8", "FP8 compute is that of Transformer Engine's layers",
+        "needs Transformer Engine: FP8", "only Transformer Engine's layers compute in FP8",
         lambda target, precision, layers: _fp8(precision) and not uses_te(target, layers),
     ),
     Rule(
-        "needs ranks: model-parallel", "TP, CP and PP multiply to a divisor of the ranks",
+        "needs ranks: model-parallel", "TP x CP x PP must divide the number of ranks",
         lambda tp, cp, pp, ranks: ranks % (tp * cp * pp) != 0,
     ),
     Rule(
-        "needs ranks: experts", "EP, ETP and PP multiply to a divisor of the ranks",
+        "needs ranks: experts", "EP x ETP x PP must divide the number of ranks",
         lambda ep, etp, pp, ranks: ranks % (ep * etp * pp) != 0,
     ),
     Rule(
-        "needs ranks: outer axis", "two optimizer instances share out the ranks of dense weights",
+        "needs ranks: outer axis",
+        "two optimizer instances require an even number of data-parallel ranks",
         lambda outer, tp, pp, ranks: outer != "plain" and (ranks // (tp * pp)) % 2 != 0,
     ),
     Rule(
         "needs ranks: outer axis of experts",
-        "two optimizer instances share out the ranks of an expert",
+        "two optimizer instances require an even number of ranks per expert",
         lambda outer, layers, ep, etp, pp, ranks: (
             outer != "plain" and layers in WITH_EXPERTS and (ranks // (ep * etp * pp)) % 2 != 0
         ),
@@ -200,7 +202,8 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "refused: copy engines without ZeRO-3", "unsharded weights are gathered once a step",
+        "refused: copy engines without ZeRO-3", "weights that stay unsharded are gathered only "
+        "once a step",
         lambda buffers, strategy: (
             buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
         ),
@@ -222,7 +225,8 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "refused: offload of the optimizer in a graph", "a replay does not run the host's part",
+        "refused: offload of the optimizer in a graph", "a replay does not run the host code of "
+        "the offload",
         lambda offload, graph: offload == "streamed" and graph == "on",
     ),
     Rule(
@@ -230,23 +234,24 @@ RULES: tuple[Rule, ...] = (
         lambda graph, buffers: graph == "layers" and buffers in ("plain", "ce_gather"),
     ),
     Rule(
-        "refused: graphs of layers that add to gradients", "each backward writes a fresh bucket",
+        "refused: graphs of layers that add to gradients", "each captured backward overwrites its "
+        "bucket",
         lambda graph, strategy, kept: (
             graph == "layers"
             and (kept != "nothing" or not STRATEGIES[str(strategy)].shard_grads)
         ),
     ),
     Rule(
-        "refused: graphs of layers that are recomputed", "their backward calls the layer again; "
-        "core leaves recomputed experts to its own graphs",
+        "refused: graphs of layers that are recomputed", "backward runs recomputed layers "
+        "eagerly; core recomputes experts only in graphs of its own",
         lambda graph, recompute, layers: (
             graph == "layers"
             and (recompute == "full" or (recompute == "mlp" and layers in WITH_EXPERTS))
         ),
     ),
     Rule(
-        "refused: graphs of layers and delayed scaling", "a module's call adds its scales to "
-        "the list that is updated",
+        "refused: graphs of layers and delayed scaling", "scales are updated only for modules "
+        "that are called, and a replay calls none",
         lambda graph, precision: graph == "layers" and recipe_of(precision) == "delayed",
     ),
     Rule(
@@ -254,11 +259,13 @@ RULES: tuple[Rule, ...] = (
         lambda graph, cp: graph == "layers" and cp > 1,
     ),
     Rule(
-        "refused: graphs of layers and parts of layers", "core's schedule calls parts",
+        "refused: graphs of layers and parts of layers", "core's schedule calls parts, a graph "
+        "captures whole layers",
         lambda graph, ep_overlap: graph == "layers" and ep_overlap == "on",
     ),
     Rule(
-        "refused: parts of layers in slots", "two passes read layers at the same time",
+        "refused: parts of layers in slots", "two passes would need the same slots for different "
+        "layers",
         lambda ep_overlap, buffers, strategy: (
             ep_overlap == "on" and buffers in ("slots", "nccl_ub")
             and STRATEGIES[str(strategy)].shard_weights
@@ -273,7 +280,7 @@ RULES: tuple[Rule, ...] = (
         lambda joined, ep_overlap: joined == "pairs" and ep_overlap == "on",
     ),
     Rule(
-        "refused: Muon in fp16", "megatron-core has none either",
+        "refused: Muon in fp16", "megatron-core does not support it either",
         lambda optimizer, precision: optimizer in MUONS and precision == "fp16",
     ),
     Rule(
@@ -286,14 +293,14 @@ RULES: tuple[Rule, ...] = (
         lambda offload, graph: offload == "activations" and graph != "off",
     ),
     Rule(
-        "no hooks around parts", "core's schedule does not call the model, and recompute in "
-        "backward passes weights to the hooks",
+        "no hooks around parts", "core's schedule does not call the model. Recompute in backward "
+        "then passes weights to the hooks",
         lambda offload, ep_overlap, recompute: (
             offload == "activations" and ep_overlap == "on" and recompute != "none"
         ),
     ),
     Rule(
-        "no parts", "the parts are those of experts",
+        "no parts", "only layers with experts have parts",
         lambda units, layers: units == "parts" and layers not in WITH_EXPERTS,
     ),
     Rule(
@@ -308,29 +315,34 @@ RULES: tuple[Rule, ...] = (
         "no experts", "EP and ETP are axes of experts",
         lambda layers, ep, etp: layers not in WITH_EXPERTS and (ep > 1 or etp > 1),
     ),
-    Rule("no TP", "SP splits what TP does not", lambda sp, tp: sp == "on" and tp == 1),
-    Rule("no PP", "model chunks are those of a pipeline", lambda vpp, pp: vpp > 1 and pp == 1),
+    Rule(
+        "no TP", "SP splits activations over the ranks of TP",
+        lambda sp, tp: sp == "on" and tp == 1,
+    ),
+    Rule("no PP", "only pipelines have several model chunks", lambda vpp, pp: vpp > 1 and pp == 1),
     # What core cannot do with any wrapper.
     Rule(
-        "core: parts of layers in float32", "its configuration asks for 16 bits",
+        "core: parts of layers in float32", "core's configuration requires a 16-bit dtype",
         lambda ep_overlap, precision: ep_overlap == "on" and precision == "fp32",
     ),
     Rule(
-        "core: parts of layers and recompute", "its configuration excludes full recompute, and, "
-        "in 0.19, that of experts",
+        "core: parts of layers and recompute", "core's configuration excludes full recompute, and "
+        "in 0.19 also recompute of experts",
         lambda ep_overlap, recompute: ep_overlap == "on" and recompute in ("full", "mlp"),
     ),
     Rule(
-        "core: parts of layers in a pipeline without chunks", "its schedule is the interleaved one",
+        "core: parts of layers in a pipeline without chunks", "core's schedule of parts is an "
+        "interleaved one",
         lambda ep_overlap, pp, vpp: ep_overlap == "on" and pp > 1 and vpp == 1,
     ),
     Rule(
-        "core: parts of adapted layers", "its schedule asks an MLP for `backward_dw`",
+        "core: parts of adapted layers", "core's schedule calls `backward_dw` of an MLP, which "
+        "adapted layers lack",
         lambda ep_overlap, trained: ep_overlap == "on" and trained == "adapter",
     ),
     Rule(
-        "core: parts of layers need alltoall", "gloo has none of unequal sizes for ETP: these "
-        "cells dispatch by allgather",
+        "core: parts of layers need alltoall", "with ETP, gloo has no alltoall of unequal sizes: "
+        "such cells use the allgather dispatcher",
         lambda ep_overlap, etp: ep_overlap == "on" and etp > 1,
     ),
     Rule(
@@ -338,40 +350,40 @@ RULES: tuple[Rule, ...] = (
         lambda layers, tp, sp: layers in WITH_EXPERTS and tp > 1 and sp == "off",
     ),
     Rule(
-        "core: interleaving needs microbatches", "as many as stages, at least",
+        "core: interleaving needs microbatches", "at least as many as stages",
         lambda vpp, pp, microbatches: vpp > 1 and microbatches < pp,
     ),
     Rule(
-        "core: no CP in local attention on GPUs", "only Transformer Engine's attention has it; the "
-        "CPU cells use an attention of the tests",
+        "core: no CP in local attention on GPUs", "only Transformer Engine's attention supports "
+        "CP; CPU cells use the tests' own attention",
         lambda target, layers, cp: target == "gpu" and cp > 1 and not uses_te(target, layers),
     ),
     Rule(
-        "core: no CP in float32 on GPUs", "no kernel of Transformer Engine's attention does it",
+        "core: no CP in float32 on GPUs", "no attention kernel of Transformer Engine supports it",
         lambda target, cp, precision: target == "gpu" and cp > 1 and precision == "fp32",
     ),
     Rule(
-        "core: fused, tied, MTP and PP", "stock DDP drops what the last stage's embedding adds to "
-        "the fused gradient of the weight that the output layer shares with it",
+        "core: fused, tied, MTP and PP", "stock DDP drops the embedding's part of the fused "
+        "gradient of the tied weight on the last stage",
         lambda fusion, trained, layers, pp: (
             fusion == "on" and trained == "tied" and layers == "mtp" and pp > 1
         ),
     ),
     Rule(
-        "core: graph, recompute and TP", "recomputation sets the random generator of "
-        "tensor-parallel ranks to a seed other than that of the capture",
+        "core: graph, recompute and TP", "recompute seeds the generator of tensor-parallel ranks "
+        "differently from the capture",
         lambda graph, recompute, tp: graph == "on" and recompute == "full" and tp > 1,
     ),
     Rule(
-        "core: graph and experts", "the host reads how many tokens each expert got",
+        "core: graph and experts", "the host reads the number of tokens of each expert",
         lambda graph, layers: graph == "on" and layers in WITH_EXPERTS,
     ),
     Rule(
-        "core: graph and PP", "sends between stages are followed by a synchronization of the host",
+        "core: graph and PP", "the host synchronizes after sends between stages",
         lambda graph, pp: graph == "on" and pp > 1,
     ),
     Rule(
-        "core: graph and CP", "a batch is split by numbers copied from the host",
+        "core: graph and CP", "the split of a batch uses numbers copied from the host",
         lambda graph, cp: graph == "on" and cp > 1,
     ),
     Rule(
