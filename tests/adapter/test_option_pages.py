@@ -97,14 +97,14 @@ def _of_other_releases(installed: str) -> set[str]:
     here = _release(installed)
     found: set[str] = set()
     for release, change, names in _changes():
-        assert change in ("came", "gone")
-        is_absent = _release(release) > here if change == "came" else _release(release) <= here
+        assert change in ("added", "removed")
+        is_absent = _release(release) > here if change == "added" else _release(release) <= here
         found |= set(names) if is_absent else set()
     return found
 
 
 def _changes() -> list[tuple[str, str, list[str]]]:
-    """(release, "came" or "gone", fields) of the last section."""
+    """(release, "added" or "removed", fields) of the last section."""
     text = TEXT.partition("\n## Fields by release\n")[2]
     lines = [line for line in text.splitlines() if line.startswith("|")][2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -167,7 +167,7 @@ def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks(
 def test_muon_and_lion_are_asked_for_where_this_megatron_lm_makes_them(name: str) -> None:
     assert not validation.launch_problems(_complete(optimizer=name, muon_nesterov=False), {})
     [problem] = validation.launch_problems(_complete(optimizer=name), {})
-    assert problem.startswith(f"optimizer={name!r}: this Megatron-LM makes Muon by a function that")
+    assert problem.startswith(f"optimizer={name!r}: this Megatron-LM creates Muon by a function")
 
 
 @pytest.mark.parametrize("optimizer", EMERGING)

@@ -84,7 +84,8 @@ GRAPH_RULES: tuple[Rule, ...] = (
         Rule(
             BUDGET,
             lambda config: read(config, BUDGET) == AUTO,
-            "is found in the steps in which a graph is captured already. Use a number of GiB",
+            "'auto' finds the budget in the first steps, but the graph is captured in these. Use a "
+            "number of GiB",
         ),
         *excluded(ITERATION),
     ),
@@ -94,8 +95,8 @@ GRAPH_RULES: tuple[Rule, ...] = (
         Rule(
             "cuda_graph_modules",
             lambda config: modules_asked_for(config) - CAPTURED_PARTS,
-            f"(cuda_graph_scope) only {sorted(CAPTURED_PARTS)} can be captured, or, if empty, all "
-            "parts except experts. Leave the others out; they run eagerly",
+            f"(cuda_graph_scope) only {sorted(CAPTURED_PARTS)} can be captured; if the option is "
+            "empty, all parts except experts are. Leave the others out; they run eagerly",
         ),
         Rule(
             "data_parallel_sharding_strategy",
@@ -119,19 +120,20 @@ GRAPH_RULES: tuple[Rule, ...] = (
             "fp8_recipe",
             lambda config: is_on(config, "fp8")
             and _name_of(getattr(config, "fp8_recipe", None)) == "delayed",
-            "its scale update uses a list that modules join only when they are called. Use "
-            "'tensorwise', 'blockwise' or 'mxfp8'",
+            "'delayed' updates scales only of modules that were called, but a replay calls none. "
+            "Use 'tensorwise', 'blockwise' or 'mxfp8'",
         ),
         Rule(
             "attention_dropout",
             lambda config: is_on(config, "attention_dropout") and _recomputes("core_attn", config),
             "RNG states of graphs are not restored, so recomputed 'core_attn' would drop other "
-            "elements. Leave it out of recompute_modules, or set attention_dropout to 0.0",
+            "elements. Leave 'core_attn' out of recompute_modules, or set attention_dropout to "
+            "0.0",
         ),
         Rule(
             "recompute_modules",
             lambda config: _recomputes("moe", config),
-            "core recomputes 'moe' only with graphs that are not used here. Leave it out",
+            "core recomputes 'moe' only with graphs that are not used here. Leave 'moe' out",
         ),
         Rule(
             "context_parallel_size",
@@ -149,7 +151,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
                     "weight gradients would come after their unit's bucket is reduced. Switch it "
                     "off",
                 "overlap_moe_expert_parallel_comm":
-                    "a schedule calls parts of layers. Switch it off",
+                    "core's schedule then calls parts of layers, not layers. Switch it off",
                 "tp_comm_overlap": "its buffers are not tracked across graphs. Switch it off",
             }.items()
         ),

@@ -118,7 +118,7 @@ SETTINGS: tuple[Setting, ...] = (
             "sharded weights are gathered during the forward of the previous unit",
             (WRAPPER, RUNNER, RECIPE), _shards("shard_weights")),
     Setting("ddp", "average_in_collective", False,
-            "Megatron-Bridge rejects it; sums are scaled after the reduction", (RECIPE,)),
+            "Megatron-Bridge rejects True; gradients are scaled after the reduction", (RECIPE,)),
     Setting("ddp", FP8_PARAM_GATHER, True, "the model has quantized weights", (WRAPPER,),
             lambda config: is_on(config, FP8_PARAM)),
     Setting("ddp", MXFP8_BUFFER, False, _NO_BUFFER, (WRAPPER, RUNNER, RECIPE), is_void=True),
@@ -126,19 +126,19 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("ddp", TRANSPOSES, False, "transposes would be an unsharded copy of the weights",
             (WRAPPER,), _shards("shard_weights")),
     Setting("ddp", GRAD_COMM, torch.bfloat16,
-            "the meaning of --grad-reduce-in-bf16; accumulation stays float32", (RUNNER,),
+            "requested by --grad-reduce-in-bf16; gradients still accumulate in float32", (RUNNER,),
             lambda args: is_on(args, "grad_reduce_in_bf16")),
     Setting("run", "grad_reduce_in_bf16", True,
             "--bf16 alone implies float32 gradients, but other flags request bf16", (RUNNER,),
             _has_bf16_gradients, written_as="--accumulate-allreduce-grads-in-fp32"),
     Setting("ddp", "grad_reduce_in_fp32", False,
-            f"it means float32, but {GRAD_COMM} is another dtype", (RECIPE,), is_narrow),
+            f"True means float32, but {GRAD_COMM} is another dtype", (RECIPE,), is_narrow),
     Setting("mixed_precision", "grad_reduce_in_fp32", False, (
         "it would overwrite ddp.grad_reduce_in_fp32"
     ),
             (RECIPE,), is_narrow),
     Setting("ddp", OFFLOAD, True,
-            f"the meaning of {CORES_OFFLOAD} here: main weights and moments in host memory, "
+            f"this wrapper's form of {CORES_OFFLOAD}: main weights and moments in host memory, "
             "updated on the GPU", (RUNNER, RECIPE), streams_all),
     Setting("optimizer", OFFLOAD, False, "the DDP config's field is used", (OPTIMIZER,)),
     Setting("run", "overlap_cpu_optimizer_d2h_h2d", False,
@@ -153,11 +153,10 @@ SETTINGS: tuple[Setting, ...] = (
             "one optimizer has all parameters, and gathers overlap with the forward",
             (RUNNER,), is_void=True),
     Setting("run", "use_persistent_ckpt_worker", True,
-            "else 0.19 drops --async-save; a thread writes, and no worker is started",
+            "else Megatron-LM 0.19 ignores --async-save; no worker is started, a thread writes",
             (RUNNER,), _saves_asynchronously),
     Setting("run", "async_strategy", "mcore",
-            "else a package is required that is not used: the writer is replaced in either "
-            "strategy",
+            "nvrx needs a package that is not used: this wrapper replaces the writer of both",
             (RUNNER,), _saves_asynchronously),
 )  # fmt: skip
 """Settings in order: later ones read values set by earlier ones."""

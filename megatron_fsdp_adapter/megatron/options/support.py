@@ -63,8 +63,8 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
             above_one(config, "pipeline_model_parallel_size")
             or getattr(config, "recompute_granularity", None) is not None
         ),
-        "requires pipeline_model_parallel_size=1 and no recompute_granularity in core. Choose one "
-        "of them",
+        "core requires pipeline_model_parallel_size=1 and no recompute_granularity with it. Set it "
+        "to False, or change these",
     ),
     off(
         "defer_embedding_wgrad_compute",
@@ -78,13 +78,13 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     off(
         "moe_use_legacy_grouped_gemm",
-        "all experts of a rank are one tensor, which a checkpoint cannot distinguish from another "
-        "rank's. Set it to False: moe_grouped_gemm then uses Transformer Engine's layers",
+        "all experts of a rank are one tensor, which a checkpoint cannot distinguish from that of "
+        "another rank. Set it to False: moe_grouped_gemm then uses Transformer Engine's layers",
     ),
     off(
         "use_kitchen",
-        "unsupported: unknown weight-gradient protocol. Set it to False; Transformer Engine's FP8 "
-        "recipes are supported",
+        "it is not known how its layers write weight gradients. Set it to False; Transformer "
+        "Engine's FP8 recipes are supported",
     ),
     unset(
         "quant_recipe",
@@ -93,7 +93,7 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     off(
         "enable_autocast",
-        "autocast keeps casts of weights after they are resharded. Set it to False, and "
+        "autocast keeps casts of weights after the weights are resharded. Set it to False, and "
         "params_dtype (bf16, fp16) to the compute dtype",
     ),
 )
@@ -112,15 +112,14 @@ def _interleaves_split_halves(option: str) -> Rule:
     )
 
 
-_SHARDS = "further ranks hold parts of a weight, and data-parallel groups contain these ranks"
-_REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them. Set it to 1"
+_REMAT = "ranks of one data-parallel group would hold different parts of a weight"
 _OWN_RECIPE = (
-    "a kernel only for MXFP8 and NVFP4 on Blackwell GPUs, not tested with this wrapper. Set it to "
-    "False: the layers then compute the same by fp8_recipe"
+    "its kernel supports only MXFP8 and NVFP4 on Blackwell GPUs, and was not tested with this "
+    "wrapper. Set it to False: the layers then compute the same with fp8_recipe"
 )
 _ONE_TENSOR = (
-    "all experts of a rank are one tensor, which a checkpoint cannot distinguish from another "
-    "rank's; Megatron-LM rejects it with use_megatron_fsdp too. Set it to False"
+    "all experts of a rank are one tensor, which a checkpoint cannot distinguish from that of "
+    "another rank; Megatron-LM rejects it with use_megatron_fsdp too. Set it to False"
 )
 
 def _above_tensor_parallel(option: str, size: str) -> Rule:
@@ -133,7 +132,7 @@ def _above_tensor_parallel(option: str, size: str) -> Rule:
         shards: Any = getattr(config, option, None) or 1
         return bool(shards > ranks)
 
-    return Rule(option, broken, f"{_SHARDS}. Leave it unset")
+    return Rule(option, broken, f"{_REMAT}. Leave it unset")
 
 
 LATER_MODEL_RULES: tuple[Rule, ...] = (
@@ -145,7 +144,7 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
         "same exchange with the same GEMMs",
     ),
     *(
-        Rule(size, lambda config, size=size: above_one(config, size), _REMAT)  # type: ignore[misc]
+        Rule(size, lambda config, size=size: above_one(config, size), f"{_REMAT}. Set it to 1")  # type: ignore[misc]
         for size in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
     ),
     _above_tensor_parallel("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
@@ -162,7 +161,7 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
         "flextron",
         lambda config: bool(getattr(config, "flextron", False))
         and above_one(config, "pipeline_model_parallel_size"),
-        "core sums the routers' gradients over pipeline stages, but they are sharded. Use no "
+        "core sums gradients of routers over pipeline stages, but these are sharded. Use no "
         "pipeline parallelism, or set it to False",
     ),
 )
@@ -183,8 +182,9 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         PARTS_OF_LAYERS,
         lambda config: is_on(config, PARTS_OF_LAYERS) and _keeps_two_slots(config),
-        "two concurrent passes each prefetch a layer, which two slots cannot hold. Set "
-        "fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use 'optim_grads'",
+        "two concurrent passes each prefetch a layer, but there are two buffers in all. Set "
+        "fsdp_double_buffer, nccl_ub and fsdp_copy_engine_all_gather to False, or use "
+        "'optim_grads'",
         "gathered weights in fixed buffers",
     ),
     Rule(
@@ -197,7 +197,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         PARTS_OF_LAYERS,
         lambda config: is_on(config, PARTS_OF_LAYERS) and captures_iteration(config),
-        "capture of the streams of core's schedule is not tested. Set one of them off",
+        "a capture of the streams of core's schedule was not tested. Turn one of the two off",
         "full-iteration CUDA graphs",
     ),
 )
@@ -273,7 +273,7 @@ MUON_RULES: tuple[Rule, ...] = within(
     Rule(
         "muon_num_ns_steps",
         lambda config: getattr(config, "muon_num_ns_steps", 5) < 1,
-        "must be at least 1",
+        "it must be at least 1. Use 1 or more",
     ),
     Rule(
         "muon_momentum",
@@ -296,21 +296,21 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
         lambda config: config.optimizer != "adam" and is_on(config, OFFLOAD),
-        "only the state of 'adam' can be streamed. Use that, or set the latter to False",
+        f"only the state of 'adam' can be streamed. Use 'adam', or set {OFFLOAD} to False",
         f"{OFFLOAD}=True",
     ),
     Rule(
         "optimizer",
         lambda config: is_on(config, CORES_OFFLOAD) and config.optimizer != "adam",
-        f"{CORES_OFFLOAD}=True supports only 'adam'. Use that, or set the latter to False",
+        f"{CORES_OFFLOAD}=True supports only 'adam'. Use 'adam', or set that option to False",
     ),
     Rule(
         "optimizer",
         lambda config: (
             config.optimizer != "adam" and is_on(config, "use_precision_aware_optimizer")
         ),
-        "use_precision_aware_optimizer=True supports only 'adam'. Use that, or set the latter to "
-        "False",
+        "use_precision_aware_optimizer=True supports only 'adam'. Use 'adam', or set that option "
+        "to False",
     ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),

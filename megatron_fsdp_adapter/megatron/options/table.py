@@ -207,8 +207,8 @@ _REGISTERED: tuple[Refusal, ...] = (
     (_without_nccl, "it needs NCCL. Set it to False", "the model on {0.device}"),
     (
         _without_pools,
-        "it is incompatible with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Leave that "
-        "setting out, or set this to False",
+        "it is incompatible with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Remove that "
+        "setting, or set the option to False",
     ),
 )
 _WITH_STRATEGY = f"{STRATEGY}={{0.{STRATEGY}!r}}"
@@ -247,20 +247,20 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         OUTER, str, "no_shard",
         "no_shard or optim: sharding of main weights and optimizer state over optimizer instances",
-        use="`optim` with several instances: they shard the optimizer state as well", plain=OUTER,
+        use="`optim`: several instances divide the optimizer state among them", plain=OUTER,
         in_core=True, some_strategies=True,
         sets=lambda value: {"shard_outer": OUTER_STRATEGIES.get(value, False)},
         refused=(
             (_other(*OUTER_STRATEGIES), f"use one of {list(OUTER_STRATEGIES)}"),
             (lambda value, config: OUTER_STRATEGIES.get(value) and read(config, INSTANCES) == 1,
-             f"{INSTANCES}=1 has no outer axis to shard over. Set that to 2 or more, or this to "
-             "'no_shard'"),
+             f"with {INSTANCES}=1 there is no second instance to shard over. Set {INSTANCES} to 2 "
+             "or more, or this option to 'no_shard'"),
         ),
     ),
     Option(
         UNIT_NUMEL, int | None, None, in_core=True,
         sets=lambda value: {"prefetch_bytes": torch.bfloat16.itemsize * int(value or 0)},
-        excludes={LAYERS: "a layer graph needs a bucket of its layer alone"},
+        excludes={LAYERS: "the bucket of a captured layer must contain only this layer"},
         refused=((lambda value, config: (value or 0) < 0,
                   "the number of elements up to which layers are grouped must be at least 0. "
                   "Leave it unset, or use 0 (each layer is a unit) or more"),),
@@ -268,18 +268,18 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "preserve_fp32_weights", bool | None, None,
         use=(
-            "deprecated, removed in main; True: fp32 main weights, 0.16.1's default; False: the "
-            "parameters' dtype"
+            "deprecated, removed in 0.17. True, the default of 0.16.1: fp32 main weights; False: "
+            "main weights in the parameters' dtype"
         ),
         refused=((_contradicts_main_params,
-                  f"it contradicts {MAIN_PARAMS}. Leave this unset; it is the older name"),),
+                  f"it contradicts {MAIN_PARAMS}, which replaces it. Leave it unset"),),
     ),
     Option(
         "grad_reduce_in_fp32", bool, False, in_core=True,
         refused=((lambda value, config: value and _is_low(config, MAIN_GRADS, GRAD_COMM),
                   f"it means float32 main gradients and communication, but {MAIN_GRADS} or "
                   f"{GRAD_COMM} is another dtype. Set it to False (--grad-reduce-in-bf16 in "
-                  "Megatron-LM's script), or leave those unset"),),
+                  "Megatron-LM), or leave the other two unset"),),
     ),
     Option(
         MAIN_PARAMS, Dtype, torch.float32,
@@ -309,15 +309,15 @@ OPTIONS: tuple[Option, ...] = (
         "reduce_scatter_with_fp32_accumulation", bool, False, in_core=True, some_strategies=True,
         sets=lambda value: {"reduce_scatter": ALL_TO_ALL_SUM} if value else {},
         refused=((_sums_in_vain,
-                  "it requires bfloat16 on the wire, float32 main gradients and a strategy that "
-                  f"reduce-scatters. Set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
+                  "it requires bfloat16 communication, float32 main gradients and a strategy with "
+                  f"a reduce-scatter. Set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
                   "'optim_grads_params', or set it to False"),),
     ),
     Option(
         FP32_SUMS, tuple[str, ...], (), use="all gradients accumulate in fp32 anyway",
         refused=((lambda value, config: value and _is_low(config, MAIN_GRADS),
-                  f"{MAIN_GRADS} is another dtype for all gradients. Leave that unset, so that "
-                  "all accumulate in float32, or leave this empty"),),
+                  f"{MAIN_GRADS} sets another dtype for all gradients. Leave that one unset, so "
+                  "that all gradients accumulate in float32, or leave this option empty"),),
     ),
     Option(
         "fsdp_grad_comm_fp8_blocks", bool, False,
@@ -369,7 +369,7 @@ OPTIONS: tuple[Option, ...] = (
         CE_REDUCE_SCATTER, bool, False,
         "gradients are exchanged by the GPUs' copy engines, and each rank sums its shard in rank "
         "order",
-        use="inside one NVLink domain; one more buffer of the largest unit's size",
+        use="inside one NVLink domain; needs one more buffer, as large as the largest unit",
         some_strategies=True,
         sets=lambda value: (
             {"bucket_slots": True, "reduce_scatter": FIXED_ALL_TO_ALL_SUM} if value else {}
@@ -383,8 +383,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         BUDGET, Gib, 0.0,
-        "GiB of each GPU for weights and gradients that stay unsharded over a step, or auto: as "
-        "much as the first steps leave (docs/design_weights.md)",
+        "GiB per GPU for weights and gradients that stay unsharded over a step; auto: the memory "
+        "that is free in the first steps (docs/design_weights.md)",
         use="several microbatches and memory to spare "
         "([design_weights.md](design_weights.md#a-budget-for-unsharded-units))",
         some_strategies=True,
@@ -394,9 +394,10 @@ OPTIONS: tuple[Option, ...] = (
         )},
         refused=(
             (_is_no_budget,
-             "is neither a number of GiB from 0 up nor 'auto'. Use one of them"),
+             "it must be a number of GiB of at least 0, or 'auto'. Use one of them"),
             (_finds_budget_of_slots,
-             "units that take fixed buffers in turn cannot keep them. Use a number of GiB",
+             "'auto' needs units with buffers of their own, but units share fixed buffers. Use a "
+             "number of GiB",
              "fixed buffers"),
             (lambda value, config: (row := strategy_of(config)) and value and not can_keep(row),
              "this strategy shards neither gradients nor weights. Use 'optim_grads_params' or "
@@ -409,30 +410,34 @@ OPTIONS: tuple[Option, ...] = (
         "(docs/optimizer_offload.md)",
         use="a model that does not fit otherwise ([optimizer_offload.md](optimizer_offload.md))",
         plain=OFFLOAD, sets=lambda value: {"offload": bool(value)},
-        excludes={ITERATION: "a replay does not detect that weights in host memory were loaded"},
+        excludes={ITERATION: (
+            "a replay does not detect that new weights were loaded into host memory"
+        )},
     ),
     Option(
         GATHER_GROUPS, bool, False,
         "creates separate process groups for gathers if the wrapper receives none",
         use=(
-            "gathers do not queue behind reductions: experts, several GPUs "
-            "([performance.md](performance.md)). Megatron-LM 0.19 parses the flag and makes none; "
-            "`dp_cp_ag`, `expt_dp_ag` of a `ProcessGroupCollection` take precedence"
+            "experts on several GPUs: gathers do not queue behind reductions "
+            "([performance.md](performance.md)). Megatron-LM 0.19 parses the flag but creates no "
+            "groups. `dp_cp_ag` and `expt_dp_ag` of a `ProcessGroupCollection` take precedence"
         ),
     ),
     Option(
         "check_for_nan_in_grad", bool, False, in_core=True,
-        excludes={ITERATION: "a captured step cannot raise (--no-check-for-nan-in-loss-and-grad)"},
+        excludes={ITERATION: (
+            "a captured step cannot raise an error (--no-check-for-nan-in-loss-and-grad)"
+        )},
     ),
     Option(
         "check_for_large_grads", bool, False, in_core=True,
         refused=((_asked,
-                  "norms of units are not compared with those of earlier steps. Set it to False; "
+                  "norms of units are not compared with norms of earlier steps. Set it to False; "
                   "check_for_nan_in_grad finds gradients that are not finite"),),
     ),
     Option(
         "report_nan_in_param_grad", bool, False, plain="report_nan_in_param_grad",
-        use="like `check_for_nan_in_grad`, and names the parameter",
+        use="like `check_for_nan_in_grad`; the error also names the parameter",
     ),
     Option(
         TRANSPOSES, bool, False, in_core=True,
@@ -443,7 +448,7 @@ OPTIONS: tuple[Option, ...] = (
         refused=((_asked, NO_FP4_WEIGHTS),),
     ),
     Option("megatron_fsdp_version", int, 1, (
-        "generation of wrappers; there is only one engine here"
+        "version of Megatron's wrapper; this package has only one engine"
     )),
     Option("num_buckets", int | None, None),
     Option(DECOUPLED, bool, False),

@@ -86,12 +86,12 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         "optimizer",
         lambda args: args.optimizer in EMERGING
         and not hasattr(args, MAKES_EMERGING),
-        "this Megatron-LM makes Muon by a function that needs whole matrices, and has no adaptive "
+        "this Megatron-LM creates Muon by a function that needs full matrices, and has no adaptive "
         "Muon or Lion. Use 'adam', or a release from 0.18 on",
     ),
     off(
         "use_torch_fsdp2",
-        "it is another wrapper, exclusive with use_megatron_fsdp. Leave one of them out",
+        "it selects another wrapper than use_megatron_fsdp. Leave one of them out",
     ),
     Rule(
         "ckpt_format",
@@ -110,8 +110,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "save",
         lambda args: is_on(args, "async_save") and "://" in str(args.save),
-        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename. Leave "
-        "out --async-save, or save to a folder",
+        "storage at an address cannot rename a folder, which asynchronous saves need. Leave out "
+        "--async-save, or save to a folder",
     ),
     _no_weight_hash(),
     off(
@@ -157,8 +157,8 @@ def _reorders_rows(option: str) -> Rule:
     return Rule(
         option,
         lambda cfg: bool(getattr(cfg.model, name, None)),
-        "Megatron-Bridge reorders gate and linear rows in its checkpoints, where they are two "
-        "tensors here. Leave it unset",
+        "Megatron-Bridge reorders gate and linear rows in checkpoints, but checkpoints of this "
+        "wrapper have them as two tensors. Leave it unset",
     )
 
 
@@ -168,12 +168,12 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.optimizer",
         lambda cfg: cfg.optimizer.optimizer in EMERGING,
-        "not tested with recipes of Megatron-Bridge. Use 'adam'",
+        "Muon and Lion were not tested with recipes of Megatron-Bridge. Use 'adam'",
     ),
     Rule(
         "dist.use_torch_fsdp2",
         lambda cfg: cfg.dist.use_torch_fsdp2,
-        "it is another wrapper, exclusive with use_megatron_fsdp. Set it to False",
+        "it selects another wrapper than use_megatron_fsdp. Set it to False",
     ),
     Rule(
         "dist.use_megatron_fsdp",
@@ -216,8 +216,8 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "checkpoint.async_save",
         lambda cfg: cfg.checkpoint.async_save and "://" in str(cfg.checkpoint.save),
-        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename. Set it "
-        "to False, or save to a folder",
+        "storage at an address cannot rename a folder, which asynchronous saves need. Set it to "
+        "False, or save to a folder",
     ),
     Rule(
         "model.init_model_with_meta_device",
@@ -225,8 +225,8 @@ BRIDGE_RULES: tuple[Rule, ...] = (
             getattr(cfg, "peft", None) is not None
             and is_on(cfg.model, "init_model_with_meta_device")
         ),
-        "with adapters base weights are loaded before the model is wrapped, when it has no memory "
-        "yet. Set it to False",
+        "with adapters, base weights are loaded before the model is wrapped, but on the meta "
+        "device it has no memory until then. Set it to False",
     ),
     Rule(
         "checkpoint.also_save_hf_checkpoint",
