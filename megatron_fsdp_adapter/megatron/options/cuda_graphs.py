@@ -151,7 +151,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
                     "weight gradients would come after their unit's bucket is reduced. Switch it "
                     "off",
                 "overlap_moe_expert_parallel_comm":
-                    "core's schedule then calls parts of layers, not layers. Switch it off",
+                    "core's schedule then calls parts of layers instead of layers. Switch it off",
                 "tp_comm_overlap": "its buffers are not tracked across graphs. Switch it off",
             }.items()
         ),

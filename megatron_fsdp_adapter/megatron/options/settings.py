@@ -99,9 +99,9 @@ _NONE_ON_CPU = "megatron-core would create an optimizer that updates on the CPU"
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("dist", "use_megatron_fsdp", True,
-            "Megatron-Bridge's launch reads it here", (RECIPE,)),
+            "read by the launch code of Megatron-Bridge", (RECIPE,)),
     Setting("ddp", "use_megatron_fsdp", True,
-            "the wrapper, optimizer and checkpoints read it here", (RECIPE,)),
+            "read by the wrapper, the optimizer and checkpoints", (RECIPE,)),
     Setting("ddp", "use_distributed_optimizer", True,
             "the optimizer is Megatron's DistributedOptimizer", (WRAPPER, RUNNER, RECIPE)),
     Setting("optimizer", "use_distributed_optimizer", True,
@@ -134,7 +134,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("ddp", "grad_reduce_in_fp32", False,
             f"True means float32, but {GRAD_COMM} is another dtype", (RECIPE,), is_narrow),
     Setting("mixed_precision", "grad_reduce_in_fp32", False, (
-        "it would overwrite ddp.grad_reduce_in_fp32"
+        "True would overwrite ddp.grad_reduce_in_fp32"
     ),
             (RECIPE,), is_narrow),
     Setting("ddp", OFFLOAD, True,
@@ -156,7 +156,8 @@ SETTINGS: tuple[Setting, ...] = (
             "else Megatron-LM 0.19 ignores --async-save; no worker is started, a thread writes",
             (RUNNER,), _saves_asynchronously),
     Setting("run", "async_strategy", "mcore",
-            "nvrx needs a package that is not used: this wrapper replaces the writer of both",
+            "nvrx needs a package that is not used: this package's writer replaces that of both "
+            "strategies",
             (RUNNER,), _saves_asynchronously),
 )  # fmt: skip
 """Settings in order: later ones read values set by earlier ones."""

@@ -182,7 +182,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         PARTS_OF_LAYERS,
         lambda config: is_on(config, PARTS_OF_LAYERS) and _keeps_two_slots(config),
-        "two concurrent passes each prefetch a layer, but there are two buffers in all. Set "
+        "two concurrent passes each prefetch a layer, but fixed buffers hold two layers. Set "
         "fsdp_double_buffer, nccl_ub and fsdp_copy_engine_all_gather to False, or use "
         "'optim_grads'",
         "gathered weights in fixed buffers",

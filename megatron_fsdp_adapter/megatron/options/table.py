@@ -299,7 +299,7 @@ OPTIONS: tuple[Option, ...] = (
                   "them"),),
     ),
     Option(
-        GRAD_COMM, Dtype, None, "dtype of gradients on the wire; auto: that of main gradients",
+        GRAD_COMM, Dtype, None, "dtype of communicated gradients; auto: that of main gradients",
         use="bf16 halves the traffic of a slow network", plain="mixed_precision_policy",
         refused=((_other(None, torch.float32, torch.bfloat16),
                   "gradients are communicated in float32 or bfloat16. Leave it unset or use one "
@@ -340,7 +340,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "fsdp_db_use_persist_buf_on_alloc_fail", bool, False,
-        "no effect: every unit fits its slot",
+        "no effect: every unit fits its buffer",
     ),
     Option(
         "nccl_ub", bool, False, in_core=True, some_strategies=True, sets=_slots,
