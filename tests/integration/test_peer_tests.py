@@ -62,7 +62,7 @@ OF_FULLY_SHARD = {
 def test_the_peers_tests_of_fully_shard_pass_with_ours(
     megatron_lm: Path, ranks: int, tests: str
 ) -> None:
-    if not [*(megatron_lm / FOLDER).glob(f"*/{FULLY_SHARD}")]:
+    if not (megatron_lm / FOLDER / "mfsdp_v1" / FULLY_SHARD).exists():  # it imports otherwise
         pytest.skip("this release has no such test")
     if ON_GPUS and torch.cuda.device_count() < ranks:
         pytest.skip(f"it needs {ranks} GPUs")
