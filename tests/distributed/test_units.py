@@ -253,21 +253,22 @@ def _found(name: str, gib: float, kept: tuple[int, int, int], failing: range = r
 ALL_KEPT = (7, 7, ALL_BYTES - 8)
 FOUND = (
     _found("weights", WEIGHTS_GIB, (6, 0, 39_192)),
-    _found("all", ALL_GIB, ALL_KEPT, compare=NEAR),
+    _found("all", ALL_GIB, ALL_KEPT, compare=NEAR, full=True),
     _found("all, one microbatch", ALL_GIB, ALL_KEPT, case={**KEPT_CASE, "microbatches": 1}),
     *(
         _found(f"all from the first step{name}", ALL_GIB, (units, units, ALL_BYTES - 8), steps=5,
                begin=from_the_first_step, reference={"strategy": ZERO_1},
-               case={**KEPT_CASE, **case})
+               case={**KEPT_CASE, **case}, full=name != ", fused")
         for name, units, case in (("", 7, {}), (", fused", 7, {"fused": True}), (", recomputed", 7,
                                   {"recompute": "full-1"}), (", tied", 5, {"tied": True}))
     ),
     _found("then an allocation fails", WEIGHTS_GIB, (3, 1, 19_584), range(5, 6), compare=NEAR,
            steps=10),
-    _found("then all fail", WEIGHTS_GIB, (0, 0, 0), range(5, 60), compare=NEAR, steps=24),
+    _found("then all fail", WEIGHTS_GIB, (0, 0, 0), range(5, 60), compare=NEAR, steps=24,
+           full=True),
     _found("a pass runs out of memory", WEIGHTS_GIB, (0, 0, 0), range(5, 6), (0, 1),
            drive=runs_out_in_step_5, steps=9),
-    _found("nothing is spare", 8 / GIB, (0, 0, 0)),
+    _found("nothing is spare", 8 / GIB, (0, 0, 0), full=True),
 )  # fmt: skip
 
 
