@@ -155,12 +155,12 @@ def _check(given: argparse.Namespace) -> None:
             f"--rank {given.rank} must be from 0 to {given.data_parallel_size - 1} with "
             f"--data-parallel-size {given.data_parallel_size}"
         )
-    if vars(given).get(BUDGET) == AUTO:
+    budget = vars(given).get(BUDGET, 0.0)
+    if budget == AUTO:
         raise ValueError(
             f"{flag(BUDGET)} {AUTO}: depends on the memory that a run leaves. Give the number of "
             "GiB that the run has printed"
         )
-    budget = vars(given).get(BUDGET, 0.0)
     if not (math.isfinite(budget) and budget >= 0):
         raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
     if vars(given).get(UNIT_NUMEL, 0) < 0:

@@ -60,14 +60,6 @@ class AutoBudgetEngine(FsdpEngine):
         super().__init__(*args, **options)
         self.most = self.agreed = self.budget = self.used = 0
         self._steps = self._failures = 0
-        self._layouts = [
-            [group.layout for group in unit.groups if not group.is_single_rank]
-            for unit in self.units
-        ]
-        self._forward_only = [u.ordinal for u in self.units if not u.backward_reads_weights]
-        sharded = [group for group in self.groups if not group.is_single_rank]
-        trained = [group for group in sharded if group.key.requires_grad]
-        self._keeping = KEEPING if all(group.can_keep_grads for group in trained) else KEEPING[:1]
 
     def compared_numbers(self) -> Sequence[int]:
         """The bytes that this rank can spare, negative, so that the largest number of all ranks is
@@ -101,9 +93,13 @@ class AutoBudgetEngine(FsdpEngine):
             self._keep(self.agreed)
 
     def _keep(self, budget: int) -> None:
+        sharded = [[one for one in unit.groups if not one.is_single_rank] for unit in self.units]
+        trained = [one for unit in sharded for one in unit if one.key.requires_grad]
         kept = unsharded_units(
-            self._layouts, self.config.strategy, policy_precision(self.config), budget,
-            self._forward_only, self._keeping,
+            [[group.layout for group in unit] for unit in sharded],
+            self.config.strategy, policy_precision(self.config), budget,
+            [unit.ordinal for unit in self.units if not unit.backward_reads_weights],
+            KEEPING if all(group.can_keep_grads for group in trained) else KEEPING[:1],
         )  # fmt: skip
         for unit, row in zip(self.units, kept.rows, strict=True):
             unit.keep(row)
