@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 import warnings
@@ -26,7 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if int(os.environ.get("RANK", "0")) != 0:
+from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank
+
+if not is_first_rank():
     warnings.simplefilter("ignore")  # once is enough
 
 from lib.bench_subjects import DEFAULT, KINDS, parse_subjects
@@ -218,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         given = parse_arguments(arguments)
     except (ValueError, FileNotFoundError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             print(f"benchmark.py: {error}", file=sys.stderr)
         return 2
     return 0 if (measure if given.ranks is None else measure_apart)(given) else 1

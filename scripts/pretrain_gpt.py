@@ -9,13 +9,14 @@ there in CPU mode (`megatron_fsdp_adapter.launch.cpu_mode`).
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-if int(os.environ.get("RANK", "0")) != 0:
+from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank
+
+if not is_first_rank():
     warnings.simplefilter("ignore")  # once is enough
 
 from lib.check import this_machine, validated
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, lines = validated(parse(arguments), this_machine())
     except (ValueError, FileNotFoundError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return 2
     run(options, lines)

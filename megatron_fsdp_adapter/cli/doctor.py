@@ -28,6 +28,7 @@ from typing import Any
 from megatron_fsdp_adapter.cli import machine, nodes, prove
 from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.cli.output import answer, base_parser
+from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
 from megatron_fsdp_adapter.megatron.compat import patches, releases
 from megatron_fsdp_adapter.megatron.compat.table import NAMES
@@ -227,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     if given.prove:
         return prove.main(given)
     launched = nodes.is_launched(os.environ)
-    quiet = launched and os.environ["RANK"] != "0"
+    quiet = launched and not is_first_rank()
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
         if quiet:
             stack.enter_context(contextlib.redirect_stdout(nowhere))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..core.runtime.launcher import is_first_rank
 from ..megatron.options.settings import (
     RECIPE,
     Change,
@@ -73,7 +74,7 @@ def apply_fsdp_overrides(
         cfg.mixed_precision = module.get_mixed_precision_config(cfg.mixed_precision)
     changes += settle(RECIPE, sections_of(cfg))
     changes += complete_environment(environment)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_rank():
         print(format_changes("apply_fsdp_overrides sets", changes), flush=True)
     raise_problems("The recipe with FullyShardedDataParallel", bridge_problems(cfg, environment))
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..core.runtime.launcher import is_first_rank
 from ..megatron.compat import patches, releases
 from ..megatron.compat.patches import Patch
 from ..megatron.options import capability
@@ -164,10 +165,6 @@ def finish(
         print(format_changes(f"{FSDP_FLAG} sets", changes), flush=True)
     if found:
         refuse(error_message(found))
-
-
-def is_first_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def refuse(message: str) -> NoReturn:

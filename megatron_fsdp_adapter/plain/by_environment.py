@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
+from ..core.runtime.launcher import is_first_rank
+
 VARIABLE = "MEGATRON_FSDP_ADAPTER_USE_AS"
 
 
@@ -27,7 +29,7 @@ def select() -> None:
     from .torch_fsdp import use_as_fsdp2
 
     use_as_fsdp2()
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(
             f"megatron_fsdp_adapter: {VARIABLE}=fsdp2, fully_shard is in the place of torch's",
             file=sys.stderr,

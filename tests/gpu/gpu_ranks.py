@@ -41,8 +41,9 @@ STACKS = "GPU_TEST_STACKS"
 """Names a file to which each rank adds where it is when a check takes longer than `SLOW_S`."""
 SLOW_S = 75
 CROWDED_BYTES = 40 * 2**30
-"""Of device memory that ranks still hold after a check: stock DDP is not given back as a whole (its
-hooks are cycles), so that wide models fill a GPU. New processes go on then."""
+"""Of the device's memory, more than it once was, after a check: stock DDP is not given back as a
+whole (its hooks are cycles), and communicators, which torch does not count, pile up. New processes
+go on then."""
 
 
 NEEDS: Mapping[str, tuple[Callable[[], bool], str]] = {
@@ -74,8 +75,10 @@ def _write(path: str, **line: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def is_crowded() -> bool:
-    return torch.cuda.is_available() and torch.cuda.memory_allocated() > CROWDED_BYTES
+def used_bytes() -> int:
+    """Of the device's memory, whatever uses it; 0 without a GPU."""
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return total - free
 
 
 def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> None:
@@ -83,6 +86,7 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
     each one that all have left."""
     side = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_S * PATIENCE))
     stacks = open(f"{os.environ[STACKS]}.{rank}", "a") if STACKS in os.environ else None  # noqa: SIM115
+    least = used_bytes()
     for name, check in checks.items():
         started = time.monotonic()
         error, value = None, None
@@ -101,8 +105,10 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
         faulthandler.cancel_dump_traceback_later()
         gc.collect()
         torch.cuda.empty_cache()
+        used = used_bytes()
+        least = min(least, used)  # other processes of the device may have ended
         told: list[Any] = [None] * world
-        dist.all_gather_object(told, (error, is_crowded()), group=side)
+        dist.all_gather_object(told, (error, used - least > CROWDED_BYTES), group=side)
         if rank == 0:
             raised = [error for error, _ in told if error is not None]
             seconds = round(time.monotonic() - started, 1)
@@ -239,13 +245,3 @@ class Outcomes:
         line = self._found(name)
         assert not line["errors"], "\n".join(line["errors"])
         print(f"{name}: {line['value']} ({line['seconds']} s)", file=sys.stderr)
-
-
-def names_of(*sets: Outcomes) -> list[str]:
-    """Of the checks of all of them, in order."""
-    return [name for one in sets for name in one.checks]
-
-
-def expect(name: str, *sets: Outcomes) -> None:
-    """The outcome of the check `name`, which is of one of the sets."""
-    next(one for one in sets if name in one.checks).expect(name)

@@ -171,8 +171,8 @@ def says(rank: int, world: int, what: str) -> str:
     if what == "ends":
         os._exit(3)
     if what == "fills the device":
-        gpu_ranks.is_crowded = lambda: True
-    assert what != "behind" or not gpu_ranks.is_crowded(), "in new processes"
+        gpu_ranks.used_bytes = lambda: gpu_ranks.CROWDED_BYTES + 1
+    assert what != "behind" or gpu_ranks.used_bytes() == 0, "in new processes"
     if what == "hangs":
         time.sleep(600)
     return what
