@@ -66,15 +66,6 @@ OPTIMIZER: tuple[Patch, ...] = (
     _step("sharded_state_dict", "optimizer:_sharded_state", "self, ..."),
     _step("sharded_param_state_fsdp_dtensor", "optimizer:_save_state", "self, is_loading"),
     _step("load_state_dict", "optimizer:_load_state", "self, state_dict"),
-    *(
-        Patch(
-            f"{_CORE}.transformer.{module}", f"{owner}.clip_qk", "megatron.qk_clip:clip_sharded",
-            parameters=("self",),
-        )
-        for module, owner in (
-            ("attention", "SelfAttention"), ("multi_latent_attention", "MLASelfAttention")
-        )
-    ),
     Patch(
         f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",
         "ChunkOffloadHandler.tensor_need_offloading_checker",
@@ -168,11 +159,6 @@ NAMES = (
         "megatron.core.distributed.distributed_data_parallel_config",
         "DistributedDataParallelConfig",
         "megatron.options.ddp_config:DistributedDataParallelConfig", stands,
-        required=False, everywhere=True,
-    ),
-    # It looks for layers two levels below a wrapper; ours has one level more.
-    Patch(
-        f"{_OPTIMIZER}.qk_clip", "clip_qk", "megatron.qk_clip:clip_qk", stands,
         required=False, everywhere=True,
     ),
     _helper("uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),

@@ -69,7 +69,6 @@ _NO_GPU = Rule(
     "the model on {0.device}",
 )
 _ON_HOOKS = "a replay calls no saved-tensor hooks. Switch it off"
-_LOGITS = "a replay does not record the largest logits. Switch it off"
 
 GRAPH_RULES: tuple[Rule, ...] = (
     *within(
@@ -143,8 +142,6 @@ GRAPH_RULES: tuple[Rule, ...] = (
         *(
             off(option, reason)
             for option, reason in {
-                "qk_clip": _LOGITS,
-                "log_max_attention_logit": _LOGITS,
                 "cpu_offloading": _ON_HOOKS,
                 "fine_grained_activation_offloading": _ON_HOOKS,
                 "delay_wgrad_compute":

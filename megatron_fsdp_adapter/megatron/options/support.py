@@ -37,6 +37,11 @@ def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
     )
 
 
+_LOGITS = (
+    "after a step core looks for the largest logits in layers of an unwrapped model, and scales "
+    "rows of whole weights. Set it to False"
+)
+
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _other_recipe("fp8", FP8_RECIPES),
     _other_recipe("fp4", FP4_RECIPES),
@@ -86,6 +91,8 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "it is not known how its layers write weight gradients. Set it to False; Transformer "
         "Engine's FP8 recipes are supported",
     ),
+    off("qk_clip", _LOGITS),
+    off("log_max_attention_logit", _LOGITS),
     unset(
         "quant_recipe",
         "recipes for single layers are not supported, only fp8_recipe for the whole model. Leave "
