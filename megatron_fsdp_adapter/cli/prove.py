@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megatron_fsdp_adapter.cli.named_options import named_options
 from megatron_fsdp_adapter.models import sources
-from megatron_fsdp_adapter.prove import ranks, report, run, source
+from megatron_fsdp_adapter.prove import report, run, source
 from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 
 GLOO_RANKS = 4
@@ -99,7 +100,7 @@ def main(given: argparse.Namespace) -> int:
             print(report.render_plan(recipe, plan), flush=True)
         try:
             rows = run.prove(plan, "nccl" if room.cuda else "gloo", given.timeout)
-        except ranks.RanksError as error:
+        except (ProcessExitedException, ProcessRaisedException) as error:
             failed = "doctor --prove: a rank failed (above), nothing is proven"
             print(f"{error}\n{failed}", file=sys.stderr)
             return 1

@@ -6,21 +6,28 @@ another strategy and continue.
 
 from __future__ import annotations
 
+import faulthandler
+import multiprocessing
 import os
+import pickle
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from megatron_fsdp_adapter.checkpoint.digests import silent
 from megatron_fsdp_adapter.core.config import POISON_VARIABLE
 from megatron_fsdp_adapter.diagnostics.progress import progress_bar
 from megatron_fsdp_adapter.megatron.options.table import OPTIONS
-from megatron_fsdp_adapter.prove import compare, ranks
+from megatron_fsdp_adapter.prove import compare
 from megatron_fsdp_adapter.prove.compare import Row
 from megatron_fsdp_adapter.prove.scale_down import (
     ScaledDown,
@@ -110,11 +117,31 @@ def _load(plan: Plan, options: Options, device: torch.device) -> Any:
     return trainer
 
 
-def run_rank(rank: int, world: int, plan: Plan) -> list[Row]:
-    """Runs a rank: the reference, training, save, load under another strategy. Returns its
-    comparisons. Rank 0 shows a progress bar."""
+def _run_rank(
+    rank: int, plan: Plan, backend: str, timeout: float, environment: Mapping[str, str]
+) -> None:
+    """Runs a rank in a process: the reference, training, save, load under another strategy. Leaves
+    its comparisons in a file. Rank 0 shows a progress bar."""
+    # Stacks are printed after the timeout, and by the other ranks when they are ended.
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    faulthandler.register(signal.SIGTERM, chain=True)
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=f"file://{plan.folder}/store", rank=rank,
+        world_size=plan.shrunk.world_size, timeout=timedelta(minutes=2),
+    )  # fmt: skip
     with progress_bar("doctor --prove", "step") if rank == 0 else nullcontext(silent) as advance:
-        return _compared(plan, lambda: advance(1, 2 * (plan.steps + plan.more)))
+        rows = _compared(plan, lambda: advance(1, 2 * (plan.steps + plan.more)))
+    _file_of(plan, rank).write_bytes(pickle.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _file_of(plan: Plan, rank: int) -> Path:
+    return plan.folder / f"rank{rank}"
 
 
 def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
@@ -144,20 +171,21 @@ def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
 
 
 def prove(plan: Plan, backend: str, timeout: float) -> list[Row]:
-    """Runs the ranks; returns the worst rank's row of each comparison. Raises `ranks.RanksError` if
-    a rank fails or hangs."""
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
+    """Runs the ranks; returns the worst rank's row of each comparison. Raises torch's
+    `ProcessRaisedException` or `ProcessExitedException` if a rank fails or hangs."""
+    world, before = plan.shrunk.world_size, dict(os.environ)
+    os.environ.update(ENVIRONMENT, WORLD_SIZE=str(world))
+    # A CUDA context does not survive a fork, and importing Transformer Engine creates one.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload(["megatron_fsdp_adapter.prove.build"])
     try:
-        found = ranks.run_ranks(
-            run_rank, plan.shrunk.world_size, plan, timeout=timeout, backend=backend
+        start_processes(
+            _run_rank, (plan, backend, timeout, dict(os.environ)), world, start_method=method
         )
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
+    found = [pickle.loads(_file_of(plan, rank).read_bytes()) for rank in range(world)]
     return [max(same, key=compare.rank_of) for same in zip(*found, strict=True)]
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fsdp_adapter.prove.ranks import rendezvous
+import torch.distributed as dist
 
 GRACE_S = 10.0
 """Seconds that other ranks may run after one has failed, so that they can report errors."""
@@ -27,8 +27,14 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> st
     used, because its workers outlive a killed launcher."""
     processes: list[subprocess.Popen[bytes]] = []
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, rendezvous(ranks) as where:
-        environment = {**os.environ, **where, "PYTHONUNBUFFERED": "1"}
+    # Its port stays in use; a free port passed to rank 0 could be taken before it listens.
+    store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+    environment = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    with log.open("wb") as output:
         try:
             for rank in range(ranks):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

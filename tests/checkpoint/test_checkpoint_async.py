@@ -36,7 +36,7 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron_fsdp_adapter.prove.ranks import end_with_parent, running
+from tests.ranks import end_with_parent, running
 
 
 class Gate:

@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.cli import doctor, machine, nodes
 from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron.compat.table import installed
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
-from megatron_fsdp_adapter.prove.ranks import rendezvous
+from tests.ranks import rendezvous
 
 
 def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fsdp_adapter.prove import ranks
+from tests import ranks
 from tests.distributed.gloo_device import with_one_device
 from tests.one_rank import as_one_of_many_in
 

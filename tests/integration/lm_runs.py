@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fsdp_adapter.prove.ranks import rendezvous
+from tests.ranks import rendezvous
 from tests.integration import lm_log
 from tests.integration.warm_start import SERVE, Rank, Server
 

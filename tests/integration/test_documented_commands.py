@@ -32,7 +32,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp_adapter.prove.ranks import rendezvous
+from tests.ranks import rendezvous
 from tests.test_prose import PAGES, without_code
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS_RANKS = """
 import multiprocessing, pathlib, subprocess, time
 from unittest import mock
-from megatron_fsdp_adapter.prove import ranks
+from tests import ranks
 
 HERE = pathlib.Path(__file__).parent
 

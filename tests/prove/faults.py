@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.engine import construction
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
 from megatron_fsdp_adapter.core.engine.reduction import Reduction
+
+def wait_for_ever() -> None:
+    time.sleep(1e6)
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("of rank 1")
+    wait_for_ever()
+
 
 UNIT = "decoder.layers.1"
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import shlex
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_fsdp_adapter.cli import doctor
-from megatron_fsdp_adapter.prove import ranks, run, source
+from megatron_fsdp_adapter.cli import prove as cli
+from megatron_fsdp_adapter.prove import run, source
 from megatron_fsdp_adapter.prove.compare import Row
 from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 from tests.prove import faults
@@ -68,16 +72,23 @@ def test_two_instances_are_proven(tmp_path: Path) -> None:
     assert [row for row in rows if not row.holds] == []
 
 
-def test_a_rank_that_fails_is_said_in_the_last_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*unused: Any) -> list[Row]:
-        raise ranks.RanksError("rank 1\nTraceback")
-
-    monkeypatch.setattr(run, "prove", fails)
-    assert doctor.main(["--prove", "--preset=llama3-8b"]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "doctor --prove: a rank failed (above), nothing is proven"
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [(faults.fail_on_one, ["ValueError: of rank 1"]),
+     pytest.param(faults.wait_for_ever, ["in wait_for_ever"] * 2, marks=pytest.mark.full)],
+)  # fmt: skip
+def test_a_rank_that_fails_or_hangs_ends_all_and_their_stacks_are_shown(
+    fault: Callable[[], None], says: list[str], monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would print elsewhere
+    planned = functools.partial(run.Plan, prepare=fault)
+    monkeypatch.setattr(cli, "run", SimpleNamespace(Plan=planned, prove=run.prove))
+    words = [f"--set={name}={value!r}" for name, value in MODEL.items()]
+    assert doctor.main(["--prove", "--ranks=2", "--timeout=30", *words]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if says[0] in line]) == len(says)
+    assert lines[-1] == "doctor --prove: a rank failed (above), nothing is proven"
 
 
 FAULTS = [

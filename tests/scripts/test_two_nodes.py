@@ -14,7 +14,7 @@ import psutil
 import pytest
 from script_runs import ROOT, SCRIPTS, TINY, Log, Train
 
-from megatron_fsdp_adapter.prove.ranks import rendezvous
+from tests.ranks import rendezvous
 
 SRUN = """#!/usr/bin/env python3
 import os, subprocess, sys

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.prove import ranks
+from tests import ranks
 from tests.distributed.launch import run_ranks
 
 
