@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 import warnings
-from types import ModuleType
 
 from . import __version__
 
@@ -59,21 +58,15 @@ USAGE = f"""\
 usage: megatron-fsdp-adapter COMMAND ...
        megatron-fsdp-adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
        megatron-fsdp-adapter --version
-       megatron-fsdp-adapter --print-completion SHELL
 
 commands (each has --help):
 {COMMAND_LINES}
 
 A script runs with the wrapper installed, and gets all arguments after it; under torchrun:
     torchrun ... -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
---print-completion prints what completes commands and options in bash, zsh or fish, once sourced.
 `python -m megatron_fsdp_adapter` is the same as `megatron-fsdp-adapter`.
 
 Exit status: that of the command or script; 2 for bad arguments."""
-
-
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"megatron_fsdp_adapter.cli.{command}")
 
 
 def _command(argv: list[str]) -> int:
@@ -89,7 +82,8 @@ def _command(argv: list[str]) -> int:
             print(f"{argv[0]}: {word}: {gone}", file=sys.stderr)
             return 2
     try:
-        status = int(_module(argv[0]).main(argv[1:]))
+        module = importlib.import_module(f"megatron_fsdp_adapter.cli.{argv[0]}")
+        status = int(module.main(argv[1:]))
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -117,10 +111,6 @@ def main(argv: list[str] | None = None) -> int:
         from .launch.runner import run
 
         return run(argv)
-    if argv and argv[0] == "--print-completion":
-        from .cli.completion import print_completion
-
-        return print_completion(argv[1:], {name: _module(name) for name in COMMANDS}, COMMANDS)
     if argv == ["--version"]:
         print(f"megatron_fsdp_adapter {__version__}")
         return 0

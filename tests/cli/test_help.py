@@ -6,7 +6,6 @@ import argparse
 import importlib
 import io
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -93,29 +92,6 @@ def test_what_was_removed_is_refused_by_name(words: str, capsys: Captured) -> No
     command, option = words.split()
     assert main([command, f"{option}=1"]) == 2
     assert capsys.readouterr().err == f"{command}: {option}=1: {REMOVED[words]}\n"
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_names_every_command_and_its_options(shell: str, capsys: Captured) -> None:
-    assert main(["--print-completion", shell]) == 0
-    script = capsys.readouterr().out
-    for command in COMMANDS:
-        assert re.search(rf"\b{command}\b", script), command
-    for option in ("--world-size", "--weights-only", "--no-values", "--gpus", "--match"):
-        assert option in script
-    if shell == "bash":
-        asked = "COMP_WORDS=(megatron-fsdp-adapter pl) COMP_CWORD=1"
-        done = subprocess.run(
-            ["bash", "-c", f"{script}\n{asked}\n_shtab_megatron_fsdp_adapter\necho $COMPREPLY"],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.stdout == "plan\n" and not done.stderr
-
-
-@pytest.mark.parametrize("words", [[], ["sh"], ["bash", "zsh"]])
-def test_completion_of_another_shell_is_refused(words: list[str], capsys: Captured) -> None:
-    assert main(["--print-completion", *words]) == 2
-    assert "Name one of bash, zsh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

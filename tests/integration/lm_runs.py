@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ranks import rendezvous
 from tests.integration import lm_log
 from tests.integration.warm_start import SERVE, Rank, Server
+from tests.ranks import rendezvous
 
 ROOT = Path(__file__).parents[2]
 HARNESSES = ROOT / "tests" / "integration"

@@ -14,6 +14,7 @@ from megatron_fsdp_adapter.core.engine import construction
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
 from megatron_fsdp_adapter.core.engine.reduction import Reduction
 
+
 def wait_for_ever() -> None:
     time.sleep(1e6)
 
