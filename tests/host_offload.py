@@ -1,18 +1,15 @@
-"""Stand-ins that let core's and Transformer Engine's offload of activations run on the host:
-streams and events that do nothing, copies that are made at once, and the host for the GPU.
+"""Stand-ins that let core's offload of activations run on the host: streams and events that do
+nothing, copies that are made at once, and the host for the GPU.
 
-What is copied, when, and what backward is given is theirs: core 0.16.1 to 0.19.2, Transformer
-Engine 2.11 and 2.20, unmodified but for the device they ask for.
+What is copied, when, and what backward is given is core's: 0.16.1 to 0.19.2, unmodified but for
+the device it asks for.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -109,63 +106,3 @@ def core_offloads_on_the_host() -> Iterator[Copied]:
         module.PipelineOffloadManager.reset_instance()
         yield copied
     module.PipelineOffloadManager.OFFLOAD_MGR = None
-
-
-ON_HOST = (
-    ('t.device.type == "cuda"', 't.device.type == "cpu"'),
-    ("t.numel() < 256 * 1024", "t.numel() < 2"),
-)
-"""What Transformer Engine asks of a tensor, and what it is to ask here; the second is 2.20's."""
-
-
-def te_offload_module(folder: Path, see: Callable[[torch.Tensor], None]) -> Any:
-    """`transformer_engine.pytorch.cpu_offload` of the release in `folder`, for the host. `see` is
-    told each tensor that is copied."""
-    source = (folder / "transformer_engine/pytorch/cpu_offload.py").read_text()
-    assert ON_HOST[0][0] in source, "the question has another form in this release"
-    for asked, instead in ON_HOST:
-        source = source.replace(asked, instead)
-    dropped = ("import transformer_engine", "from transformer_engine", "import torch", "from __fu")
-    kept = [line for line in source.splitlines() if not line.startswith(dropped)]
-    begin = next(i for i, line in enumerate(kept) if line.startswith("from .quantized_tensor"))
-    end = next(i for i, line in enumerate(kept[begin:], begin) if line.startswith(")"))
-    text = "from __future__ import annotations\n" + "\n".join(kept[:begin] + kept[end + 1 :])
-
-    class TorchOnHost(_TorchOnHost):
-        @staticmethod
-        def empty_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
-            if options.pop("pin_memory", False):
-                see(like)
-            return torch.empty_like(like, **options)
-
-    module = types.ModuleType("offload_of_transformer_engine")
-    module.__dict__.update(
-        torch=TorchOnHost(), QuantizedTensor=type("QuantizedTensor", (), {}),
-        prepare_for_saving=lambda *tensors: (list(tensors), None), te=None, v1_code_path=None,
-        restore_from_saved=lambda found, tensors: None,
-        TEDebugState=types.SimpleNamespace(debug_enabled=False),
-    )  # fmt: skip
-    sys.modules[module.__name__] = module  # dataclasses look it up
-    exec(compile(text, str(folder / "cpu_offload.py"), "exec"), module.__dict__)
-    return module
-
-
-@contextmanager
-def te_offloads_on_the_host(folder: Path) -> Iterator[Copied]:
-    """`cpu_offloading` of megatron-core, by Transformer Engine of the release in `folder`."""
-    from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer import transformer_block
-
-    copied = Copied()
-    module = te_offload_module(folder, copied.see)
-
-    def context(enabled: bool, layers: int, of: int, *rest: Any) -> Any:
-        return module.get_cpu_offload_context(enabled, layers, of, *rest[:3])
-
-    mlp = importlib.import_module("megatron.core.transformer.mlp")
-    with (
-        mock.patch.object(transformer_block, "get_cpu_offload_context", context),
-        mock.patch.object(layers, "HAVE_TE", True),
-        mock.patch.object(mlp, "HAVE_TE", True),
-    ):
-        yield copied

@@ -97,14 +97,6 @@ def check_step(ours: Step, reference: Step, label: str) -> None:
     check_loss(ours.loss, reference.loss, label, NORM)
 
 
-def check_run(ours: Iterable[Step], reference: Iterable[Step], label: str) -> None:
-    """Show (b): both ran free from the same initial weights."""
-    for number, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
-        check_loss(mine.loss, theirs.loss, f"{label} step {number}")
-        check_norm(mine.norm, theirs.norm, f"{label} step {number}", FREE)
-        check_weights(mine.weights, theirs.weights, f"{label} step {number}")
-
-
 def check_same_bits(ours: Tensors, reference: Tensors, label: str) -> None:
     assert_same_names(ours, reference, label)
     for name, expected in reference.items():

@@ -1,13 +1,9 @@
-"""A stand-in for the package `deep_ep`, on gloo: what its two buffers return, and none of its
-kernels, streams or memory. With it core's flex dispatcher runs without a GPU.
+"""A stand-in for HybridEP of the package `deep_ep`, on gloo: what its buffer returns, and none of
+its kernels, streams or memory. With it core's flex dispatcher runs without a GPU.
 
-`Buffer` is checked against DeepEP's `deep_ep/buffers/legacy.py` and the assertions of
-`csrc/legacy/buffer.hpp` (main of 2026-08). Kinder than the real one: activations of any floating
-type (DeepEP: bf16), of any width (a multiple of 16 bytes), and no buffer that is too small.
-`HybridEPBuffer` is checked against `hybrid_ep_buffer.py` of the branch hybrid-ep, whose handle
-has 11 members, of which core reads the last. Experts' rows are not padded to `pad_multiple` here.
-
-Everything that the buffers are given is noted, so that a test can tell whose memory it was.
+Checked against `hybrid_ep_buffer.py` of the branch hybrid-ep, whose handle has 11 members, of which
+core reads the last. Experts' rows are not padded to `pad_multiple` here. Everything that the buffer
+is given is noted, so that a test can tell whose memory it was.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,15 +19,6 @@ import torch.distributed as dist
 
 GIVEN: list[torch.Tensor] = []
 """Tensors that the dispatcher handed over, in order."""
-
-
-def matrices(x: torch.Tensor, *weights: torch.Tensor | None) -> None:
-    """What DeepEP demands of activations (tokens, hidden) and of float32 weights (tokens, k)."""
-    assert x.dim() == 2 and x.is_contiguous(), x.shape
-    for one in weights:
-        if one is not None:
-            assert one.dim() == 2 and one.is_contiguous() and len(one) == len(x), one.shape
-            assert one.dtype == torch.float32, one.dtype
 
 
 def noted(*tensors: torch.Tensor | None) -> None:
@@ -74,72 +61,6 @@ def route_of(wanted: torch.Tensor, group: Any) -> Route:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return Route(tokens, sent.tolist(), received.tolist(), wanted.shape[0], group)
-
-
-class EventHandle:
-    """Of a stream that has always finished."""
-
-
-class EventOverlap:
-    def __init__(self, event: Any = None) -> None:
-        pass
-
-    def current_stream_wait(self) -> None:
-        pass
-
-
-class Buffer:
-    """DeepEP: a token goes once to each rank that has an expert of its, and experts take it from
-    there."""
-
-    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
-        self.group = group
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-
-    @staticmethod
-    def get_dispatch_config(size: int) -> Any:
-        return SimpleNamespace(
-            get_nvl_buffer_size_hint=lambda hidden, ranks: hidden * ranks,
-            get_rdma_buffer_size_hint=lambda hidden, ranks: 0,
-        )
-
-    get_combine_config = get_dispatch_config
-
-    @staticmethod
-    def set_num_sms(number: int) -> None:
-        pass
-
-    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **how: Any) -> Any:
-        noted(topk_idx)
-        assert topk_idx.dim() == 2 and topk_idx.is_contiguous() and topk_idx.dtype == torch.int64
-        size = self.group.size()
-        experts = (topk_idx[..., None] == torch.arange(num_experts)).any(1)
-        by_rank = experts.view(len(topk_idx), size, -1).any(-1)
-        return by_rank.sum(0), None, experts.sum(0), by_rank, EventOverlap()
-
-    def dispatch(self, x: torch.Tensor, handle: Any = None, topk_idx: Any = None,
-                 topk_weights: Any = None, is_token_in_rank: Any = None,
-                 num_tokens_per_expert: Any = None, **how: Any) -> Any:  # fmt: skip
-        matrices(x, topk_weights)
-        noted(x, topk_idx, topk_weights)
-        assert (topk_idx is None) == (topk_weights is None)
-        if handle is not None:
-            assert topk_idx is None  # a route is used again without them
-            return handle.there(x), None, None, None, None, EventOverlap()
-        route = route_of(is_token_in_rank, self.group)
-        here = num_tokens_per_expert.numel() // self.group.size()
-        local = route.there(topk_idx) - here * self.group.rank()
-        others = (local < 0) | (local >= here)
-        weights = route.there(topk_weights).masked_fill(others, 0.0)
-        local = local.masked_fill(others, -1)
-        counts = [int((local == expert).sum()) for expert in range(here)]
-        return route.there(x), local, weights, counts, route, EventOverlap()
-
-    def combine(self, x: torch.Tensor, handle: Any, topk_weights: Any = None, **how: Any) -> Any:
-        matrices(x, topk_weights)
-        noted(x, topk_weights)
-        weights = None if topk_weights is None else handle.back(topk_weights)
-        return handle.back(x), weights, EventOverlap()
 
 
 class HybridEPBuffer:
@@ -195,13 +116,10 @@ class HybridEPBuffer:
 def install() -> None:
     """Lets core find the stand-in in this process, for good: a rank of a test."""
     package = ModuleType("deep_ep")
-    package.Buffer, package.HybridEPBuffer = Buffer, HybridEPBuffer  # type: ignore[attr-defined]
-    utils = ModuleType("deep_ep.utils")
-    utils.EventHandle, utils.EventOverlap = EventHandle, EventOverlap  # type: ignore[attr-defined]
-    sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
+    package.HybridEPBuffer = HybridEPBuffer  # type: ignore[attr-defined]
+    sys.modules["deep_ep"] = package
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     found = importlib.reload(fused_a2a)
-    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch",
-                 "hybrid_ep_combine"):  # fmt: skip
+    for name in ("hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(token_dispatcher, name, getattr(found, name))

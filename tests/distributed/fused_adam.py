@@ -10,7 +10,8 @@ moments, no decoupled gradients, no `initialize_state` and no `state_dict` of it
 without a gradient gets no state; `add_param_group` is of no use, as it steps the groups that it was
 made with.
 
-Left out: weights in fp8 and moments in fp16 or fp8 (refused here), a gradient scaler. Added: an
+Left out: weights in fp8 and moments in fp16 or fp8 (refused here), main weights of its own, a
+gradient scaler, `zero_grad`. Added: an
 assertion that no tensor is empty or a DTensor, which the kernels do not say. It is elementwise, so
 a step on rows is the rows of a step.
 """
@@ -42,7 +43,6 @@ class FusedAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
@@ -53,10 +53,7 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
-        set_grad_none: bool | None = None,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("no AMSGrad")
         for dtype in (exp_avg_dtype, exp_avg_sq_dtype):
             assert dtype in (torch.float32, torch.bfloat16), "the stand-in knows no scales"
         defaults = {
@@ -77,29 +74,11 @@ class FusedAdam(torch.optim.Optimizer):
         self.store_param_remainders = (
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
         )
-        self.set_grad_none = set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        to_none = self.set_grad_none if set_to_none is None else set_to_none
-        to_none = True if to_none is None else to_none
-        if not self.use_decoupled_grad and not to_none:
-            super().zero_grad(set_to_none=False)
-            return
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            if not self.use_decoupled_grad:
-                param.grad = None
-            elif to_none:
-                param.decoupled_grad = None
-            else:
-                param.decoupled_grad.zero_()
 
     def initialize_state(self, param: Any, store_param_remainders: bool) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             dtype = self.name_to_dtype_map[name]
             self.state[param][name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
-        if self.master_weights:
-            assert not store_param_remainders
-            self.state[param]["master_param"] = param.clone().detach().float()
 
     def get_unscaled_state(self, param: Any, name: str) -> torch.Tensor:
         value = self.state[param][name]
@@ -133,16 +112,13 @@ class FusedAdam(torch.optim.Optimizer):
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         return dict(zip(keys, own, strict=True))
 
-    def step(self, closure: Any = None, grad_scaler: None = None) -> Any:
-        assert grad_scaler is None
-        loss = None if closure is None else closure()
-        with torch.no_grad():  # the kernels know no autograd
-            for group in self.param_groups:
-                if len(group["params"]) > 0 or self.COUNTS_EMPTY_GROUPS:
-                    self._count(group)
-                if len(group["params"]) > 0:
-                    self._step_group(group)
-        return loss
+    @torch.no_grad()  # the kernels know no autograd
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if len(group["params"]) > 0 or self.COUNTS_EMPTY_GROUPS:
+                self._count(group)
+            if len(group["params"]) > 0:
+                self._step_group(group)
 
     def _count(self, group: dict[str, Any]) -> None:
         group["step"] = group.get("step", 0) + 1

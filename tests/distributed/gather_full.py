@@ -1,12 +1,14 @@
-"""Gathers whole values of sharded parameters, for comparison with an unsharded model."""
+"""Gathers whole values of sharded parameters, ours and those that stock DDP's distributed optimizer
+splits, for comparison with an unsharded model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_fsdp_adapter.checkpoint.names import split_depth
 
@@ -50,3 +52,53 @@ def full_values(
             mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
         found |= {name: value.to(local[name].device) for name, value in mine.items()}
     return {name: found[name].view(pair.unsharded.shape) for name, pair in named if name in found}
+
+
+# What stock DDP's distributed optimizer splits.
+
+
+def optimizers_of(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def main_piece(param: Any, rows: slice) -> torch.Tensor:
+    """A float32 parameter is its own main weight."""
+    main = getattr(param, "main_param", None)
+    return param.detach().view(-1)[rows] if main is None else main
+
+
+def pieces_of(optimizer: Any) -> Mapping[int, slice]:
+    """By the id of a parameter, the range of it, flat, that this rank's optimizer steps."""
+    pieces = {}
+    for one in optimizers_of(optimizer):
+        for param in getattr(one, "model_param_gbuf_map", ()):
+            held = one._get_model_param_range_map(param)["param"]
+            pieces[id(param)] = slice(held.start, held.end)
+    return pieces
+
+
+def put_together(
+    named: Iterable[tuple[str, Any]], optimizer: Any,
+    piece_of: Callable[[Any, slice], torch.Tensor],
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What is split over the data-parallel ranks of an instance, whole and float32, of every
+    trained parameter: `piece_of` gives this rank's piece, a range of the flat parameter;
+    collective."""
+    pieces, found = pieces_of(optimizer), {}
+    for name, param in named:
+        if not param.requires_grad:
+            continue
+        whole = torch.zeros(param.numel(), device=param.device)
+        rows = pieces.get(id(param))
+        if rows is not None:
+            whole[rows] = piece_of(param, rows).detach().view(-1).float()
+        group = (
+            parallel_state.get_data_parallel_group(
+                with_context_parallel=True, partial_data_parallel=True
+            )
+            if getattr(param, "allreduce", True)
+            else parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+        )
+        dist.all_reduce(whole, group=group)
+        found[name] = whole.view(param.shape)
+    return found

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
-from tests.distributed.gather_full import plain_name
+from tests.distributed.gather_full import main_piece, optimizers_of, plain_name, put_together
 from tests.distributed.groups import everyones, use_groups
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -384,66 +384,43 @@ def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     if trainer.strategy is not None:
         trainer.wrapper.stop_communication()
-        return full_all({plain_name(n): p for n, p in trainer.wrapper.named_parameters()})
+        return full_all(dict(named_parameters(trainer)))
     return ddp_main_weights(trainer)
 
 
 def ddp_main_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Stock main weights, float32, put together from every rank's flat piece."""
+    """Stock main weights, float32."""
     trainer.wrapper.start_param_sync(force_sync=True)
-    out = {}
-    for name, param in trainer.wrapper.named_parameters():
-        out[plain_name(name)] = param.detach().float().cpu().clone()
-    if trainer.case.dtype == torch.float32:
-        return out
-    names = {id(p): plain_name(n) for n, p in trainer.wrapper.named_parameters()}
-    mine = []
-    inner = distributed_optimizer(trainer)
-    for models, shards in zip(
-        inner.model_float16_groups, inner.shard_fp32_from_float16_groups, strict=True
-    ):
-        for param, shard in zip(models, shards, strict=True):
-            held = inner._get_model_param_range_map(param)["param"]
-            mine.append((names[id(param)], held.start, shard.detach().cpu()))
-    for piece in everyones(mine):
-        for name, start, shard in piece:
-            out[name].view(-1)[start : start + shard.numel()] = shard
-    return out
+    whole = {name: p.detach().float().cpu().clone() for name, p in named_parameters(trainer)}
+    if trainer.case.dtype != torch.float32:
+        mains = put_together(named_parameters(trainer), trainer.optimizer, main_piece)
+        whole |= {name: main.cpu() for name, main in mains.items()}
+    return whole
+
+
+def named_parameters(trainer: Trainer) -> list[tuple[str, Any]]:
+    return [(plain_name(name), param) for name, param in trainer.wrapper.named_parameters()]
 
 
 def distributed_optimizer(trainer: Trainer) -> Any:
     """The one `DistributedOptimizer`; stock DDP's comes in a chain of one."""
-    chain = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
-    assert len(chain) == 1
-    return chain[0]
+    [found] = optimizers_of(trainer.optimizer)
+    return found
 
 
 def ddp_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Stock reduced gradients, full, by name; NaN where no rank holds the reduced value."""
-    inner = distributed_optimizer(trainer)
-    names = {id(p): plain_name(n) for n, p in trainer.wrapper.named_parameters()}
-    mine = []
-    for param in inner.model_param_gbuf_map:  # those of which this rank holds a piece
-        held = inner._get_model_param_range_map(param)["param"]
-        piece = param.main_grad.reshape(-1)[held.start : held.end].detach().float().cpu().clone()
-        mine.append((names[id(param)], tuple(param.shape), held.start, piece))
-    out: dict[str, torch.Tensor] = {}
-    for part in everyones(mine):
-        for name, shape, start, piece in part:
-            target = out.setdefault(name, torch.full(shape, float("nan")))
-            target.view(-1)[start : start + piece.numel()] = piece
-    return out
+    """Stock reduced gradients, full, by name; zero where no rank holds the reduced value."""
+    found = put_together(
+        named_parameters(trainer), trainer.optimizer,
+        lambda param, rows: param.main_grad.reshape(-1)[rows],
+    )  # fmt: skip
+    return {name: grad.cpu() for name, grad in found.items()}
 
 
 def our_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Our reduced gradients, full, by name."""
-    return full_all(
-        {
-            plain_name(name): param.grad
-            for name, param in trainer.wrapper.named_parameters()
-            if param.requires_grad
-        }
-    )
+    named = named_parameters(trainer)
+    return full_all({name: param.grad for name, param in named if param.requires_grad})
 
 
 def load_weights(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:

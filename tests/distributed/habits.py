@@ -158,32 +158,6 @@ def inner_model_called(trainer: Trainer, number: int, rank: int) -> Step:
     return finished(trainer, loss + backward_of(trainer, inner_model(trainer.wrapper), third))
 
 
-def generate(trainer: Trainer, tokens: torch.Tensor, steps: int = 4) -> torch.Tensor:
-    """Appends the likeliest token, again and again: inputs of another length in each forward."""
-    for _ in range(steps):
-        length = tokens.shape[1]
-        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
-        logits = trainer.wrapper(tokens, positions, mask[None, None])
-        tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return tokens
-
-
-def generating(trainer: Trainer, number: int, rank: int) -> Step:
-    """Generation before each step and, with accumulated gradients, in the middle of it. Tokens are
-    whole numbers, added to the loss: one that differs is seen in its bound."""
-    data = data_of(trainer, number, rank)
-    with torch.inference_mode():
-        before = generate(trainer, data[0][:, :2])
-    start_step(trainer)
-    with trainer.wrapper.no_sync():
-        loss = backward_of(trainer, trainer.wrapper, data[0])
-    with torch.inference_mode():
-        between = generate(trainer, data[1][:, :2])
-    loss += backward_of(trainer, trainer.wrapper, data[1])
-    return finished(trainer, loss + float(before.sum() + between.sum()))
-
-
 def _habit(
     name: str, change: Any = Variant.change, case: Any = None, drive: Drive = train, **more: Any
 ) -> Variant:
@@ -215,7 +189,6 @@ ROWS: tuple[Variant, ...] = (
     _habit("reentrant checkpoint around layers", checkpoint_layers(use_reentrant=True)),
     _habit("inner model called", drive=inner_model_called),
     _habit("hybrid of transformer and Mamba layers", add_mamba_layers),
-    _habit("generation in inference mode", drive=generating),
     _habit(
         "units inside units, full recompute", case={**NO_BIAS, "recompute": "full-1"},
         wrapper=NESTED,

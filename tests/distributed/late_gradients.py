@@ -1,5 +1,5 @@
-"""Plain models and loops in which gradients arrive late, outputs hide from pytree, or gradients of
-inputs are asked for: each as a model and a way to run the forwards and backwards of one step."""
+"""Plain models and loops in which gradients arrive late, or gradients of inputs are asked for: each
+as a model and a way to run the forwards and backwards of one step."""
 
 from __future__ import annotations
 
@@ -111,32 +111,6 @@ class Repeating(Chain):
     times = 3
 
 
-# Outputs that pytree does not see.
-
-
-@dataclass
-class Answer:
-    hidden: torch.Tensor
-    note: str = ""
-
-
-@dataclass
-class Nested:
-    inner: list[Answer]
-
-
-class ReturnsNested(Block):
-    def forward(self, x: Any) -> Any:
-        hidden = x.inner[0].hidden if isinstance(x, Nested) else x
-        return Nested([Answer(self.compute(hidden))])
-
-
-class Unpacked(Chain):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: Any = self.run(self.first(x))
-        return self.last(found.inner[0].hidden)
-
-
 # Gradients of inputs.
 
 
@@ -183,34 +157,6 @@ def gradient_penalty(model: nn.Module, step: int, rank: int, no_sync: NoSync) ->
     (out.mean() - other.mean() + (grad.norm(dim=-1) - 1).square().mean()).backward()
 
 
-# Units that are embeddings, and whose backward reads the table.
-
-
-class Computes(nn.Embedding):
-    """By a product with the normalized table, beside the look-up."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        table = nn.functional.normalize(self.weight)
-        return 0.5 * x + super().forward(x.argmax(-1)) + 0.1 * nn.functional.linear(x, table)
-
-
-class Adapted(nn.Embedding):
-    """With low-rank matrices beside the table."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.down = nn.Parameter(torch.randn(WIDTH, 2))
-        self.up = nn.Linear(2, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.argmax(-1)
-        adapted = self.up(nn.functional.embedding(rows, self.down))
-        return 0.5 * x + super().forward(rows) + 0.1 * adapted
-
-
 # Gradients inside of a forward, which goes on after them.
 
 
@@ -249,6 +195,10 @@ class TakesSlope(Block):
         for _ in range(2 if x.requires_grad else 0):
             x = x + 0.1 * _slope(self.compute(x), x)
         return self.compute(x)
+
+
+class TakesSlopes(Chain):
+    block = TakesSlope
 
 
 def evaluated_too(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
@@ -290,23 +240,16 @@ class Habit:
     drive: Drive = plainly
 
 
-def with_blocks(kind: type[nn.Module], model: type[Chain] = Chain) -> type[Chain]:
-    return type(f"{model.__name__}{kind.__name__}", (model,), {"block": kind})
-
-
 HABITS: dict[str, Habit] = {
     "teacher first": Habit(drive=teacher_first),
     "microbatches in one autocast": Habit(drive=microbatches_in_one_context),
     "evaluation in between": Habit(Repeating, evaluation_in_between),
-    "dataclass in a list in a dataclass": Habit(with_blocks(ReturnsNested, Unpacked)),
     "saliency between backwards": Habit(drive=saliency_between),
     "saliency with frozen layers": Habit(drive=saliency_of_frozen_layers),
     "gradient penalty": Habit(drive=gradient_penalty),
-    "table that computes": Habit(with_blocks(Computes)),
-    "table with adapters": Habit(with_blocks(Adapted)),
     "forces": Habit(Forces, evaluated_too),
     "slope between units": Habit(SlopeBetweenUnits, evaluated_too),
-    "slope inside of units": Habit(with_blocks(TakesSlope)),
+    "slope inside of units": Habit(TakesSlopes),
     "all of it computed again": Habit(drive=checkpointed),
     "all of it computed again, not reentrant": Habit(drive=checkpointed_without_reentrance),
 }

@@ -1,10 +1,9 @@
-"""Models that the matrix has none of: two towers, and latent attention of the tests."""
+"""Models that the matrix has none of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -13,12 +12,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import (
-    MLATransformerConfig,
-)
 from torch import nn
 
 from .gpt import Case
@@ -36,8 +31,8 @@ ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 # Models. Each is called like a GPTModel and returns the losses of the tokens.
 
 
-def gpt(config: Any, tied: bool, spec: Any = None) -> GPTModel:
-    spec = spec or get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
+def gpt(config: Any, tied: bool) -> GPTModel:
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
@@ -46,35 +41,6 @@ def gpt(config: Any, tied: bool, spec: Any = None) -> GPTModel:
         share_embeddings_and_output_weights=tied, position_embedding_type="rope",
         mtp_block_spec=mtp,
     )  # fmt: skip
-
-
-class WideKeysAttention(nn.Module):
-    """Causal attention whose keys are wider than its values. Core's own has one width for both;
-    for latent attention it takes Transformer Engine's."""
-
-    def __init__(self, config: Any, *unused: Any, softmax_scale: float, **more: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query: Any, key: Any, value: Any, *unused: Any, **more: Any) -> torch.Tensor:
-        """(sequence, batch, heads, width) three times -> (sequence, batch, heads * width)."""
-        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
-        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
-
-
-def latent_attention() -> nn.Module:
-    config = model_config(
-        ALONE, CASE, MLATransformerConfig, q_lora_rank=10, kv_lora_rank=12, qk_head_dim=8,
-        qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope",
-    )  # fmt: skip
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
-    spec.submodules.self_attention.submodules.core_attention = WideKeysAttention
-    # Without Transformer Engine core takes what stands in for its classes for the classes.
-    has_te = isinstance(multi_latent_attention.TELinear, type)
-    with mock.patch.object(multi_latent_attention, "HAVE_TE", has_te):
-        return gpt(config, False, spec)
 
 
 class TwoTowers(MegatronModule):

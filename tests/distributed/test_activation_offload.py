@@ -1,16 +1,15 @@
 """Activations that are kept on the host between forward and backward: losses and weights are those
 of a run without, bit for bit, and none of the wrapper's buffers is among what is copied.
 
-Core's own offload inside of layers and Transformer Engine's around them, with a stand-in for CUDA's
-streams, on which nothing runs late. On GPUs: tests/gpu/test_gpu_offload.py. Hooks of a user's:
-tests/engine/test_engine_saved.py, and cells of the matrix.
+Core's own offload inside of layers, with a stand-in for CUDA's streams, on which nothing runs late.
+On GPUs, with Transformer Engine's around layers too: tests/gpu/test_gpu_offload.py. Hooks of a
+user's: tests/engine/test_engine_saved.py, and cells of the matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,8 +29,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.shared_ranks import on_ranks
 from tests.engine.engine_cases import buffers_of
-from tests.host_offload import Copied, core_offloads_on_the_host, te_offloads_on_the_host
-from tests.quantized.te_extension import FOLDERS
+from tests.host_offload import Copied, core_offloads_on_the_host
 
 CASE = Case(num_layers=4, hidden=24, ffn=40, seq=8)
 CONTIGUOUS = ("attn_norm", "qkv_linear", "mlp_norm")
@@ -147,32 +145,8 @@ def test_core_offloads_parts_of_layers_and_no_weight(
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
-# Transformer Engine's offload of layers.
-
-
-@pytest.mark.skipif(not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with TE's files")
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-@pytest.mark.parametrize(
-    "case", (CASE.but(microbatches=1, bf16=True), CASE.but(microbatches=3, tied=True))
-)
-@pytest.mark.parametrize("strategy", [STRATEGIES[3], *NOT_ZERO_3])
-@on_ranks(2)
-def test_transformer_engine_offloads_layers_and_no_weight(
-    rank: int, folder: Path, strategy: str, case: Case
-) -> None:
-    device = init_megatron()
-    with views_are_saved():
-        expected = train(case, strategy, device, rank)
-        for number in (0, 2, 3):
-            options = {"cpu_offloading": True, "cpu_offloading_num_layers": number}
-            with te_offloads_on_the_host(folder) as copied, config_with(**options):
-                found = train(case, strategy, device, rank, copied.watch(storages))
-            assert bool(copied.count) is bool(number) and not copied.found, copied.found
-            same(found, expected, f"{number} layers")
-
-
 def test_the_stand_ins_copy_a_weight_that_nobody_keeps_from_them() -> None:
-    """Or the two tests above would show nothing."""
+    """Or the test above would show nothing."""
     copied = Copied()
     weight = torch.zeros(4)
     with copied.watch(lambda wrapper: {weight.untyped_storage()._cdata})(None):

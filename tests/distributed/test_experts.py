@@ -1,9 +1,9 @@
 """Mixtures of experts train like stock DDP: options about where tokens go, when, and which experts
 get them; parts of layers that core runs by itself; experts of other tensor-parallel sizes.
 
-The reference has the plain dispatcher. DeepEP and HybridEP are stand-ins on gloo
-(`deep_ep_stand_in.py`): their results, not their kernels and streams. What the engine asks of
-modules with streams of their own is in `tests/engine/test_engine_scenarios.py`.
+The reference has the plain dispatcher. HybridEP is a stand-in on gloo (`deep_ep_stand_in.py`): its
+results, not its kernels and streams. What the engine asks of modules with streams of their own:
+tests/engine/test_engine_scenarios.py.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ SPLIT = Topology("tp2-ep2-etp1", tp=2, ep=2, etp=1, sp=True, experts=4)
 # Options of the dispatcher and the router.
 
 
-def flex(backend: str) -> dict[str, Any]:
-    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
 
 
 def only_activations_were_given(ours: Any, reference: Any, strategy: str) -> None:
@@ -125,7 +124,7 @@ class Projection(nn.Linear):
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Inside, core finds DeepEP, projections of latent experts and no routers of earlier models."""
+    """Inside, core finds HybridEP, projections of latent experts, no routers of earlier models."""
     deep_ep_stand_in.install()
     deep_ep_stand_in.GIVEN.clear()
     RouterReplay.clear_global_router_replay_instances()
@@ -150,12 +149,11 @@ FP32 = {"moe_router_dtype": "fp32"}
 OPTIONS = tuple(
     row
     for row in (
-        _option("DeepEP", flex("deepep"), FP32, expect=only_activations_were_given),
-        _option("HybridEP", flex("hybridep"), FP32, expect=only_activations_were_given),
-        _option("DeepEP, experts without tokens", flex("deepep"), FP32, change=feed_two_experts),
+        _option("HybridEP", FLEX, FP32, expect=only_activations_were_given),
+        _option("HybridEP, experts without tokens", FLEX, FP32, change=feed_two_experts),
         _option(
             "flex dispatcher beside shared experts",
-            {**flex("hybridep"), "moe_shared_expert_overlap": True}, {**FP32, **SHARED},
+            {**FLEX, "moe_shared_expert_overlap": True}, {**FP32, **SHARED},
         ),
         _option("shared experts overlapped", {"moe_shared_expert_overlap": True}, SHARED),
         _option("shared experts, recomputed", RECOMPUTED, SHARED),
@@ -204,7 +202,7 @@ def each_step_ran_twice(ours: Any, reference: Any, strategy: str) -> None:
 
 RERUN = _option(
     "a step that core runs again",
-    {**flex("hybridep"), "moe_expert_rank_capacity_factor": 0.3,
+    {**FLEX, "moe_expert_rank_capacity_factor": 0.3,
      "use_transformer_engine_op_fuser": True},  # core asks for it; experts here are not grouped
     FP32, needs=("moe_expert_rank_capacity_factor",),
 ).but(

@@ -15,7 +15,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
-from megatron_fsdp_adapter.core.topology import Axis, ShardDomain, mesh_over
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -33,7 +32,6 @@ from tests.distributed.topologies import (
     init_topology,
     topology_step,
 )
-from tests.engine.pretended import pretended_world
 
 WORLD = 4
 MIRRORED = {"dp_cp_ag": "dp_cp", "expt_dp_ag": "expt_dp"}
@@ -170,12 +168,3 @@ def test_gathers_go_to_their_own_group_and_change_no_number(strategy: str) -> No
         assert [line.split()[0] for line in log] == [line.split()[0] for line in shared_log]
         kept.append([getattr(collection, name, None) for name in MIRRORED])
     assert kept[2] == kept[3] and all(kept[2])
-
-
-def test_a_gather_group_with_other_ranks_is_refused() -> None:
-    with pretended_world(4):
-        everyone = dist.group.WORLD
-        axis = Axis.of("dp_cp", everyone)
-        half = dist.new_group([0, 1])
-        with pytest.raises(ValueError, match=r"gather group .* \[0, 1\].*on ranks \[0, 1, 2, 3\]"):
-            ShardDomain("dense", axis, half, everyone, mesh_over([axis], "cpu"), 1.0)

@@ -1,6 +1,6 @@
-"""Gradients that reach a parameter after its unit seemed done, outputs that pytree does not see,
-and gradients of inputs: plain modules train to the weights of the unsharded module. Which tensors
-of outputs and of containers are noticed: tests/engine/test_engine_hooks.py."""
+"""Gradients that reach a parameter after its unit seemed done, and gradients of inputs: plain
+modules train to the weights of the unsharded module. Which tensors of outputs and of containers are
+noticed: tests/engine/test_engine_hooks.py."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import (
@@ -32,15 +30,12 @@ from tests.distributed.gpt import (
     Case,
     batches,
     build_trainer,
-    ddp_config,
     forward_backward,
     init_megatron,
-    model_config,
     train_step,
 )
 from tests.distributed.launch import run_ranks
-from tests.distributed.memory import live_bytes, measure_all
-from tests.distributed.plain import Block, Net, tokens
+from tests.distributed.memory import measure_all
 
 BASE = Case(positions="learned_absolute", microbatches=2)
 SLOTS = {"fsdp_double_buffer": True}
@@ -184,56 +179,6 @@ def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
             break
         time.sleep(0.05)
     return left
-
-
-def _backward(wrapper: Any) -> None:
-    wrapper(tokens(0, 0, dist.get_rank())).backward()
-
-
-def _steps(wrapper: Any) -> None:
-    for _ in range(2):
-        wrapper.zero_grad_buffer()
-        _backward(wrapper)
-        wrapper.finish_grad_sync()
-        wrapper.param_and_grad_buffer.copy_main_weights_to_model_weights()
-        wrapper.start_param_sync()
-
-
-STAGES: Mapping[str, Callable[[Any], Any]] = {
-    "construction": lambda wrapper: None,
-    "forward": lambda wrapper: wrapper(tokens(0, 0, dist.get_rank())).item(),
-    "backward": _backward,
-    "steps, and a prefetch on its way": _steps,
-}
-
-
-def _delete(rank: int, world: int) -> None:
-    """Models of torch's own modules, none of which is in a reference cycle."""
-    init_megatron()
-    config, case = model_config(BASE), BASE
-    for stage, run in STAGES.items():
-        for strategy in STRATEGIES:
-            with without_collector():
-                before = live_bytes()
-                wrapper = FullyShardedDataParallel(
-                    config, ddp_config(case, strategy), Net(), fsdp_unit_modules=[Block]
-                )
-                run(wrapper)
-                storages = engine_storages(wrapper)
-                assert live_bytes() > before
-                engine = weakref.ref(wrapper.engine)
-                del wrapper
-                assert engine() is None, (stage, strategy, "the engine is in a cycle")
-                left = still_there(storages)
-                assert not left, (stage, strategy, left)
-                assert live_bytes() == before, (stage, strategy, live_bytes() - before)
-
-
-@pytest.mark.parametrize("world", (1, 2))
-def test_deleting_the_wrapper_frees_all_storage(world: int) -> None:
-    """After construction, a forward, a backward and whole steps; both by the engine's buffers and
-    by all storages in the process."""
-    run_ranks(_delete, world)
 
 
 def _delete_gpt(rank: int, world: int) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
 from megatron_fsdp_adapter.megatron.core_init import core_initializers
-from megatron_fsdp_adapter.sharding.materialize import initialize, own_initializer
+from megatron_fsdp_adapter.sharding.materialize import initialize
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -163,33 +163,6 @@ def _refused(rank: int, world: int) -> None:
         fully_shard_model(plain)
 
 
-class Splitting(nn.Module):
-    """Says how its weight is split when it initializes it, and puts a new object in its place, as
-    Transformer Engine's layers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def reset_parameters(self) -> None:
-        assert not hasattr(self.weight, "partition_dim"), "marked before"
-        self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
-        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
-
-
-def test_marks_of_the_initializer_win_over_defaults_and_the_object_stays() -> None:
-    with torch.device("meta"):
-        module = Splitting()
-    weight = module.weight
-    weight.tensor_model_parallel, weight.partition_dim, weight.allreduce = False, -1, False
-    run = own_initializer(module, None)
-    assert run is not None
-    initialize("it", module, torch.device("cpu"), run)
-    assert module.weight is weight and weight.tolist() == [2.0] * 3
-    marks = (weight.tensor_model_parallel, weight.partition_dim, weight.allreduce)
-    assert marks == (True, 0, False)
-
-
 def test_what_cannot_be_initialized_is_one_error() -> None:
     """All modules at once, before any collective; what `reset_parameters` left out, too."""
     run_ranks(_refused, 1)
@@ -270,7 +243,8 @@ def _check_growth(before: int, world: int) -> None:
 
 
 class _Linear(nn.Linear):
-    """Marks its weight when it initializes it, as Transformer Engine's do."""
+    """Puts a new object in its weight's place when it initializes it, and marks that, as
+    Transformer Engine's do."""
 
     def __init__(self, whole: bool) -> None:
         super().__init__(3, 2, bias=False, device="meta")
@@ -279,7 +253,7 @@ class _Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
-            super().reset_parameters()
+            self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
             self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
 
 
@@ -297,13 +271,16 @@ class _MarkingLinear(_Linear):
 def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_counts_them(
     marks: bool, whole: bool
 ) -> None:
-    """Each once in the gradient norm, where core's release says that they are whole."""
+    """Each once in the gradient norm, where core's release says that they are whole. The object
+    stays."""
     kind = type("TELinear", (_Linear,), {})
     if marks:
         kind = type("TELinear", (_MarkingLinear,), {"__init__": _MarkingLinear.__init__})
     linear = kind(whole)
+    weight = linear.weight
     run = core_initializers(None)(linear, None)
     assert run is not None
     initialize("layer", linear, torch.device("cpu"), run)
     assert linear.weight.tensor_model_parallel is not (whole and marks)
-    assert not linear.weight.is_meta and hasattr(linear.weight, "sequence_parallel") is whole
+    assert linear.weight is weight and bool((weight == 2.0).all())
+    assert hasattr(linear.weight, "sequence_parallel") is whole

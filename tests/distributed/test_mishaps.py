@@ -17,12 +17,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
-from megatron_fsdp_adapter.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
-from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
-from megatron_fsdp_adapter.core.engine.partition import ROOT
-from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
-from megatron_fsdp_adapter.diagnostics.fault_report import memory_plan
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Side
 
@@ -248,24 +244,3 @@ def test_other_errors_are_left_as_they_are(one_rank: None) -> None:
         model.engine.runtime.on_out_of_memory("weights", group.weights[0].tensor, RuntimeError("x"))
         raise RuntimeError("something else")
     assert isinstance(group.weights[0], FlatBuffer)
-
-
-def test_the_plan_of_slots() -> None:
-    """Layers alternate between two slots, the last unit (the root) has its own; the largest bucket
-    fits into the room for pieces."""
-    layouts = [
-        plan_group([ParamSpec(0, ("weight",), (rows, 64), torch.bfloat16, True, 64)], 2)
-        for rows in (128, 64, 128, 64)
-    ]
-    names = ("1", "2", "3", ROOT)
-    units = {name: [(one, 0, False)] for name, one in zip(names, layouts, strict=True)}
-    row = STRATEGIES["optim_grads_params"]
-    slots = {"weight_slots": True, "bucket_slots": True, "reduce_scatter": FIXED_ALL_TO_ALL_SUM}
-    kinds = ["Linear"] * 3 + ["Sequential"]
-    plan = memory_plan(units, EngineConfig(row, **slots), kinds)
-    big, small = 128 * 64, 64 * 64
-    for line in (f"weight slots: {2 * (2 * big + small)} bytes",
-                 f"bucket slots: {4 * (2 * big + small)} bytes",
-                 f"received pieces: {4 * big} bytes"):  # fmt: skip
-        assert line in plan, plan
-    assert not any("slots" in line for line in memory_plan(units, EngineConfig(row), kinds))

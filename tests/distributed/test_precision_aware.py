@@ -9,23 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
 from tests.distributed.fused_adam import FusedAdam, precision_aware, transformer_engine_optimizer
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
     Trainer,
     batches,
-    build_model,
-    ddp_config,
+    build_trainer,
     forward_backward,
     full_all,
     init_megatron,
-    optimizer_config,
     plain_name,
 )
 from tests.distributed.shared_ranks import on_ranks
@@ -45,29 +41,11 @@ MOMENTS = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
 
 
 def _trainer(strategy: str, policy: dict[str, Any], device: torch.device, **options: Any) -> Any:
-    trainer = _wrapped(strategy, policy, device)
-    config = precision_aware(optimizer_config(CASE), **options)
     with transformer_engine_optimizer():
-        optimizer = get_megatron_optimizer(config, [trainer.wrapper], use_gloo_process_groups=False)
-    for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 1e-2, 0.1 * group["wd_mult"]
-    trainer.optimizer = optimizer
-    return trainer
-
-
-def _wrapped(strategy: str, policy: dict[str, Any], device: torch.device) -> Trainer:
-    """A trainer without an optimizer: torch's is refused with these dtypes."""
-    model = build_model(CASE, device)
-    wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, strategy, policy), model)
-    wrapper.config.no_sync_func = wrapper.no_sync
-    wrapper.config.finalize_model_grads_func = finalize_model_grads
-    wrapper.config.grad_scale_func = None
-    return Trainer(CASE, wrapper, _NoOptimizer(), strategy)
-
-
-class _NoOptimizer:
-    def zero_grad(self) -> None:
-        """Nothing."""
+        return build_trainer(
+            CASE, strategy, device, ddp=policy,
+            optimizer=lambda config: precision_aware(config, **options),
+        )  # fmt: skip
 
 
 def _named(trainer: Trainer, attribute: str) -> dict[str, Any]:
@@ -158,10 +136,10 @@ def _locals(states: Any) -> list[list[torch.Tensor]]:
 def test_what_the_optimizer_cannot_do_is_an_early_error(
     ddp: dict[str, Any], optimizer: dict[str, Any], says: tuple[str, ...]
 ) -> None:
-    trainer = _wrapped("optim_grads_params", ddp, init_megatron())
-    config = optimizer_config(CASE)
-    for name, value in optimizer.items():
-        setattr(config, name, value)
+    def changed(config: OptimizerConfig) -> OptimizerConfig:
+        vars(config).update(optimizer)
+        return config
+
     with pytest.raises(ValueError) as caught:
-        get_megatron_optimizer(config, [trainer.wrapper], use_gloo_process_groups=False)
+        build_trainer(CASE, "optim_grads_params", init_megatron(), ddp=ddp, optimizer=changed)
     assert all(text in str(caught.value) for text in says), caught.value

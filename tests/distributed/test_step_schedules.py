@@ -204,18 +204,6 @@ def _zeros_are_counted(trainer: Trainer, number: int) -> Any:
     return found
 
 
-@habit(clip=0.0)
-def _rates_change(trainer: Trainer, number: int) -> Any:
-    groups = trainer.optimizer.param_groups
-    before = [(group["lr"], group["weight_decay"]) for group in groups]
-    for group in groups:
-        group["lr"], group["weight_decay"] = 1e-2 / (1 + number), 0.1 * number
-    found = _step(trainer, number)
-    for group, (rate, decay) in zip(groups, before, strict=True):
-        group["lr"], group["weight_decay"] = rate, decay
-    return found
-
-
 @habit()
 def _goes_back(trainer: Trainer, number: int) -> Any:
     """To what was saved right after a step, from one step later."""

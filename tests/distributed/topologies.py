@@ -289,18 +289,18 @@ class TopologyTrainer:
     def weights(self) -> dict[str, torch.Tensor]:
         """What this rank has of each weight, whole over data-parallel ranks; collective."""
         if self.strategy is None:
-            return {n: p.detach().clone() for n, p in self._named(lambda chunk: chunk)}
+            return {n: p.detach().clone() for n, p in self.named_parameters()}
         return full_values(self._pairs(), lambda pair: local_of(pair.sharded))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The same of reduced gradients, between the backwards and the optimizer's step."""
         if self.strategy is None:
-            return {n: p.main_grad.detach().clone() for n, p in self._named(lambda chunk: chunk)}
+            return {n: p.main_grad.detach().clone() for n, p in self.named_parameters()}
         return full_values(self._pairs(), lambda pair: local_of(pair.sharded.grad))
 
-    def _named(self, of: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):
-            for name, param in of(chunk).named_parameters():
+            for name, param in chunk.named_parameters():
                 yield f"{number}.{plain_name(name)}", param
 
     def _pairs(self) -> list[tuple[str, Any]]:

@@ -6,8 +6,6 @@ launched, waited for and freed, in the order in which the host asks for it.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -20,7 +18,6 @@ from tests.engine.scenarios import (
     SCENARIOS,
     ZERO_0,
     ZERO_1,
-    ZERO_2,
     ZERO_3,
     play,
 )
@@ -79,22 +76,6 @@ def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, 
         lines = schedule(rig.runtime)
         found.append([line for line in lines if line.startswith(("reduce all_r", "reduce reduce"))])
     assert found[0] == found[1] and len(found[0]) >= 14
-
-
-@pytest.mark.parametrize("width", [0, 9])
-def test_collectives_are_counted_by_unit_and_not_by_parameter(width):
-    """Per step of 3 microbatches. In backward, root and head are still there from forward, and an
-    embedding needs no weights; between microbatches the root stays."""
-    layers = [f"layers.{i}" for i in range(4)]
-    units = ["embedding", *layers, "head", "root"]
-    times = {"root": 1, "embedding": 3, "head": 3, **dict.fromkeys(layers, 6)}
-    gathers = {"no_shard": {}, ZERO_1: dict.fromkeys(units, 1), ZERO_2: dict.fromkeys(units, 1),
-               ZERO_3: times}  # fmt: skip
-    for strategy, row in STRATEGIES.items():
-        kind = "reduce_scatter" if row.shard_main else "all_reduce"
-        expected = Counter({f"{kind} {unit}": 3 if row.shard_grads else 1 for unit in units})
-        expected += Counter({f"all_gather {unit}": n for unit, n in gathers[strategy].items()})
-        assert collectives(steady(Setup(strategy, width=width), microbatches=3)) == expected
 
 
 def test_evaluations_before_and_after_a_forward_delay_no_reduction():

@@ -195,11 +195,6 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_good_config_has_no_problems(strategy):
-    assert problems(good(data_parallel_sharding_strategy=strategy), DDP_CONFIG_RULES) == []
-
-
 @pytest.mark.parametrize("option", ACCEPTED)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_accepted_options_change_nothing(strategy, option):
@@ -349,34 +344,9 @@ def test_overlaps_that_a_strategy_needs_are_forced(strategy, forced):
             EngineConfig(STRATEGIES[strategy], **{option: False})
 
 
-def test_the_engine_config_is_read_from_megatron_s():
-    config = engine_config(
-        good(suggested_communication_unit_size=1000, megatron_fsdp_grad_comm_dtype=torch.bfloat16)
-    )
-    assert config.strategy.name == "optim_grads_params" and config.prefetch_bytes == 2000
-    assert config.policy == MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
-    for unit_size in (None, 0):
-        config = engine_config(good(suggested_communication_unit_size=unit_size))
-        assert config.prefetch_bytes == 0
-
-
-def test_dtypes_default_to_float32():
+def test_dtypes_default_to_float32_and_float16_is_no_dtype_of_the_wire():
     policy = MixedPrecisionPolicy()
     assert policy.grads_dtype == policy.comm_dtype == policy.main_params_dtype == torch.float32
     assert MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16).comm_dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"reduce_scatter": ALL_TO_ALL_SUM},
-            "reduce_scatter=all_to_all_sum with optim, communication in",
-        ),
-    ],
-)
-def test_engine_configs_check_themselves(options, message):
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(STRATEGIES["optim"], **options)
     with pytest.raises(ValueError, match=r"grad_comm_dtype=torch.float16: unsupported. Use one of"):
         MixedPrecisionPolicy(grad_comm_dtype=torch.float16)

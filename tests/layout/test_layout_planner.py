@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import math
 import time
@@ -31,7 +30,6 @@ from layout_cases import (
 )
 from padding_table import rows
 
-import megatron_fsdp_adapter.core.layout as layout_package
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, Placement, Segment, plan_group
 
 
@@ -317,14 +315,3 @@ def test_impossible_layouts_are_refused(changes: dict, named: str) -> None:
 def test_impossible_segments_are_refused(bad: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError):
         Segment(*bad)
-
-
-def test_the_layout_package_uses_torch_for_dtypes_only() -> None:
-    used = set()
-    for path in Path(layout_package.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert node.level or not (node.module or "").startswith("torch")
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
-                used.add(node.attr)
-    assert used == {"dtype", "uint8"}

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.layout import (
-    EMPTY,
     FlatRange,
     flat_range_to_boxes,
     nested_shard_rank,
@@ -22,39 +21,6 @@ from megatron_fsdp_adapter.core.layout import (
 def ranges(draw: st.DrawFn, stop: int = 60) -> FlatRange:
     first, last = sorted((draw(st.integers(0, stop)), draw(st.integers(0, stop))))
     return FlatRange(first, last)
-
-
-@given(ranges(), ranges())
-def test_intersection_is_that_of_the_sets(a: FlatRange, b: FlatRange) -> None:
-    common = set(range(a.start, a.stop)) & set(range(b.start, b.stop))
-    found = a.intersect(b)
-    assert set(range(found.start, found.stop)) == common
-    assert found.numel == len(common) and found.empty == (not common)
-    assert (found == EMPTY) == (not common)
-    inside = set(range(b.start, b.stop)) <= set(range(a.start, a.stop))
-    assert a.contains(b) == inside
-
-
-@given(ranges(), st.integers(0, 50))
-def test_shift_there_and_back(a: FlatRange, k: int) -> None:
-    assert a.shift(k).numel == a.numel and a.shift(k).start == a.start + k
-    assert a.shift(k).shift(-k) == a
-
-
-@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 6), st.integers(0, 5))
-def test_nested_shards_lie_inside_the_inner_shard(
-    start: int, inner_size: int, outer_size: int, size: int
-) -> None:
-    whole = FlatRange(start, start + inner_size * outer_size * size)
-    covered = []
-    for inner, outer in itertools.product(range(inner_size), range(outer_size)):
-        coarse = split_evenly(whole, inner_size, inner)
-        fine = split_evenly(coarse, outer_size, outer)
-        assert coarse.start <= fine.start and fine.stop <= coarse.stop
-        rank = nested_shard_rank(inner, outer, outer_size)
-        assert fine == split_evenly(whole, inner_size * outer_size, rank)
-        covered += range(fine.start, fine.stop)
-    assert covered == list(range(whole.start, whole.stop))
 
 
 @pytest.mark.parametrize(
@@ -89,9 +55,3 @@ def test_boxes_hold_exactly_the_range(shape: tuple[int, ...], data: st.DataObjec
         ]
     assert flat == list(range(part.start, part.stop))
     assert len(boxes) <= 2 * len(seen_shape) - 1
-
-
-def test_most_boxes_that_a_range_can_need() -> None:
-    for dims, most in ((1, 1), (2, 3), (3, 5), (4, 7)):
-        shape = (3,) * dims
-        assert len(flat_range_to_boxes(FlatRange(1, 3**dims - 1), shape)) == most

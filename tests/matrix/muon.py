@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
+from tests.distributed.gather_full import main_piece, optimizers_of, pieces_of, put_together
 from tests.distributed.muon_reference import QUINTIC, Reference, is_muons
 from tests.distributed.topologies import TopologyTrainer
 
-from .split import ddp_params, main_piece, optimizers_of, pieces_of, put_together
 from .table import MUONS, Cell
 
 FACTOR = 0.2
@@ -64,7 +64,7 @@ def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mappi
         scale=lambda rows, columns: factor * max(rows, columns) ** 0.5,
         second=SECOND if _is_adaptive(cell) else None, coefficients=QUINTIC[:1],
     )  # fmt: skip
-    first = next(o.optimizer for o in optimizers_of(trainer) if o.optimizer is not None)
+    first = next(o.optimizer for o in optimizers_of(trainer.optimizer) if o.optimizer is not None)
     # By then core has clipped the gradients of all chained optimizers.
     first.register_step_pre_hook(
         lambda *unused: _step_split(trainer, reference) if is_split else _step(trainer, reference)
@@ -74,7 +74,7 @@ def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mappi
 
 def _matrices(trainer: TopologyTrainer) -> list[tuple[str, Any]]:
     return [
-        (name, param) for name, param in ddp_params(trainer)
+        (name, param) for name, param in trainer.named_parameters()
         if param.requires_grad and is_muons(name, param)
     ]  # fmt: skip
 
@@ -90,9 +90,11 @@ def _step(trainer: TopologyTrainer, reference: Reference) -> None:
 @torch.no_grad()
 def _step_split(trainer: TopologyTrainer, reference: Reference) -> None:
     """The distributed optimizer has pieces of main weights; collective."""
-    weights = put_together(trainer, main_piece)
-    gradients = put_together(trainer, _gradient_piece)
-    pieces = pieces_of(trainer)
+    weights, gradients = (
+        put_together(trainer.named_parameters(), trainer.optimizer, piece)
+        for piece in (main_piece, _gradient_piece)
+    )
+    pieces = pieces_of(trainer.optimizer)
     for name, param in _matrices(trainer):
         updated = reference.muon(name, param, weights[name], gradients[name])
         rows = pieces.get(id(param))

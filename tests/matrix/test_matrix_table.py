@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 from tests.matrix import cells
 from tests.matrix.__main__ import main
 from tests.matrix.bounds import bounds_of
-from tests.matrix.cover import Space, covered, covering_array
+from tests.matrix.cover import Space, covered
 from tests.matrix.model import width_of
 from tests.matrix.table import (
     ARRAYS,
@@ -151,55 +146,3 @@ def test_the_document_has_the_tables_of_today(capsys: pytest.CaptureFixture[str]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) > len(DIMENSIONS) + len(RULES) + len(ARRAYS)
     assert [line for line in lines if line not in document] == []
-
-
-# The algorithm, on small tables of which all cells can be listed.
-
-
-def _forbids(values: Mapping[str, int], name: str) -> Rule:
-    """The cells that have `values` are excluded."""
-    body = " and ".join(f"{dim} == {value}" for dim, value in values.items())
-    return Rule(name, "drawn", eval(f"lambda {', '.join(values)}: {body}"))
-
-
-@st.composite
-def tables(draw: Any) -> Space:
-    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
-    dimensions = {f"d{i}": tuple(range(size)) for i, size in enumerate(sizes)}
-    rules = []
-    for number in range(draw(st.integers(0, 6))):
-        names = draw(st.lists(st.sampled_from(list(dimensions)), unique=True, max_size=3))
-        if names:
-            values = {name: draw(st.sampled_from(dimensions[name])) for name in names}
-            rules.append(_forbids(values, f"rule {number}"))
-    return Space(dimensions, rules, {})
-
-
-def _by_listing(one: Space) -> list[dict[str, Any]]:
-    every = itertools.product(*one.dimensions.values())
-    listed = [dict(zip(one.dimensions, values, strict=True)) for values in every]
-    return [cell for cell in listed if not any(rule.breaks(cell) for rule in one.rules)]
-
-
-@settings(max_examples=60, deadline=None)
-@given(tables(), st.integers(0, 99))
-def test_arrays_have_the_pairs_that_listing_finds_and_no_others(one: Space, seed: int) -> None:
-    listed = _by_listing(one)
-    rows = covering_array(one, seed=seed, tries=3)
-    assert all(row in listed for row in rows)
-    assert covered(rows, one) == covered(listed, one) == set(one.possible_pairs)
-    assert rows == covering_array(one, seed=seed, tries=3)
-    begun = covering_array(one, begin=listed[:1], seed=seed, tries=3)
-    assert begun[:1] == listed[:1] and covered(begun, one) == covered(listed, one)
-
-
-@settings(max_examples=60, deadline=None)
-@given(tables())
-def test_reasons_of_a_pair_are_needed_each(one: Space) -> None:
-    listed = covered(_by_listing(one), one)
-    for pair in set(one.all_pairs) - listed:
-        rules, partial = one.reasons(pair), {pair[0]: pair[1], pair[2]: pair[3]}
-        assert Space(one.dimensions, rules, {}).complete(partial) is None
-        for rule in rules:
-            fewer = [other for other in rules if other is not rule]
-            assert Space(one.dimensions, fewer, {}).complete(partial) is not None

@@ -30,7 +30,7 @@ from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cac
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
-from tests.distributed.gather_full import shard_groups
+from tests.distributed.gather_full import main_piece, put_together, shard_groups
 from tests.distributed.gpt import ddp_config, give_up
 from tests.distributed.topologies import (
     TopologyTrainer,
@@ -45,9 +45,10 @@ from tests.gpu.captured import forget_graphs
 from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive, movement_of
 from .model import case_of, chunk_of, config_of, topology_of
 from .muon import muon_options, steps_by_hand
-from .split import Tensors, ddp_params, main_piece, put_together
 from .surroundings import activations_kept, check_export, memories
 from .table import REFERENCE, Cell, has_fp8_weights
+
+Tensors = dict[str, torch.Tensor]
 
 STEPS = 3
 WARMUP = 1
@@ -171,23 +172,26 @@ def _main_weights(trainer: TopologyTrainer, whole: Tensors) -> Tensors:
     """`whole`: of FP8 weights the values that they were made from, which nobody keeps of frozen
     ones."""
     if whole:
-        mains = put_together(trainer, main_piece)
+        mains = put_together(trainer.named_parameters(), trainer.optimizer, main_piece)
         return {
             name: mains[name] if param.requires_grad else whole.get(name, param.detach()).float()
-            for name, param in ddp_params(trainer)
+            for name, param in trainer.named_parameters()
         }
     return {
         name: getattr(param, "main_param", param).detach().float().clone()
-        for name, param in ddp_params(trainer)
+        for name, param in trainer.named_parameters()
     }
 
 
 def _gradients(trainer: TopologyTrainer, is_split: bool) -> Tensors:
     if is_split:
-        return put_together(trainer, lambda param, rows: param.main_grad.view(-1)[rows])
+        return put_together(
+            trainer.named_parameters(), trainer.optimizer,
+            lambda param, rows: param.main_grad.view(-1)[rows],
+        )  # fmt: skip
     return {
         name: param.main_grad.detach().float().clone()
-        for name, param in ddp_params(trainer)
+        for name, param in trainer.named_parameters()
         if param.requires_grad
     }
 
@@ -223,7 +227,7 @@ def _recorded(cell: Cell, width: str, rounded: bool) -> Record:
         losses.append(run_schedule(trainer, step))
         if step == 0:
             gradients = _gradients(trainer, bool(whole))
-        for _, param in ddp_params(trainer) if rounded else ():
+        for _, param in trainer.named_parameters() if rounded else ():
             if param.requires_grad:
                 param.main_grad.copy_(param.main_grad.bfloat16())
         norms.append(_updated(trainer))
