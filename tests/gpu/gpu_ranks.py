@@ -245,3 +245,13 @@ class Outcomes:
         line = self._found(name)
         assert not line["errors"], "\n".join(line["errors"])
         print(f"{name}: {line['value']} ({line['seconds']} s)", file=sys.stderr)
+
+
+def expecting(*sets: Outcomes) -> Callable[[str], None]:
+    """A test for each check of all of them, which passes if that did."""
+
+    @pytest.mark.parametrize("name", [name for one in sets for name in one.checks])
+    def test(name: str) -> None:
+        next(one for one in sets if name in one.checks).expect(name)
+
+    return test

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -35,7 +34,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     unit_bytes,
 )
 from tests.distributed.gpt import Case, ddp_config, init_megatron
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -263,12 +262,5 @@ STARTS = {
 OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te",))
 START_OUTCOMES = Outcomes(STARTS, timeout_s=500.0, needs=("te",))
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_what_is_held_is_what_is_estimated(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", STARTS)
-def test_starts_on_the_meta_device(name: str) -> None:
-    START_OUTCOMES.expect(name)
+test_what_is_held_is_what_is_estimated = expecting(OUTCOMES)
+test_starts_on_the_meta_device = expecting(START_OUTCOMES)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -51,7 +50,7 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes, expecting
 from tests.gpu.runs import NONE, Fields
 
 EXPERTS, EP, STEPS = 4, 2, 3
@@ -405,12 +404,5 @@ OUTCOMES = Outcomes(
 )  # fmt: skip
 MOVE_OUTCOMES = Outcomes(MOVES, timeout_s=120.0, environment=ENVIRONMENT)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_experts_on_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_experts_move_between_ranks_on_gpus(name: str) -> None:
-    MOVE_OUTCOMES.expect(name)
+test_experts_on_gpus = expecting(OUTCOMES)
+test_experts_move_between_ranks_on_gpus = expecting(MOVE_OUTCOMES)

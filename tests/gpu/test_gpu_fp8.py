@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,7 +31,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.gpu.runs import (
     NONE,
     ZERO_1,
@@ -289,7 +288,4 @@ CHECKS |= {
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te", "fp8"), environment=DETERMINISTIC)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_fp8(name: str) -> None:
-    OUTCOMES.expect(name)
+test_fp8 = expecting(OUTCOMES)

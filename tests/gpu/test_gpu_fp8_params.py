@@ -11,7 +11,6 @@ import os
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from megatron_fsdp_adapter import export_weights
@@ -28,7 +27,7 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.gpu.runs import fp8, te_trainer
 from tests.quantized.te_checks import same
 
@@ -213,7 +212,4 @@ CHECKS |= {f"{recipe}, memory": Check(holds_bytes, (recipe,)) for recipe in RECI
 CHECKS |= {f"{recipe}, exported": Check(exports_its_bytes, (recipe,)) for recipe in RECIPES}
 OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_quantized_weights_train_as_under_ddp(name: str) -> None:
-    OUTCOMES.expect(name)
+test_quantized_weights_train_as_under_ddp = expecting(OUTCOMES)

@@ -6,10 +6,9 @@ Transformer Engine's, bit for bit; on one GPU, or on two.
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.quantized.te_checks import (
     host_is_the_device,
     nothing_waits,
@@ -54,7 +53,4 @@ OUTCOMES = Outcomes(
     CHECKS, timeout_s=240.0, backend="nccl" if torch.cuda.device_count() > 1 else "gloo"
 )
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_quantized_weights_are_those_of_te(name: str) -> None:
-    OUTCOMES.expect(name)
+test_quantized_weights_are_those_of_te = expecting(OUTCOMES)

@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
@@ -30,7 +29,7 @@ from tests.distributed.gpt import (
     step_from_dicts,
 )
 from tests.gpu.captured import forget_graphs
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.gpu.runs import COPY_ENGINES, NONE, SLOTS, ZERO_1, ZERO_3, Fields
 
 CASE = Case(
@@ -197,8 +196,8 @@ def over_an_outer_axis(rank: int, world: int, strategy: str, outer: str) -> str:
 
 
 BOTH = (ZERO_1, ZERO_3)
-CHECKS = {name: Check(same_bits, (name,)) for name in CELLS}
-REPLAYS = {
+CHECKS = {
+    **{name: Check(same_bits, (name,)) for name in CELLS},
     **{f"twenty replays, {s}": Check(twenty_replays, (s,)) for s in BOTH},
     **{f"constructed on another stream, {s}": Check(constructed_elsewhere, (s,)) for s in BOTH},
     **{f"trained on another stream, {s}": Check(trained_elsewhere, (s,)) for s in BOTH},
@@ -208,21 +207,9 @@ OUTER_CHECKS = {
     for s in BOTH
     for outer in ("no_shard", "optim")
 }
-OUTCOMES = Outcomes({**CHECKS, **REPLAYS}, timeout_s=300.0)
+OUTCOMES = Outcomes(CHECKS, timeout_s=300.0)
 OUTER_OUTCOMES = Outcomes(OUTER_CHECKS, timeout_s=120.0)
 """In processes of their own, whose groups are others."""
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", REPLAYS)
-def test_replays_train_like_steps_without_a_graph(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", OUTER_CHECKS)
-def test_an_outer_axis_in_a_graph_trains_like_one_without(name: str) -> None:
-    OUTER_OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)
+test_an_outer_axis_in_a_graph_trains_like_one_without = expecting(OUTER_OUTCOMES)

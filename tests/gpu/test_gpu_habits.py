@@ -23,7 +23,7 @@ from tests.distributed.gpt import (
 from tests.distributed.habits import HABITS
 from tests.distributed.random_cases import fresh_seed
 from tests.distributed.variants import check_row
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.gpu.runs import SLOTS, ZERO_3
 
 SMALL_MODEL = Case(num_layers=4, hidden=512, heads=8, ffn=2048, vocab=8192, seq=512, bf16=True)
@@ -114,6 +114,10 @@ def _registered(trainer: Trainer) -> list[torch.Tensor]:
 
 
 CHECKS = {
+    **{
+        row.name: Check(check_row, ("tests.distributed.habits", "HABITS", row.name, fresh_seed()))
+        for row in HABITS
+    },
     **{f"export, {name}": Check(exported, (name, "plain")) for name in STRATEGIES},
     **{f"release, {name}": Check(released, (name, "plain")) for name in STRATEGIES},
     **{
@@ -121,18 +125,6 @@ CHECKS = {
         for options in OPTIONS if options != "plain" for check in (exported, released)
     },
 }  # fmt: skip
-OF_HABITS = {
-    row.name: Check(check_row, ("tests.distributed.habits", "HABITS", row.name, fresh_seed()))
-    for row in HABITS
-}
-OUTCOMES = Outcomes({**OF_HABITS, **CHECKS}, timeout_s=600.0)
+OUTCOMES = Outcomes(CHECKS, timeout_s=600.0)
 
-
-@pytest.mark.parametrize("name", OF_HABITS)
-def test_habits(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)

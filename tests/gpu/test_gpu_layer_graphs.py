@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -38,7 +37,7 @@ from tests.distributed.topologies import (
     init_topology,
     topology_step,
 )
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
 
 CASE = Case(
@@ -213,7 +212,4 @@ CHECKS = {
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.matrix.cells import cells_with
 from tests.matrix.table import cell_named
 from tests.matrix.training import checked_cell
@@ -40,7 +38,4 @@ CHECKS = {
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=SLOWEST_S * len(CHECKS), environment=ENVIRONMENT)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_trains_like_stock_ddp(name: str) -> None:
-    OUTCOMES.expect(name)
+test_trains_like_stock_ddp = expecting(OUTCOMES)

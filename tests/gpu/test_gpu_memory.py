@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -28,7 +27,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 
 WIDE = Case(
     num_layers=4, hidden=512, heads=8, ffn=2048, vocab=8192, seq=512, batch=2, microbatches=2,
@@ -224,7 +223,4 @@ CHECKS = {
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
@@ -18,7 +17,7 @@ from tests.distributed.checks import check_run_bits, check_same_bits, free_run
 from tests.distributed.gpt import STRATEGIES, Case, Trainer, build_trainer, init_megatron
 from tests.distributed.random_cases import fresh_seed
 from tests.distributed.variants import check_row
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.gpu.runs import run_of
 
 WIDE = Case(
@@ -107,7 +106,4 @@ def _checks() -> dict[str, Check]:
 CHECKS = _checks()
 OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)

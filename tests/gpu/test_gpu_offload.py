@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.autograd.graph import save_on_cpu
@@ -44,7 +43,7 @@ from tests.distributed.test_activation_offload import (
     same,
     storages,
 )
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.gpu.runs import ZERO_1, ZERO_3, local_run, te_layers
 from tests.gpu.test_gpu_memory import (
     SMALL,
@@ -307,12 +306,5 @@ ACTIVATION_OUTCOMES = Outcomes(
     OF_ACTIVATIONS, timeout_s=420.0, needs=("te",), environment=DETERMINISTIC
 )
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", OF_ACTIVATIONS)
-def test_activations_on_the_host(name: str) -> None:
-    ACTIVATION_OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)
+test_activations_on_the_host = expecting(ACTIVATION_OUTCOMES)

@@ -37,7 +37,7 @@ from tests.distributed.gpt import (
     init_megatron,
 )
 from tests.distributed.muon_reference import Reference, is_muons
-from tests.gpu.gpu_ranks import NEEDS, Check, Outcomes
+from tests.gpu.gpu_ranks import NEEDS, Check, Outcomes, expecting
 from tests.gpu.runs import ZERO_3, Fields, local_run, run_of
 
 SIZES = (1_000_003, 4096 * 33, 7, 65536 * 2 + 1, 1, CHUNK * 3)
@@ -277,12 +277,5 @@ MUON = {
 ADAM_OUTCOMES = Outcomes(ADAM, timeout_s=150.0, needs=("te",))
 MUON_OUTCOMES = Outcomes(MUON, timeout_s=300.0)
 
-
-@pytest.mark.parametrize("name", ADAM)
-def test_adam_in_one_pass_trains_alike(name: str) -> None:
-    ADAM_OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", MUON)
-def test_muon(name: str) -> None:
-    MUON_OUTCOMES.expect(name)
+test_adam_in_one_pass_trains_alike = expecting(ADAM_OUTCOMES)
+test_muon = expecting(MUON_OUTCOMES)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,7 +36,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.precision import check_cell, pairwise
 from tests.engine.test_sums import DTYPES, is_rounded_once
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.gpu.runs import COPY_ENGINES, ZERO_3, local_run, run_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -243,12 +242,5 @@ NARROW = {
 OUTCOMES = Outcomes(CHECKS, timeout_s=170.0, needs=("te",))
 NARROW_OUTCOMES = Outcomes(NARROW, timeout_s=150.0)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_buckets(name: str) -> None:
-    NARROW_OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)
+test_narrow_buckets = expecting(NARROW_OUTCOMES)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import pytest
 import torch
 
 from tests.distributed.checks import check_run_bits, free_run
 from tests.distributed.gpt import Case, batches, build_trainer, forward_backward, init_megatron
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
 from tests.gpu.test_gpu_memory import _allocator, _steps
 
@@ -115,7 +114,4 @@ CHECKS = {
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str) -> None:
-    OUTCOMES.expect(name)
+test_on_two_gpus = expecting(OUTCOMES)

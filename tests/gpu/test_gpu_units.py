@@ -15,7 +15,7 @@ from megatron_fsdp_adapter import fully_shard, fully_shard_model
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import settle_ranks
 from tests.distributed.test_launches import HANGS, LIKE, UNLIKE, loss_of, sharded
-from tests.gpu.gpu_ranks import WORLD, Check, Outcomes
+from tests.gpu.gpu_ranks import WORLD, Check, Outcomes, expecting
 
 # Ranks that use different units: said a step later, since no host waits for a device. Gathers have
 # a communicator of their own, as in Megatron's wrapper.
@@ -102,14 +102,8 @@ CHECKS["begins on the host"] = Check(begins_on_the_host)
 OUTCOMES = Outcomes(CHECKS, timeout_s=120.0)
 STREAM_OUTCOMES = Outcomes({"waits": Check(waits)}, timeout_s=120.0, world=1)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_models_train(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-def test_weights_of_another_stream_are_waited_for() -> None:
-    STREAM_OUTCOMES.expect("waits")
+test_models_train = expecting(OUTCOMES)
+test_weights_of_another_stream_are_waited_for = expecting(STREAM_OUTCOMES)
 
 
 def _unlike(rank: int, world: int, strategy: str, name: str) -> int:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,7 +30,7 @@ from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Precision
 from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.distributed.gpt import full
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
 WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
@@ -252,10 +251,7 @@ CHECKS = {
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, needs=("te",), environment=DETERMINISTIC)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_fused_weight_gradients(name: str) -> None:
-    OUTCOMES.expect(name)
+test_fused_weight_gradients = expecting(OUTCOMES)
 
 
 if __name__ == "__main__":

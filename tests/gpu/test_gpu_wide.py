@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 import torch
 
 from megatron_fsdp_adapter.core.topology import EXPERT
@@ -27,7 +26,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.gpu import test_gpu_experts as moe
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes
+from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.gpu.runs import COPY_ENGINES, SLOTS, ZERO_1, ZERO_3, Fields, fp8, te_layers
 from tests.gpu.test_gpu_memory import _steps
 
@@ -187,17 +186,7 @@ OF_EXPERTS = {
 }
 """Processes for each: what core's experts have trained stays in memory, under its DDP as well."""
 
+test_collectives_beside_compute = expecting(OUTCOMES)
+test_norms_in_fp8_are_those_of_ddp = expecting(NORM_OUTCOMES)
 
-@pytest.mark.parametrize("name", OVERLAPS)
-def test_collectives_beside_compute(name: str) -> None:
-    OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", OF_NORMS)
-def test_norms_in_fp8_are_those_of_ddp(name: str) -> None:
-    NORM_OUTCOMES.expect(name)
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_on_one_rank_each(name: str) -> None:
-    OF_EXPERTS[name].expect(name)
+test_experts_on_one_rank_each = expecting(*OF_EXPERTS.values())

@@ -1,4 +1,4 @@
-"""How whole weights are quantized: what shards are compared with. Planes of MXFP8: `float64`.
+"""How whole weights are quantized: what shards are compared with.
 
 As Transformer Engine's kernels do it, with torch's operations: values are rounded to the weight's
 dtype, multiplied by a scale, and rounded to 8 bits (E4M3, to nearest even, saturating).
@@ -88,6 +88,20 @@ def e8m0(value: torch.Tensor) -> torch.Tensor:
     more = (mantissa > 0) & (exponent != 0xFE) & ~small
     found = torch.where(more, exponent + 1, exponent)
     return torch.where(value == 0, torch.zeros_like(found), found).clamp(max=254).to(torch.uint8)
+
+
+def mxfp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All planes of a whole weight (M, K)."""
+    m, k = weight.shape
+    found = {}
+    for name, groups, dim in (
+        ("rowwise", weight.view(m, k // 32, 32), 2), ("columnwise", weight.view(m // 32, 32, k), 1)
+    ):  # fmt: skip
+        amaxes = groups.abs().nan_to_num(0.0, math.inf).amax(dim)
+        found[f"{name}_scales"] = e8m0(amaxes * torch.tensor(1 / MAX))
+        factors = torch.pow(2.0, 127.0 - found[f"{name}_scales"].double()).float()
+        found[name] = e4m3(groups * factors.unsqueeze(dim)).view(m, k)
+    return found
 
 
 def from_e8m0(scale: torch.Tensor) -> torch.Tensor:

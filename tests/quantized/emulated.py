@@ -1,7 +1,7 @@
 """Transformer Engine's quantized weights without Transformer Engine: tensor classes of its names,
 with its fields, so that `megatron_fsdp_adapter.quantized` takes them for the real ones. Whole
-weights are quantized by `arithmetic`, MXFP8 by `float64`. And a linear map that reads such weights
-as Transformer Engine's layers do: emulated ones, and those of its own classes (`te_extension`).
+weights are quantized by `arithmetic`. And a linear map that reads such weights as Transformer
+Engine's layers do: emulated ones, and those of its own classes (`te_extension`).
 
 RECIPES: how scales come about. "current" and "delayed" scaling have one format. TE_RECIPES: the
 same in Transformer Engine's own classes.
@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.quantized.params import KINDS
 from megatron_fsdp_adapter.quantized.weights import QuantizedWeight, Quantizers
 from tests.engine.fused_linear import left_to_autograd
 from tests.quantized import arithmetic as math
-from tests.quantized import float64, te_weights
+from tests.quantized import te_weights
 
 RECIPES: Mapping[str, WeightFormat] = {
     "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
@@ -171,8 +171,7 @@ def whole_fields(
         padded[:, : inverse.shape[1]] = inverse
         return {"_rowwise_data": data, "_rowwise_scale_inv": padded}
     if recipe == "mxfp8":
-        planes = float64.mxfp8(weight)
-        return {PLANES[name]: plane.clone() for name, plane in planes.items()}  # of numpy's memory
+        return {PLANES[name]: plane for name, plane in math.mxfp8(weight).items()}
     quantizer.amax.fill_(math.amax_of(weight))
     scale = quantizer.scale if recipe == "delayed" else math.scales_of(quantizer.amax)
     return {"_data": math.e4m3(weight * scale), "_scale_inv": 1.0 / scale}

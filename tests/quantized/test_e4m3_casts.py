@@ -1,4 +1,5 @@
-"""Casts of the rows of many weights: every element against arithmetic one by one."""
+"""Casts of the rows of many weights: scales, columns, and the table that kernels read. Bytes are
+compared in test_formats.py."""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.quantized import e4m3
 from megatron_fsdp_adapter.quantized.columns import mx_columns, padded
@@ -19,71 +18,19 @@ from megatron_fsdp_adapter.quantized.e4m3 import (
     kernels_for,
     write_scales,
 )
-from tests.quantized import float64
-from tests.quantized.arithmetic import scale_of
-from tests.quantized.emulated import quantizer_of, whole_fields
-from tests.quantized.te_checks import SCALE, Shard, quantize
-from tests.quantized.te_extension import Extension
-from tests.quantized.te_weights import NASTY, Case, random_case
-
-PLANES = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
+from tests.quantized.arithmetic import e8m0, mxfp8, scale_of
 
 
-def whole(case: Case, index: int) -> list[torch.Tensor]:
-    """Bytes, and inverses of scales, of a weight that nobody has cut."""
-    recipe = {"blockwise": "block128"}.get(case.recipe, case.recipe)
-    quantizer = quantizer_of(recipe, scale=torch.tensor([SCALE]))
-    return list(whole_fields(case.mains[index], quantizer, torch.bfloat16).values())
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from(["current", "delayed", "blockwise"]), st.integers(0, 1 << 20),
-    st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(list(NASTY)),
-)  # fmt: skip
-def test_bytes_of_shards_are_those_of_whole_weights(recipe, seed, dtype, nasty):
-    case = random_case(recipe, seed, dtype, nasty, "cpu")
-    shards = [Shard(case, number, 64) for number in range(case.shards)]
-    inverses = quantize(recipe, shards)["inverses"]
-    expected = [whole(case, index) for index in range(len(case.mains))]
-    assert torch.equal(inverses, torch.cat([scale.view(-1) for _, scale in expected]))
-    for shard in shards:
-        shard.check_untouched()
-        for own, (start, stop), (data, _) in zip(shard.rows, shard.ranges, expected, strict=True):
-            assert torch.equal(own.planes[0], data.view(-1)[start:stop])
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 1 << 20), st.sampled_from(list(NASTY)))
-def test_mxfp8_of_shards_is_that_of_whole_weights_in_float64(seed, nasty):
-    """And so is what the extension's stand-in computes."""
-    case = random_case("mxfp8", seed, torch.float32, nasty, "cpu")
-    shards = [Shard(case, number, 64) for number in range(case.shards)]
-    quantize("mxfp8", shards)
-    for shard in shards:
-        shard.check_untouched()
-    for index, main in enumerate(case.mains):
-        planes = float64.mxfp8(main.bfloat16())
-        expected = [planes[name].view(-1) for name in PLANES]
-        m, k = main.shape
-        values = main.bfloat16().view(-1)
-        amaxes = torch.zeros(m, k // 32), torch.zeros(m // 32, k)
-        Extension.mxfp8_scaling_compute_partial_amax(values, *amaxes, m, k, 0)
-        scales = [torch.zeros(amax.shape, dtype=torch.uint8) for amax in amaxes]
-        Extension.multi_tensor_compute_scale_inv_e8m0(0, None, [amaxes, scales])
-        data = [torch.zeros(m * k, dtype=torch.uint8) for _ in scales]
-        Extension.mxfp8_scaling_partial_cast(values, *data, *scales, m, k, 0)
-        for found, plane in zip([*data, *scales], expected, strict=True):
-            assert torch.equal(found.view(-1), plane)
-        for number, plane in enumerate(expected, 1):
-            parts = [shard.rows[index].tensors[number] for shard in shards]
-            assert torch.equal(torch.cat(parts), plane)
+def test_exponents_are_of_the_smallest_power_of_two_that_is_not_below() -> None:
+    values = torch.rand(3000) * 2.0 ** torch.randint(-120, 120, (3000,))
+    powers = 2.0 ** (e8m0(values).double() - 127)
+    assert bool(((powers >= values) & (powers / 2 < values)).all())
 
 
 def test_columns_of_mxfp8_that_were_left_out_are_made_of_the_value():
     value = torch.randn(64, 96).bfloat16()
     data, scales = mx_columns(value, torch.empty(0, dtype=torch.uint8))
-    expected = float64.mxfp8(value)
+    expected = mxfp8(value.float())
     assert torch.equal(data, expected["columnwise"])
     assert torch.equal(scales, expected["columnwise_scales"])
 

@@ -161,6 +161,7 @@ EXTREMES = {
     "tiny": lambda value: value.mul_(1e-40),
     "huge": lambda value: value.clamp_(-1, 1).mul_(3e38),
     "infinite": lambda value: value.view(-1)[77:78].fill_(torch.inf),
+    "NaN": lambda value: value.view(-1)[77:79].copy_(torch.tensor([torch.nan, -torch.nan])),
 }
 
 
@@ -183,6 +184,11 @@ def test_bytes_of_rounded_and_unrounded_main_weights_differ():
 
 # What cannot be cut.
 
+
+def test_the_granule_is_the_strip_of_rows_that_a_kernel_stores_as_a_whole():
+    """Of 16 rows, in 128 x 128 blocks: no store of a rank is outside of its shard."""
+    spec = ParamSpec(0, ("w",), (64, 32), torch.bfloat16, True, 16 * 32, BLOCK128)
+    assert BLOCK128.rows == 16 and plan_group([spec], 2).segments[0].granularity == 16 * 32
 
 @pytest.mark.parametrize("shards", [2, 5])
 def test_a_weight_whose_rows_do_not_make_granules_lies_on_one_shard(shards):

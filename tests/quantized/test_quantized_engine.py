@@ -171,19 +171,6 @@ def test_frozen_weights_are_kept(world):
     assert frozen and all(storage_bytes(shard.tensor) for shard in frozen)
 
 
-def test_scales_are_made_once_after_each_change(world):
-    rig = build(Setup(ZERO_3, recipe="delayed"))
-    rig.step(microbatches=3)
-    assert rig.quantized.finished == 2, "before the first forward, and after the step"
-    written = rig.quantized.written
-    rig.evaluate()
-    rig.evaluate()
-    assert rig.quantized.finished == 2
-    rig.engine.gather.mark_stale()
-    rig.evaluate()
-    assert rig.quantized.finished == 2 and rig.quantized.written > written
-
-
 # Launches.
 
 

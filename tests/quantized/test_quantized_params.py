@@ -14,7 +14,7 @@ from megatron_fsdp_adapter.core.engine import saved_tensors
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from megatron_fsdp_adapter.core.runtime.device import COMPUTE, HostRuntime, storage_bytes
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
 from megatron_fsdp_adapter.diagnostics.description import param_rows
 from megatron_fsdp_adapter.diagnostics.memory import (
     LIFE,
@@ -27,7 +27,6 @@ from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.sharding.same_model import model_lines
 from tests.engine.engine_cases import Rig, Setup, build, domains_of, make_net, units_of
 from tests.engine.pretended import pretended_world
-from tests.engine.recording import RecordingRuntime
 from tests.quantized.emulated import RECIPES, EmulatedTensor, Float8Tensor
 
 ZERO_1, ZERO_3 = "optim", "optim_grads_params"
@@ -193,19 +192,6 @@ def test_quantized_weights_that_nobody_knows_are_refused(world):
     plans = partition(model, units_of(model), domain_of=lambda *_: "dense", format_of=format_of)
     with pytest.raises(ValueError, match=r"quantized=None.*per_tensor"):
         FsdpEngine(model, plans, domains_of(setup), setup.config, HostRuntime())
-
-
-def test_quantizing_runs_on_the_compute_stream(world, monkeypatch):
-    rig = build(Setup(recipe="current"))
-    roles = []
-    original = RecordingRuntime.submit
-    monkeypatch.setattr(
-        RecordingRuntime, "submit",
-        lambda self, role, *tasks: (roles.append(role), original(self, role, *tasks))[1],
-    )
-    rig.load()
-    rig.engine.to_unsharded()
-    assert roles[0] == COMPUTE
 
 
 def test_ranks_compare_formats_and_buffers_say_which_plane_they_are(world):
