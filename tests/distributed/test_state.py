@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import get_total_norm
 from torch.optim.swa_utils import AveragedModel
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
@@ -96,8 +97,24 @@ def of_unknown_rows() -> DTensor:
     return DTensor.from_local(rows, mesh, [Shard(0)], shape=(VOCAB, WIDTH), stride=(WIDTH, 1))
 
 
+NORMS = (2.0, 3.5, 0.0, -1.0, float("inf"), -float("inf"))
+"""Orders; torch knows no norm of an empty tensor for the last three."""
+
+
+def _norms(params: list[Any], known: list[Any]) -> None:
+    """By torch's functions, also where a rank has no rows of one. Another torch than 2.13 may not
+    ask a subclass."""
+    asked = type(params[0].detach() * 2) is not DTensor
+    for order in NORMS if asked else NORMS[:3]:
+        for one, plain in zip(params, known, strict=True):
+            torch.testing.assert_close(one.norm(order).full_tensor(), plain.norm(order))
+        for foreach in (True, False):
+            norms = [get_total_norm(of, order, foreach=foreach) for of in (params, known)]
+            torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+
+
 def _whole_tensors(strategy: str) -> None:
-    """`full_tensor` and `redistribute` of weights, gradients and moments; both full state dicts."""
+    """`full_tensor`, `redistribute` and norms of weights and gradients; both full state dicts."""
     sharded = model(strategy)
     torch.manual_seed(5)
     reference = Odd()
@@ -105,6 +122,8 @@ def _whole_tensors(strategy: str) -> None:
     for other in range(dist.get_world_size()):
         (reference(tokens(0, 0, other)) / dist.get_world_size()).backward()
     sharded(batch()).backward()
+    for kind in (lambda param: param.detach(), lambda param: param.grad):
+        _norms(*(list(map(kind, model.parameters())) for model in (sharded, reference)))
     for (name, param), plain in zip(
         sharded.named_parameters(), reference.parameters(), strict=True
     ):

@@ -40,7 +40,7 @@ from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedInde
 from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
 from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 from tests.engine import schedule
-from tests.engine.fused_linear import FusedLinear
+from tests.engine.fused_linear import FusedLinear, Operation
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
 from tests.engine.side_streams import SIDE, use_side_stream
@@ -61,7 +61,8 @@ class Setup:
     `down` maps over a domain of their own, of every second rank. `outer` instances of the model
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
-    layers' maps write their weight gradients by themselves: a `WgradProtocol` that does. `slots`:
+    layers' maps write their weight gradients by themselves: a `WgradProtocol` that does;
+    `operations`: others, which no module tree has, hold their parameters and are called. `slots`:
     transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
     unit. `own`: strategies that units have in turn, in place of the model's; `found`: those that
     they take on when the engine has been made. `whole`: what is of a
@@ -91,6 +92,7 @@ class Setup:
     shard_outer: bool = False
     check_by: str | None = None
     fused: WgradProtocol | None = None
+    operations: bool = False
     slots: bool = False
     exchange: bool = False
     main_params: torch.dtype | None = torch.float32
@@ -182,9 +184,14 @@ class Layer(nn.Module):
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(hidden)) for _ in range(setup.width))
         self.mark: Callable[[str], None] = lambda text: None
         self.caches, self.cached = False, None
+        self.maps: tuple[nn.Module, ...] = ()
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x)))
+        if not self.maps:
+            maps = (self.up, self.down)
+            self.maps = tuple(map(Operation, maps)) if self.setup.operations else maps
+        up, down = self.maps
+        return down(torch.nn.functional.gelu(up(x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = Marked.apply(x, self.mark, self.label)

@@ -51,3 +51,13 @@ class FusedLinear(nn.Linear):
         if not self.weight.requires_grad:
             return super().forward(x)
         return FusedProduct.apply(x, self.weight) + self.bias
+
+
+class Operation(FusedLinear):
+    """Has the parameters of a linear layer, as they are when it is made. Core makes those of
+    Transformer Engine in the first forward, and keeps them where no module tree sees them (checked
+    against `TEGroupedMLP` of core 0.19.2)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias = linear.weight, linear.bias

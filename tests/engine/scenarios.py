@@ -233,6 +233,16 @@ SCENARIOS: dict[str, Scenario] = {
     "overwrites": Scenario(FUSED, apart=TWICE),
     "overwrites_always": Scenario({"fused": WgradProtocol.OVERWRITES_ALWAYS}, apart=TWICE),
     "accumulates": Scenario(ADDING, apart=TWICE),
+    **{
+        f"operations{name}": Scenario(
+            options | {"operations": True}, ("microbatches", "evaluation_between"),
+            like={"operations": False}, rare=bool(name),
+        )
+        for name, options in (
+            ("", FUSED), ("_adding", ADDING),
+            ("_always", {"fused": WgradProtocol.OVERWRITES_ALWAYS}),
+        )
+    },
     "fused_recompute": Scenario(FUSED | {"recompute": "non_reentrant"}, apart=TWICE, rare=True),
     # With one microbatch a step, so that gradients are added up in one order.
     "any_strategy": Scenario({}, ("steps", "layers_skipped", "weights_loaded"), REDUCED,

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.saved_tensors import SavedTensorFilter, is_owned, mark_owned
+from megatron_fsdp_adapter.core.engine.saved_tensors import is_owned, mark_owned
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Exploded, Rig, Setup, buffers_of, build
@@ -232,16 +232,3 @@ def test_whose_a_storage_is_is_told_by_any_view_and_by_what_is_made_of_it() -> N
     assert not any(map(is_owned, [other, other.t(), ours.clone(), ours + 1]))
     sparse = other.to_sparse()
     assert not is_owned(sparse)
-
-
-def test_hooks_are_replaced_and_nothing_is_put_where_none_are() -> None:
-    saved = SavedTensorFilter()
-    assert not saved.enter(1) and _depth() == 0
-    saved.leave(1)
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        theirs = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        assert saved.enter(1) and saved.enter(2) and _depth() == 1  # the second finds the first's
-        saved.leave(2)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) != theirs
-        saved.leave(1)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) == theirs

@@ -33,6 +33,7 @@ from megatron_fsdp_adapter.megatron.wgrad_probe import (
     maker_name,
     observe,
     observed,
+    read_by_operations,
 )
 
 CPU = torch.device("cpu")
@@ -267,6 +268,20 @@ def test_hooks_inside_of_units_are_reckoned_with_from_the_start(
     makers[NAME] = _maker("asks what it saved")
     looks = observer(hooks_inside=hooks_inside)
     assert grad_writer(_managed(_Fused()), True, looks) is expected
+
+
+def test_an_operation_is_tried_out_beside_the_layer_whose_weights_it_reads(
+    makers: dict[str, Maker],
+) -> None:
+    """What holds for both."""
+    makers[NAME] = _maker("asks in backward")
+    makers["transformer_engine.ops.BasicLinear"] = _maker("asks what it saved")
+    layer = ColumnParallel()
+    for fused, expected in ((True, "asks what it saved"), (False, "asks in backward")):
+        holder: Any = nn.Sequential(layer)
+        holder._with_fused_impl = fused
+        looks = observer(by_operations=read_by_operations(holder))
+        assert looks(layer, torch.float32) == SEEN[expected]
 
 
 def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[str, Maker]) -> None:

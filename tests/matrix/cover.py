@@ -91,20 +91,6 @@ class Space:
     def possible_pairs(self) -> list[Pair]:
         return [p for p in self.all_pairs if self.complete({p[0]: p[1], p[2]: p[3]}) is not None]
 
-    def reasons(self, pair: Pair) -> list[Rule]:
-        """The rule that excludes an impossible pair, or rules that do so together: without any one
-        of them it is possible. Those that read least are kept first."""
-        partial = {pair[0]: pair[1], pair[2]: pair[3]}
-        alone = [rule for rule in self.rules if rule.breaks({**self.fixed, **partial})]
-        if alone:
-            return alone[:1]
-        kept = list(self.rules)
-        for rule in sorted(self.rules, key=lambda rule: -len(rule.reads)):
-            fewer = [other for other in kept if other is not rule]
-            if Space(self.dimensions, fewer, self.fixed).complete(partial) is None:
-                kept = fewer
-        return kept
-
 
 def pairs_of(cell: Cell, names: Iterable[str]) -> set[Pair]:
     """The pairs of a cell, of the dimensions `names`; those that a partial cell lacks are left

@@ -54,17 +54,6 @@ def test_cached_cells_are_what_the_table_yields() -> None:
     assert json.loads(cells.FILE.read_text()) == made, OUTDATED
 
 
-@pytest.mark.parametrize("array", ARRAYS)
-def test_every_pair_that_is_left_out_names_its_rules(array: str) -> None:
-    """And without any one of these rules the pair is possible."""
-    one = space(array)
-    for pair in sorted(set(one.all_pairs) - set(one.possible_pairs), key=repr):
-        rules = one.reasons(pair)
-        assert rules and all(rule.name and rule.reason for rule in rules), pair
-        partial = {pair[0]: pair[1], pair[2]: pair[3]}
-        assert Space(DIMENSIONS, rules, ARRAYS[array]).complete(partial) is None, pair
-
-
 def _reversed(rule: Rule) -> Rule:
     broken = functools.wraps(rule.broken)(lambda *values: not rule.broken(*values))
     return Rule(f"not {rule.name}", rule.reason, broken)
