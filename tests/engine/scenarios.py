@@ -160,6 +160,8 @@ EVENTS: dict[str, Callable[[Any], None]] = {
 # The table.
 
 MIXED = ("microbatches", "evaluation_between", "layer_twice", "backward_raises")
+BY_TENSOR_AND_BLOCK = ("current", "mxfp8")
+"""Recipes that see more events by default. With --full all see all."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,8 @@ SCENARIOS: dict[str, Scenario] = {
                                   apart=("further_backwards",)),
     # models
     "tied": Scenario({"tied": True}),
-    "no_root": Scenario({"root_norm": False}),
-    "frozen": Scenario({"frozen": True}),
+    "no_root": Scenario({"root_norm": False}, MIXED[:2]),
+    "frozen": Scenario({"frozen": True}, ("microbatches", "backward_raises")),
     "one_unit": Scenario({"one_unit": True}, ("steps", "microbatches")),
     "many_layers": Scenario({"layers": 12}, ("microbatches",), SHARDED),
     "reentrant": Scenario({"recompute": "reentrant"}, apart=TWICE),
@@ -250,7 +252,7 @@ SCENARIOS: dict[str, Scenario] = {
     # when things are launched, and where
     "far_prefetch": Scenario({"prefetch_bytes": 1 << 20}, like={"prefetch_bytes": 0}, weights=4),
     "no_overlap": Scenario({"overlap": False}, like={"overlap": True}),
-    "checked": Scenario({"check_by": "parameter"}, like={"check_by": None}),
+    "checked": Scenario({"check_by": "parameter"}, MIXED[:1], like={"check_by": None}),
     "slots": Scenario({"slots": True}, (*MIXED, "forwards_in_flight"), like={"slots": False}),
     "slots_far_prefetch": Scenario({"slots": True, "prefetch_bytes": 1 << 20}, weights=4,
                                    rare=True),
@@ -263,15 +265,15 @@ SCENARIOS: dict[str, Scenario] = {
     "joined_recompute": Scenario({"joined": 150, "layers": 5, "recompute": "reentrant"},
                                  apart=TWICE, rare=True),
     # dtypes
-    "bf16_comm": Scenario({"comm_dtype": BF16}),
-    "bf16_grads": Scenario({"main_grads": BF16}),
-    "bf16_grads_fp32_comm": Scenario({"main_grads": BF16, "comm_dtype": FP32}),
-    "own_main": Scenario({"main_params": None}),
+    "bf16_comm": Scenario({"comm_dtype": BF16}, MIXED[:1]),
+    "bf16_grads": Scenario({"main_grads": BF16}, MIXED[:1]),
+    "bf16_grads_fp32_comm": Scenario({"main_grads": BF16, "comm_dtype": FP32}, MIXED[:1]),
+    "own_main": Scenario({"main_params": None}, MIXED[:1]),
     "fp32": Scenario({"dtype": FP32, "world": 3}, (*MIXED, "weights_loaded")),
     "fp32_sums": Scenario({"comm_dtype": BF16, "fp32_sums": True}, strategies=REDUCED),
     "fp32_sums_instances": Scenario({"comm_dtype": BF16, "fp32_sums": True, "outer": 2,
                                      "world": 4, "rank": 1}, strategies=REDUCED, rare=True),
-    "scaled_before": Scenario({"scale_before_sum": True, "world": 4, "dtype": FP32},
+    "scaled_before": Scenario({"scale_before_sum": True, "world": 4, "dtype": FP32}, MIXED[:1],
                               like={"scale_before_sum": False}),
     # copy engines, whose buckets are as narrow as the gradients
     "exchange": Scenario({"slots": True, "exchange": True}, (*MIXED, "gradients_late"), SHARDED,
@@ -287,7 +289,7 @@ SCENARIOS: dict[str, Scenario] = {
     "exchange_two_domains": Scenario({"slots": True, "exchange": True} | TWO_DOMAINS,
                                      strategies=SHARDED, like={"exchange": False}, rare=True),
     # ranks
-    "alone": Scenario({"world": 1, "whole": True}, ONE_AFTER_ANOTHER, SHARDED),
+    "alone": Scenario({"world": 1, "whole": True}, (*TOGETHER, "weights_written"), SHARDED),
     "alone_scaled": Scenario({"world": 1, "whole": True, "grad_scale": 0.5, "one_unit": True},
                              ("further_backwards",), SHARDED, apart=None),
     "two_domains": Scenario(TWO_DOMAINS),
@@ -385,8 +387,11 @@ SCENARIOS: dict[str, Scenario] = {
     },
     # quantized weights
     **{
-        recipe: Scenario({"recipe": recipe}, ("steps", "exports", "weights_loaded", *MIXED),
-                         weights=1)
+        recipe: Scenario(
+            {"recipe": recipe}, weights=1,
+            events=("steps", "exports", "weights_loaded", *MIXED) if recipe in BY_TENSOR_AND_BLOCK
+            else ("steps", "microbatches"),
+        )
         for recipe in RECIPES
     },
     **{
