@@ -46,6 +46,7 @@ from .fsdp2_model import (
     mark_of,
     mark_on,
     marked,
+    names_on_meta,
     root_of,
     unsharded_reads,
 )
@@ -68,7 +69,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; shards the root first, if that has not happened. A compiled module has
         its own call in a graph, and not this one."""
-        engine_of(self)
+        engine_of(self, runs=True)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -96,12 +97,9 @@ class ShardedModule(NotCopyable, FSDPModule):
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Gives parameters and buffers on the meta device memory: of a parameter this rank's rows,
         in which each element is NaN until it is loaded or written. Shards the model first."""
-        if mark_on(self).state is PENDING:
-            with unsharded_reads(self):  # type: ignore[arg-type]
-                on_meta = any(param.is_meta for param in self.parameters())  # type: ignore[attr-defined]
-            if not on_meta:
-                return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
-            engine_of(self)
+        if mark_on(self).state is PENDING and not names_on_meta(self):  # type: ignore[arg-type]
+            return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        engine_of(self)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -214,7 +212,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         return self
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        engine, mark = engine_of(self), mark_on(self)
+        engine, mark = engine_of(self, runs=True), mark_on(self)
         args, kwargs = cast(mark.options.input_dtype, (args, kwargs))
         if mark.ordinal != engine.root.ordinal:
             return engine.pre_forward(engine.units[mark.ordinal], args, kwargs)

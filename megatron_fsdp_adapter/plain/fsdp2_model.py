@@ -159,11 +159,26 @@ def root_of(module: Any) -> nn.Module:
     return module if around is None else around
 
 
-def engine_of(module: Any) -> UserLoopEngine:
-    """The engine of the model; shards the model first, if that has not happened."""
+def names_on_meta(module: nn.Module) -> list[str]:
+    """The names of parameters that have no memory; shards no model."""
+    with unsharded_reads(module):
+        return [name for name, param in module.named_parameters() if param.is_meta]
+
+
+def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
+    """The engine of the model; shards the model first, if that has not happened. `runs`: for a
+    forward. RuntimeError if parameters have no values for it."""
     mark = mark_on(module)
     if mark.engine is None:
-        _build(root_of(module))
+        root = root_of(module)
+        unfilled = names_on_meta(root) if runs else []
+        if unfilled:
+            raise RuntimeError(
+                f"{SUBJECT}: {len(unfilled)} parameters are still on the meta device: "
+                f"{unfilled[:4]}. Load a state dict, or call to_empty and initialize them, before "
+                "the first forward"
+            )
+        _build(root)
     assert mark.engine is not None
     return mark.engine
 

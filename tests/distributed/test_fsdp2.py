@@ -569,6 +569,10 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "mp_policy.reduce_dtype",
         lambda made: list(_mixed(made).parameters()),
     ),
+    "on the meta device": (
+        "21 parameters are still on the meta device: .*'embedding.weight'.*call to_empty",
+        lambda made: _bottom_up(ours, made.to("meta"))(tokens(0, 0, 0)),
+    ),
     "hook": ("set_all_reduce_hook", lambda made: ours(made).set_all_reduce_hook(print)),
     "deepcopy": ("deepcopy", lambda made: copy.deepcopy(ours(made))),
     "optimizer of before": (

@@ -17,7 +17,7 @@ from tests.integration.lm_runs import HARNESSES, ROOT
 FOLDER = "test/distributed/_composable/fsdp"
 FILES = (
     "training", "state_dict", "mixed_precision", "clip_grad_norm_", "frozen", "ignore_params",
-    "autograd",
+    "autograd", "init", "memory",
 )  # fmt: skip
 
 
