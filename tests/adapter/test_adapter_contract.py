@@ -11,11 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -25,7 +22,6 @@ from megatron_fsdp_adapter import (
     install,
     uninstall,
 )
-from megatron_fsdp_adapter.megatron.inner_module import ShardedModule
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -70,17 +66,6 @@ def shown(trainer: Trainer) -> str:
 
 
 # Depth and attributes.
-
-
-@pytest.mark.parametrize("bf16", (False, True))
-def test_wrapper_depth(bf16: bool) -> None:
-    """Checkpointing unwraps the outer level only and builds its keys on the rest."""
-    wrapper = build_trainer(CASE.but(bf16=bf16), "optim_grads_params", DEVICE).wrapper
-    inner = wrapper.module
-    assert isinstance(wrapper, _BaseDataParallel) and isinstance(inner, ShardedModule)
-    assert isinstance(inner.module, Float16Module if bf16 else GPTModel)
-    assert wrapper.config is inner.config is get_model_config(wrapper)
-    assert isinstance(get_attr_wrapped_model(wrapper, "decoder"), nn.Module)
 
 
 def test_attributes_that_megatron_must_find_on_the_model(sharded: Trainer) -> None:

@@ -3,7 +3,6 @@ is captured runs, and what a replay would find is looked at."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.transformer.enums import CudaGraphScope
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_fsdp_adapter.core.engine.unit import Phase
@@ -138,20 +136,6 @@ def test_whole_iterations_are_told_from_other_captures(config: Any, captures: st
     assert cuda_graphs.captures_layers(config) is (captures == "layers")
     (rule,) = [rule for rule in support.MODEL_CONFIG_RULES if rule.option == "cuda_graph_impl"]
     assert rule.broken(config) is (captures == "refused")
-
-
-def test_core_s_own_config_is_understood_by_its_older_and_its_newer_name() -> None:
-    """From 0.18 on the scope becomes an implementation of its own, and the field None."""
-    sizes = {"num_layers": 1, "hidden_size": 12, "num_attention_heads": 2}
-    make = functools.partial(TransformerConfig, use_te_rng_tracker=True, **sizes)
-    assert not cuda_graphs.captures_iteration(make())
-    older = make(cuda_graph_impl="local", cuda_graph_scope="full_iteration")
-    assert cuda_graphs.captures_iteration(older)
-    if hasattr(older, "cuda_graph_modules"):
-        newer = make(cuda_graph_impl="full_iteration", cuda_graph_modules=[])
-        assert cuda_graphs.captures_iteration(newer)
-        layers = make(cuda_graph_impl="local", cuda_graph_modules=["attn"])
-        assert not cuda_graphs.captures_iteration(layers)
 
 
 def test_whether_core_asks_for_the_number_of_tokens_is_read_off_its_function() -> None:

@@ -21,7 +21,6 @@ from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron import units
 from megatron_fsdp_adapter.megatron.options import capability, ddp_options
 from megatron_fsdp_adapter.megatron.options.support import FP4_RECIPES, FP8_RECIPES
-from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
 from megatron_fsdp_adapter.megatron.wgrad_probe import Precision
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -223,14 +222,6 @@ class QuantizingLinear(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.disable_parameter_transpose_cache = False
-
-
-def test_every_layer_that_caches_is_told_not_to() -> None:
-    layers = nn.Sequential(QuantizingLinear(), nn.Sequential(QuantizingLinear()), nn.Linear(3, 3))
-    assert switch_off_weight_cache(layers)
-    told = [getattr(m, "disable_parameter_transpose_cache", None) for m in layers.modules()]
-    assert told == [None, True, None, True, None]
-    assert not switch_off_weight_cache(layers)
 
 
 @pytest.mark.parametrize("fp8", ("hybrid", None))

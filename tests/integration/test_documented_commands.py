@@ -23,7 +23,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -350,32 +349,3 @@ def broken_links(text: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     assert not broken_links((ROOT / page).read_text(), (ROOT / page).parent)
-
-
-def test_a_link_that_leads_nowhere_is_found() -> None:
-    text = "# A `page`\n```bash\n# B\n```\n"
-    links = "[a](#a-page) [b](#b) [c](README.md) [d](README.md#none) [e](none.md) [f](https://f)"
-    assert broken_links(text + links, ROOT) == ["#b", "README.md#none", "none.md"]
-
-
-def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
-    text = textwrap.dedent(
-        """\
-        ```bash gpu slow
-        true
-        ```
-        ```
-        no language
-        ```
-        ```python
-        from torch import no_such_name
-        ```
-        """
-    )
-    bash, python = blocks_of("some.md", text)
-    assert (bash.line, bash.marks, bash.text) == (1, ("gpu", "slow"), "true\n")
-    assert not bash.runs(WITH_FULL) and python.runs(BY_DEFAULT)
-    with pytest.raises(AssertionError, match="torch has no no_such_name"):
-        resolve_imports(ast.parse(python.text))
-    with pytest.raises(AssertionError, match="ended with 3"):
-        run_bash("(exit 3)\ntrue\n", tmp_path)

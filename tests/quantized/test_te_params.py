@@ -4,7 +4,6 @@ extension, for which a stand-in computes."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from megatron_fsdp_adapter.core.engine.guard import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
 from megatron_fsdp_adapter.core.layout.format import MXFP8
 from megatron_fsdp_adapter.quantized import format_of
-from megatron_fsdp_adapter.quantized.columns import padded_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
 from tests.quantized import te_checks
 from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te, standing_in
@@ -217,18 +215,6 @@ def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path) -> None:
         KNOWS.drop_derived(param)
         for name in scales:
             assert tuple(getattr(param, FIELDS[name]).shape) == compact[name]
-
-
-def test_shapes_of_padded_scales_are_those_of_te(te: Path) -> None:
-    choose, kind = random.Random(4), KINDS["MXFP8Tensor"]
-    for _ in range(60):
-        shape = (32 * choose.randint(1, 20), 32 * choose.randint(1, 20))
-        param = te_params("mxfp8", [shape], torch.zeros(1, 2))[0]
-        for plane in kind.format.planes:
-            if plane.name in kind.padded:
-                compact = plane.shape(shape)
-                found = padded_shape((compact[0], compact[1]), kind.padded[plane.name])
-                assert found == tuple(getattr(param, kind.planes[plane.name]).shape), shape
 
 
 def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path) -> None:
