@@ -12,10 +12,21 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs
 
 from megatron_fsdp_adapter import fully_shard, fully_shard_model
-from tests.distributed.gpt import STRATEGIES
+from megatron_fsdp_adapter.sharding.auto_budget import failed_allocations
+from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
+from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    batches,
+    build_trainer,
+    init_megatron,
+    train_step,
+)
 from tests.distributed.launch import settle_ranks
 from tests.distributed.test_launches import HANGS, LIKE, UNLIKE, loss_of, sharded
 from tests.gpu.gpu_ranks import WORLD, Check, Outcomes, expecting
+from tests.gpu.runs import ZERO_3
 
 # Ranks that use different units: said a step later, since no host waits for a device. Gathers have
 # a communicator of their own, as in Megatron's wrapper.
@@ -97,8 +108,55 @@ def begins_on_the_host(rank: int, world: int) -> str:
     return str(losses[0])
 
 
+WIDE = Case(
+    num_layers=4, hidden=4096, heads=32, ffn=14336, vocab=8192, seq=4096, batch=1, swiglu=True,
+    bias=False, bf16=True, lr=1e-5, microbatches=3,
+)  # fmt: skip
+KEPT = 6
+"""Steps after which a budget that is found is in use."""
+AGREED = 3
+"""Steps after which an allocation that failed has changed it."""
+
+
+def _take_all_memory(device: torch.device) -> None:
+    """Asks for memory until there is none, in a process that may have no more than it has."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(device) / total)
+    before, taken = failed_allocations(device), []
+    try:
+        while failed_allocations(device) == before:
+            taken.append(torch.empty(GIB, dtype=torch.uint8, device=device))
+    except torch.OutOfMemoryError:
+        pass
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def gives_memory_back(rank: int, world: int) -> str:
+    """Units are kept in memory that is free, until one rank has had too little of it: then half
+    as much is kept on all ranks. Losses are those without a budget."""
+    device = init_megatron()
+    data, losses, used = batches(WIDE, 0, rank, device), {}, []
+    for budget in (0.0, AUTO):
+        trainer = build_trainer(WIDE, ZERO_3, device, ddp={BUDGET: budget})
+        losses[budget] = [train_step(trainer, data)[0] for _ in range(KEPT)]
+        for taker in range(world):
+            if budget:
+                used.append(trainer.wrapper.engine.used)
+                if rank == taker:
+                    _take_all_memory(device)
+            losses[budget] += [train_step(trainer, data)[0] for _ in range(AGREED)]
+        if budget:
+            used.append(trainer.wrapper.engine.used)
+        del trainer
+    assert used[0] > 0 and used[1] <= used[0] // 2 and used[2] <= used[1] // 2, used
+    torch.testing.assert_close(*map(torch.tensor, losses.values()), rtol=1e-3, atol=0)
+    return f"{[round(one / GIB, 3) for one in used]} GiB in use; losses {losses[AUTO]}"
+
+
 CHECKS = {f"like ranks, {s}": Check(like_ranks_train, (s,)) for s in STRATEGIES}
 CHECKS["begins on the host"] = Check(begins_on_the_host)
+CHECKS["gives memory back"] = Check(gives_memory_back)
 OUTCOMES = Outcomes(CHECKS, timeout_s=120.0)
 STREAM_OUTCOMES = Outcomes({"waits": Check(waits)}, timeout_s=120.0, world=1)
 
