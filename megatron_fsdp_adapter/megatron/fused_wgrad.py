@@ -24,7 +24,6 @@ from .wgrad_probe import Observed
 
 def grad_writer(
     managed: ManagedParam,
-    is_fresh: bool,
     observe: Callable[[Any, torch.dtype, bool], Observed] | None,
 ) -> WgradProtocol:
     """The protocol by which the gradient of `managed` is written, from the modules that hold it.
@@ -33,7 +32,6 @@ def grad_writer(
     zeroed; the engine adds what autograd has beside them.
 
     Args:
-        is_fresh: every backward begins with a bucket that holds nothing (gradients are sharded).
         observe: what a module with weights of a dtype, quantized or not, does to `main_grad`; None
             without `gradient_accumulation_fusion`.
 
@@ -45,7 +43,7 @@ def grad_writer(
         return WgradProtocol.AUTOGRAD
     is_quantized = format_of(managed) is not None
     writers = {
-        _writer_that(observe(owner, param.dtype, is_quantized), is_fresh, type(owner).__name__)
+        _writer_that(observe(owner, param.dtype, is_quantized), type(owner).__name__)
         for owner, _ in managed.slots
         if fuses(owner)
     }
@@ -78,13 +76,13 @@ def fuses(owner: Any) -> bool:
     )  # fmt: skip
 
 
-def _writer_that(seen: Observed, is_fresh: bool, name: str) -> WgradProtocol:
+def _writer_that(seen: Observed, name: str) -> WgradProtocol:
     """The fastest protocol that modules of class `name` were seen to keep to."""
     if seen.overwrites_in_backward:
         is_deaf = seen.ignores_flag_under_hooks
         return WgradProtocol.OVERWRITES_UNHOOKED if is_deaf else WgradProtocol.OVERWRITES
-    if seen.overwrites_in_forward and seen.adds and is_fresh:
-        return WgradProtocol.OVERWRITES_ALWAYS
+    if seen.overwrites_in_forward and seen.adds:
+        return WgradProtocol.OVERWRITES_EARLY
     if seen.adds:
         return WgradProtocol.ACCUMULATES
     raise ValueError(

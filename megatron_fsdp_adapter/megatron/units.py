@@ -133,11 +133,7 @@ def plan_units(
         domain_of=domain_name,
         backward_reads_weights=lambda unit: not only_looks_up(unit, LOOK_UPS),
         split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
-        writer_of=functools.partial(
-            grad_writer,
-            is_fresh=engine_config.strategy.shard_grads,
-            observe=_observer(given, engine_config),
-        ),
+        writer_of=functools.partial(grad_writer, observe=_observer(given, engine_config)),
         manages=lambda managed: given.manages(managed.fqns[0]),
         format_of=format_of,
     )
@@ -168,8 +164,7 @@ def with_unsharded_units(
             if own.strategy.shard_grads != engine_config.strategy.shard_grads:
                 observe = _observer(given, own)
                 groups[key] = [
-                    replace(entry, writer=grad_writer(entry, own.strategy.shard_grads, observe))
-                    for entry in managed
+                    replace(entry, writer=grad_writer(entry, observe)) for entry in managed
                 ]
         found.append(replace(plan, groups=groups))
     return found, kept

@@ -43,7 +43,8 @@ class Observed:
     adds: without a flag, they add to `main_grad`.
     overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and
     add where it unsets it.
-    overwrites_in_forward: they overwrite where it was set before the forward.
+    overwrites_in_forward: they overwrite where it was set before the forward, what the
+    `get_main_grad()` of that time returns.
     ignores_flag_under_hooks: they see the flag of backward only where no hooks are on
     what autograd saves: they ask the saved weight, which then has no attributes.
     """
@@ -246,24 +247,28 @@ def _main_grads(
     with precision.made():
         module = maker.make(dtype=dtype, device=device)
     weights: list[Any] = [param for param in module.parameters() if param.ndim == 2]
-    for weight in weights:
-        weight.main_grad = torch.full(weight.shape, fill, dtype=main_dtype, device=device)
+    grads = [torch.full(one.shape, fill, dtype=main_dtype, device=device) for one in weights]
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.main_grad = grad
         if in_backward is not None or in_forward is not None:
             weight.__fsdp_param__ = True
-            weight.get_main_grad = functools.partial(_hand_out, weight, in_backward)
+            weight.get_main_grad = functools.partial(_hand_out, weight, grad, in_backward)
         if in_forward is not None:
             weight.overwrite_main_grad = in_forward
     x = torch.randn(TOKENS, SIZE, dtype=dtype, device=device, requires_grad=True)
     with precision.context():
         output = maker.call(module, x)
+    for weight in weights if in_forward is not None else ():
+        weight.overwrite_main_grad = not in_forward
+        weight.get_main_grad = functools.partial(torch.zeros_like, weight.main_grad)
     output.backward(torch.randn_like(output))
-    return [weight.main_grad for weight in weights]
+    return grads
 
 
-def _hand_out(weight: Any, overwrite: bool | None) -> torch.Tensor:
+def _hand_out(weight: Any, grad: torch.Tensor, overwrite: bool | None) -> torch.Tensor:
     if overwrite is not None:
         weight.overwrite_main_grad = overwrite
-    return weight.main_grad
+    return grad
 
 
 def _were_overwritten(grads: Sequence[torch.Tensor]) -> bool:

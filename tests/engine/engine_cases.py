@@ -558,7 +558,10 @@ def domain_of(setup: Setup, fqn: str) -> str:
 def writer_of(setup: Setup, managed: ManagedParam) -> WgradProtocol:
     kinds = (FusedLinear, EmulatedLinear)
     fused = isinstance(managed.slots[0][0], kinds) and managed.param.ndim == 2
-    return setup.fused if fused and setup.fused else WgradProtocol.AUTOGRAD
+    if not (fused and setup.fused):
+        return WgradProtocol.AUTOGRAD
+    managed.param.asks_early = setup.fused is WgradProtocol.OVERWRITES_EARLY  # type: ignore[attr-defined]
+    return setup.fused
 
 
 def build(

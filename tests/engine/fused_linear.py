@@ -8,16 +8,32 @@ import torch
 from torch import nn
 
 
-def left_to_autograd(weight: Any, by_weight: torch.Tensor) -> torch.Tensor | None:
+def taken_early(weight: Any) -> tuple[Any, bool] | None:
+    """What a module takes from `weight` in forward, for its backward; None unless it `asks_early`.
+
+    Checked against Transformer Engine 2.20.2 (module/linear.py, layernorm_linear.py,
+    layernorm_mlp.py, grouped_linear.py: flag and function are both taken in forward).
+    """
+    if not getattr(weight, "asks_early", False):
+        return None
+    return weight.get_main_grad, weight.overwrite_main_grad
+
+
+def left_to_autograd(
+    weight: Any, by_weight: torch.Tensor, early: tuple[Any, bool] | None = None
+) -> torch.Tensor | None:
     """None where the weight gradient is written into `main_grad`, as core and Transformer Engine
-    write it; else the gradient.
+    write it; else the gradient. early: what was taken in forward.
 
     Checked against Transformer Engine 2.11 (module/linear.py: `main_grad` is what
     `get_main_grad()` returns, overwritten where `overwrite_main_grad` is set) and core 0.16.1 and
     0.19.0 (tensor_parallel/layers.py: the same assignment for `__fsdp_param__`, and then always
     overwritten). Neither returns a gradient of a weight without `grad_added_to_main_grad`.
     """
-    if hasattr(weight, "get_main_grad"):
+    if early is not None:
+        main = weight.main_grad = early[0]()
+        write = main.copy_ if early[1] else main.add_
+    elif hasattr(weight, "get_main_grad"):
         main = weight.main_grad = weight.get_main_grad()
         write = main.copy_ if weight.overwrite_main_grad else main.add_
     elif hasattr(weight, "main_grad"):
@@ -34,14 +50,14 @@ class FusedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.early = weight, taken_early(weight)
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x,), weight = ctx.saved_tensors, ctx.weight
         by_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return grad @ weight, left_to_autograd(weight, by_weight)
+        return grad @ weight, left_to_autograd(weight, by_weight, ctx.early)
 
 
 class FusedLinear(nn.Linear):

@@ -233,7 +233,7 @@ SCENARIOS: dict[str, Scenario] = {
     "non_reentrant": Scenario({"recompute": "non_reentrant"}),
     "selective": Scenario({"recompute": "selective"}),
     "overwrites": Scenario(FUSED, apart=TWICE),
-    "overwrites_always": Scenario({"fused": WgradProtocol.OVERWRITES_ALWAYS}, apart=TWICE),
+    "overwrites_early": Scenario({"fused": WgradProtocol.OVERWRITES_EARLY}, apart=TWICE),
     "accumulates": Scenario(ADDING, apart=TWICE),
     **{
         f"operations{name}": Scenario(
@@ -342,7 +342,7 @@ SCENARIOS: dict[str, Scenario] = {
         for name, options, apart in (
             ("", {}, ()), ("_fused", FUSED, TWICE), ("_adding", ADDING, TWICE),
             ("_recompute", {"recompute": "non_reentrant"}, ()), ("_instances", INSTANCES, ()),
-            ("_always", {"fused": WgradProtocol.OVERWRITES_ALWAYS}, TWICE),
+            ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}, TWICE),
         )
     },
     "kept_recompute": Scenario(KEPT | {"recompute": "non_reentrant"}, strategies=(ZERO_3,),
@@ -402,7 +402,7 @@ SCENARIOS: dict[str, Scenario] = {
         f"{recipe}_{protocol.value}": Scenario({"recipe": recipe, "fused": protocol}, apart=TWICE,
                                                weights=1)
         for recipe, protocol in (
-            ("current", WgradProtocol.OVERWRITES), ("mxfp8", WgradProtocol.OVERWRITES_ALWAYS),
+            ("current", WgradProtocol.OVERWRITES), ("mxfp8", WgradProtocol.OVERWRITES_EARLY),
             ("block128", WgradProtocol.ACCUMULATES),
         )
     },

@@ -23,7 +23,7 @@ from tests.engine.scenarios import EVENTS, SCENARIOS, cells
 from tests.host_copies import HostCopies
 
 OFFLOADED = (
-    "steps", "frozen", "accumulates", "overwrites", "overwrites_always", "slots", "reentrant",
+    "steps", "frozen", "accumulates", "overwrites", "overwrites_early", "slots", "reentrant",
     "non_reentrant", "selective", "fused_recompute", "current", "mxfp8",
 )  # fmt: skip
 

@@ -40,24 +40,30 @@ CPU = torch.device("cpu")
 
 
 class _Product(torch.autograd.Function):
-    """As `module/linear.py` of Transformer Engine 2.11 writes gradients."""
+    """As `module/linear.py` of Transformer Engine writes gradients: 2.11 "asks in backward", 2.20.2
+    "asks in forward" and takes the function then too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.habit = weight, habit
         ctx.early = getattr(weight, "overwrite_main_grad", False)
+        ctx.getter = getattr(weight, "get_main_grad", None)
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         weight, by_weight = ctx.weight, grad.t() @ ctx.saved_tensors[0]
         saved = ctx.saved_tensors[1]
-        main = weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else weight.main_grad
+        main = weight.main_grad
+        if hasattr(weight, "__fsdp_param__"):
+            asks_early = ctx.habit in ("asks in forward", "always overwrites")
+            main = ctx.getter() if asks_early else weight.get_main_grad()
         overwrites = {
             "asks in backward": getattr(weight, "overwrite_main_grad", False),
             "asks what it saved": getattr(saved, "overwrite_main_grad", False),
             "asks in forward": ctx.early,
+            "asks for the flag in forward": ctx.early,
             "asks the quantized weight": False,
             "adds": False,
             "always overwrites": True,
@@ -87,15 +93,14 @@ class Fusing(nn.Module):
 
 
 SEEN = {
-    "asks in backward": Observed(
-        adds=True, overwrites_in_backward=True, overwrites_in_forward=True
-    ),
+    "asks in backward": Observed(adds=True, overwrites_in_backward=True),
     "asks what it saved": Observed(
         adds=True, overwrites_in_backward=True, ignores_flag_under_hooks=True
     ),
     "asks in forward": Observed(
         adds=True, overwrites_in_backward=False, overwrites_in_forward=True
     ),
+    "asks for the flag in forward": Observed(adds=True),
     "asks the quantized weight": Observed(adds=True),
     "adds": Observed(adds=True),
     "always overwrites": Observed(
@@ -267,7 +272,7 @@ def test_hooks_inside_of_units_are_reckoned_with_from_the_start(
     """Such hooks no engine sees, and so nothing would clear the bucket when they are on."""
     makers[NAME] = _maker("asks what it saved")
     looks = observer(hooks_inside=hooks_inside)
-    assert grad_writer(_managed(_Fused()), True, looks) is expected
+    assert grad_writer(_managed(_Fused()), looks) is expected
 
 
 def test_an_operation_is_tried_out_beside_the_layer_whose_weights_it_reads(
@@ -328,32 +333,28 @@ class _Fused(ColumnParallel):
 
 
 WRITERS = {
-    # what was seen: who writes, into a bucket that is fresh in each backward, and into one that
-    # keeps the microbatches before
-    Observed(True, True, True): (WgradProtocol.OVERWRITES, WgradProtocol.OVERWRITES),
-    Observed(True, True, False, True): (WgradProtocol.OVERWRITES_UNHOOKED,) * 2,
-    Observed(True, False, True): (WgradProtocol.OVERWRITES_ALWAYS, WgradProtocol.ACCUMULATES),
-    Observed(True, False, False): (WgradProtocol.ACCUMULATES, WgradProtocol.ACCUMULATES),
+    Observed(True, True, True): WgradProtocol.OVERWRITES,
+    Observed(True, True, False, True): WgradProtocol.OVERWRITES_UNHOOKED,
+    Observed(True, False, True): WgradProtocol.OVERWRITES_EARLY,
+    Observed(True, False, False): WgradProtocol.ACCUMULATES,
 }
 
 
 @pytest.mark.parametrize("seen", WRITERS)
-@pytest.mark.parametrize("is_fresh", [True, False])
-def test_what_was_not_seen_to_overwrite_is_cleared_first(seen: Observed, is_fresh: bool) -> None:
-    writer = grad_writer(_managed(_Owner()), is_fresh, lambda *asked: seen)
-    assert writer is WRITERS[seen][0 if is_fresh else 1]
+def test_what_was_not_seen_to_overwrite_is_cleared_first(seen: Observed) -> None:
+    assert grad_writer(_managed(_Owner()), lambda *asked: seen) is WRITERS[seen]
 
 
 def test_who_neither_adds_nor_overwrites_is_refused() -> None:
-    for seen, is_fresh in ((Observed(False), True), (Observed(False, False, True), True)):
+    for seen in (Observed(False), Observed(False, False, True)):
         with pytest.raises(ValueError, match="_Owner neither adds .* Set gradient_accum"):
-            grad_writer(_managed(_Owner()), is_fresh, lambda *asked, s=seen: s)
+            grad_writer(_managed(_Owner()), lambda *asked, s=seen: s)
 
 
 def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
     habits = {"one": Observed(True, True, True), "other": Observed(True, False, True)}
     owners = [SimpleNamespace(fuse_wgrad_accumulation=True, habit=name) for name in habits]
-    writer = grad_writer(_managed(*owners), True, lambda owner, *rest: habits[owner.habit])
+    writer = grad_writer(_managed(*owners), lambda owner, *rest: habits[owner.habit])
     assert writer is WgradProtocol.ACCUMULATES
 
 
@@ -366,6 +367,6 @@ def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write(
     owner: Any, options: dict[str, Any]
 ) -> None:
     looks = mock.Mock()
-    assert grad_writer(_managed(owner, **options), True, looks) is WgradProtocol.AUTOGRAD
-    assert grad_writer(_managed(_Owner()), True, None) is WgradProtocol.AUTOGRAD
+    assert grad_writer(_managed(owner, **options), looks) is WgradProtocol.AUTOGRAD
+    assert grad_writer(_managed(_Owner()), None) is WgradProtocol.AUTOGRAD
     looks.assert_not_called()

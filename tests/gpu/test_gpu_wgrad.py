@@ -172,7 +172,7 @@ def _ours(
     plans = partition(
         model, unit_modules(model, lambda child: child in names.values()),
         domain_of=lambda param, fqn: DENSE,
-        writer_of=lambda managed: fused_wgrad.grad_writer(managed, row.shard_grads, observe),
+        writer_of=lambda managed: fused_wgrad.grad_writer(managed, observe),
     )  # fmt: skip
     config = EngineConfig(
         row, MixedPrecisionPolicy(), weight_slots=slots, bucket_slots=slots, poison_buffers=True

@@ -26,7 +26,7 @@ from megatron_fsdp_adapter.quantized import TransformerEngineParams
 from megatron_fsdp_adapter.quantized.e4m3 import scales_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
 from megatron_fsdp_adapter.quantized.weights import QuantizedWeight, Quantizers
-from tests.engine.fused_linear import left_to_autograd
+from tests.engine.fused_linear import left_to_autograd, taken_early
 from tests.quantized import arithmetic as math
 from tests.quantized import te_weights
 
@@ -239,6 +239,7 @@ class _Linear(torch.autograd.Function):
         if not isinstance(weight, EmulatedTensor):
             assert te_weights.derived(weight) is None, "made in forward"
         ctx.save_for_backward(x, weight)
+        ctx.early = taken_early(weight)
         return nn.functional.linear(x, _values(weight), bias)
 
     @staticmethod
@@ -248,7 +249,7 @@ class _Linear(torch.autograd.Function):
         flat = grad.flatten(0, -2)
         of_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = left_to_autograd(weight, flat.t() @ x.flatten(0, -2))
+            of_weight = left_to_autograd(weight, flat.t() @ x.flatten(0, -2), ctx.early)
         of_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return grad @ _values(weight, columns=True), of_weight, of_bias
 

@@ -229,6 +229,8 @@ class FsdpEngine:
         if with_gradients:
             reached = hooks.grad_callback(self.pre_backward, unit)
             hooks.on_outputs_needed(output, reached, given)
+            for group in unit.direct_groups if ends else ():
+                group.direct.expect(overwrites=not group.keeps_grads)
             if again or self.order.is_last(unit.ordinal):
                 return
         if ends and (with_gradients or not again):

@@ -385,6 +385,7 @@ class ParamGroup:
         self.grad_state, self.given = GradState.EMPTY, frozenset()
         if self.key.requires_grad:
             self.direct.close()
+            self.direct.expect(True)
             self._release_grads()
 
 

@@ -107,7 +107,6 @@ class Unit:
         for group in self.trainable_groups:
             if group.can_keep_grads and group.keeps_grads is row.shard_grads:
                 group.keeps_grads = not row.shard_grads
-                group.direct.keep(group.keeps_grads)
         self._count_kept_grads()
 
     @property

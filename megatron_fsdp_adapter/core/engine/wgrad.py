@@ -9,10 +9,11 @@ gradient on. Three protocols are spoken:
     OVERWRITES         asks `param.get_main_grad()` in each backward, then overwrites where
                        `param.overwrite_main_grad` is set and adds where it is not: the first write
                        of a bucket needs no zeroes.
-    OVERWRITES_ALWAYS  reads `param.overwrite_main_grad` before backward, when it is not known yet
-                       which write will be the first. It stays set, and an earlier gradient is put
-                       aside while a module called twice writes the later one. Where the
-                       bucket is kept over microbatches, this is ACCUMULATES.
+    OVERWRITES_EARLY   reads `param.overwrite_main_grad`, and takes `param.get_main_grad`, in
+                       forward, when it is not known yet which write will be the first. In a fresh
+                       bucket each of them overwrites. In one that is kept over microbatches those
+                       of the first forward do; others add, to zeroes if they come first. What an
+                       overwriting module finds in the bucket is put aside.
     ACCUMULATES        adds to `param.main_grad`, which must hold zeroes first.
 
 OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the weight that it has
@@ -26,6 +27,7 @@ placeholder the size of the weight, is left unset, since nothing here waits for 
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +43,7 @@ class WgradProtocol(enum.Enum):
     AUTOGRAD = "autograd"
     OVERWRITES = "overwrites"
     OVERWRITES_UNHOOKED = "overwrites_unhooked"
-    OVERWRITES_ALWAYS = "overwrites_always"
+    OVERWRITES_EARLY = "overwrites_early"
     ACCUMULATES = "accumulates"
 
 
@@ -66,30 +68,33 @@ class FusedWgrad:
         label: str,
     ) -> None:
         self.label = label
-        self._params, self._views, self._writers = list(params), list(views), list(writers)
+        self._params, self._views = list(params), list(views)
         self.any = any(one is not WgradProtocol.AUTOGRAD for one in writers)
-        self.is_open = self.hooked = False
+        self.is_open = self.hooked = self._overwrites = False
         self.written: set[int] = set()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for param, view, writer in zip(params, views, writers, strict=True):
-            if writer is not WgradProtocol.AUTOGRAD:
-                param.main_grad = view  # type: ignore[attr-defined]
-        self.keep(False)
-
-    def keep(self, kept: bool) -> None:
-        """Has modules write as they do where the bucket is `kept` over microbatches, or is not."""
-        adds, always = WgradProtocol.ACCUMULATES, WgradProtocol.OVERWRITES_ALWAYS
-        writers = [adds if kept and one is always else one for one in self._writers]
         of = {one: [i for i, mine in enumerate(writers) if mine is one] for one in WgradProtocol}
-        self._adding, self._always = of[adds], {*of[always]}
-        self._adding_hooked = [*of[adds], *of[WgradProtocol.OVERWRITES_UNHOOKED]]
-        for index, one in enumerate(writers):
+        self._adding, self._early = (
+            of[WgradProtocol.ACCUMULATES], of[WgradProtocol.OVERWRITES_EARLY]
+        )  # fmt: skip
+        self._adding_hooked = [*self._adding, *of[WgradProtocol.OVERWRITES_UNHOOKED]]
+        for index, writer in enumerate(writers):
             param: Any = self._params[index]
-            if one not in (WgradProtocol.AUTOGRAD, adds):
-                param.__fsdp_param__, param.overwrite_main_grad = True, one is always
-                param.get_main_grad = _getter(weakref.ref(self), index)
-            elif one is not self._writers[index]:  # modules look whether there is one
-                del param.__fsdp_param__, param.overwrite_main_grad, param.get_main_grad
+            if writer is not WgradProtocol.AUTOGRAD:
+                param.main_grad = self._views[index]
+                if writer is not WgradProtocol.ACCUMULATES:
+                    param.__fsdp_param__ = True
+                    param.get_main_grad = functools.partial(_write, weakref.ref(self), index)
+        self.expect(True)
+
+    def expect(self, overwrites: bool) -> None:
+        """Has modules that decide in forward overwrite what is there, from now on, or add to it."""
+        changed = self._early if overwrites is not self._overwrites else ()
+        self._overwrites = overwrites
+        for index in changed:
+            param: Any = self._params[index]
+            param.overwrite_main_grad = overwrites
+            param.get_main_grad = functools.partial(_write, weakref.ref(self), index, overwrites)
 
     def open(self, empty: bool) -> None:
         """The unit's backward begins; the bucket has storage. `empty`: it holds no gradients yet,
@@ -99,15 +104,13 @@ class FusedWgrad:
         self.is_open = True
         adding = self._adding_hooked if self.hooked else self._adding
         self.written = set(adding) if empty else set(range(len(self._params)))
-        zeroed = [self._views[index] for index in adding] if empty else []
-        if zeroed:
-            torch._foreach_zero_(zeroed)
+        if empty and adding:
+            torch._foreach_zero_([self._views[index] for index in adding])
 
     def close(self) -> set[int]:
         """Backward is over: returns the parameters whose part of the bucket holds a gradient."""
-        written = self.written if self.is_open else set()
+        written, self.written, self.is_open = self.written, set(), False
         self.settle()
-        self.is_open, self.written = False, set()
         return written
 
     def settle(self) -> None:
@@ -116,31 +119,32 @@ class FusedWgrad:
             view.add_(earlier)
         self._aside = []
 
-    def write(self, index: int) -> torch.Tensor:
-        """Called by a module that is about to write the gradient of parameter `index`."""
+    def write(self, index: int, overwrites: bool | None = None) -> torch.Tensor:
+        """Called by a module that is about to write the gradient of parameter `index`.
+
+        overwrites: whether it will overwrite what is there, if it has decided that in forward.
+        """
         if not self.is_open:
             raise RuntimeError(
                 f"{self.label}: a module asked for main_grad outside of its unit's backward. Call "
                 "the model through its wrapper, and run backward on what it returned"
             )
-        view = self._views[index]
-        if index not in self._always:
-            self._params[index].overwrite_main_grad = index not in self.written  # type: ignore[attr-defined]
-        elif index in self.written:
+        view, is_first = self._views[index], index not in self.written
+        if overwrites is None:
+            self._params[index].overwrite_main_grad = is_first  # type: ignore[attr-defined]
+        elif overwrites and not is_first:
             self._aside.append((view, view.clone()))
+        elif is_first and not overwrites:
+            view.zero_()
         self.written.add(index)
         return view
 
 
-def _getter(
-    grads: Callable[[], FusedWgrad | None], index: int
-) -> Callable[[], torch.Tensor]:
+def _write(
+    grads: Callable[[], FusedWgrad | None], index: int, overwrites: bool | None = None
+) -> torch.Tensor:
     """`get_main_grad` of one parameter. It holds the buffer weakly, or the two would be a cycle."""
-
-    def get_main_grad() -> torch.Tensor:
-        alive = grads()
-        if alive is None:
-            raise RuntimeError("main_grad of a parameter whose wrapper has been deleted")
-        return alive.write(index)
-
-    return get_main_grad
+    alive = grads()
+    if alive is None:
+        raise RuntimeError("main_grad of a parameter whose wrapper has been deleted")
+    return alive.write(index, overwrites)
