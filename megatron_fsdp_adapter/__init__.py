@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .plain.optimizer import fully_shard_optimizer
     from .plain.torch_fsdp import leave_fsdp2, use_as_fsdp2
     from .sharding.distributed_index import FSDPDistributedIndex
-    from .sharding.export import export_weights
+    from .sharding.export import export_shards, export_weights
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ _HOMES = {
     "apply_fsdp_overrides": "launch.bridge",
     "create_all_gather_groups": "megatron.process_groups",
     "enable_cpu_mode": "launch.cpu_mode",
+    "export_shards": "sharding.export",
     "export_weights": "sharding.export",
     "fully_shard": "plain.fsdp2",
     "fully_shard_model": "plain.fully_shard",
@@ -57,6 +58,7 @@ __all__ = [
     "apply_fsdp_overrides",
     "create_all_gather_groups",
     "enable_cpu_mode",
+    "export_shards",
     "export_weights",
     "fully_shard",
     "fully_shard_model",

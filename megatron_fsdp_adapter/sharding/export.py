@@ -6,12 +6,13 @@
 Whole tensors come unit by unit (`unit_copies.py`), so that no rank ever has the model: what is in
 memory are the unit at hand, the next one, and what the caller keeps. Each tensor is then joined
 over tensor-parallel ranks, exchanged between expert-parallel ranks and sent to the other pipeline
-stages, one at a time.
+stages, one at a time. `export_shards` does without all of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32
 
 Entry = tuple[str, torch.Tensor]
 Named = Iterator[Entry]
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """Rows of a tensor that this rank holds: `tensor` is the block that begins at `offsets` of the
+    whole tensor `name` of `shape`."""
+
+    name: str
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 def export_weights(
@@ -74,19 +86,44 @@ def export_weights(
     Raises:
         ValueError: before anything is gathered: an option with a wrong value, quantized weights
             that cannot be joined.
-        RuntimeError: memory that is needed was released.
     """
     _check(hf_config, which, scope, dtype, fp8)
+    return _run(_chunks("export_weights", model, which, dtype, quantized, scope == MODEL))
+
+
+def export_shards(
+    model: Any,
+    hf_config: Any = None,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    which: str = ALL,
+) -> Iterator[WeightShard]:
+    """The rows of every weight that this rank holds, as copies in `dtype` (None: the main
+    weights'), in unit order. Nothing is communicated. Ranks that are replicas of each other have
+    the same ones; a rank has none of some weights, and several blocks of others. Arguments and
+    errors are those of `export_weights`."""
+    _check(hf_config, which, MODEL, dtype)
+    chunks = _chunks("export_shards", model, which, dtype)
+    return (shard for chunk in chunks for shard in chunk.shards())
+
+
+def _chunks(
+    action: str, model: Any, which: str, dtype: torch.dtype | None, quantized: bool = False,
+    everything: bool = False,
+) -> list[_Chunk]:
+    """The exports of a model's chunks. RuntimeError if memory is away that they need, ValueError
+    for a weight that cannot be exported as asked."""
     given = sources(model)
     for source in given:
-        kinds = [MAIN, *([COMPUTE] if quantized else [])]
-        check_here(source.engine.away, "export_weights", kinds)
-    chunks = [_Chunk(source, which, dtype, quantized, scope == MODEL) for source in given]
-    raise_problems("export_weights", [line for chunk in chunks for line in chunk.problems()])
-    return _run(chunks)
+        check_here(source.engine.away, action, [MAIN, *([COMPUTE] if quantized else [])])
+    chunks = [_Chunk(source, which, dtype, quantized, everything) for source in given]
+    raise_problems(action, [line for chunk in chunks for line in chunk.problems()])
+    return chunks
 
 
-def _check(hf_config: Any, which: str, scope: str, dtype: torch.dtype | None, fp8: Any) -> None:
+def _check(
+    hf_config: Any, which: str, scope: str, dtype: torch.dtype | None, fp8: Any = None
+) -> None:
     found = []
     if fp8 is not None:
         found.append(
@@ -268,6 +305,55 @@ class _Chunk:
         """The value of a tensor of the rest, as a copy."""
         value = dequantized(tensor).detach()
         return value.to(self._dtype(described, tensor), copy=True)
+
+    def shards(self) -> Iterator[WeightShard]:
+        """This rank's shards."""
+        self.source.engine.gather.updates.settle()
+        for pair in self.source.engine.pairs:
+            group = pair.group
+            if self._is_chosen(group):
+                held = group.held.range(pair.index)
+                shape = group.layout.specs[pair.index].layout_shape
+                local = group.main.items(group.held)[pair.index].detach()
+                rows = held.start // max(1, torch.Size(shape[1:]).numel())
+                local = local.to(self.device, cast_to(local.dtype, self.wanted.dtype), copy=True)
+                yield from self._blocks(self._described[id(pair)], local, rows, shape)
+        for described, tensor in self._rest():
+            whole = self._cast(described, tensor)
+            whole = whole.view(-1) if whole.dim() == 0 else whole
+            yield from self._blocks(described, whole, 0, tuple(whole.shape))
+
+    def _blocks(
+        self, described: Described, local: torch.Tensor, first: int, shape: tuple[int, ...]
+    ) -> Iterator[WeightShard]:
+        """local: rows from `first` on of this rank's part, of `shape`, of the whole tensor."""
+        whole = _whole_shape(described, shape)
+        columns = [0] * (len(shape) - 1)
+        rank = 0 if described.parts == 1 else dist.get_rank(described.tensor)
+        if described.parts > 1 and described.split:
+            columns[described.split - 1] = rank * shape[described.split]
+        for start, count, at in _row_runs(described, shape[0], rank):
+            low, high = max(start, first), min(start + count, first + local.shape[0])
+            if low >= high:
+                continue
+            block = local[low - first : high - first]
+            yield WeightShard(described.name, block, (at + low - start, *columns), whole)
+
+
+def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int, int]]:
+    """(first row here, rows, first row in the whole tensor) of each stretch of a rank's part."""
+    if described.parts == 1 or described.split != 0:
+        return [(0, rows, 0)]
+    each = rows // described.halves
+    return [
+        (half * each, each, (half * described.parts + rank) * each)
+        for half in range(described.halves)
+    ]
+
+
+def _whole_shape(described: Described, shape: tuple[int, ...]) -> tuple[int, ...]:
+    parts, split = described.parts, described.split
+    return tuple(n * parts if dim == split else n for dim, n in enumerate(shape))
 
 
 def _quantized_problems(

@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp_adapter import export_weights, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter import (
+    export_shards,
+    export_weights,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from megatron_fsdp_adapter.checkpoint.convert.lazy import from_tensor
 from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name, join_halves
 from megatron_fsdp_adapter.checkpoint.names import split_depth
@@ -48,6 +53,20 @@ def assert_same(found: Tensors, wanted: Tensors, why: str) -> None:
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype, (why, name)
         assert torch.equal(found[name], value), (why, name)
+
+
+def from_shards(shards: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Whole tensors of the blocks of all ranks."""
+    told = everyones([(one.name, one.tensor, one.offsets, one.shape) for one in shards])
+    found: dict[str, torch.Tensor] = {}
+    filled: dict[str, torch.Tensor] = {}
+    for name, block, offsets, shape in itertools.chain(*told):
+        place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
+        whole = found.setdefault(name, torch.zeros(shape, dtype=block.dtype))
+        whole[place] = block
+        filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))[place] = True
+    assert all(value.all() for value in filled.values())
+    return found | {name: v.view(()) for name, v in found.items() if name == "temperature"}
 
 
 # Plain modules.
@@ -111,6 +130,7 @@ def _of_the_whole_model(world: int, strategy: str) -> None:
                 label = f"{options} {computes} {dtype} {step}"
                 wanted = expected(model, dtype)
                 assert_same(dict(export_weights(model, dtype=dtype)), wanted, label)
+                assert_same(from_shards(export_shards(model, dtype=dtype)), wanted, label)
         first = next(iter(export_weights(model)))[0]
         assert first == "embedding.weight" or first.startswith("blocks.0")
 
@@ -180,6 +200,8 @@ def _chosen() -> None:
         assert set(everything) - set(changed) == frozen
         wanted = expected(model, BF16)
         assert_same(changed, {name: wanted[name] for name in changed}, "what is trained")
+        assert_same(from_shards(export_shards(model, which="changed")), changed, "shards of it")
+    assert "counter" not in {one.name for one in export_shards(model, which="trained")}
     model.load_state_dict(model.state_dict())
     trained = [name for name in changed if name != "counter"]
     assert list(dict(export_weights(model, which="trained"))) == trained
@@ -270,6 +292,8 @@ def _check(run: TopologyTrainer, label: str) -> None:
         listed = list(export_weights(given, dtype=dtype))
         assert len(listed) == len(wanted), f"{label}: a name comes twice"
         assert_same(common(listed), wanted, label)
+        shards = from_shards(export_shards(given, dtype=dtype))
+        assert_same(common(shards.items()), wanted, f"{label} shards")
     stage = common(export_weights(given, dtype=torch.float32, scope="stage"))
     assert_same(stage, {name: whole[name] for name in stage}, f"{label} stage")
 
@@ -323,5 +347,6 @@ def _left_alone() -> None:
     )
     wanted = dict(export_weights(plain, dtype=BF16))
     assert_same(dict(export_weights(left, dtype=BF16)), wanted, "left alone")
+    assert_same(from_shards(export_shards(left)), wanted, "left alone, shards")
     trained = dict(export_weights(left, dtype=BF16, which="trained"))
     assert trained.keys() == {name for name in wanted if ".layers.0." not in name}

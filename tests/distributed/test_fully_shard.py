@@ -268,7 +268,7 @@ WITHOUT_MEGATRON = """
 import sys
 sys.modules["megatron"] = None  # as where megatron-core is not installed
 from megatron_fsdp_adapter import (
-    MixedPrecisionPolicy, export_weights, fully_shard, fully_shard_model,
+    MixedPrecisionPolicy, export_shards, export_weights, fully_shard, fully_shard_model,
     fully_shard_optimizer, leave_fsdp2, release_memory, return_memory, use_as_fsdp2,
 )
 try:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter import (
+    export_shards,
     export_weights,
     fully_shard_optimizer,
     release_memory,
@@ -79,6 +80,7 @@ def _cycle(model: Any, optimizer: Any) -> None:
     first = release_memory(model, optimizer, keep="main_weights")
     assert first["optimizer"] == moments
     dict(export_weights(model))
+    list(export_shards(model))
     second = release_memory(model, optimizer)
     assert not any(map(storage_bytes, buffers(model)))
     assert not any(map(storage_bytes, states(optimizer)))
@@ -124,6 +126,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
     "full state dict": lambda model, _: model.full_state_dict(),
     "load": lambda model, _: model.load_state_dict({}, strict=False),
     "export": lambda model, _: list(export_weights(model)),
+    "export of shards": lambda model, _: list(export_shards(model)),
     "step": lambda _, optimizer: optimizer.step(),
     "state dict of the optimizer": lambda _, optimizer: optimizer.state_dict(),
     "load into the optimizer": lambda _, optimizer: optimizer.load_state_dict(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter import export_weights, release_memory, return_memory
+from megatron_fsdp_adapter import export_shards, export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.optim.memory import storages
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -71,6 +71,8 @@ def exported(rank: int, world: int, strategy: str, options: str) -> str:
         del tensor
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= 2 * _unit_bytes(trainer) + (8 << 20), (peak, _unit_bytes(trainer))
+    shards = sum(shard.tensor.numel() for shard in export_shards(trainer.wrapper))
+    assert shards >= sum(value.numel() for value in weights.values()) // world // 2
     return f"{found} tensors, {peak} bytes at most, units of {_unit_bytes(trainer)}"
 
 

@@ -94,7 +94,7 @@ matrices = [param for param in sharded.parameters() if param.ndim == 2]
 rest = [param for param in sharded.parameters() if param.ndim != 2]
 """
 SHARDED = f"""{PLAIN}
-from megatron_fsdp_adapter import export_weights
+from megatron_fsdp_adapter import export_shards, export_weights
 model = sharded
 optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
 """
