@@ -242,7 +242,7 @@ SCENARIOS: dict[str, Scenario] = {
         )
         for name, options in (
             ("", FUSED), ("_adding", ADDING),
-            ("_always", {"fused": WgradProtocol.OVERWRITES_ALWAYS}),
+            ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}),
         )
     },
     "fused_recompute": Scenario(FUSED | {"recompute": "non_reentrant"}, apart=TWICE, rare=True),
