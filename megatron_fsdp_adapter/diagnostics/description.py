@@ -44,7 +44,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _domain_row(name: str, domain: ShardDomain, params: int, elements: int) -> Row:
-    mesh = zip(domain.mesh.mesh_dim_names or (), domain.mesh.shape, strict=True)
+    sizes = domain.mesh.shape
+    mesh = zip(domain.mesh.mesh_dim_names or ("?",) * len(sizes), sizes, strict=True)
     return {
         "domain": name,
         "shards on ranks": ranks_text(domain.axis.ranks),

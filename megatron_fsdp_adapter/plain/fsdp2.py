@@ -50,7 +50,7 @@ from .fsdp2_model import (
     root_of,
     unsharded_reads,
 )
-from .mesh import data_parallel_groups, device_type_of
+from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
 
 
 class ShardedModule(NotCopyable, FSDPModule):
@@ -299,7 +299,8 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     options = Options(
-        data_parallel_groups(mesh, dp_mesh_dims), reshard_after_forward is not False, mp_policy,
+        data_parallel_groups(mesh, dp_mesh_dims), data_parallel_mesh(mesh, dp_mesh_dims),
+        reshard_after_forward is not False, mp_policy,
         isinstance(offload_policy, CPUOffloadPolicy), frozenset(ignored_params or ()),
         device_type_of(mesh),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import _state_dict_utils
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
@@ -45,9 +46,10 @@ PENDING, BUILDING, BUILT = "pending", "being built", "built"
 @dataclass(frozen=True)
 class Options:
     """The arguments of one call of `fully_shard`. groups: of the shard axis, and of the replicas;
-    device_type: of the devices that have the shards."""
+    mesh: of parameters, if the call has one; device_type: of the devices that have the shards."""
 
     groups: Groups
+    mesh: DeviceMesh | None
     reshards: bool
     policy: MixedPrecisionPolicy
     offload: bool
@@ -221,6 +223,8 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         shard, device_type=device.type, grad_scale=1.0 / divide_by,
         outer_fsdp_group=outer,
     )  # fmt: skip
+    domain = index.domain(DENSE)
+    domains = {DENSE: replace(domain, mesh=mark.options.mesh or domain.mesh)}
     units = unit_modules(root, lambda child: mark_of(child) is not None)
     # The class of a marked module is a subclass of its own one.
     look_ups: set[type[nn.Module]] = {nn.Embedding, *(
@@ -243,8 +247,8 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         for plan in plans
     ])
     engine = build_engine(
-        UserLoopEngine, SUBJECT, root, plans, dict(index.domains),
-        with_single_rank_domains(config, index.domains), device,
+        UserLoopEngine, SUBJECT, root, plans, domains,
+        with_single_rank_domains(config, domains), device,
         lambda module, parent: values_come_later,
         quantized=TransformerEngineParams(),
     )

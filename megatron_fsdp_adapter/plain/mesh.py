@@ -56,13 +56,26 @@ def data_parallel_groups(
                 f"dp_mesh_dims={dims}: it names no dim for shards. Name one, or use DDP"
             )
         return shard, outer
-    axes = [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]
+    axes = _axes(mesh)
     if not 1 <= len(axes) <= 2:
         raise ValueError(
             f"mesh={mesh}: {len(axes)} dims for data parallelism are not supported. Pass one dim "
             "(shards), two (replicas, shards), a process group, or dp_mesh_dims of fully_shard"
         )
     return mesh.get_group(axes[-1]), mesh.get_group(axes[0]) if len(axes) == 2 else None
+
+
+def data_parallel_mesh(mesh: Any, dims: Any = None) -> DeviceMesh | None:
+    """The mesh of parameters: `mesh` without its model-parallel dims. None where there is no such
+    mesh: the engine makes one of the groups then."""
+    if dims is not None or not isinstance(mesh, DeviceMesh):
+        return None
+    axes = _axes(mesh)
+    return mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.mesh_dim_names[a] for a in axes)]  # type: ignore[index]
+
+
+def _axes(mesh: DeviceMesh) -> list[int]:
+    return [axis for axis in range(mesh.ndim) if not _is_model_parallel(mesh, axis)]
 
 
 def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:

@@ -319,7 +319,12 @@ def _meshes(rank: int, world: int) -> None:
     one = _bottom_up(theirs, model())
     expected = train(one, adam(one), rank)
     for name, options in MESHES.items():
-        other = _bottom_up(ours, model(), **options())
+        given = options()
+        other = _bottom_up(ours, model(), **given)
+        dims = {"replicas": ("r", "s"), "dims of a larger mesh": ("dp_cp",)}.get(name, ("dp",))
+        shown = next(other.parameters()).device_mesh
+        assert shown.mesh_dim_names == dims, name
+        assert len(dims) == 1 or shown == given["mesh"], name
         near(train(other, adam(other), rank), expected, name)
         if name == "replicas":
             made = _bottom_up(ours, model(), **options())

@@ -22,7 +22,7 @@ from ...core.engine.group import ParamGroup
 from ...core.layout.ranges import nested_shard_rank
 from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
-from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM
+from ...core.topology import DENSE, EXPERT
 from ...sharding.duplicate_groups import duplicate_ranks
 from .matrices import Member, Run
 from .plan import Runs, StagePlan
@@ -47,17 +47,15 @@ def parties_in(group: ParamGroup) -> Parties:
     of an outer axis that splits shards again, and of tensor parallelism. Replicas of shards on an
     outer axis compute their own: its network is the slow one."""
     domain = group.domain
-    mesh, names = domain.mesh.mesh, domain.mesh.mesh_dim_names or ()
-    found = {}
+    mesh, found = domain.mesh.mesh, {}
     for place in torch.cartesian_prod(*(torch.arange(n) for n in mesh.shape)).view(-1, mesh.dim()):
-        at = dict(zip(names, place.tolist(), strict=True))
-        outer = at.get(OUTER_DIM, 0)
+        outer, shard, part = (*([0] if domain.outer is None else ()), *place.tolist(), 0)[:3]
         if domain.outer is not None and not group.splits_outer and outer != domain.outer.rank:
             continue
-        shard = at[domain.axis.name] if group.shards_main else 0
+        shard = shard if group.shards_main else 0
         if group.splits_outer:
             shard = nested_shard_rank(shard, outer, domain.outer_size)
-        found[int(mesh[tuple(place.tolist())])] = shard, at.get(TP_DIM, 0)
+        found[int(mesh[tuple(place.tolist())])] = shard, part
     return dict(sorted(found.items()))  # as torch sorts the ranks of a group
 
 
