@@ -67,7 +67,7 @@ AS_ESTIMATED = {
     "copy engines": (Configuration(8, copies=True), COPIES),
     **{recipe: (Configuration(8, quantized=Quantization(form)),
                 ("--fp8-param-gather", f"--fp8-recipe={recipe}"))
-       for recipe, form in (("delayed", PER_TENSOR), ("blockwise", BLOCK128), ("mxfp8", MXFP8))},
+       for recipe, form in (("tensorwise", PER_TENSOR), ("blockwise", BLOCK128), ("mxfp8", MXFP8))},
     "joined by default": (Configuration(8), ("--num-layers=20", "--preset=llama-1.5b")),
 }  # fmt: skip
 
