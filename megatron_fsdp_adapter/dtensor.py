@@ -15,7 +15,7 @@ only *reported* (`OwnRows`) does without them: operators never see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,22 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .core.layout.ranges import Box
+from .row_operators import (
+    Kind,
+    aligned,
+    by_whole,
+    is_cut,
+    kind_of,
+    lists_of,
+    refresh,
+    same_rows,
+    view,
+    windows,
+    write_back,
+)
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,8 @@ class UnevenDTensor(DTensor):
     """
 
     chunks: Chunks | None
+    window: Any = None
+    """The source of a view that has no rows of its own, and a copy (`row_operators.windows`)."""
 
     @staticmethod
     def over(
@@ -174,8 +189,19 @@ class UnevenDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kind, kwargs = kind_of(func, args), kwargs or {}
+        own = [one for one in tree_leaves((args, kwargs)) if isinstance(one, UnevenDTensor)]
         if func not in _OF_THE_OBJECT:
-            tree_map_only(UnevenDTensor, _check_present, (args, kwargs))
+            for one in own:
+                _check_present(one)
+            refresh(own)
+        if kind not in (Kind.LOCAL, Kind.NEW) and any(map(is_cut, own)):
+            if kind is Kind.VIEW:
+                return view(func, args, kwargs)
+            same = aligned(func, args, kwargs) if kind is Kind.ELEMENTWISE else None
+            if same is None:
+                return by_whole(func, args, kwargs)
+            args = same
         originals: dict[int, UnevenDTensor] = {}
         kept: list[DTensor] = []
         of_nothing = _norm_of_nothing(args) if func in _NORMS else None
@@ -189,25 +215,34 @@ class UnevenDTensor(DTensor):
             kept.append(made)
             return made
 
-        args, kwargs = tree_map_only(UnevenDTensor, plain, (args, kwargs or {}))
-        result = func(*args, **kwargs)
+        plain_args, plain_kwargs = tree_map_only(UnevenDTensor, plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        write_back(func, args, kwargs)
+        if (kind is Kind.VIEW or func in _OF_THE_OBJECT) and own[0].window:
+            return windows(cls, result, own[0].window)
 
-        def uneven(value: Any) -> Any:
+        def uneven(value: Any, sources: Iterable[Any]) -> Any:
             if id(value) in originals:
                 return originals[id(value)]
-            if type(value) is not DTensor:
+            if type(value) is not DTensor or kind is Kind.NEW:
                 return value
-            like = [source for source in originals.values() if _same_geometry(source, value)]
-            if not like or any(source.chunks != like[0].chunks for source in like):
+            like = [one for one in sources if _same_geometry(one, value)]
+            if not like or not all(same_rows(one.chunks, like[0].chunks) for one in like):
                 return value
             return with_chunks(value, like[0].chunks)
 
-        return tree_map(uneven, result)
+        lists = lists_of(args)
+        if kind is Kind.ELEMENTWISE and lists and isinstance(result, (list, tuple)):
+            columns = zip(*[args[n] for n in lists], strict=True)
+            return [uneven(value, at) for value, at in zip(result, columns, strict=True)]
+        return tree_map(lambda value: uneven(value, originals.values()), result)
 
     def detach(self) -> UnevenDTensor:
         """Torch's `detach`, for `nn.Parameter` and `state_dict`."""
         detached: Any = super().detach()
-        return with_chunks(detached, self.chunks)
+        made = with_chunks(detached, self.chunks)
+        made.window = self.window
+        return made
 
     def clone(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         """Torch's `clone`; a DTensor of torch's class if a gradient flows through it."""
@@ -348,9 +383,10 @@ torch.serialization.add_safe_globals([_rebuilt])
 """`torch.load` knows what `torch.save(model.state_dict())` wrote, as it knows torch's DTensors."""
 
 
-def _same_geometry(source: DTensor, value: DTensor) -> bool:
+def _same_geometry(source: Any, value: DTensor) -> bool:
     return (
-        source.shape == value.shape
+        isinstance(source, UnevenDTensor)
+        and source.shape == value.shape
         and source._local_tensor.shape == value._local_tensor.shape
         and source._spec.placements == value._spec.placements
         and source.device_mesh == value.device_mesh

@@ -22,6 +22,7 @@ PARTS = (
     "core.runtime",
     "core.config",
     "core.topology",
+    "row_operators",
     "dtensor",
     "core.engine",
     "kernels",

@@ -24,7 +24,16 @@ def watch_steps() -> None:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """RuntimeError for parameters from before sharding, which would find no gradients."""
+    """RuntimeError for parameters from before sharding, which would find no gradients, and for an
+    optimizer that computes with its own rank's part of a norm."""
+    if isinstance(optimizer, torch.optim.Adafactor) and any(
+        isinstance(param, UnevenDTensor) for group in optimizer.param_groups
+        for param in group["params"]
+    ):  # fmt: skip
+        raise RuntimeError(
+            "optimizer=Adafactor: its step reads norms of whole tensors as numbers, of which each "
+            "rank would have its own rows' part. Use AdamW"
+        )
     params = (param for group in optimizer.param_groups for param in group["params"])
     if any(hasattr(param, "_fsdp_label") for param in params):
         raise RuntimeError(
@@ -43,6 +52,7 @@ def _own_rows(optimizer: Any, *_: Any) -> None:
             state.update({
                 key: _rows_of(param, value, key) for key, value in state.items()
                 if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+                and value.shape == param.shape
             })  # fmt: skip
 
 

@@ -1,0 +1,271 @@
+"""Operators on DTensors of which each rank has rows that torch does not know (`dtensor.py`).
+
+torch's rules for operators assume that `Shard(0)` is its own, even split. They hold for elementwise
+operators on tensors with the same rows, for sums and norms of all elements, and for views that
+leave rows where they are. Other operators (a mean, a maximum, a sum along a dim, a GEMM) would give
+wrong values without an error, or fail on a rank without rows while the others wait for it: these
+run on whole tensors, which is collective, and what they write goes back into the rows.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+
+class Kind(enum.Enum):
+    """The needs of an operator: nothing, the same rows of all its tensors, or whole tensors; VIEW:
+    it gives views; NEW: it needs nothing and gives tensors that torch splits."""
+
+    LOCAL = "local"
+    NEW = "new"
+    ELEMENTWISE = "elementwise"
+    VIEW = "view"
+    WHOLE = "whole"
+
+
+ROWS = "rows of"
+"""Begins the cut of what has the rows of a tensor of another shape."""
+
+_LOCAL = {
+    "detach", "alias", "lift_fresh", "is_pinned", "_foreach_norm", "_pin_memory", "record_stream",
+    "set_", "resize_", "is_same_size", "normal_", "uniform_", "bernoulli_", "random_",
+    "exponential_", "geometric_", "cauchy_", "log_normal_",
+}  # fmt: skip
+_ELEMENTWISE = {
+    "zero", "zero_", "fill", "fill_", "copy", "copy_", "clone", "_to_copy", "masked_fill",
+    "masked_fill_", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+}  # fmt: skip
+_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+_NOT_ELEMENTWISE = {"_foreach_max", "_fused_rms_norm", "_fused_dropout"}
+
+
+def kind_of(func: Any, args: Sequence[Any]) -> Kind:
+    """The kind of an operator with these arguments; LOCAL for what is not torch's own."""
+    along_dims = func is _VECTOR_NORM and len(args) > 2 and args[2] is not None
+    return Kind.WHOLE if along_dims else _kind(func)
+
+
+_VECTOR_NORM = torch.ops.aten.linalg_vector_norm.default
+
+
+@functools.cache
+def _kind(func: Any) -> Kind:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::"):
+        return Kind.LOCAL
+    name = schema.name.removeprefix("aten::")
+    if name in _LOCAL or func in (torch.ops.aten.sum.default, _VECTOR_NORM):
+        return Kind.LOCAL
+    if name.startswith("new_"):
+        return Kind.NEW
+    elementwise = torch.Tag.pointwise in func.tags or name.startswith(_PREFIXES)
+    if name in _ELEMENTWISE or (elementwise and name not in _NOT_ELEMENTWISE):
+        return Kind.ELEMENTWISE
+    return Kind.VIEW if func.is_view else Kind.WHOLE
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operator writes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((n, a.name) for n, a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+def is_cut(value: Any) -> bool:
+    """True if `value` is a DTensor that knows its chunks, of which other ranks have some."""
+    if getattr(value, "chunks", None) is None:
+        return False
+    sizes = value.device_mesh.shape
+    return any(
+        size > 1 and not placement.is_replicate()
+        for size, placement in zip(sizes, value._spec.placements, strict=True)
+    )
+
+
+def _rows(value: Any) -> tuple[int, int] | None:
+    """Start and number of this rank's rows; None if it has other blocks than rows."""
+    boxes, rest = value.chunks.boxes, tuple(value.shape[1:])
+    if not boxes:
+        return 0, 0
+    (offsets, sizes), whole_rows = boxes[0], len(boxes) == 1
+    whole_rows &= tuple(sizes[1:]) == rest and not any(offsets[1:])
+    return (offsets[0], sizes[0]) if whole_rows else None
+
+
+def _like(value: Any, local: torch.Tensor, seen: torch.Tensor) -> Any:
+    """A DTensor over `local` with the rows of `value`, and shape and strides of `seen`."""
+    if seen.shape == value.shape:
+        return type(value).over(
+            local, value.device_mesh, value._spec.placements, seen.shape, seen.stride(),
+            value.chunks,
+        )  # fmt: skip
+    start, size = _rows(value) or (0, 0)
+    zeros = [0] * (seen.dim() - 1)
+    boxes = (((start, *zeros), (size, *seen.shape[1:])),) if local.numel() else ()
+    cut = value.chunks.cut
+    cut = cut if cut is None or cut[0] == ROWS else (ROWS, cut)
+    chunks = replace(value.chunks, boxes=boxes, cut=cut)
+    return type(value).over(
+        local, value.device_mesh, value._spec.placements, seen.shape, seen.stride(), chunks
+    )
+
+
+def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | None:
+    """`args` of an elementwise operator, whose tensors have the same rows then. Collective where
+    they have not. None if that cannot be, or an argument that is written has others."""
+    if any(isinstance(one, DTensor) and one.dim() for one in kwargs.values()):  # `out`
+        return None
+    lists = lists_of(args)
+    if not lists:
+        found = _with_rows(args, {n for n, _ in _written(func)})
+        return tuple(found) if found is not None and _has_result(found) else None
+    written = {at for at, n in enumerate(lists) if n in {n for n, _ in _written(func)}}
+    rows = [_with_rows(each, written) for each in zip(*[args[n] for n in lists], strict=True)]
+    if any(row is None for row in rows):
+        return None
+    columns = dict(zip(lists, zip(*rows, strict=True), strict=True))  # type: ignore[arg-type]
+    return tuple(list(columns[n]) if n in columns else arg for n, arg in enumerate(args))
+
+
+def lists_of(args: Sequence[Any]) -> list[int]:
+    """Positions of arguments that are lists with DTensors."""
+    return [n for n, arg in enumerate(args) if isinstance(arg, (list, tuple)) and _dtensors(arg)]
+
+
+def _has_result(operands: Sequence[Any]) -> bool:
+    """True if a cut operand has the shape, and so the rows, of the result."""
+    shapes = {one.shape: is_cut(one) for one in operands if isinstance(one, DTensor)}
+    return len(shapes) == 1 or shapes.get(torch.broadcast_shapes(*shapes), False)
+
+
+def _dtensors(values: Any) -> bool:
+    return any(isinstance(value, DTensor) for value in values)
+
+
+def _with_rows(operands: Sequence[Any], written: set[int]) -> list[Any] | None:
+    """`operands` with the rows of the first one that is cut; None if one cannot have them."""
+    first = next((one for one in operands if is_cut(one)), None)
+    if first is None:
+        return list(operands)
+    found = []
+    for number, one in enumerate(operands):
+        if isinstance(one, DTensor) and not _fits(first, one):
+            same = one.dim() == first.dim() and one.shape[0] == first.shape[0]
+            if not same or number in written or (rows := _rows(first)) is None:
+                return None
+            local = one.full_tensor()[rows[0] : sum(rows)].contiguous()
+            one = _like(first, local, torch.empty(one.shape, device="meta"))
+        found.append(one)
+    return found
+
+
+def _fits(first: Any, one: Any) -> bool:
+    """True if torch may combine `one` with `first` element by element."""
+    if one is first or one.dim() == 0 or first.dim() == 0:
+        return True
+    if is_cut(one):
+        return one.shape == first.shape and same_rows(one.chunks, first.chunks)
+    replicated = all(placement.is_replicate() for placement in one._spec.placements)
+    return replicated and (one.dim() < first.dim() or one.shape[0] == 1 != first.shape[0])
+
+
+def same_rows(one: Any, other: Any) -> bool:
+    """True if chunks of tensors of one shape are alike on all ranks. Where what they were cut by is
+    unknown, as of loaded optimizer state, this rank's stand for all."""
+    if one is other or one is None or other is None:
+        return one is other
+    known = one.cut is not None and other.cut is not None
+    return bool(one.cut == other.cut if known else one.boxes == other.boxes)
+
+
+def view(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """The result of an operator that gives views of a DTensor: views of its rows if each row of the
+    result is in the same row of the DTensor, else `windows`."""
+    source, (rows, stride) = args[0], (_rows(args[0]), args[0]._spec.tensor_meta.stride)
+    whole = torch.empty_strided(source.shape, stride, dtype=source.dtype, device="meta")
+    seen = func(whole, *args[1:], **kwargs)
+    local = source._local_tensor
+    keeps = rows is not None and (local.numel() == 0 or local.stride() == tuple(stride))
+    for each in tree_leaves(seen) if keeps else ():
+        keeps &= each.dim() > 0 and each.shape[0] == source.shape[0] and each.dtype == source.dtype
+        keeps = keeps and (each.stride(0) == stride[0] or each.shape[0] == 1)
+    if not keeps:
+        everywhere = replicated(source)
+        return windows(type(source), func(everywhere, *args[1:], **kwargs), (source, everywhere))
+
+    def of_rows(each: torch.Tensor) -> Any:
+        shape, offset = (local.shape[0], *each.shape[1:]), each.storage_offset()
+        if local.numel() == 0:
+            return _like(source, local.new_empty(shape), each)
+        part = local.as_strided(shape, each.stride(), local.storage_offset() + offset)
+        return _like(source, part, each)
+
+    return tree_map_only(torch.Tensor, of_rows, seen)
+
+
+def replicated(value: Any) -> Any:
+    """A DTensor of the whole `value` on every rank. Collective."""
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+
+
+def windows(cls: Any, result: Any, window: tuple[Any, Any]) -> Any:
+    """The DTensors of `result`, as ones of class `cls` that have `window`: the DTensor that they
+    are to be views of, and a copy of it on every rank, of which they are. The copy is made again
+    before they are used, and written back when they have been written."""
+
+    def made(value: DTensor) -> Any:
+        found = cls(value._local_tensor, value._spec, requires_grad=False)
+        found.chunks, found.window = None, window
+        return found
+
+    return tree_map_only(DTensor, made, result)
+
+
+def refresh(values: Sequence[Any]) -> None:
+    """Makes the copies behind those of `values` that have a window equal to their sources.
+    Collective if there are any."""
+    found = {id(window): window for value in values if (window := value.window)}
+    for source, copied in found.values():
+        copied._local_tensor.copy_(source.full_tensor())
+
+
+def write_back(func: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Writes what an operator has written to values with a window to the rows of the sources."""
+    for value in _values_written(func, args, kwargs):
+        if window := getattr(value, "window", None):
+            source, copied = window
+            source.chunks.take_from(copied._local_tensor, source._local_tensor)
+
+
+def _values_written(func: Any, args: Sequence[Any], kwargs: Any) -> Iterator[Any]:
+    for number, name in _written(func) if hasattr(func, "_schema") else ():
+        yield from tree_leaves(args[number] if number < len(args) else kwargs.get(name))
+
+
+def by_whole(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """The result of an operator on whole tensors; its writes are made in the rows. Collective."""
+    wholes: dict[int, Any] = {}
+
+    def whole(value: Any) -> Any:
+        if not is_cut(value):
+            return value
+        if id(value) not in wholes:
+            wholes[id(value)] = replicated(value)
+        return wholes[id(value)]
+
+    whole_args, whole_kwargs = tree_map(whole, (tuple(args), kwargs))
+    result = func(*whole_args, **whole_kwargs)
+    originals = {}
+    for value in _values_written(func, args, kwargs):
+        if id(value) in wholes:
+            value.chunks.take_from(wholes[id(value)]._local_tensor, value._local_tensor)
+            originals[id(wholes[id(value)])] = value
+    return tree_map(lambda value: originals.get(id(value), value), result)
