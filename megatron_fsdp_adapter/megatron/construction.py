@@ -36,7 +36,7 @@ def build(
     is_quantized = any(key.quantized for unit in plan.units for key in unit.groups)
     memory = staging_options.slot_memory(ddp_config, index, given.device)
     engine = build_engine(
-        ddp_options.engine_class(ddp_config),
+        ddp_options.engine_maker(given.config, ddp_config),
         "FullyShardedDataParallel",
         module,
         plan.units,

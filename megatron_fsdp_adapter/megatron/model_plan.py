@@ -51,7 +51,7 @@ def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     layers = layer_numels(plans) if given.unit_classes is None else []
     plans = group_layers(plans, unit_grouping.unit_numel(config, ddp_config, layers))
     engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(config))
-    budget = ddp_options.unsharded_budget(ddp_config)
+    budget = ddp_options.unsharded_budget(config, ddp_config)
     plans, kept = with_unsharded_units(plans, given, engine_config, by_name, budget or 0)
     classes = sorted({type(unit).__name__ for unit in units.values()})
     return ModelPlan(plans, engine_config, by_name, classes, kept, budget)

@@ -51,13 +51,16 @@ def failed_allocations(device: torch.device) -> int:
 class AutoBudgetEngine(FsdpEngine):
     """An engine that keeps units unsharded over a step as far as memory allows.
 
+    sharers: the engines on this device, one for each model chunk; each takes an equal part.
+
     Attributes:
         most: the bytes that this rank can spare. agreed: those that all ranks have agreed on, for
             the next step. budget: those that kept units were chosen for. used: what they take.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, sharers: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.sharers = sharers
         self.most = self.agreed = self.budget = self.used = 0
         self._steps = self._failures = 0
 
@@ -67,7 +70,7 @@ class AutoBudgetEngine(FsdpEngine):
         self._steps += 1
         failed = self._has_failed()
         if self._steps == MEASURED + 1:
-            self.most = spare_memory(self.runtime.device)
+            self.most = spare_memory(self.runtime.device) // self.sharers
         elif self._steps > MEASURED:
             (fewest,) = self.launches.largest()  # of the step before, which the device has passed
             self.agreed = min(-fewest, self.most)

@@ -40,7 +40,7 @@ def with_single_rank_domains(
 
 
 def build_engine(
-    kind: type[Engine],
+    make: Callable[..., Engine],
     subject: str,
     module: nn.Module,
     plans: Sequence[UnitPlan],
@@ -66,7 +66,7 @@ def build_engine(
     verify_same_model(subject, plans, config, domains)
     report = FaultReport(plans, domains, config)
     with report.building():
-        engine = kind(
+        engine = make(
             module, plans, domains, config, runtime, report.communicator,
             prepare=materializer(module, plans, device, initializer_of), **options,
         )

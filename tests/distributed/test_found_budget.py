@@ -96,6 +96,15 @@ def _found(name: str, gib: float, kept: tuple[int, int, int], failing: range = r
     )  # fmt: skip
 
 
+PP2 = Topology("pp2 vpp2", pp=2, vpp=2)
+
+
+def chunks_share(ours: TopologyTrainer, reference: TopologyTrainer, strategy: str) -> None:
+    """Expects that the chunks of a device have agreed on halves of what it can spare."""
+    half = (ALL_BYTES - 8 * torch.distributed.get_rank()) // 2
+    assert [chunk.engine.budget for chunk in ours.chunks] == [half, half]
+
+
 ALL_KEPT = (7, 7, ALL_BYTES - 8)
 FOUND = (
     _found("weights", WEIGHTS_GIB, (6, 0, 39_192)),
@@ -122,7 +131,12 @@ FOUND = (
             around=functools.partial(spare, ALL_BYTES), begin=from_the_first_step,
             compare="bits but norm", reference={"strategy": ZERO_1},
         )
-        for topology, world in ((EP2, 2), (Topology("pp2 vpp2", pp=2, vpp=2), 4))
+        for topology, world in ((EP2, 2), (PP2, 4))
+    ),
+    Variant(
+        f"{PP2.name}, each chunk takes its part", (ZERO_3,), topology=PP2, case=EP2_CASE,
+        ddp={BUDGET: AUTO}, steps=5, around=functools.partial(spare, ALL_BYTES), compare="free",
+        expect=chunks_share, reference={"strategy": ZERO_3},
     ),
 )  # fmt: skip
 

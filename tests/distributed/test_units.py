@@ -32,6 +32,7 @@ from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.megatron.options.ddp_options import unsharded_budget
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, engine_fields
 from megatron_fsdp_adapter.megatron.options.unit_grouping import unit_numel
 from megatron_fsdp_adapter.megatron.schedule_plans import OPTION as PLANS
@@ -422,6 +423,12 @@ def test_units_that_are_gathered_twice_come_before_those_gathered_once():
         assert {at for at, row in enumerate(kept.rows) if not row.shard_weights} == expected
         assert kept.nbytes == count * weights
     assert one.nbytes == weights + 4 * (16 * 8 - 16 * 8 // 2)
+
+
+def test_model_chunks_on_one_device_share_a_budget():
+    for chunks, nbytes in ((None, GIB), (4, GIB // 4)):
+        config = SimpleNamespace(virtual_pipeline_model_parallel_size=chunks)
+        assert unsharded_budget(config, SimpleNamespace(**{BUDGET: 1.0})) == nbytes
 
 
 def test_a_strategy_that_shards_nothing_has_nothing_to_keep():

@@ -5,6 +5,8 @@ Names and meanings of options are Megatron-LM main's; `table.py` has them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,15 +36,23 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
     return None if own and chosen == torch.float32 else chosen
 
 
-def unsharded_budget(ddp_config: Any) -> int | None:
-    """Extra bytes for units that stay unsharded over a step; None: found while training."""
+def unsharded_budget(config: Any, ddp_config: Any) -> int | None:
+    """Extra bytes for units of one model chunk that stay unsharded over a step; None: found while
+    training. config: the model's."""
     gib = read(ddp_config, BUDGET) or 0.0
-    return None if gib == AUTO else int(gib * GIB)
+    return None if gib == AUTO else int(gib * GIB) // _chunk_count(config)
 
 
-def engine_class(ddp_config: Any) -> type[FsdpEngine]:
-    """The engine that the options need."""
-    return FsdpEngine if unsharded_budget(ddp_config) is not None else AutoBudgetEngine
+def engine_maker(config: Any, ddp_config: Any) -> Callable[..., FsdpEngine]:
+    """The class of the engine that the options need, or a function that makes one."""
+    if unsharded_budget(config, ddp_config) is not None:
+        return FsdpEngine
+    return functools.partial(AutoBudgetEngine, sharers=_chunk_count(config))
+
+
+def _chunk_count(config: Any) -> int:
+    """Wrappers on each device, with interleaved pipeline stages."""
+    return config.virtual_pipeline_model_parallel_size or 1
 
 
 def grad_check(ddp_config: Any) -> GradCheck | None:
