@@ -39,6 +39,9 @@ Values = dict[str, torch.Tensor]
 OTHERS = dict(zip(STRATEGIES, [*list(STRATEGIES)[2:], *list(STRATEGIES)[:2]], strict=True))
 """Another strategy for each."""
 
+ENDS = tuple(STRATEGIES)[::3]
+"""Nothing is sharded, or everything."""
+
 PLAIN = ("temperature", "counter")
 """A 0-d parameter and a buffer, which nobody splits."""
 
@@ -364,10 +367,13 @@ def _dcp(strategy: str) -> None:
     assert_holds(sharded, values)
 
 
+@pytest.mark.parametrize(
+    "strategies", (ENDS, pytest.param(tuple(STRATEGIES)[1:3], marks=pytest.mark.full))
+)
 @on_ranks(2, seconds=600)
-def test_state_dicts_beside_torchs_own_tools() -> None:
+def test_state_dicts_beside_torchs_own_tools(strategies: tuple[str, ...]) -> None:
     """Each in a process group that the last one left as it was."""
-    for strategy, check in itertools.product(STRATEGIES, (
+    for strategy, check in itertools.product(strategies, (
         _whole_tensors, _whole_state_dicts_load, _foreign_dtensors_load, _moments_load,
         _keys_are_told, _modules_below_load, _copies_and_files, _weights_replaced_afterwards, _dcp,
     )):  # fmt: skip

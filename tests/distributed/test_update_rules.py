@@ -138,7 +138,8 @@ OF_CORE = ("SGD", pytest.param("Lion", marks=pytest.mark.skipif(
 def test_ranks_take_the_steps_of_whole_weights(rank: int, world: int, of_core: str) -> None:
     device = init_megatron()
     for name, rule in ((name, rule) for name, rule in RULES.items() if of_core in name):
-        for strategy in STRATEGIES[-1:] if rule.case.get("bf16") else STRATEGIES:
+        few = rule.case.get("bf16") or rule.made_by_core
+        for strategy in STRATEGIES[-1:] if few else STRATEGIES:
             made = rule.made_by_core or core_optimizer.SGD
             with mock.patch.object(core_optimizer, "SGD", made):
                 case = CASE.but(**rule.case)

@@ -1,95 +1,27 @@
-"""Main gradients, communication and sums in dtypes of their own: no buffer that the formula does
-not name, and buckets as narrow as the gradients where that changes no bit."""
+"""Buckets as narrow as the gradients where that changes no bit, and slots of the bytes that the
+formula says. What buffers of other dtypes take: tests/distributed/test_memory.py and
+tests/layout/test_layout_memory.py."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_fsdp_adapter.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.diagnostics.memory import (
     BUCKET_SLOTS,
-    GRADIENT_SHARD,
-    LIFE,
-    OPTIMIZER_STATE,
-    PERSISTENT,
     RECEIVED_PIECES,
     REDUCE_BUCKET,
     Precision,
-    group_bytes,
     with_slots,
 )
-from tests.distributed.memory import Baseline
-from tests.engine.engine_cases import Setup, buffers_of, build
+from tests.engine.engine_cases import Setup, build
 from tests.engine.pretended import PretendCommunicator, pretended_world
-from tests.engine.scenarios import BF16, FP32, FUSED, SCENARIOS, ZERO_3, cells
-
-
-@pytest.fixture
-def frozen_past() -> Iterator[None]:
-    """What was made before is not looked through again: counting takes a tenth of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-class Tally(HostRuntime):
-    """Remembers the most bytes of transient buckets that existed at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buckets: list[torch.Tensor] = []
-        self.most = 0
-
-    def allocate(self, flat: torch.Tensor) -> None:
-        super().allocate(flat)
-        self.most = max(self.most, sum(map(storage_bytes, self.buckets)))
-
-
-@pytest.mark.usefixtures("frozen_past")
-@pytest.mark.parametrize(
-    ("strategy", "scenario"),
-    cells("steps", "bf16_comm", "bf16_grads", "bf16_grads_fp32_comm", "own_main", "fp32_sums"),
-)
-def test_gradient_buffers_are_those_of_the_formula(strategy, scenario):
-    """Every floating-point storage that is alive is counted; the engine is not asked. At rest, with
-    gradients, and the most that reductions need at once."""
-    setup = SCENARIOS[scenario].setup(strategy, world=4, rank=2, layers=2)
-    policy, baseline = setup.config.policy, Baseline()
-    precision = Precision(setup.main_params, policy.grads_dtype, policy.comm_dtype, 0)
-    with pretended_world(4, 2):
-        baseline.take(torch.nn.Module())
-        rig = build(setup, Tally())
-        pretended = {t.untyped_storage()._cdata: storage_bytes(t) for t in rig.initial.values()}
-        held = [[group_bytes(group.layout, setup.config.strategy, precision, 2)
-                 for group in unit.groups] for unit in rig.engine.units]  # fmt: skip
-        of_kind = [(kind, count) for unit in held for one in unit for kind, count in one.items()]
-        kept = sum(pretended.values()) + sum(
-            count for kind, count in of_kind if LIFE[kind] == PERSISTENT and kind != OPTIMIZER_STATE
-        )
-        shards = sum(count for kind, count in of_kind if kind == GRADIENT_SHARD)
-        units = [sum(one.get(REDUCE_BUCKET, 0) for one in unit) for unit in held]
-        if any(units):
-            flats = buffers_of(rig.engine)
-            rig.runtime.buckets = [flat for name, flat in flats if name.endswith(".bucket")]
-        for microbatches, expected in ((1, kept), (2, kept + shards)):
-            rig.forward_backward(microbatches)
-            rig.finish()
-            if microbatches == 1:
-                rig.zero()
-            rig.engine.gather.reshard_all()
-            assert baseline.live_bytes() == expected
-        assert rig.runtime.most <= sum(sorted(units)[-2:])
-        assert (rig.runtime.most >= max(units) > 0) is any(units)
-
+from tests.engine.scenarios import BF16, FP32, FUSED, ZERO_3
 
 EXCHANGE = Setup(ZERO_3, world=3, rank=1, slots=True, exchange=True)
 FP32_UNITS = {f"layers.{i}" for i in range(4)}
