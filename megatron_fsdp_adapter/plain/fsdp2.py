@@ -155,19 +155,16 @@ class ShardedModule(NotCopyable, FSDPModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward."""
-        self._set_holds(not reshard_after_forward, recurse)
+        engine_of(self)
+        for module, mark in marked(self):  # type: ignore[arg-type]
+            if recurse or module is self:
+                mark.hold(not reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Sets whether they are resharded after each backward."""
-        self._set_holds(not reshard_after_backward, recurse)
-
-    def _set_holds(self, holds: bool, recurse: bool) -> None:
-        engine_of(self)
-        for module, mark in marked(self):  # type: ignore[arg-type]
-            if recurse or module is self:
-                mark.hold(holds)
+        self.set_reshard_after_forward(reshard_after_backward, recurse)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -191,18 +188,6 @@ class ShardedModule(NotCopyable, FSDPModule):
             mark.divide_factor = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """RuntimeError: gathers are the engine's."""
-        raise _no_counterpart("set_custom_all_gather")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """RuntimeError: reductions are the engine's."""
-        raise _no_counterpart("set_custom_reduce_scatter")
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """RuntimeError: nothing runs between the reductions over two axes."""
-        raise _no_counterpart("set_all_reduce_hook")
 
     # What torch's functions ask of the state of a module: `register_fsdp_forward_method` to run a
     # method as its forward is run, `share_comm_ctx` for streams, which are the engine's.
@@ -240,19 +225,28 @@ HINTS = (
     "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm",
     "_set_unshard_async_op",
 )  # fmt: skip
-for _name in HINTS:
-    setattr(ShardedModule, _name, _does_nothing)
+REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
+"""Methods that replace what the engine gathers and reduces with, or run between its reductions."""
+
+
+def _refuses(name: str) -> Any:
+    """A method that raises RuntimeError."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{name}: megatron_fsdp_adapter's fully_shard has no counterpart. Leave the call out, "
+            "or use torch's fully_shard for this model"
+        )
+
+    return refuse
+
+
+for _name in (*HINTS, *REFUSED):
+    setattr(ShardedModule, _name, _does_nothing if _name in HINTS else _refuses(_name))
 
 
 METHOD = "a method of the root"
 """Under which name the engine knows its call; the root may be called inside of it."""
-
-
-def _no_counterpart(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what}: megatron_fsdp_adapter's fully_shard has no counterpart. Leave the call out, or "
-        "use torch's fully_shard for this model"
-    )
 
 
 @functools.cache
@@ -319,21 +313,21 @@ def fully_shard(
 
 def _check_state(module: nn.Module) -> None:
     """ValueError for a module that `fully_shard` cannot be called with, whatever it has."""
-    found = []
-    if mark_of(module) is not None:
-        found.append(f"module={type(module).__name__}: fully_shard was called with it before")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
-        type(module).forward is nn.Module.forward
-    ):
-        found.append(
-            f"module={type(module).__name__}: it has no forward. Call fully_shard for its entries"
-        )
-    if any(mark.state is not PENDING for _, mark in marked(module)):
-        found.append(
-            f"module={type(module).__name__}: modules in it are sharded already, as their "
-            "parameters were read, or they have run. Call fully_shard for the model before that"
-        )
-    raise_problems(SUBJECT, found)
+    lists = (nn.ModuleList, nn.ModuleDict)
+    has_no_forward = type(module).forward is nn.Module.forward  # type: ignore[comparison-overlap]
+    problems = {
+        "fully_shard was called with it before": mark_of(module) is not None,
+        "it has no forward. Call fully_shard for its entries": (
+            isinstance(module, lists) and has_no_forward
+        ),
+        "modules in it are sharded already, as their parameters were read, or they have run. Call "
+        "fully_shard for the model before that": (
+            any(mark.state is not PENDING for _, mark in marked(module))
+        ),
+    }
+    raise_problems(SUBJECT, [
+        f"module={type(module).__name__}: {text}" for text, is_so in problems.items() if is_so
+    ])  # fmt: skip
 
 
 def _check_parameters(

@@ -187,8 +187,7 @@ class MegatronFSDP(FullyShardedModel):
         ))  # fmt: skip
         if any(getattr(param, "allreduce", True) is False for param in module.parameters()):
             raise ValueError(f"module={type(module).__name__}: it has experts; " + OF_EXPERTS)
-        policy, grads = mixed_precision_policy, mixed_precision_policy.main_grads_dtype
-        named = _units(module, fsdp_unit_modules)
+        policy, named = mixed_precision_policy, _units(module, fsdp_unit_modules)
         raise_model_problems(
             module, named, policy.main_params_dtype, init_model_with_meta_device
         )
@@ -199,7 +198,9 @@ class MegatronFSDP(FullyShardedModel):
         scale = 1.0 if calculate_per_token_loss else 1.0 / ranks
         config = EngineConfig(
             strategy=strategy_named(given.data_parallel_sharding_strategy),
-            policy=replace(policy, main_grads_dtype=grads or trained_dtype(module)),
+            policy=replace(
+                policy, main_grads_dtype=policy.main_grads_dtype or trained_dtype(module)
+            ),
             overlap_grad_reduce=given.overlap_grad_reduce,
             overlap_param_gather=given.overlap_param_gather,
             shard_outer=dist_index.hsdp_outer_dp_shard,

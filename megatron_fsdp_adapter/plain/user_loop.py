@@ -170,11 +170,21 @@ class UserLoopEngine(FsdpEngine):
         with unchecked():
             for number, (pair, known) in enumerate(zip(self.pairs, self._trained, strict=True)):
                 if pair.sharded._backward_hooks:
-                    raise RuntimeError(_hook_never_runs(pair))
+                    raise RuntimeError(
+                        f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes "
+                        "through a sharded parameter in backward, so the hook would never run. Use "
+                        "register_post_accumulate_grad_hook, which runs when the reduced gradient "
+                        "is in .grad"
+                    )
                 if pair.unsharded.requires_grad is known is pair.sharded.requires_grad:
                     continue
                 if pair.grad is None:
-                    raise RuntimeError(_frozen(pair))
+                    raise RuntimeError(
+                        f"requires_grad of {pair.managed.fqns[0]} was set to True, but the "
+                        "parameter was frozen when the model was wrapped, so it has no gradient "
+                        "buffer. Wrap the model with requires_grad=True, and freeze the parameter "
+                        "after that"
+                    )
                 changed.append(number)
             for number in changed:
                 self._trained[number] = not self._trained[number]
@@ -252,21 +262,4 @@ def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> N
 
 def _is_cleared(pair: ParamPair) -> bool:
     """True if the attached gradient has been taken away, under either name."""
-    decoupled = getattr(pair.sharded, "decoupled_grad", None)
-    return pair.sharded.grad is None or decoupled is None
-
-
-def _frozen(pair: ParamPair) -> str:
-    return (
-        f"requires_grad of {pair.managed.fqns[0]} was set to True, but the parameter was frozen "
-        "when the model was wrapped, so it has no gradient buffer. Wrap the model with "
-        "requires_grad=True, and freeze the parameter after that"
-    )
-
-
-def _hook_never_runs(pair: ParamPair) -> str:
-    return (
-        f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
-        "parameter in backward, so the hook would never run. Use register_post_accumulate_grad_hook"
-        ", which runs when the reduced gradient is in .grad"
-    )
+    return any(getattr(pair.sharded, name, None) is None for name in ("grad", "decoupled_grad"))

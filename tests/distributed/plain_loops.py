@@ -145,14 +145,10 @@ def _replaced(side: Side, microbatches: int) -> None:
         optimizer.zero_grad()
 
 
-@loop
-def gradients_replaced(side: Side) -> None:
-    _replaced(side, 1)
-
-
-@loop
-def gradients_replaced_between_backwards(side: Side) -> None:
-    _replaced(side, 2)
+LOOPS |= {
+    "gradients_replaced": functools.partial(_replaced, microbatches=1),
+    "gradients_replaced_between_backwards": functools.partial(_replaced, microbatches=2),
+}
 
 
 @loop
@@ -243,24 +239,17 @@ def _halves(model: Any) -> tuple[Any, Any]:
     return params[::2], params[1::2]
 
 
-@loop
-def two_optimizers(side: Side) -> None:
-    _step_both(side, _halves)
+def _whole_units(model: Any) -> tuple[Any, Any]:
+    blocks = list(getattr(model, "module", model).blocks.parameters())
+    return blocks, [p for p in model.parameters() if all(p is not one for one in blocks)]
 
 
-@loop
-def two_optimizers_of_whole_units(side: Side) -> None:
-    def split(model: Any) -> tuple[Any, Any]:
-        blocks = list(side.inner(model).blocks.parameters())
-        return blocks, [p for p in model.parameters() if all(p is not one for one in blocks)]
-
-    _step_both(side, split)
-
-
-@loop
-def an_optimizer_every_other_step(side: Side) -> None:
-    """Its gradients add up meanwhile, which needs sharded gradients."""
-    _step_both(side, _halves, every=2)
+LOOPS |= {
+    "two_optimizers": functools.partial(_step_both, split=_halves),
+    "two_optimizers_of_whole_units": functools.partial(_step_both, split=_whole_units),
+    # Its gradients add up meanwhile, which needs sharded gradients.
+    "an_optimizer_every_other_step": functools.partial(_step_both, split=_halves, every=2),
+}
 
 
 @loop
