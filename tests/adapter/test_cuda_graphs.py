@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,8 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
     trainer, flag = capturing_trainer(strategy)
     engine = trainer.wrapper.engine
     free_run(trainer, 0, 1, CPU)
+    engine.quantization = mock.MagicMock(at_once=False)
+    engine.quantization.is_pending.return_value = False
     capture(trainer, flag, 1)
 
     def gradients() -> list[tuple[int, int]]:
@@ -63,6 +66,7 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
         assert all(grad._local_tensor.untyped_storage().nbytes() > 0 for grad in grads)
         return [(id(grad), grad._local_tensor.data_ptr()) for grad in grads]
 
+    assert engine.quantization.at_once, "a replay runs no Python that could quantize weights"
     bound = gradients()
     for replay in range(8):
         trainer.optimizer.step()

@@ -1,5 +1,8 @@
-"""Quantized weights of a live model: exported as the bytes and scales that modules compute with,
-and back bit for bit after their memory was given back."""
+"""Megatron's wrapper over a GPT whose layers' weights are in Transformer Engine's own classes.
+
+After every step bytes and scales are what TE's function makes of the whole main weights. They are
+exported as modules compute with them, and back bit for bit after their memory was given back.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.core.engine.memory import COMPUTE, MAIN
 from tests.distributed.gpt import (
     STRATEGIES,
+    Case,
     Trainer,
     batches,
     build_trainer,
@@ -28,13 +32,25 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.engine.engine_cases import Layer, Setup, make_net, microbatch
-from tests.quantized.te_checks import same
+from tests.quantized.te_checks import same, same_planes
 from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
 from tests.quantized.te_scaling import quantize_layers
-from tests.quantized.te_weights import KNOWS, RECIPES, gathered
-from tests.quantized.test_te_wrapper import CASE
+from tests.quantized.te_weights import KNOWS, RECIPES, gathered, te_whole
+
+CASE = Case(hidden=64, heads=2, ffn=192, bf16=True, microbatches=2, lr=3e-3)
 
 pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
+
+
+def check_weights(trainer: Trainer, recipe: str, label: str) -> int:
+    """Gathered bytes and scales, against TE's function over whole main weights."""
+    mains, checked = trainer.params(), 0
+    for name, param in gathered(trainer.wrapper.engine):
+        same_planes(param, te_whole(recipe, mains[name]), f"{label}, {name}")
+        # cuBLAS refuses a scale that begins elsewhere.
+        assert all(one.data_ptr() % 16 == 0 for one in KNOWS.scales(param)), f"{label}, {name}"
+        checked += 1
+    return checked
 
 
 def computed_with(engine: Any, recipe: str) -> dict[str, torch.Tensor]:
@@ -62,6 +78,7 @@ def _exported(rank: int, world: int, strategy: str) -> None:
             data = batches(CASE, step, rank, device)
             assert train_step(trainer, data) == train_step(plain, data), (recipe, step)
             label = f"{recipe} {strategy} {step}"
+            assert check_weights(trainer, recipe, label) == 4 * CASE.num_layers
             _check(trainer, recipe, label)
             release_memory(trainer.wrapper, trainer.optimizer, keep=[MAIN, COMPUTE])
             if step:  # before a forward brings them up to date

@@ -31,7 +31,7 @@ from tests.quantized.te_checks import same
 from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
 from tests.quantized.te_scaling import quantize_layers
 from tests.quantized.te_weights import KNOWS
-from tests.quantized.test_te_wrapper import check_weights
+from tests.quantized.test_te_export import check_weights
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
 RECIPES = ("current", "blockwise")
