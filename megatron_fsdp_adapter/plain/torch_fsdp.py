@@ -23,8 +23,6 @@ def use_as_fsdp2() -> list[str]:
     """
     places = []
     for module in _modules():
-        if module is implementation:
-            continue
         for name in [name for name, value in vars(module).items() if value is ORIGINAL]:
             setattr(module, name, fully_shard)
             module.__dict__.setdefault(REPLACED, []).append(name)
@@ -43,6 +41,6 @@ def leave_fsdp2() -> list[str]:
 
 
 def _modules() -> list[ModuleType]:
-    own = (__name__, f"{__package__}.fsdp2")
+    own = (__name__, f"{__package__}.fsdp2", implementation.__name__)
     found = list(sys.modules.values())
     return [one for one in found if isinstance(one, ModuleType) and one.__name__ not in own]
