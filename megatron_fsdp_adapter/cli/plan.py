@@ -63,17 +63,11 @@ RUN: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 FEATURES: Mapping[str, Mapping[str, Any]] = {
-    **{
-        name: {"metavar": "NAME", "help": text}
-        for name, text in STRINGS.items() if name.startswith("fp8")
-    },
+    **{name: {"metavar": "NAME", "help": STRINGS[name]} for name in ("fp8_format", "fp8_recipe")},
     "fp8_param_gather": {"action": "store_true", "help": SWITCHES["fp8_param_gather"]},
     "megatron_fsdp_grad_comm_dtype": {
         "choices": ("fp32", "bf16"),
         "help": "dtype of gradients on the wire (bf16 ones are summed in fp32); default: fp32",
-    },
-    "cuda_graph_impl": {
-        "choices": ["local"], "help": "layer graphs; default: full-iteration graphs are tried",
     },
 }  # fmt: skip
 """Options beside those of the model."""
@@ -93,7 +87,6 @@ def features_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "quantized": quantization(options, "bf16"),
         "bf16_wire": options.get("megatron_fsdp_grad_comm_dtype") == "bf16",
-        "layer_graphs": options.get("cuda_graph_impl") == "local",
     }
 
 

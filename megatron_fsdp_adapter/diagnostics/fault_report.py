@@ -1,5 +1,5 @@
 """Errors in terms of the model: the unit whose weights or gradients a failed collective carried,
-and the buffer of the memory plan that did not fit.
+and the buffer that did not fit.
 
 A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
 raises, and the error is raised again with unit and phase. With NCCL the host waits for nothing: the
@@ -19,15 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..core.config import EngineConfig, Strategy
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import shard_rank
 from ..core.engine.hooks import in_backward
 from ..core.engine.partition import UnitPlan
 from ..core.runtime.comm import Communicator, Pair
-from ..core.topology import ShardDomain
 from .late_collectives import LaunchLog
-from .memory import Placed, Precision, held_bytes
 
 REDUCE, BROADCAST = "reducing gradients", "broadcasting weights"
 COMPARE = "comparing what the ranks have launched in this step"
@@ -36,9 +32,6 @@ ACTIONS: Mapping[str, str] = {
     "all_to_all": REDUCE, "all_reduce_max": "agreeing on scales", "broadcast": BROADCAST,
 }  # fmt: skip
 """Collective -> what the engine uses it for."""
-
-Layouts = Mapping[str, Sequence[Placed]]
-"""Layouts of each unit, the root's last."""
 
 
 class CommunicationError(RuntimeError):
@@ -121,25 +114,6 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**20 else f"{nbytes:.0f} bytes"
 
 
-def memory_plan(
-    units: Layouts, config: EngineConfig, kinds: Sequence[str],
-    own: Sequence[Strategy] | None = None,
-) -> list[str]:
-    """Most bytes of each kind that this rank holds at one time, one kind a line. kinds: the class
-    of each unit's module, in order; own: each unit's strategy, None for the model's."""
-    policy = config.policy
-    precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
-    totals = held_bytes(
-        list(units.values()), kinds, own or [config.strategy] * len(units), config.strategy,
-        precision,
-        weight_slots=config.weight_slots, bucket_slots=config.bucket_slots,
-        reduce_scatter=config.reduce_scatter,
-        scale_before_sum=config.scale_before_sum,
-    )  # fmt: skip
-    lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
-    return [*lines, f"together: {_size(sum(totals.values()))}"]
-
-
 REMEDY = (
     "Shard over more ranks, or more of the model (data_parallel_sharding_strategy), use smaller "
     "units (fsdp_unit_modules) or activation recompute; `megatron-fsdp-adapter "
@@ -150,22 +124,12 @@ REMEDY = (
 class FaultReport:
     """Names what fails in one engine, from the moment that its plans are made.
 
-    Holds the plans until `engine_made`, and after that the engine weakly.
+    Holds the plans until `engine_made`, and after that the engine weakly. strategy: the name of the
+    model's.
     """
 
-    def __init__(
-        self, plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig
-    ) -> None:
-        self._plans, self._config = list(plans), config
-        self._placed: Layouts = {
-            plan.name: [
-                (layout, shard_rank(domains[key.domain], config), key.domain in config.whole)
-                for key, layout in plan.layouts.items()
-            ]
-            for plan in plans
-        }
-        self._kinds = [type(plan.module).__name__ for plan in plans]
-        self._own = [plan.strategy or config.strategy for plan in plans]
+    def __init__(self, plans: Sequence[UnitPlan], strategy: str) -> None:
+        self._plans, self._strategy = list(plans), strategy
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
         self._log: LaunchLog | None = None
 
@@ -222,14 +186,7 @@ class FaultReport:
     def _explain(self, what: str, error: RuntimeError) -> None:
         if not ran_out_of_memory(error):
             return
-        engine = self._engine()
-        own = self._own if engine is None else [unit.strategy for unit in engine.units]
-        lines = memory_plan(self._placed, self._config, self._kinds, own)
-        plan = "\n".join(f"  {line}" for line in lines)
         raise type(error)(
-            f"rank {dist.get_rank()}: no memory for {what}: {error}\n"
-            f"Peak memory of this rank with the strategy {self._config.strategy.name}, without "
-            "activations:\n"
-            f"{plan}\n"
-            f"{REMEDY}"
+            f"rank {dist.get_rank()}: no memory for {what} with the strategy {self._strategy}: "
+            f"{error}\n{REMEDY}"
         ) from error

@@ -240,25 +240,22 @@ def with_slots(
     units: Sequence[Sequence[GroupLayout]],
     strategy: Strategy,
     precision: Precision,
-    rows: Sequence[Strategy] | None = None,
+    rows: Sequence[Strategy],
     *,
     weight_slots: bool,
     bucket_slots: bool,
     reduce_scatter: Reduce,
-    scale_before_sum: bool = False,
 ) -> dict[str, int]:
     """`model_bytes` with slots in place of the transient buffers that are in them, and with what a
     reduction from slots needs.
 
     kinds, units: class of each unit's module, and layouts of its groups but those of domains of one
-    rank, in order; rows: each unit's own strategy, None where all have the model's; the switches
-    are those of `EngineConfig`.
+    rank, in order; rows: each unit's own strategy; the switches are those of `EngineConfig`.
     """
-    comm, rows = precision.comm, rows or [strategy] * len(units)
+    comm = precision.comm
     of_units = list(zip(rows, units, strict=True))
     collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
-    exact = reduce_scatter.into_shards and not scale_before_sum
-    narrows = [exact and row.shard_grads for row in rows]
+    narrows = [reduce_scatter.into_shards and row.shard_grads for row in rows]
     totals = dict(held)
     if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
         gathered = [

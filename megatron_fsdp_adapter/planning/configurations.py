@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     Precision,
 )
 from megatron_fsdp_adapter.megatron.options import unit_grouping
-from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION, LOCAL
+from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization
 from megatron_fsdp_adapter.models.spec import DENSE, EXPERT, ModelSpec, Parallel
@@ -35,11 +35,10 @@ from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from .machine import Group, Machine
 from .planned import PlannedModel, layer_numels, planned_units
-from .shapes import BF16, activation_bytes, captured_bytes
+from .shapes import BF16, activation_bytes
 from .timed_modules import EXPERTS
 
 ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
-POOLS = "pools of graphs of layers"
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Configuration:
 
     instances: optimizer instances (the outer axis); outer_optim: they also shard main weights and
     state. microbatch: sequences. copies: copy engines for weights and gradients. graph: one CUDA
-    graph for the whole step; layer_graphs: one for each layer. quantized: GEMMs and weights of
-    layers in FP8. bf16_wire: bf16 gradients on the wire, summed in fp32."""
+    graph for the whole step. quantized: GEMMs and weights of layers in FP8. bf16_wire: bf16
+    gradients on the wire, summed in fp32."""
 
     gpus: int
     parallel: Parallel = field(default_factory=Parallel)
@@ -63,7 +62,6 @@ class Configuration:
     fused: bool = True
     quantized: Quantization = PLAIN
     bf16_wire: bool = False
-    layer_graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.gpus % (self.parallel.tensor * self.parallel.pipeline):
@@ -78,8 +76,6 @@ class Configuration:
             )
         if self.bf16_wire and self.strategy == "no_shard":
             raise ValueError("fp32 accumulation of bf16 gradients requires a sharded reduction")
-        if self.graph and self.layer_graphs:
-            raise ValueError("layer graphs are incompatible with a full-iteration graph")
 
     @property
     def data_parallel(self) -> int:
@@ -111,15 +107,10 @@ class Configuration:
         }
 
     @property
-    def fixed(self) -> bool:
-        """True if CUDA graphs need fixed addresses."""
-        return self.graph or self.layer_graphs
-
-    @property
     def slots(self) -> dict[str, Any]:
         """The slots by the options of the DDP config."""
         return slots_wanted(Namespace(
-            fsdp_double_buffer=self.fixed and self.strategy == "optim_grads_params",
+            fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
             fsdp_copy_engine_all_gather=self.copies,
             fsdp_copy_engine_reduce_scatter=self.copies,
             reduce_scatter_with_fp32_accumulation=(
@@ -145,9 +136,8 @@ class Configuration:
     @property
     def _whole(self) -> tuple[str, ...]:
         """Domains of one rank, as in `with_single_rank_domains`."""
-        kinds = (EXPERT,) if self.layer_graphs else (DENSE, EXPERT)
         shards = STRATEGIES[self.strategy].shard_grads
-        return tuple(kind for kind in kinds if shards and self.shards[kind][0] == 1)
+        return tuple(kind for kind in self.shards if shards and self.shards[kind][0] == 1)
 
     @property
     def name(self) -> str:
@@ -161,15 +151,14 @@ class Configuration:
         flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
                  "graph": self.graph, "gather groups": self.separate_gathers,
                  "recompute": self.parallel.recompute, self.quantized.name: self.quantized.name,
-                 "bf16 wire": self.bf16_wire, "layer graphs": self.layer_graphs}  # fmt: skip
+                 "bf16 wire": self.bf16_wire}  # fmt: skip
         return ", ".join([*parts, *(key for key, on in flags.items() if on)])
 
 
 def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
     """Elements up to which layers of a pipeline stage are grouped, in each of its model chunks; 0:
     not grouped."""
-    impl = FULL_ITERATION if chosen.graph else LOCAL if chosen.layer_graphs else None
-    asked = Namespace(cuda_graph_impl=impl)
+    asked = Namespace(cuda_graph_impl=FULL_ITERATION if chosen.graph else None)
     numels = layer_numels(spec, chosen.parallel.split, stage)
     of_chunk = numels[: -(-len(numels) // chosen.parallel.virtual)]
     return unit_grouping.unit_numel(asked, asked, of_chunk)
@@ -183,7 +172,7 @@ def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedMo
         unit_numel(spec, chosen, stage), chosen.fused, chosen.parallel.split, stage,
     )
     quantized = replace(chosen.quantized, recomputes=chosen.parallel.recompute)
-    return PlannedModel(units, chosen.slots, quantized, graphs=chosen.layer_graphs)
+    return PlannedModel(units, chosen.slots, quantized)
 
 
 def memory(
@@ -214,9 +203,6 @@ def _stage_memory(
     in_flight = chosen.parallel.in_flight(stage, microbatches)
     fp8 = bool(chosen.quantized.name)
     activations = activation_bytes(spec, chosen.parallel, chosen.microbatch, in_flight, fp8)
-    if chosen.layer_graphs:
-        held[POOLS] = captured_bytes(spec, chosen.parallel, chosen.microbatch, in_flight, fp8)
-        activations -= held[POOLS]
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
     return at_its_most(held, activations, microbatches > 1)
 

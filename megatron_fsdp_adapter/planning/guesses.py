@@ -54,7 +54,7 @@ def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int
         elements / (where[domain].size if row.shard_main else 1)
         for domain, elements in _numel(spec, parallel).items()
     )
-    host = 0.0 if chosen.fixed else 5e-3 * layers * count * machine.host
+    host = 0.0 if chosen.graph else 5e-3 * layers * count * machine.host
     bubble = (parallel.pipeline - 1) / parallel.virtual / count
     busy = max(compute + slowed + own, host) * (1 + bubble)
     return busy + max(0.0, link - 0.8 * busy) + 36 * held / (gpu.memory_tbps * 1e12)

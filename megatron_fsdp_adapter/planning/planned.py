@@ -74,9 +74,8 @@ class PlannedModel:
     """A planned model.
 
     planned: units in the order of their parameters. slots: the result of `slots_wanted`. quantized:
-    quantization of linear weights. budget: bytes for units that stay unsharded over a step. graphs:
-    True with layer graphs. ahead: elements that may be prefetched, if that is more than the next
-    unit.
+    quantization of linear weights. budget: bytes for units that stay unsharded over a step. ahead:
+    elements that may be prefetched, if that is more than the next unit.
     """
 
     planned: tuple[PlannedUnit, ...]
@@ -84,7 +83,6 @@ class PlannedModel:
     quantized: Quantization = PLAIN
     budget: int = 0
     ahead: int = 0
-    graphs: bool = False
 
     @cached_property
     def units(self) -> list[PlannedUnit]:
@@ -116,10 +114,8 @@ class PlannedModel:
         return held.index(max(held))
 
     def is_single_rank(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
-        """A predicate: True for groups whose domain has one rank; with layer graphs only for
-        experts'."""
-        may = strategy.shard_grads and not (self.graphs and self.num_shards == 1)
-        return lambda layout: may and layout.num_shards == 1
+        """A predicate: True for groups whose domain has one rank."""
+        return lambda layout: strategy.shard_grads and layout.num_shards == 1
 
     def kept(self, strategy: Strategy, precision: Precision) -> UnshardedUnits:
         """The units that the budget keeps unsharded over a step."""

@@ -49,8 +49,6 @@ def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
                     "recompute_num_layers": 1}  # fmt: skip
     if chosen.graph:
         options["cuda_graph_impl"] = "full_iteration"
-    if chosen.layer_graphs:
-        options["cuda_graph_impl"] = "local"
     form = chosen.quantized.weights or chosen.quantized.products
     if form is not None:
         options |= {"fp8_format": "hybrid", "fp8_recipe": RECIPE_OF[form.name]}

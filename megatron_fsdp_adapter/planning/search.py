@@ -113,7 +113,7 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
     inside = wanted.machine.network.domain // parallel.tensor
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
     alone = parallel.pipeline == 1 and not wanted.spec.num_experts
-    graphs = [False, True] if alone and not wanted.features.get("layer_graphs") else [False]
+    graphs = [False, True] if alone else [False]
     if wanted.features.get("bf16_wire") and strategy == "no_shard":
         return
     for count, graph in product(instances, graphs):

@@ -147,16 +147,10 @@ def layer_work(
 
 
 def products_of(quantized: Quantization) -> tuple[Kind, Kind]:
-    """Kinds of a layer's dense and grouped GEMMs. Raises ValueError for formats without
-    measurements."""
+    """Kinds of a layer's dense and grouped GEMMs."""
     form = quantized.weights or quantized.products
     if form is None:
         return Kind.PRODUCT, Kind.GROUPED
-    if form.name not in _PRODUCTS:
-        raise ValueError(
-            f"{form.name} GEMMs are not modeled, because there are no measurements. Use one of "
-            f"{sorted(_PRODUCTS)}"
-        )
     return _PRODUCTS[form.name], Kind.FP8_GROUPED
 
 
@@ -216,20 +210,6 @@ def layer_bytes(
         width += spec.shared_ffn
     inputs = 2 * spec.hidden_size + spec.query + width if fp8 else 0
     return _tokens(spec, parallel, microbatch) * (BF16 * spec.saved_numel(width) - inputs)
-
-
-def captured_bytes(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, in_flight: float = 1, fp8: bool = False
-) -> int:
-    """Bytes that layer graphs reserve on one rank. For layers with experts only attention is
-    captured, and its inputs are copied."""
-    tokens = _tokens(spec, parallel, microbatch)
-    attention = tokens * BF16 * (spec.saved_numel(0) + spec.hidden_size)
-    each = [
-        attention if spec.is_moe(number) else layer_bytes(spec, parallel, microbatch, number, fp8)
-        for number in layers_of(spec, parallel, 0)
-    ]
-    return int(sum(each) * in_flight)
 
 
 @lru_cache(maxsize=4096)

@@ -166,7 +166,7 @@ def _build(
     units: Sequence[UnitWork], chosen: Configuration, runtime: TimedRuntime,
     domains: Mapping[str, ShardDomain], unit_numel: int,
 ) -> tuple[nn.Module, FsdpEngine]:
-    model = unit_model(units, runtime, DTYPE, chosen.layer_graphs)
+    model = unit_model(units, runtime, DTYPE)
     of_domain = {
         f"{i}.{flat_name(fqn)}": domain
         for i, unit in enumerate(units) for fqn, _, domain in unit.params

@@ -33,8 +33,7 @@ class UnitWork:
     Attributes:
         params: name, shape and domain of each parameter.
         forward, backward: work of one microbatch, recomputation included.
-        host: reference microseconds to launch the forward. The backward takes `BACKWARD_HOST` times
-            as long.
+        host: reference microseconds to launch the forward, and as long the backward.
     """
 
     name: str
@@ -45,14 +44,8 @@ class UnitWork:
     backward_reads_weights: bool = True
 
 
-BACKWARD_HOST = 1.0
-"""Ratio of the backward's host time to the forward's."""
-
 EXPERTS = "expert parallel"
 """The axis of exchanges between experts."""
-
-REPLAY = 60.0
-"""Reference microseconds to replay a graph."""
 
 
 class _Charged(torch.autograd.Function):
@@ -84,26 +77,20 @@ class _Charged(torch.autograd.Function):
 
 
 class UnitModule(nn.Module):
-    """A unit's module: parameters without values, work without results. replayed: True if its
-    kernels are in a CUDA graph."""
+    """A unit's module: parameters without values, work without results."""
 
-    def __init__(
-        self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype, replayed: bool
-    ) -> None:
+    def __init__(self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype) -> None:
         super().__init__()
-        self.unit, self._runtime, self._replayed = unit, runtime, replayed
+        self.unit, self._runtime = unit, runtime
         for fqn, shape, _ in unit.params:
             empty = torch.empty(shape, dtype=dtype, device="meta")
             self.register_parameter(flat_name(fqn), nn.Parameter(empty))
 
     def charge(self, part: str) -> None:
         runtime, unit = self._runtime, self.unit
-        host = unit.host * (1.0 if part == "forward" else BACKWARD_HOST)
         works = unit.forward if part == "forward" else unit.backward
-        if self._replayed:
-            host = REPLAY
         for work in works:
-            runtime.spend(host / len(works))
+            runtime.spend(unit.host / len(works))
             runtime.write(
                 work.kind, work.amount, label=f"{part} {unit.name}", part=part,
                 kernels=work.kernels, group=work.group,
@@ -135,11 +122,10 @@ def full_name(fqn: str) -> str:
 
 
 def unit_model(
-    units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype, replayed: bool
+    units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype
 ) -> nn.Sequential:
-    """A model of units in order of computation. replayed: True if layers are in CUDA graphs."""
+    """A model of units in order of computation."""
     return nn.Sequential(*(
-        LayerModule(unit, runtime, dtype, replayed) if is_layer(unit.name)
-        else UnitModule(unit, runtime, dtype, False)
+        (LayerModule if is_layer(unit.name) else UnitModule)(unit, runtime, dtype)
         for unit in units
     ))  # fmt: skip

@@ -172,13 +172,12 @@ def planned(
     return PlannedModel(units, NO_SLOTS, quantized)
 
 
-FORMATS = RECIPES["fp8"]
 SIZES = st.sampled_from((128, 256, 384))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([None, *sorted(FORMATS)]), st.sampled_from(sorted(STRATEGIES)),
+    st.sampled_from([None, *sorted(RECIPES)]), st.sampled_from(sorted(STRATEGIES)),
     st.integers(1, 9), SIZES, SIZES, st.booleans(), st.booleans(), st.booleans(), st.data(),
 )  # fmt: skip
 def test_bytes_are_those_of_every_unit_planned_by_itself(
@@ -186,7 +185,7 @@ def test_bytes_are_those_of_every_unit_planned_by_itself(
     recomputes: bool, data: st.DataObject,
 ) -> None:  # fmt: skip
     """Persistent kinds and the gradient shard, by arithmetic on layouts and planes."""
-    form, row = recipe and FORMATS[recipe], STRATEGIES[strategy]
+    form, row = recipe and RECIPES[recipe], STRATEGIES[strategy]
     dtype = torch.bfloat16 if form or data.draw(st.booleans()) else torch.float32
     spec = ModelSpec(
         num_layers=3, hidden_size=hidden, num_attention_heads=2, ffn_hidden_size=ffn,
@@ -318,7 +317,7 @@ def test_what_a_layer_of_llama_takes_while_it_is_used(
     recipe: str, layer: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """MiB of all planes."""
-    quantized = Quantization(weights=FORMATS[recipe])
+    quantized = Quantization(weights=RECIPES[recipe])
     model = planned(model_named("llama3-8b"), 2, quantized=quantized)
     [one] = {id(one): one for one in model.layouts if one.format.quantized}.values()
     gathered = one.format.nbytes(one.total_numel)
@@ -339,7 +338,6 @@ LINEAR_8B = 6_979_321_856
         (["--fp8-format=hybrid", "--fp8-recipe=tensorwise"], 2),
         (["--fp8-format=hybrid"], 2),
         (["--fp8-format=hybrid", "--fp8-recipe=mxfp8"], 2 * 33 / 32),
-        (["--fp4-format=e2m1"], 2 * 9 / 16),
         (["--fp8-format=hybrid", "--fp8-param-gather"], 0),
         ([], 0),
     ),
@@ -494,7 +492,6 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ((*TINY, "--vocab-size", "8"), "--max-position-embeddings"),
         ((*FP8_TINY, *flags("fast")), "--fp8-recipe 'fast' is unknown"),
         ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "Use --params-dtype bf16"),
-        ((*FP8_TINY, "--fp8-param-gather", "--fp4-format=e2m1"), "FP8 and FP4 are both set"),
         ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
         ((*LLAMA_8B, "--expert-model-parallel-size=3"), "size 3: must divide"),
         ("softmax-type: learnable", "--softmax-type 'learnable': models with it"),
@@ -507,8 +504,7 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ("a: [", "not valid YAML"),
         ("fp8-param-gather: true\nbf16: true\nfirst-last-layers-bf16: true",
          "--first-last-layers-bf16"),
-        ("fp4-param: true", "--fp4-param: weights cannot be kept or gathered in NVFP4. Leave"),
-        ("fp4-param-gather: true", "--fp4-param-gather: weights cannot be kept or gathered"),
+        ("fp4-format: e2m1", "--fp4-format: FP4 is not modeled. Leave it out"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_naming_option_and_value(

@@ -202,8 +202,7 @@ def _wide() -> nn.Module:
 def _fails(run: Any, said: str, mebibytes: int = 8) -> None:
     with little_room(mebibytes), pytest.raises(RuntimeError) as caught:
         run()
-    for text in (said, "can't allocate memory", "optim_grads", "main weights: 0.016 GiB",
-                 "optimizer state: 0.031", "together: 0.", "fsdp_unit_modules"):  # fmt: skip
+    for text in (said, "can't allocate memory", "optim_grads", "fsdp_unit_modules"):
         assert text in str(caught.value), (text, str(caught.value))
 
 
@@ -232,7 +231,7 @@ def _trains_on(model: nn.Module, x: torch.Tensor) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_the_message_names_buffer_unit_and_plan() -> None:
+def test_the_message_names_buffer_unit_and_strategy() -> None:
     """With a real limit of the operating system: in forward, in backward, at construction."""
     run_ranks(_runs_out, 1)
 
