@@ -4,10 +4,6 @@ The digest is CRC-32 (zlib), which finds damage at the least cost of the standar
 torch.save's own checksums are switched off during a save, because no reader checks them. CRC-32
 does not protect against forgery, but a load has to trust the checkpoint anyway, since it unpickles
 objects.
-
-A file's running digest is recorded at the end of every item (a block of a tensor or a pickled
-object). An item is checked from two neighboring records alone, and all records together cover every
-byte.
 """
 
 from __future__ import annotations
@@ -18,9 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import Any
 
 DIGESTS = "digests.json"
 ALGORITHM = "crc32"
@@ -35,16 +29,12 @@ def silent(done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-FileDigest = list[tuple[int, int]]
-"""Running digests of a file: ends of its items in bytes, ascending, and the digest of all bytes
-before."""
-
-Problem = dict[str, Any]
-"""Damage: file, start and stop of the bytes (None: the whole file), and what is wrong."""
+FileDigest = tuple[int, int]
+"""Size of a file in bytes, and the CRC of all of them."""
 
 
 class DigestingFile:
-    """A file that is written sequentially and keeps its running digest.
+    """A file that is written sequentially and keeps the CRC of what was written.
 
     Closing forces it to disk. It has the file methods that `torch.save` calls. The first OSError is
     raised again on leaving the `with` block: torch.save goes on to write the end of its archive,
@@ -93,29 +83,21 @@ class DigestingFile:
             self._failed = OSError(error.errno, error.strerror, str(self._path))
 
 
-def size_of(digest: FileDigest) -> int:
-    """Size of the file in bytes."""
-    return digest[-1][0] if digest else 0
-
-
-def digest_of(path: Path) -> FileDigest:
-    """The digest of an existing file."""
+def digest_of(path: Path, advance: Callable[[int], object] = lambda _: None) -> FileDigest:
+    """The digest of an existing file. advance: called with the length of each piece."""
     crc, size = 0, 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             crc, size = zlib.crc32(piece, crc), size + len(piece)
-    return [(size, crc)] if size else []
+            advance(len(piece))
+    return size, crc
 
 
 def write_digests(folder: Path, files: Mapping[str, FileDigest]) -> None:
     """Writes `digests.json`. Not forced to disk."""
     table = {
-        name: {
-            "bytes": size_of(digest),
-            "ends": [end for end, _ in digest],
-            ALGORITHM: [f"{crc:08x}" for _, crc in digest],
-        }
-        for name, digest in sorted(files.items())
+        name: {"bytes": size, ALGORITHM: [f"{crc:08x}"]}
+        for name, (size, crc) in sorted(files.items())
     }
     text = json.dumps({"algorithm": ALGORITHM, "files": table})
     (folder / DIGESTS).write_text(text + "\n")
@@ -131,8 +113,9 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
         content = json.loads(path.read_text())
         if content["algorithm"] != ALGORITHM:
             raise ValueError(f"algorithm {content['algorithm']!r} is unknown")
+        # Earlier releases recorded the running CRC at the end of each item; the last is the file's.
         return {
-            name: list(zip(row["ends"], (int(crc, 16) for crc in row[ALGORITHM]), strict=True))
+            name: (int(row["bytes"]), int((row[ALGORITHM] or ["0"])[-1], 16))
             for name, row in content["files"].items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -146,72 +129,34 @@ def check_bytes(path: Path, content: bytes) -> None:
     """Raises ValueError if `content`, a whole file, differs from its recorded digest. A folder
     without digests is not checked."""
     recorded = read_digests(path.parent)
-    if recorded is not None:
-        saved = recorded.get(path.name) or [(-1, 0)]
-        if saved[-1] != (len(content), zlib.crc32(content)):
-            raise ValueError(f"{path.name} differs from its digest in {DIGESTS}")
+    if recorded is not None and recorded.get(path.name) != (len(content), zlib.crc32(content)):
+        raise ValueError(f"{path.name} differs from its digest in {DIGESTS}")
 
 
-def check_file(
+def problem_of(
     path: Path, digest: FileDigest, advance: Callable[[int], object] = lambda _: None
-) -> list[Problem]:
-    """Reads a file and compares its items with the digests.
-
-    An OSError is reported as a problem, because unreadable blocks are a kind of damage.
-    """
-    name = path.name
+) -> str:
+    """The damage of a file: a line, empty for none. That it cannot be read is damage too."""
     size = path.stat().st_size if path.is_file() else None
-    if size != (saved := size_of(digest)):
-        what = "missing" if size is None else f"has {size} bytes, was saved with {saved}"
-        return [{"file": name, "start": None, "stop": None, "what": what}]
-    found = []
-    with path.open("rb", buffering=0) as file:
-        start, before = 0, 0
-        for end, crc in digest:
-            file.seek(start)
-            if what := _check_item(file, end - start, before, crc, advance):
-                found.append({"file": name, "start": start, "stop": end, "what": what})
-            start, before = end, crc
-    return found
+    if size is None:
+        return f"{path.name}: missing"
+    if size != digest[0]:
+        return f"{path.name}: has {size} bytes, was saved with {digest[0]}"
+    try:
+        same = digest_of(path, advance) == digest
+    except OSError as error:
+        return f"{path.name}: cannot be read ({error})"
+    return "" if same else f"{path.name}: differs from its digest"
 
 
 def check_folder(
     folder: Path, files: Mapping[str, FileDigest], progress: Progress = silent, jobs: int = 1
-) -> list[Problem]:
-    """Checks all files, `jobs` at a time (reading and digesting release Python's lock)."""
-    total = sum(map(size_of, files.values()))
+) -> list[str]:
+    """Problems of all files, `jobs` at a time (reading and digesting release Python's lock)."""
+    total = sum(size for size, _ in files.values())
 
-    def check(name: str) -> list[Problem]:
-        return check_file(folder / name, files[name], lambda nbytes: progress(nbytes, total))
+    def check(name: str) -> str:
+        return problem_of(folder / name, files[name], lambda nbytes: progress(nbytes, total))
 
     with ThreadPoolExecutor(jobs) as pool:
-        parts = pool.map(check, sorted(files))
-        return [problem for part in parts for problem in part]
-
-
-def described(problem: Problem, metadata: Metadata) -> str:
-    """The problem as a line, with the key of the damaged item."""
-    name, start, stop = (problem[field] for field in ("file", "start", "stop"))
-    keys = [
-        index.fqn for index, info in (metadata.storage_data or {}).items()
-        if (info.relative_path, info.offset) == (name, start)
-    ]
-    place = "" if start is None else f", bytes {start} to {stop}"
-    return f"{name}{place}{''.join(f' ({key})' for key in keys)}: {problem['what']}"
-
-
-def _check_item(
-    file: BinaryIO, size: int, crc: int, wanted: int, advance: Callable[[int], object]
-) -> str:
-    """The problem with the next `size` bytes ("" if none), by the running digests before and
-    after."""
-    try:
-        while size:
-            piece = file.read(min(_PIECE, size))
-            if not piece:
-                return "ends early"
-            crc, size = zlib.crc32(piece, crc), size - len(piece)
-            advance(len(piece))
-    except OSError as error:
-        return f"cannot be read ({error})"
-    return "" if crc == wanted else "differs from its digest"
+        return [problem for problem in pool.map(check, sorted(files)) if problem]

@@ -323,14 +323,6 @@ def _temporaries(folder: Path) -> list[Path]:
     return [found for found in folder.parent.iterdir() if name.fullmatch(found.name)]
 
 
-def readable_metadata(folder: Path) -> Metadata:
-    """The folder's metadata; empty if it cannot be read."""
-    try:
-        return _unpickled(folder.parent, folder)
-    except ValueError:
-        return Metadata({})
-
-
 def require_ours(root: Path, folder: Path, also: str | None = None) -> None:
     """Raises ValueError for a checkpoint of `root` in a format that this release does not read. It
     is not damaged. also: a pattern of `_FOREIGN` that is read here."""

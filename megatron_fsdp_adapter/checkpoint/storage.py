@@ -12,7 +12,7 @@ The files are those of torch's writer, for torch's reader, except:
 - Tensors are written one at a time. torch's writer keeps a copy of every tensor that is a view (all
   of ours are) until the file is closed.
 - There are no checksums inside torch.save's archives, which torch.load does not check. Instead each
-  item has a digest, computed while it is written (`digests.py`).
+  file has a digest, computed while it is written (`digests.py`).
 - Metadata has only the values that each release of torch reads (`tensor_properties.py`).
 """
 
@@ -158,8 +158,8 @@ def exact_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """Writes the items. The data of a result is the place of its item, and the running digest of
-    the file at its end, which the coordinator takes out (`with_shared_parts`)."""
+    """Writes the items. The data of a result is the place of its item, and the CRC of the file up
+    to its end, which the coordinator takes out (`with_shared_parts`)."""
     if not items:
         return []
     results = []
@@ -229,9 +229,6 @@ def with_shared_parts(
 
 
 def _file_digests(results: Iterable[WriteResult]) -> dict[str, digests.FileDigest]:
-    """Digests of the data files, from the results of their items, which are in file order."""
-    found: dict[str, digests.FileDigest] = {}
-    for result in results:
-        info, crc = result.storage_data
-        found.setdefault(info.relative_path, []).append((info.offset + info.length, crc))
-    return found
+    """Digests of the data files, from the results of their items: the last of a file has its."""
+    placed = (result.storage_data for result in results)
+    return {info.relative_path: (info.offset + info.length, crc) for info, crc in placed}

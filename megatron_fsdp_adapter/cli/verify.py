@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from megatron_fsdp_adapter.checkpoint import digests, folders
 
 from .output import answer, base_parser
@@ -41,17 +39,14 @@ def examine(
             "it cannot be verified"
         )
     found = digests.check_folder(folder, recorded, progress, jobs)
-    # Metadata is read only if there is damage, and is not used for names if it is damaged itself.
-    asked = found and all(problem["file"] != ".metadata" for problem in found)
-    metadata = folders.readable_metadata(folder) if asked else Metadata({})
     covered = {*recorded, digests.DIGESTS}
     return {
         "folder": str(folder),
         "files": len(recorded),
-        "bytes": sum(map(digests.size_of, recorded.values())),
+        "bytes": sum(size for size, _ in recorded.values()),
         "algorithm": digests.ALGORITHM,
         "intact": not found,
-        "problems": [{**one, "text": digests.described(one, metadata)} for one in found],
+        "problems": found,
         "without_digest": sorted(p.name for p in folder.iterdir() if p.name not in covered),
     }
 
@@ -60,7 +55,7 @@ def render(report: dict[str, Any]) -> str:
     """The report as text."""
     size = f"{report['files']} files, {report['bytes'] / 2**30:.3f} GiB"
     lines = [f"{report['folder']}: {size}"]
-    lines += [f"  {problem['text']}" for problem in report["problems"][:_SHOWN]]
+    lines += [f"  {problem}" for problem in report["problems"][:_SHOWN]]
     hidden = len(report["problems"]) - _SHOWN
     lines += [f"  and {hidden} more (--json has them all)"] if hidden > 0 else []
     if report["without_digest"]:
