@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.models.quantization import STRINGS, SWITCHES, quantization
 from megatron_fsdp_adapter.models.sources import (
     add_arguments,
     add_flags,
@@ -62,14 +61,6 @@ RUN: Mapping[str, Mapping[str, Any]] = {
         for name, (field, kind) in FIXED.items()
     },
 }  # fmt: skip
-FEATURES: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"metavar": "NAME", "help": STRINGS[name]} for name in ("fp8_format", "fp8_recipe")},
-    "fp8_param_gather": {"action": "store_true", "help": SWITCHES["fp8_param_gather"]},
-    "megatron_fsdp_grad_comm_dtype": {
-        "choices": ("fp32", "bf16"),
-        "help": "dtype of gradients on the wire (bf16 ones are summed in fp32); default: fp32",
-    },
-}  # fmt: skip
 """Options beside those of the model."""
 
 
@@ -78,16 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = base_parser("plan", __doc__, usage=USAGE)
     add_arguments(parser)
     add_flags(parser.add_argument_group("run"), RUN)
-    add_flags(parser.add_argument_group("features (fixed, not searched)"), FEATURES)
     return parser
-
-
-def features_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a configuration that are given, not searched."""
-    return {
-        "quantized": quantization(options, "bf16"),
-        "bf16_wire": options.get("megatron_fsdp_grad_comm_dtype") == "bf16",
-    }
 
 
 def run(given: argparse.Namespace, progress: Progress = silent) -> Plan:
@@ -99,7 +81,7 @@ def run(given: argparse.Namespace, progress: Progress = silent) -> Plan:
     return plan(Wanted(
         from_options(options_from(options), name_of(options)), machine, given.gpus,
         given.global_batch_size or 16 * given.gpus, given.memory_gib or machine.gpu.memory_gib,
-        fixed, given.tries, features_of(options),
+        fixed, given.tries,
     ), progress)  # fmt: skip
 
 

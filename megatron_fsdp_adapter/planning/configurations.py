@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.config import (
-    STRATEGIES,
-    EngineConfig,
-    MixedPrecisionPolicy,
-)
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
 from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
     FORWARD_TO_BACKWARD,
@@ -29,7 +25,6 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 from megatron_fsdp_adapter.megatron.options import unit_grouping
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization
 from megatron_fsdp_adapter.models.spec import DENSE, EXPERT, ModelSpec, Parallel
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
@@ -47,8 +42,7 @@ class Configuration:
 
     instances: optimizer instances (the outer axis); outer_optim: they also shard main weights and
     state. microbatch: sequences. copies: copy engines for weights and gradients. graph: one CUDA
-    graph for the whole step. quantized: GEMMs and weights of layers in FP8. bf16_wire: bf16
-    gradients on the wire, summed in fp32."""
+    graph for the whole step. Compute is in bf16, and communication of gradients in fp32."""
 
     gpus: int
     parallel: Parallel = field(default_factory=Parallel)
@@ -60,8 +54,6 @@ class Configuration:
     graph: bool = False
     separate_gathers: bool = False
     fused: bool = True
-    quantized: Quantization = PLAIN
-    bf16_wire: bool = False
 
     def __post_init__(self) -> None:
         if self.gpus % (self.parallel.tensor * self.parallel.pipeline):
@@ -74,8 +66,6 @@ class Configuration:
                 f"num_distributed_optimizer_instances={self.instances} does not divide the "
                 f"{self.data_parallel} (experts: {self.experts_over}) data-parallel ranks"
             )
-        if self.bf16_wire and self.strategy == "no_shard":
-            raise ValueError("fp32 accumulation of bf16 gradients requires a sharded reduction")
 
     @property
     def data_parallel(self) -> int:
@@ -113,25 +103,15 @@ class Configuration:
             fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
             fsdp_copy_engine_all_gather=self.copies,
             fsdp_copy_engine_reduce_scatter=self.copies,
-            reduce_scatter_with_fp32_accumulation=(
-                self.bf16_wire and STRATEGIES[self.strategy].shard_main
-            ),
         ))  # fmt: skip
 
     @property
     def engine(self) -> EngineConfig:
         """The engine config that the wrapper would pass."""
-        wire = torch.bfloat16 if self.bf16_wire else None
         return EngineConfig(
-            STRATEGIES[self.strategy], MixedPrecisionPolicy(grad_comm_dtype=wire),
-            poison_buffers=False, shard_outer=self.outer_optim and self.instances > 1,
-            whole=self._whole, **self.slots,
+            STRATEGIES[self.strategy], poison_buffers=False,
+            shard_outer=self.outer_optim and self.instances > 1, whole=self._whole, **self.slots,
         )  # fmt: skip
-
-    @property
-    def precision(self) -> Precision:
-        """Precision for the memory formula."""
-        return Precision(comm=torch.bfloat16 if self.bf16_wire else torch.float32)
 
     @property
     def _whole(self) -> tuple[str, ...]:
@@ -150,8 +130,7 @@ class Configuration:
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
         flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
                  "graph": self.graph, "gather groups": self.separate_gathers,
-                 "recompute": self.parallel.recompute, self.quantized.name: self.quantized.name,
-                 "bf16 wire": self.bf16_wire}  # fmt: skip
+                 "recompute": self.parallel.recompute}  # fmt: skip
         return ", ".join([*parts, *(key for key, on in flags.items() if on)])
 
 
@@ -168,11 +147,10 @@ def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedMo
     """The planned model of a rank of a pipeline stage."""
     dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
     units = planned_units(
-        spec, dense, expert, torch.bfloat16, chosen.quantized.weights,
-        unit_numel(spec, chosen, stage), chosen.fused, chosen.parallel.split, stage,
+        spec, dense, expert, torch.bfloat16, None, unit_numel(spec, chosen, stage), chosen.fused,
+        chosen.parallel.split, stage,
     )
-    quantized = replace(chosen.quantized, recomputes=chosen.parallel.recompute)
-    return PlannedModel(units, chosen.slots, quantized)
+    return PlannedModel(units, chosen.slots)
 
 
 def memory(
@@ -192,7 +170,7 @@ def _stage_memory(
 ) -> dict[str, int]:
     model = planned(spec, chosen, stage)
     strategy = STRATEGIES[chosen.strategy]
-    held = model.bytes_held(strategy, chosen.precision, 0)
+    held = model.bytes_held(strategy, Precision(), 0)
     if chosen.engine.shard_outer:
         if strategy.shard_weights:
             whole = model.is_single_rank(strategy)
@@ -201,8 +179,7 @@ def _stage_memory(
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
     in_flight = chosen.parallel.in_flight(stage, microbatches)
-    fp8 = bool(chosen.quantized.name)
-    activations = activation_bytes(spec, chosen.parallel, chosen.microbatch, in_flight, fp8)
+    activations = activation_bytes(spec, chosen.parallel, chosen.microbatch, in_flight)
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
     return at_its_most(held, activations, microbatches > 1)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.models.quantization import Quantization
 from megatron_fsdp_adapter.models.spec import DENSE, EXPERT, ModelSpec, Parallel, layers_of
 
 from .configurations import Configuration, groups
@@ -17,12 +16,12 @@ from .shapes import activation_bytes, head_work, layer_work, waits_for_longer
 
 @lru_cache(maxsize=4096)
 def stage_seconds(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, quantized: Quantization, gpu: Gpu
+    spec: ModelSpec, parallel: Parallel, microbatch: int, gpu: Gpu
 ) -> float:
     """Compute seconds of a microbatch on the slowest stage. Layers are not split, and the last
     stage computes the loss."""
     tokens = microbatch * spec.tokens
-    *layer, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1, quantized)
+    *layer, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1)
     own, head = (
         sum(
             operation_seconds(work.kind, work.amount, gpu, work.kernels)
@@ -42,7 +41,7 @@ def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int
     optimizer."""
     parallel, row, gpu = chosen.parallel, STRATEGIES[chosen.strategy], machine.gpu
     where = groups(chosen, machine)
-    each = stage_seconds(spec, parallel, chosen.microbatch, chosen.quantized, gpu)
+    each = stage_seconds(spec, parallel, chosen.microbatch, gpu)
     compute, layers = count * each, max(1, spec.num_layers // parallel.pipeline)
     link, own = _link(spec, chosen, machine, layers, count), 0.0
     if parallel.tensor > 1:
@@ -67,13 +66,10 @@ def _link(
     row, where = STRATEGIES[chosen.strategy], groups(chosen, machine)
     gathers = (2 * count if row.shard_weights else 1) if row.shard_main else 0
     reduces = count if row.shard_grads else 1
-    wire, weight = 2 if chosen.bf16_wire else 4, 2
-    if chosen.quantized.weights:
-        weight = 1
     link = 0.0
     for domain, elements in _numel(spec, chosen.parallel).items():
         for times, kind, size in (
-            (gathers, Kind.ALL_GATHER, weight), (reduces, Kind.REDUCE_SCATTER, wire)
+            (gathers, Kind.ALL_GATHER, 2), (reduces, Kind.REDUCE_SCATTER, 4)
         ):  # fmt: skip
             nbytes = size * elements / layers
             one = collective_seconds(kind, nbytes, where[domain], machine.network, chosen.copies)
@@ -98,7 +94,7 @@ def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
         if count > 1 or not row.shard_grads:
             total += 4 * (part if row.shard_grads else elements)
         if not row.shard_weights:
-            total += (1 if chosen.quantized.weights else 2) * elements
+            total += 2 * elements
     return total
 
 

@@ -20,8 +20,7 @@ class Gpu:
         memory_gib: memory of the device, by nvidia-smi. reserved_gib: part of it for contexts, NCCL
             and fragmentation.
         peak_tflops: the vendor's dense bf16 peak, to which MFU refers.
-        product_tflops: reached by large bf16 GEMMs. fp8_product_tflops: by FP8 GEMMs with
-            per-tensor scales; fp8_in_blocks: fraction of that with block scales.
+        product_tflops: reached by large bf16 GEMMs.
         attention_tflops: causal attention, forward and backward together, counting half of the
             square.
         memory_tbps: reached by memory-bound kernels, bytes read and written. kernel_us: gap between
@@ -35,7 +34,6 @@ class Gpu:
     memory_gib: float
     peak_tflops: float
     product_tflops: float
-    fp8_product_tflops: float
     grouped_tflops: float
     attention_tflops: float
     memory_tbps: float
@@ -43,7 +41,6 @@ class Gpu:
     kernel_us: float = 1.96
     sustained: float = 1.0
     busy: float = 0.75
-    fp8_in_blocks: float = 0.9
     source: str = ""
 
 
@@ -145,13 +142,10 @@ def operation_seconds(kind: Kind, amount: float, gpu: Gpu, kernels: int = 1) -> 
 
 
 def _rate(kind: Kind, gpu: Gpu) -> float:
-    """The rate in TFLOP/s or TB/s. Grouped FP8 GEMMs gain as much as other FP8 GEMMs."""
+    """The rate in TFLOP/s or TB/s."""
     rates = {
         Kind.PRODUCT: gpu.product_tflops,
         Kind.GROUPED: gpu.grouped_tflops,
-        Kind.FP8_PRODUCT: gpu.fp8_product_tflops,
-        Kind.FP8_GROUPED: gpu.grouped_tflops * gpu.fp8_product_tflops / gpu.product_tflops,
-        Kind.BLOCK_PRODUCT: gpu.fp8_product_tflops * gpu.fp8_in_blocks,
         Kind.ATTENTION: gpu.attention_tflops,
     }
     return rates.get(kind, gpu.memory_tbps)
@@ -160,7 +154,7 @@ def _rate(kind: Kind, gpu: Gpu) -> float:
 _MEASURED = "kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md)"
 _SCALED = "vendor's peaks, scaled by the fractions that an H200 reaches; not measured"
 
-H200 = Gpu("H200", 140.0, 989.0, 690.0, 1250.0, 600.0, 430.0, 3.36, sustained=1.07, busy=0.72,
+H200 = Gpu("H200", 140.0, 989.0, 690.0, 600.0, 430.0, 3.36, sustained=1.07, busy=0.72,
     source=_MEASURED,
 )
 GPUS: Mapping[str, Gpu] = {
@@ -168,8 +162,8 @@ GPUS: Mapping[str, Gpu] = {
     "h100": replace(
         H200, name="H100", memory_gib=79.0, memory_tbps=2.35, source="as an H200; memory 3.35 TB/s"
     ),
-    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 2840.0, 1370.0, 980.0, 5.6, source=_SCALED),
-    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 3160.0, 1510.0, 1090.0, 5.6, source=_SCALED),
+    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 1370.0, 980.0, 5.6, source=_SCALED),
+    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 1510.0, 1090.0, 5.6, source=_SCALED),
 }
 _HOPPER_LINK = {2: 238.0, 4: 298.0, 8: 320.0}
 _HOPPER_COPY = {2: 306.0, 4: 340.0, 8: 350.0}

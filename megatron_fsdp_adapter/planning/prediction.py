@@ -144,7 +144,7 @@ def program_of(
 ) -> Program:
     """The program of two steps of a rank of a stage, with its last `layers` layers: the first ones
     of a mixture of experts may be dense."""
-    mine = units(spec, chosen.parallel, chosen.microbatch, stage, chosen.quantized)
+    mine = units(spec, chosen.parallel, chosen.microbatch, stage)
     numbers = [unit.name for unit in mine if is_layer(unit.name)]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]

@@ -15,9 +15,6 @@ class Kind(enum.Enum):
 
     PRODUCT = "GEMM"
     GROUPED = "grouped GEMM"
-    FP8_PRODUCT = "FP8 GEMM"
-    FP8_GROUPED = "grouped FP8 GEMM"
-    BLOCK_PRODUCT = "FP8 GEMM of blocks"
     ATTENTION = "attention"
     MEMORY = "memory pass"
     ALL_GATHER = "all-gather"
@@ -26,9 +23,7 @@ class Kind(enum.Enum):
     EXCHANGE = "all-to-all"
 
 
-PRODUCTS = (
-    Kind.PRODUCT, Kind.GROUPED, Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT,
-)  # fmt: skip
+PRODUCTS = (Kind.PRODUCT, Kind.GROUPED)
 COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.EXCHANGE)
 
 

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.description import aligned
 from megatron_fsdp_adapter.models.sources import parallel_options
 from megatron_fsdp_adapter.models.spec import ModelSpec
@@ -32,9 +31,6 @@ def ddp_options(chosen: Configuration) -> dict[str, Any]:
     if chosen.copies:
         options["fsdp_copy_engine_all_gather"] = True
         options["fsdp_copy_engine_reduce_scatter"] = True
-    if chosen.bf16_wire:
-        options["megatron_fsdp_grad_comm_dtype"] = "bf16"
-        options["reduce_scatter_with_fp32_accumulation"] = True
     if chosen.separate_gathers:
         options["create_all_gather_group"] = True
     return options
@@ -49,16 +45,7 @@ def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
                     "recompute_num_layers": 1}  # fmt: skip
     if chosen.graph:
         options["cuda_graph_impl"] = "full_iteration"
-    form = chosen.quantized.weights or chosen.quantized.products
-    if form is not None:
-        options |= {"fp8_format": "hybrid", "fp8_recipe": RECIPE_OF[form.name]}
-    if chosen.quantized.weights is not None:
-        options["fp8_param_gather"] = True
     return options
-
-
-RECIPE_OF = {PER_TENSOR.name: "tensorwise", BLOCK128.name: "blockwise", MXFP8.name: "mxfp8"}
-"""A recipe for each format whose GEMMs are modeled."""
 
 
 def megatron_flags(spec: ModelSpec, chosen: Configuration) -> str:
@@ -72,9 +59,7 @@ def megatron_flags(spec: ModelSpec, chosen: Configuration) -> str:
 
 
 BRIDGE_FIELDS = {
-    "micro_batch_size": "train.micro_batch_size", "fp8_format": "mixed_precision.fp8",
-    "fp8_recipe": "mixed_precision.fp8_recipe",
-    "fp8_param_gather": "mixed_precision.fp8_param_gather",
+    "micro_batch_size": "train.micro_batch_size",
     "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
 }  # fmt: skip
 """Option -> field of a recipe's config, if that is not the model's field of the same name."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
@@ -32,7 +31,7 @@ strategy."""
 @dataclass(frozen=True)
 class Wanted:
     """The input of a plan. fixed: fields of a `Configuration` or `Parallel` that the user has
-    chosen; features: fields that are not searched."""
+    chosen."""
 
     spec: ModelSpec
     machine: Machine
@@ -41,7 +40,6 @@ class Wanted:
     memory_gib: float
     fixed: Mapping[str, object]
     tries: int = 10
-    features: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -114,15 +112,13 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
     alone = parallel.pipeline == 1 and not wanted.spec.num_experts
     graphs = [False, True] if alone else [False]
-    if wanted.features.get("bf16_wire") and strategy == "no_shard":
-        return
     for count, graph in product(instances, graphs):
         if over % count or base.experts_over % count:
             continue
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
                 base, instances=count, outer_optim=split, graph=graph,
-                separate_gathers=bool(wanted.spec.num_experts), **wanted.features,
+                separate_gathers=bool(wanted.spec.num_experts),
             )  # fmt: skip
             yield chosen
             near = strategy == "optim_grads_params" and over // count <= inside and over > 1

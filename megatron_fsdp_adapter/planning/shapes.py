@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
-from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization
 from megatron_fsdp_adapter.models.spec import (
     EXPERT,
     ROOT,
@@ -31,12 +29,6 @@ LAYER_HOST = 1875.0
 
 MOE_HOST = 2.0
 """Factor of `LAYER_HOST` for a layer with experts."""
-
-FP8_HOST = 1.5
-"""Factor of `LAYER_HOST` for a layer with FP8 GEMMs, which launches casts too."""
-
-CAST_KERNELS = 12
-"""Cast kernels of a layer's forward or backward in FP8."""
 
 FORWARD_PASSES, BACKWARD_PASSES = 14.0, 30.0
 """Memory traffic per token of a layer's element-wise kernels (norms, rotary embedding, SwiGLU,
@@ -61,13 +53,12 @@ def _order(unit: str) -> tuple[int, int]:
 
 
 def units(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0,
-    quantized: Quantization = PLAIN,
+    spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0
 ) -> list[UnitWork]:
     """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
 
-    quantized: quantization of the layers' GEMMs and weights. The weights of a rank's experts are
-    one parameter with the same layout, which is faster to plan."""
+    The weights of a rank's experts are one parameter with the same layout, which is faster to
+    plan."""
     params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
     rows = sorted(listing(spec, parallel, stage), key=lambda row: _order(row[0]))
     for unit, fqn, full, domain in _joined(rows):
@@ -79,9 +70,7 @@ def units(
         head = ROOT
     for name, mine in params.items():
         if is_layer(name):
-            forward, backward, host = layer_work(
-                spec, parallel, tokens, number_of(name), quantized
-            )
+            forward, backward, host = layer_work(spec, parallel, tokens, number_of(name))
         elif name == head:
             forward, backward = head_work(spec, parallel, tokens)
             host = LAYER_HOST / 2
@@ -105,7 +94,7 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def layer_work(
-    spec: ModelSpec, parallel: Parallel, tokens: float, number: int, quantized: Quantization
+    spec: ModelSpec, parallel: Parallel, tokens: float, number: int
 ) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
     """A rank's work of a layer's forward and backward for `tokens` tokens, and microseconds of the
     host."""
@@ -116,24 +105,18 @@ def layer_work(
     sent = tokens * BF16 * spec.hidden_size * (spec.moe_router_topk if moe else 0)
     moved = PERMUTED * sent / tensor
     element = tokens * BF16 * (spec.hidden_size + width / 3) / tensor
-    product, of_groups = products_of(quantized)
     forward = [
-        Work(product, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
-        Work(of_groups, 2 * tokens * grouped / tensor),
+        Work(Kind.PRODUCT, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
+        Work(Kind.GROUPED, 2 * tokens * grouped / tensor),
         Work(Kind.MEMORY, FORWARD_PASSES * element + moved, kernels=FORWARD_KERNELS),
     ]  # fmt: skip
     backward = [
         Work(Kind.ATTENTION, 2.5 * attention),
-        Work(of_groups, 4 * tokens * grouped / tensor),
-        Work(product, 4 * tokens * dense / tensor),
+        Work(Kind.GROUPED, 4 * tokens * grouped / tensor),
+        Work(Kind.PRODUCT, 4 * tokens * dense / tensor),
         Work(Kind.MEMORY, BACKWARD_PASSES * element + moved, kernels=BACKWARD_KERNELS),
     ]  # fmt: skip
     host = LAYER_HOST * (MOE_HOST if moe else 1.0)
-    if product is not Kind.PRODUCT:
-        casts = _casts(spec, tokens / tensor, width, (dense + grouped) / tensor, quantized)
-        forward.append(casts[0])
-        backward.insert(0, casts[1])
-        host *= FP8_HOST
     whole = tokens * spec.hidden_size * BF16
     own: list[Work] = []
     if tensor > 1:  # sequence parallelism: a gather and a reduction around attention and MLP
@@ -144,39 +127,6 @@ def layer_work(
     forward += own
     backward = [*(forward if parallel.recompute else ()), *backward, *own]
     return tuple(forward), tuple(backward), host
-
-
-def products_of(quantized: Quantization) -> tuple[Kind, Kind]:
-    """Kinds of a layer's dense and grouped GEMMs."""
-    form = quantized.weights or quantized.products
-    if form is None:
-        return Kind.PRODUCT, Kind.GROUPED
-    return _PRODUCTS[form.name], Kind.FP8_GROUPED
-
-
-_PRODUCTS = {
-    PER_TENSOR.name: Kind.FP8_PRODUCT, MXFP8.name: Kind.FP8_PRODUCT,
-    BLOCK128.name: Kind.BLOCK_PRODUCT,
-}  # fmt: skip
-
-
-def _casts(
-    spec: ModelSpec, tokens: float, width: float, weights: float, quantized: Quantization
-) -> tuple[Work, Work]:
-    """Casts of a layer's FP8 GEMMs in forward and backward.
-
-    Inputs are cast in forward, gradients of outputs in backward, each along rows and columns, and
-    weights that are kept in the compute dtype. A per-tensor scale needs an earlier pass for the
-    amax."""
-    inputs = 2 * spec.hidden_size + spec.query + width
-    outputs = spec.query + spec.key_value + 2 * spec.hidden_size + spec.gates * width
-    form = quantized.weights or quantized.products
-    passes = (BF16 if form is PER_TENSOR else 0) + BF16 + 2
-    cast = weights if quantized.weights is None else 0.0
-    return (
-        Work(Kind.MEMORY, passes * (tokens * inputs + cast), kernels=CAST_KERNELS),
-        Work(Kind.MEMORY, passes * tokens * outputs, kernels=CAST_KERNELS),
-    )
 
 
 HEAD_PASSES = 62.0
@@ -199,22 +149,21 @@ def _tokens(spec: ModelSpec, parallel: Parallel, microbatch: int) -> float:
 
 
 def layer_bytes(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, number: int, fp8: bool = False
+    spec: ModelSpec, parallel: Parallel, microbatch: int, number: int
 ) -> float:
     """Bytes that autograd saves for a layer on one rank, without recomputation, with flash
-    attention. fp8: True if inputs of GEMMs are saved in FP8."""
+    attention."""
     width = spec.ffn
     if spec.is_moe(number):
         # Tokens are copied per expert, so inputs and outputs count too.
         width = spec.moe_router_topk * (spec.expert_ffn + 2 * spec.hidden_size // 3)
         width += spec.shared_ffn
-    inputs = 2 * spec.hidden_size + spec.query + width if fp8 else 0
-    return _tokens(spec, parallel, microbatch) * (BF16 * spec.saved_numel(width) - inputs)
+    return _tokens(spec, parallel, microbatch) * BF16 * spec.saved_numel(width)
 
 
 @lru_cache(maxsize=4096)
 def activation_bytes(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, in_flight: float = 1, fp8: bool = False
+    spec: ModelSpec, parallel: Parallel, microbatch: int, in_flight: float = 1
 ) -> int:
     """Bytes on one rank at the end of a forward: autograd's saved tensors of the stage's layers for
     `in_flight` microbatches, with flash attention, and the logits in bf16 and float32."""
@@ -224,6 +173,6 @@ def activation_bytes(
         again = 4 * spec.hidden_size + 2 * spec.query + spec.key_value + 3 * spec.ffn
         total += tokens * BF16 * again
     else:
-        total = sum(layer_bytes(spec, parallel, microbatch, n, fp8) for n in layers) * in_flight
+        total = sum(layer_bytes(spec, parallel, microbatch, n) for n in layers) * in_flight
     logits = microbatch * spec.tokens * spec.embedding_rows / parallel.tensor
     return int(total + (6 * logits if parallel.pipeline == 1 else 0))

@@ -18,13 +18,11 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
-from megatron_fsdp_adapter.models.spec import is_linear_weight
 from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 
 from .configurations import Configuration
 from .program import Kind, Program
-from .timed_modules import UnitWork, flat_name, full_name, unit_model
-from .timed_quantized import TimedParams
+from .timed_modules import UnitWork, flat_name, unit_model
 from .timed_runtime import TimedCommunicator, TimedRuntime
 
 DTYPE = torch.bfloat16
@@ -178,14 +176,12 @@ def _build(
     }
     pairs = zip(model, units, strict=True)
     reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
-    form = chosen.quantized.weights
     writer = WgradProtocol.OVERWRITES if chosen.fused else WgradProtocol.AUTOGRAD
     plans = partition(
         model, modules,
         domain_of=lambda param, fqn: of_domain[fqn],
         backward_reads_weights=lambda module: reads[id(module)],
         writer_of=lambda managed: writer if managed.param.ndim > 1 else WgradProtocol.AUTOGRAD,
-        format_of=lambda managed: form if is_linear_weight(full_name(managed.fqns[0])) else None,
     )  # fmt: skip
     names = {str(i): unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
     plans = [
@@ -199,7 +195,6 @@ def _build(
     engine = FsdpEngine(
         model, plans, domains, config, runtime,  # type: ignore[arg-type]
         make_communicator=_communicators(chosen, runtime, domains),
-        quantized=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
     return model, engine
 

@@ -116,11 +116,6 @@ def flat_name(fqn: str) -> str:
     return fqn.replace(".", "__")
 
 
-def full_name(fqn: str) -> str:
-    """The real model's name of a parameter of a `UnitModel`."""
-    return fqn.split(".")[-1].replace("__", ".")
-
-
 def unit_model(
     units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype
 ) -> nn.Sequential:

@@ -59,10 +59,7 @@ def time_windows(
     duty = spent.get("products", 0.0) / max(seconds, 1e-12)
     if gpu.sustained > 1.0 and duty > gpu.busy:
         slower = 1.0 + (gpu.sustained - 1.0) * (duty - gpu.busy) / (1.0 - gpu.busy)
-        rates = {
-            name: getattr(gpu, name) / slower for name in ("product_tflops", "fp8_product_tflops")
-        }
-        hot = replace(machine, gpu=replace(gpu, **rates))
+        hot = replace(machine, gpu=replace(gpu, product_tflops=gpu.product_tflops / slower))
         state, intervals = simulate(program, hot, groups)
     return [_window(state, intervals, window) for window in windows]
 

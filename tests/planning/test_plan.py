@@ -16,11 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.cli import plan as command
-from megatron_fsdp_adapter.cli.plan import features_of
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT
-from megatron_fsdp_adapter.models.quantization import Quantization
 from megatron_fsdp_adapter.models.sources import (
     PRESETS,
     from_options,
@@ -65,9 +62,6 @@ COPIES = ("--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter")
 AS_ESTIMATED = {
     **{name: (Configuration(8, strategy=name), ()) for name in STRATEGIES},
     "copy engines": (Configuration(8, copies=True), COPIES),
-    **{recipe: (Configuration(8, quantized=Quantization(form)),
-                ("--fp8-param-gather", f"--fp8-recipe={recipe}"))
-       for recipe, form in (("tensorwise", PER_TENSOR), ("blockwise", BLOCK128), ("mxfp8", MXFP8))},
     "joined by default": (Configuration(8), ("--num-layers=20", "--preset=llama-1.5b")),
 }  # fmt: skip
 
@@ -211,9 +205,6 @@ def test_a_graph_is_not_tried_where_the_host_does_not_limit():
     assert slow.predictions[0].configuration.graph
 
 
-OF_MEGATRON = features_of({
-    "fp8_format": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": True,
-})  # fmt: skip
 FLAGS = [
     (FEW, Configuration(64, Parallel(tensor=2, recompute=True), instances=4, outer_optim=True,
                         copies=True),
@@ -228,8 +219,6 @@ FLAGS = [
       "'model.pipeline_model_parallel_layout=Et*31|t*30L'"), ()),
     (model_named("llama3-70b"), Configuration(4, Parallel(1, 4, 2)),
      ("--num-virtual-stages-per-pipeline-rank 2",), ("layout",)),
-    (FEW, Configuration(2, **OF_MEGATRON), ("--fp8-recipe blockwise", "--fp8-param-gather"), ()),
-    (FEW, Configuration(2, bf16_wire=True), ("ddp.megatron_fsdp_grad_comm_dtype=bf16",), ()),
 ]  # fmt: skip
 
 
@@ -314,8 +303,7 @@ RUN = ("--seq-length", "4096", "--gpus", "2", "--global-batch-size", "2", "--tri
        *ONE_STAGE)  # fmt: skip
 SMALL = ("--preset", "llama3-8b", "--num-layers", "4", *RUN)
 COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
-    ((*SMALL, "--megatron-fsdp-grad-comm-dtype=bf16"), 0,
-     ("ms/step", "Megatron-LM", "reduce-scatter", "bf16 wire")),
+    (SMALL, 0, ("ms/step", "Megatron-LM", "reduce-scatter")),
     ((*SMALL, "--tries", "6"), 0, (NOT_LAUNCH_BOUND, "why not", "like it: ")),
     (("--preset", "llama3-8b", "--num-layers", "2", "--hidden-size", "4096", "--gpus", "1",
       "--tries", "1", "--global-batch-size", "1", "--seq-length", "1024"), 0, ("llama3-8b: 1.5B",)),
