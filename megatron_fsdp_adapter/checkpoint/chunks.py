@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
-from megatron_fsdp_adapter.core.layout.ranges import Box, flat_range_to_boxes
+from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes
 from megatron_fsdp_adapter.dtensor import (
     Chunks,
     UnevenDTensor,
@@ -68,6 +68,11 @@ class LayoutRef:
         """Shape of the tensor-parallel slice; (1,) for a 0-D parameter."""
         return self.layout.specs[self.index].layout_shape
 
+    @property
+    def held(self) -> FlatRange:
+        """The elements of the slice that this process holds."""
+        return self.layout.shard_range(self.index, self.rank)
+
     def chunks(self) -> tuple[Box, ...]:
         """The blocks (offsets, sizes) of the whole tensor that this process holds, in flat order.
 
@@ -75,8 +80,7 @@ class LayoutRef:
         none for an empty shard. Without an exchange: every rank knows which rank writes which
         block.
         """
-        held = self.layout.shard_range(self.index, self.rank)
-        boxes = flat_range_to_boxes(held, self.shape)
+        boxes = flat_range_to_boxes(self.held, self.shape)
         origin = self.tp_offset or (0,) * len(self.shape)
         return tuple(
             (tuple(a + b for a, b in zip(at, origin, strict=True)), sizes) for at, sizes in boxes

@@ -13,19 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint import folders
-from megatron_fsdp_adapter.checkpoint.convert.common_state import (
-    COMMON,
-    OBJECT,
-    has_common,
-    load_common,
-)
-from megatron_fsdp_adapter.checkpoint.convert.conversion import (
-    TORCH_DIST,
-    detect_format,
-    open_state,
-)
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import BLOCK_BYTES, DcpFolder
+from megatron_fsdp_adapter.checkpoint.convert.common_state import OBJECT, has_common, load_common
+from megatron_fsdp_adapter.checkpoint.convert.conversion import state_of
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import BLOCK_BYTES, COMMON, DcpFolder
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
@@ -60,8 +50,7 @@ def describe(path: Path, iteration: int | None = None) -> Values:
 
     Raises FileNotFoundError or ValueError as the converters do.
     """
-    found = detect_format(path, iteration)
-    folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted=False)
+    folder = DcpFolder.open(path, iteration, trusted=False)
     rest = _arguments(folder)
     writers = {m[1] for p in folder.folder.iterdir() if (m := _WRITER.fullmatch(p.name))}
     saved_by = {"processes that wrote files": len(writers), **_known(rest, TOPOLOGY)}
@@ -76,9 +65,9 @@ def describe(path: Path, iteration: int | None = None) -> Values:
         row["bytes"] += entry["nbytes"]
         row["elements"] += 0 if entry["shape"] is None else math.prod(entry["shape"])
     return {
-        "format": found,
+        "format": folder.format,
         "folder": str(folder.folder),
-        "iteration": folders.locate(path, iteration)[1],
+        "iteration": folder.iteration,
         "saved_by": saved_by | _record(folder.folder),
         "model": _known(rest, MODEL),
         "entries": entries,
@@ -105,12 +94,11 @@ def diff(
     whole model (weights, including their dtypes, and optimizer state). values: False compares keys,
     shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters do.
     """
-    formats = [detect_format(path, n) for path, n in zip((a, b), iterations, strict=True)]
-    read = _by_key if formats[0] == formats[1] else _by_name
-    (left, objects_a), (right, objects_b) = (
-        read(path, n, found, weights_only)
-        for path, n, found in zip((a, b), iterations, formats, strict=True)
+    one, other = (
+        DcpFolder.open(path, n, trusted=False) for path, n in zip((a, b), iterations, strict=True)
     )
+    read = _by_key if one.format == other.format else _by_name
+    (left, objects_a), (right, objects_b) = read(one, weights_only), read(other, weights_only)
     common = [key for key in left if key in right]
     shapes = [key for key in common if left[key].shape != right[key].shape]
     dtypes = [key for key in common if left[key].dtype != right[key].dtype]
@@ -185,9 +173,7 @@ def _described(
 _Contents = tuple[dict[str, LazyTensor], dict[str, Callable[[], Any]]]
 
 
-def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
-    folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted=False)
-
+def _by_key(folder: DcpFolder, weights_only: bool) -> _Contents:
     def wanted(key: str) -> bool:
         return not weights_only or _entry(folder, key)["part"] == WEIGHTS
 
@@ -202,8 +188,8 @@ def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -
     return {key: folder.tensor(key) for key in folder.tensor_keys if wanted(key)}, objects
 
 
-def _by_name(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
-    _, state = open_state(path, iteration, weights_only, trusted=False)
+def _by_name(folder: DcpFolder, weights_only: bool) -> _Contents:
+    state = state_of(folder, weights_only)
     tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
     for name, moments in state.moments.items():
         tensors.update({f"{kind}.{name}": moment for kind, moment in moments.items()})

@@ -31,10 +31,9 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
         raise ValueError(f"{ref.shape}: dim 0 cannot be cut into {count} equal pieces")
     piece = (rows // count, *rest)
     start = number * torch.Size(piece).numel()
-    held = held_range(ref)
-    common = held.intersect(FlatRange(start, start + torch.Size(piece).numel()))
+    common = ref.held.intersect(FlatRange(start, start + torch.Size(piece).numel()))
     # An empty intersection has no position; an empty piece begins at the start.
-    first = 0 if common.empty else common.start - held.start
+    first = 0 if common.empty else common.start - ref.held.start
     boxes = () if common.empty else flat_range_to_boxes(common.shift(-start), piece)
     scale, offset = _tensor_parallel_place(ref, tuple(value.shape), piece)
     whole = tuple(n * k for n, k in zip(piece, scale, strict=True))
@@ -49,11 +48,6 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
             (ref.layout, ref.index, piece, start),
         ),
     )
-
-
-def held_range(ref: LayoutRef) -> FlatRange:
-    """The range of elements of the parameter's tensor-parallel slice that this rank holds."""
-    return ref.layout.shard_range(ref.index, ref.rank)
 
 
 def first_rows(value: DTensor, rows: int, total: int) -> DTensor:

@@ -86,8 +86,7 @@ _PEER_MEMORY = Path("/sys/module/nvidia_peermem")
 
 
 def _copy_engine_gathers() -> str:
-    """Support for `fsdp_copy_engine_all_gather`: NCCL's zero-CTA policy, in torch and NCCL."""
-    known = hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO")
-    if not known or torch.cuda.nccl.version() < (2, 28):
-        return "no: requires torch 2.11 and NCCL 2.28"
+    """Support for `fsdp_copy_engine_all_gather`: NCCL's zero-CTA policy."""
+    if torch.cuda.nccl.version() < (2, 28):
+        return "no: requires NCCL 2.28"
     return "yes, inside one NVLink domain"

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, split_depth
-from ..checkpoint.parts import held_range, part_of
+from ..checkpoint.parts import part_of
 from ..dtensor import Chunks, chunks_of, even_chunks, is_replicated, own_chunks
 
 
@@ -199,7 +199,7 @@ def piece_of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
     ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
     target = part_of(value, ref, place.number, place.count)  # type: ignore[arg-type]
     numel = torch.Size(ref.shape).numel() // place.count
-    start, held = place.number * numel, held_range(ref)
+    start, held = place.number * numel, ref.held
     own = slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
     return Piece(target, own)
 

@@ -4,6 +4,7 @@ Runs in one process, on files that may be larger than memory. Code for the names
 format belongs here.
 """
 
-from megatron_fsdp_adapter.checkpoint.convert.conversion import FORMATS, convert, detect_format
+from megatron_fsdp_adapter.checkpoint.convert.conversion import FORMATS, convert
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import detect_format
 
 __all__ = ["FORMATS", "convert", "detect_format"]

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder, damage_of
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import COMMON, CONFIG, DcpFolder, damage_of
 from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 
-COMMON, CONFIG = "common.pt", "metadata.json"
 OBJECT = "common_state/shard_0_1"
 BACKENDS = {
     "sharded_backend": "torch_dist",

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.checkpoint import folders, record, storage
-from megatron_fsdp_adapter.checkpoint.convert import common_state, fsdp_dtensor, torch_dist
+from megatron_fsdp_adapter.checkpoint.convert import fsdp_dtensor, torch_dist
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
     BLOCK_BYTES,
+    FSDP_DTENSOR,
+    TORCH_DIST,
     DcpFolder,
     write_folder,
 )
@@ -35,27 +37,11 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
 )
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 
-FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
-
 _READ_AND_CONTENTS = {
     FSDP_DTENSOR: (fsdp_dtensor.read, fsdp_dtensor.contents),
     TORCH_DIST: (torch_dist.read, torch_dist.contents),
 }
 FORMATS = tuple(_READ_AND_CONTENTS)
-
-
-def detect_format(path: Path, iteration: int | None = None) -> str:
-    """The one of `FORMATS` at `path`. Raises FileNotFoundError if there is nothing, ValueError for
-    anything else."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist. Check the path")
-    if path.is_file():
-        raise ValueError(f"{path} is a file. Name the folder of a checkpoint")
-    folders.require_ours(path.parent, path, also=common_state.CONFIG)
-    root, number = folders.locate(path, iteration)
-    folder = folders.final_folder(root, number)
-    marks = (common_state.CONFIG, common_state.COMMON)
-    return TORCH_DIST if any((folder / name).is_file() for name in marks) else FSDP_DTENSOR
 
 
 def open_state(
@@ -64,10 +50,14 @@ def open_state(
     """The folder at `path`, and its state with lazy tensors. weights_only: without optimizer,
     scheduler and RNG. trusted: as in `DcpFolder`. Raises FileNotFoundError or ValueError."""
     with _naming(path):
-        found = detect_format(path, iteration)
-        folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted)
-        read, _ = _READ_AND_CONTENTS[found]
-        return folder, read(folder, folders.locate(path, iteration)[1], weights_only)
+        folder = DcpFolder.open(path, iteration, trusted)
+        return folder, state_of(folder, weights_only)
+
+
+def state_of(folder: DcpFolder, weights_only: bool) -> TrainingState:
+    """The state in an opened folder. Raises ValueError."""
+    read, _ = _READ_AND_CONTENTS[folder.format]
+    return read(folder, weights_only)
 
 
 def convert(
@@ -120,7 +110,7 @@ def convert(
             raise _cause(error) from error
         folders.publish(target, state.iteration, temporary, None)
     return {
-        "source_format": detect_format(source, iteration),
+        "source_format": opened.format,
         "target_format": target_format,
         "folder": str(folder),
         "iteration": state.iteration,

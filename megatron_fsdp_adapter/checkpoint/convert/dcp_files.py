@@ -42,6 +42,9 @@ from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 from megatron_fsdp_adapter.core.layout.ranges import Box
 
 KeyPath = tuple[str | int, ...]
+FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+COMMON, CONFIG = "common.pt", "metadata.json"
+"""Files that only `torch_dist` has."""
 BLOCK_BYTES = 64 * 2**20
 
 
@@ -56,29 +59,41 @@ class Contents:
 
 
 
+def detect_format(path: Path, iteration: int | None = None) -> str:
+    """The format of the checkpoint at `path`. Raises FileNotFoundError if there is nothing,
+    ValueError for anything else."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist. Check the path")
+    if path.is_file():
+        raise ValueError(f"{path} is a file. Name the folder of a checkpoint")
+    folders.require_ours(path.parent, path, also=CONFIG)
+    folder = folders.final_folder(*folders.locate(path, iteration))
+    has_mark = any((folder / name).is_file() for name in (CONFIG, COMMON))
+    return TORCH_DIST if has_mark else FSDP_DTENSOR
+
+
 @dataclass
 class DcpFolder:
     """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory.
 
-    trusted: if True, objects are unpickled, which executes code that they name; if False, they are
-    read by `unpickling.load_inert`.
+    format: `FSDP_DTENSOR` or `TORCH_DIST`. trusted: if True, objects are unpickled, which executes
+    code that they name; if False, they are read by `unpickling.load_inert`.
     """
 
     folder: Path
+    iteration: int
+    format: str
     metadata: Metadata
-    trusted: bool = True
+    trusted: bool
     _kept: tuple[MetadataIndex, torch.Tensor] | None = field(default=None, repr=False)
 
     @classmethod
-    def open(
-        cls, path: Path, iteration: int | None = None, is_torch_dist: bool = False,
-        trusted: bool = True,
-    ) -> DcpFolder:  # fmt: skip
+    def open(cls, path: Path, iteration: int | None = None, trusted: bool = True) -> DcpFolder:
         """Opens the folder at `path`. Raises FileNotFoundError if there is none, ValueError if it
-        is half-written or not one of DCP's. is_torch_dist: accept core's format, which a load
-        rejects."""
+        is half-written or not one of DCP's."""
+        found = detect_format(path, iteration)
         root, number = folders.locate(path, iteration)
-        if is_torch_dist:
+        if found == TORCH_DIST:
             folder = folders.final_folder(root, number)
             metadata = folders.read_metadata(root, folder)
         else:
@@ -89,7 +104,7 @@ class DcpFolder:
                 f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
                 "than this converter supports (1). Update torch and megatron_fsdp_adapter"
             )
-        return cls(folder, metadata, trusted)
+        return cls(folder, number, found, metadata, trusted)
 
     @property
     def tensor_keys(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ _META = ("optimizer", "param_to_group_meta")
 _STEP = "step"
 
 
-def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> TrainingState:
+def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
     """The state in an `fsdp_dtensor` folder.
 
     weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if the folder has no key
@@ -64,7 +64,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
         )
     objects = {paths[key]: key for key in folder.object_keys if not key.startswith("model.")}
     state = TrainingState(
-        iteration=iteration,
+        iteration=folder.iteration,
         weights=in_common(model),
         rest=_rest(folder, tensors, objects, weights_only),
         dropped=(*dropped, *(key for key in folder.object_keys if key.startswith("model."))),

@@ -27,13 +27,17 @@ import torch
 
 from megatron_fsdp_adapter.checkpoint.convert.common_state import (
     BACKENDS,
-    COMMON,
-    CONFIG,
     OBJECT,
     check_config,
     load_common,
 )
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
+    COMMON,
+    CONFIG,
+    Contents,
+    DcpFolder,
+    KeyPath,
+)
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, select, stack
 from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
     from_optimizer_state,
@@ -75,7 +79,7 @@ _LINEAR = re.compile(r"(.+\.linear_\w+)\.weight")
 _NORM = re.compile(r"(.+(?:layernorm|layer_norm))\.weight")
 
 
-def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> TrainingState:
+def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
     """The state in a `torch_dist` folder.
 
     weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if it is of another
@@ -95,7 +99,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     record = common.pop(RECORD, {})
     weights = in_common(model)
     state = TrainingState(
-        iteration=iteration,
+        iteration=folder.iteration,
         weights=weights,
         params_dtype=dtype_argument(common) or _majority(weights),
         style=NameStyle(**record["style"]) if record else _style(common),
