@@ -19,9 +19,9 @@ from megatron_fsdp_adapter.checkpoint.state import entries
 _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
 
 
-def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) -> tuple[str, ...]:
+def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) -> None:
     """Fits the vocabulary tables of a nested state, and their optimizer state, to a checkpoint with
-    another number of padding rows. Returns the changed dotted keys.
+    another number of padding rows.
 
     stored: changed in place; a table of another length than the stored one is replaced by a view of
     the rows that both have, and its other rows keep their values. vocab_size: number of real rows;
@@ -30,7 +30,6 @@ def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) 
     """
     if vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} must be the number of real tokens, 1 or more")
-    changed = []
     for holder, name, key in list(entries(stored)):
         value = holder[name]
         if not isinstance(value, DTensor) or not is_table(key):
@@ -41,8 +40,6 @@ def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) 
         rows, own = saved.size[0], value.shape[0]
         if rows != own and min(rows, own) >= vocab_size:
             holder[name] = first_rows(value, min(rows, own), rows)
-            changed.append(key)
-    return tuple(changed)
 
 
 def is_table(name: str) -> bool:

@@ -55,18 +55,6 @@ class Configuration:
     separate_gathers: bool = False
     fused: bool = True
 
-    def __post_init__(self) -> None:
-        if self.gpus % (self.parallel.tensor * self.parallel.pipeline):
-            raise ValueError(
-                f"{self.gpus} GPUs are no multiple of tensor {self.parallel.tensor} x pipeline "
-                f"{self.parallel.pipeline} ranks"
-            )
-        if self.data_parallel % self.instances or self.experts_over % self.instances:
-            raise ValueError(
-                f"num_distributed_optimizer_instances={self.instances} does not divide the "
-                f"{self.data_parallel} (experts: {self.experts_over}) data-parallel ranks"
-            )
-
     @property
     def data_parallel(self) -> int:
         """Ranks of all instances with different batches."""

@@ -37,7 +37,6 @@ class Operation:
         amount: FLOPs of GEMMs and attention; bytes read and written of a memory pass; for a
             collective the bytes of the whole buffer (the output of a gather, the input of a
             reduction).
-        label: description, e.g. "forward decoder.layers.3".
         part: the part of the step that it belongs to, e.g. "forward", "optimizer".
         after: numbers of operations, in the program, that must have ended.
         kernels: number of kernels, each followed by a gap.
@@ -51,7 +50,6 @@ class Operation:
     role: str
     kind: Kind
     amount: float
-    label: str = ""
     part: str = ""
     after: tuple[int, ...] = ()
     kernels: int = 1

@@ -23,7 +23,7 @@ from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 from .configurations import Configuration
 from .program import Kind, Program
 from .timed_modules import UnitWork, flat_name, unit_model
-from .timed_runtime import TimedCommunicator, TimedRuntime
+from .timed_runtime import TimedCommunicator, TimedRuntime, Watch
 
 DTYPE = torch.bfloat16
 """Dtype of compute weights."""
@@ -39,10 +39,10 @@ ONE_PASS = 0.81
 H200. The tables' memory rates are those of Transformer Engine's Adam."""
 
 PASSES = (
-    (GRAD, "gradient norm", "norm", True),
-    (ONE_PASS * (GRAD + 2 * MAIN + 2 * STATE), "Adam", "optimizer", False),
+    (GRAD, "norm", True),
+    (ONE_PASS * (GRAD + 2 * MAIN + 2 * STATE), "optimizer", False),
 )
-"""Passes of the optimizer over a rank's shards: bytes of an element, label, part of the step, and
+"""Passes of the optimizer over a rank's shards: bytes of an element, part of the step, and
 True if the host reads the result."""
 
 
@@ -64,10 +64,8 @@ def _domain(name: str, inner: int, outer: int, scale: float) -> ShardDomain:
 
 @contextmanager
 def pretended_world(size: int) -> Iterator[None]:
-    """A fake default process group of `size` ranks of which only the first exists. Raises
-    RuntimeError in a process that has a process group."""
-    if dist.is_initialized():
-        raise RuntimeError("a process group exists. Plan in a process that does not train")
+    """A fake default process group of `size` ranks of which only the first exists. torch raises
+    ValueError in a process that has a process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -101,10 +99,8 @@ def _run_step(
         engine.is_last_microbatch = index == count - 1
         runtime.part = "backward"
         torch.autograd.backward(waiting.pop(0).sum())
-    runtime.mark("finish")
     runtime.part = "finish"
     engine.finish_grads()
-    runtime.mark("optimizer")
     _optimizer(engine, runtime)
     runtime.part = "sync"
     engine.main_weights_changed(stepped=True)
@@ -117,8 +113,8 @@ def _optimizer(engine: FsdpEngine, runtime: TimedRuntime) -> None:
     groups = (group for unit in engine.units for group in unit.groups)
     numel = sum(group.held.layout.shard_numel for group in groups)
     runtime.spend(LAUNCHES)
-    for nbytes, label, part, read in PASSES:
-        runtime.write(Kind.MEMORY, round(numel * nbytes), label=label, part=part, read=read)
+    for nbytes, part, read in PASSES:
+        runtime.write(Kind.MEMORY, round(numel * nbytes), part=part, read=read)
 
 
 def record_step(
@@ -130,9 +126,6 @@ def record_step(
     units: in the order in which they compute, including the root's unit, named "root"; warmup:
     forwards before the first backward, as in a pipeline stage; unit_numel: elements up to which
     neighboring layers are grouped into a unit.
-
-    Raises:
-        RuntimeError: in a process that has a process group.
     """
     used = {domain for unit in units for _, _, domain in unit.params}
     shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
@@ -142,10 +135,9 @@ def record_step(
         domains = {name: _domain(name, *sizes, scale) for name, sizes in shards.items()}
         runtime = TimedRuntime()
         model, engine = _build(units, chosen, runtime, domains, unit_numel)
-        with runtime.watching():
+        with Watch(runtime):
             for _ in range(steps):
                 _run_step(engine, model, runtime, microbatches, warmup)
-        runtime.mark("end")
         program = runtime.program
         del model, engine
     if chosen.graph:

@@ -92,17 +92,14 @@ class UnitModule(nn.Module):
         for work in works:
             runtime.spend(unit.host / len(works))
             runtime.write(
-                work.kind, work.amount, label=f"{part} {unit.name}", part=part,
-                kernels=work.kernels, group=work.group,
+                work.kind, work.amount, part=part, kernels=work.kernels, group=work.group,
                 channel=f"model {work.group}" if work.group else "",
             )  # fmt: skip
 
     def writes(self, nbytes: int) -> None:
         """Records that the GEMM writes into the bucket, in the bucket's dtype, not into a gradient
         of half the size."""
-        self._runtime.write(
-            Kind.MEMORY, nbytes, label=f"gradient of {self.unit.name}", part="backward"
-        )
+        self._runtime.write(Kind.MEMORY, nbytes, part="backward")
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return _Charged.apply(value, self, *self.parameters(recurse=False))  # type: ignore[no-any-return,no-untyped-call]

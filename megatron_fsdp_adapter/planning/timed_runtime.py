@@ -7,8 +7,7 @@ a memory pass. Timing is a separate step, so that one program serves many machin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class TimedRuntime:
         self.on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = (
             lambda *_: None
         )
-        self.part, self.label = "", ""
+        self.part = ""
         self._role = COMPUTE
         self._operations: list[Operation] = []
         self._last: dict[str, int] = {}
@@ -71,8 +70,8 @@ class TimedRuntime:
         role = self._role
         after = self._waits.pop(role, set())
         operation = Operation(
-            role, kind, amount, given.pop("label", self.label), given.pop("part", self.part),
-            tuple(sorted(after)), host=self._host + LAUNCH, **given,
+            role, kind, amount, given.pop("part", self.part), tuple(sorted(after)),
+            host=self._host + LAUNCH, **given,
         )  # fmt: skip
         self._host = 0.0
         self._last[role] = len(self._operations)
@@ -82,10 +81,7 @@ class TimedRuntime:
         self, rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
     ) -> None:
         """Times one pass in place of the kernel of `all_to_all_sum`."""
-        self.write(
-            Kind.MEMORY, rows.nbytes + output.nbytes * (2 if accumulate else 1),
-            label="sums of pieces",
-        )  # fmt: skip
+        self.write(Kind.MEMORY, rows.nbytes + output.nbytes * (2 if accumulate else 1))
 
     # The engine's interface.
 
@@ -123,12 +119,12 @@ class TimedRuntime:
             task()
 
     def allocate(self, flat: torch.Tensor) -> None:
-        if storage_bytes(flat) == 0:
+        if flat.untyped_storage().nbytes() == 0:
             self.spend(CALL)
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
     def release(self, flat: torch.Tensor) -> None:
-        if storage_bytes(flat):
+        if flat.untyped_storage().nbytes():
             self.spend(CALL)
         flat.untyped_storage().resize_(0)
 
@@ -151,19 +147,10 @@ class TimedRuntime:
     def is_capturing(self) -> bool:
         return False
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Records torch operations inside the block."""
-        with _Watch(self):
-            yield
 
-
-def storage_bytes(flat: torch.Tensor) -> int:
-    return flat.untyped_storage().nbytes()
-
-
-class _Watch(TorchDispatchMode):
-    """Records a memory pass for each operation that moves many bytes."""
+class Watch(TorchDispatchMode):
+    """Records a memory pass for each operation of torch, inside the block, that moves many
+    bytes."""
 
     def __init__(self, runtime: TimedRuntime) -> None:
         super().__init__()
@@ -224,8 +211,8 @@ class TimedCommunicator(Communicator):
             whole = [pair[0] if kind is Kind.ALL_GATHER else pair[1] for pair in pairs]
             copied = self._copy_engine and kind in (Kind.ALL_GATHER, Kind.EXCHANGE)
             self._runtime.write(
-                kind, sum(one.nbytes for one in whole), label=f"{kind.value}: {self.carries}",
-                group=self._axis, channel=self._channel, copy_engine=copied,
+                kind, sum(one.nbytes for one in whole), group=self._axis, channel=self._channel,
+                copy_engine=copied,
             )  # fmt: skip
         return []
 

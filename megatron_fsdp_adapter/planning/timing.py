@@ -27,13 +27,12 @@ idle, host."""
 
 @dataclass
 class State:
-    """State of the simulation. starts, ends: seconds of each operation of `program`; queues: of
-    each stream, what has not begun."""
+    """State of the simulation. ends: seconds at which each operation of `program` ended, negative
+    before; queues: of each stream, what has not begun."""
 
     program: Program
     alone: list[float]
     launched: list[float]
-    starts: list[float]
     ends: list[float]
     queues: dict[str, deque[int]] = field(default_factory=dict)
     before_on_channel: list[int] = field(default_factory=list)
@@ -107,7 +106,7 @@ def _prepare(
 ) -> State:
     alone: list[float] = []
     last: dict[str, int] = {}
-    state = State(program, alone, [math.inf] * len(program.operations), [], [])
+    state = State(program, alone, [math.inf] * len(program.operations), [])
     for index, one in enumerate(program.operations):
         alone.append(_alone(one, machine, groups))
         state.queues.setdefault(one.role, deque()).append(index)
@@ -115,7 +114,7 @@ def _prepare(
         if one.channel:
             last[one.channel] = index
     _launch(state, 0, 0.0, machine.host)
-    state.starts, state.ends = [0.0] * len(alone), [-1.0] * len(alone)
+    state.ends = [-1.0] * len(alone)
     return state
 
 
@@ -163,7 +162,6 @@ def _begin_ready(state: State, now: float) -> None:
             state.queues[role].popleft()
             state.running[role] = index
             state.left[index] = state.alone[index]
-            state.starts[index] = now
 
 
 def _next_launch(state: State, now: float) -> float:

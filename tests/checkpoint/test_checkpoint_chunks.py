@@ -155,10 +155,3 @@ def test_a_deep_copy_is_saved_and_loaded_by_itself(one_rank: None) -> None:
     assert bool((tensor._local_tensor == 0).all())
     assert own_chunks(device_buffer).boxes == chunks
     assert math.prod(device_buffer.to_local().shape) == 15
-
-
-def test_what_carries_no_chunks_is_refused(one_rank: None) -> None:
-    tensor = DTensor.from_local(torch.zeros(3, 5), data_mesh(1), [Shard(0)])
-    assert chunks_of(tensor) is None
-    with pytest.raises(ValueError, match="carries no chunks"):
-        own_chunks(tensor)

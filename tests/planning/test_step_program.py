@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp_adapter.models.spec import WHOLE, ModelSpec, Parallel
 from megatron_fsdp_adapter.planning.configurations import Configuration
@@ -87,21 +86,8 @@ def test_experts_have_a_domain_of_their_own_and_gathers_on_their_own_communicato
 def test_a_pipelines_stage_holds_back_backwards_while_it_fills():
     found = second_step(parallel=Parallel(pipeline=2), microbatches=3, warmup=1)
     first = next(i for i, one in enumerate(found) if one.part == "backward")
-    forwards = [one for one in found[:first] if one.label == "forward decoder.layers.0"]
-    assert len({one.kind for one in forwards}) < len(forwards)  # of two microbatches
-
-
-def test_a_process_that_trains_is_left_alone():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        with pytest.raises(RuntimeError, match="Plan in a process that does not train"):
-            program_of()
-    finally:
-        dist.destroy_process_group()
-    program_of(steps=1)
-    assert not dist.is_initialized()
+    attention = [one for one in found[:first] if one.kind is Kind.ATTENTION]
+    assert len(attention) == 2 * 2  # of two layers, and two microbatches
 
 
 def test_memory_that_a_unit_asks_for_and_gives_back_costs_the_host():
