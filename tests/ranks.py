@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 
-class RanksError(RuntimeError):
+class RanksError(AssertionError):
     """A rank raised (with its traceback), or the run timed out (with every rank's stack)."""
 
 

@@ -176,11 +176,3 @@ def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captu
                  "d: float32, float64", "objects with other values (1)\n  o"):  # fmt: skip
         assert line in text, text
     assert text.splitlines()[-1] == "diff: they differ (above)"
-
-
-@pytest.mark.parametrize("command", ["convert", "inspect", "diff"])
-def test_every_command_explains_itself(command: str, capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert f"megatron-fsdp-adapter {command}" in capsys.readouterr().out

@@ -1,6 +1,5 @@
-"""Runs a function on several processes and brings back what each returned, as the package does it;
-what goes wrong is an AssertionError here.
-"""
+"""Runs a function on several processes, whose gloo groups share a device, and brings back what each
+returned."""
 
 from __future__ import annotations
 
@@ -19,26 +18,17 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
     backend: str = "gloo", whole: bool = False,
 ) -> list[Any]:
-    """As `ranks.run_ranks`; an AssertionError if a rank raised, or the time (seconds) ran out. One
-    rank stands for one of many, unless it is to be a `whole` world."""
+    """As `ranks.run_ranks`. One rank stands for one of many, unless it is to be a `whole` world."""
     if world_size == 1 and not whole:
         fn = functools.partial(as_one_of_many_in, fn)
     fn = functools.partial(with_one_device, fn)
-    try:
-        return ranks.run_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
-    except ranks.RanksError as error:
-        raise AssertionError(str(error)) from None
+    return ranks.run_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
 
 
 def settle_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
     backend: str = "gloo", grace: float = ranks.GRACE_S,
 ) -> list[tuple[bool, Any]]:
-    """As `ranks.settle_ranks`; an AssertionError if the time (seconds) ran out."""
+    """As `ranks.settle_ranks`."""
     fn = functools.partial(with_one_device, fn)
-    try:
-        return ranks.settle_ranks(
-            fn, world_size, *args, timeout=timeout, backend=backend, grace=grace
-        )
-    except ranks.RanksError as error:
-        raise AssertionError(str(error)) from None
+    return ranks.settle_ranks(fn, world_size, *args, timeout=timeout, backend=backend, grace=grace)
