@@ -63,14 +63,14 @@ BUDGETS = {
     "core": (2_727, 56),
     "diagnostics": (358, 9),
     "graphs": (415, 8),
-    "launch": (280, 2),
-    "megatron": (2_990, 31),
+    "launch": (268, 2),
+    "megatron": (2_951, 31),
     "models": (391, 3),
     "optim": (1_520, 16),
     "plain": (951, 9),
     "planning": (1_140, 23),
     "prove": (710, 7),
-    "quantized": (871, 16),
+    "quantized": (787, 14),
     "sharding": (1_200, 15),
 }
 """What each package may have: what it had when this was last set, and 2% more, so that growth is

@@ -23,7 +23,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -304,20 +304,3 @@ def disable_cpu_mode() -> None:
     """Undoes `enable_cpu_mode`: restores every patched name. No-op if it is off."""
     patches.uninstall(PATCHES)
     logging.getLogger(_RANDOM).removeFilter(_is_of_one_generator)
-
-
-def cpu_mode_enabled() -> bool:
-    """True if CPU mode is on in this process."""
-    return patches.is_installed(VIEWS[0])
-
-
-@contextlib.contextmanager
-def cpu_mode() -> Iterator[None]:
-    """CPU mode inside a ``with`` block. If it was on before, it stays on afterwards."""
-    was_on = cpu_mode_enabled()
-    enable_cpu_mode()
-    try:
-        yield
-    finally:
-        if not was_on:
-            disable_cpu_mode()

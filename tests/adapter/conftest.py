@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_adapter.launch import cpu_mode
 from tests.distributed.gpt import STRATEGIES, Trainer, build_trainer
+from tests.on_the_cpu import cpu_mode_inside
 from tests.one_rank import as_one_of_many
 
 
@@ -19,7 +19,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]
     """A gloo world of this process alone with Megatron's parallel state; gives the device."""
     folder: Path = tmp_path_factory.mktemp("world")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    with cpu_mode.cpu_mode(), as_one_of_many():
+    with cpu_mode_inside(), as_one_of_many():
         parallel_state.initialize_model_parallel()
         yield torch.device("cpu")
         parallel_state.destroy_model_parallel()
@@ -36,6 +36,6 @@ def trainer(request: pytest.FixtureRequest, one_rank: torch.device) -> Trainer:
 def four_fake_ranks() -> Iterator[None]:
     """Rank 0 of four ranks of which the others do not exist: whatever waits for them is wrong."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    with cpu_mode.cpu_mode():
+    with cpu_mode_inside():
         yield
     dist.destroy_process_group()

@@ -18,8 +18,9 @@ def cpu_mode_off() -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("CPU mode is not available with CUDA")
     from megatron_fsdp_adapter.launch import cpu_mode
+    from tests.on_the_cpu import cpu_mode_enabled
 
-    was_on = cpu_mode.cpu_mode_enabled()
+    was_on = cpu_mode_enabled()
     cpu_mode.disable_cpu_mode()
     yield
     cpu_mode.disable_cpu_mode()

@@ -12,6 +12,7 @@ import torch
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.patches import Patch
+from tests.on_the_cpu import cpu_mode_enabled, cpu_mode_inside
 
 CORE = Path(megatron.core.__file__).parent
 
@@ -115,17 +116,17 @@ def test_is_idempotent_and_restores_everything() -> None:
     before = _patched_places()
     cpu_mode.enable_cpu_mode()
     once = _patched_places()
-    with cpu_mode.cpu_mode():
+    with cpu_mode_inside():
         assert _patched_places() == once
-    assert cpu_mode.cpu_mode_enabled() and _patched_places() == once
+    assert cpu_mode_enabled() and _patched_places() == once
     changed = ((old, new) for (*_, old), (*_, new) in zip(before, once, strict=True))
     assert all(new is not old or new is None for old, new in changed)  # 0.19 binds one itself
     for _ in range(2):
         cpu_mode.disable_cpu_mode()
         assert _patched_places() == before
-    with cpu_mode.cpu_mode():
-        assert cpu_mode.cpu_mode_enabled()
-    assert not cpu_mode.cpu_mode_enabled() and _patched_places() == before
+    with cpu_mode_inside():
+        assert cpu_mode_enabled()
+    assert not cpu_mode_enabled() and _patched_places() == before
 
 
 @pytest.mark.usefixtures("cpu_mode_off")
@@ -142,7 +143,7 @@ def test_refuses_a_core_that_lacks_a_patched_place(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("cpu_mode_off")
 def test_torch_itself_is_left_alone() -> None:
-    with cpu_mode.cpu_mode():
+    with cpu_mode_inside():
         assert not torch.cuda.is_available()
         assert torch.ones(2).type() == "torch.FloatTensor"
         with pytest.raises((AssertionError, RuntimeError)):
@@ -157,7 +158,7 @@ def test_core_gets_answers_for_the_cpu() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
-    with cpu_mode.cpu_mode():
+    with cpu_mode_inside():
         view = clip_grads.torch
         assert view.zeros(1, device="cuda").device.type == "cpu"
         assert view.cuda.current_device() == torch.device("cpu")
