@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .nccl_allocator import allocator_of
 
 
-def zero_cta_options(timeout: Any = None) -> Any:
+def zero_cta_options() -> Any:
     """Options of an NCCL group whose collectives take no compute units where NCCL can do without:
     all-gathers of symmetric memory. RuntimeError where torch or NCCL has no such policy."""
     policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
@@ -31,8 +31,6 @@ def zero_cta_options(timeout: Any = None) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = policy  # type: ignore[attr-defined]
     options.is_high_priority_stream = True
-    if timeout is not None:
-        options._timeout = timeout
     return options
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -177,7 +176,7 @@ def build_index(
     )
 
 
-def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = None) -> Any:
+def create_all_gather_groups(pg_collection: Any) -> Any:
     """Gives `pg_collection` communicators of their own for all-gathers: `dp_cp_ag` and, where it
     has expert groups, `expt_dp_ag`; returns it.
 
@@ -192,7 +191,7 @@ def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = Non
     groups = groups_of(pg_collection)
     for role, attribute in GATHER_SOURCES.items():
         mirrored = groups[role] if getattr(pg_collection, attribute, None) is None else None
-        created = duplicate_group(mirrored, attribute, timeout)
+        created = duplicate_group(mirrored, attribute)
         if created is not None:
             setattr(pg_collection, attribute, created)
     return pg_collection

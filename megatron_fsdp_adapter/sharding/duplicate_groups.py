@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 
 def duplicate_group(
-    group: dist.ProcessGroup | None,
-    name: str,
-    timeout: timedelta | None = None,
-    options: Any = None,
+    group: dist.ProcessGroup | None, name: str, options: Any = None
 ) -> dist.ProcessGroup | None:
     """A new group with the ranks of `group`, or None for None; collective over the default group.
     `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
     mine = () if group is None else tuple(dist.get_process_group_ranks(group))
-    return duplicate_ranks(mine, name, timeout, options)
+    return duplicate_ranks(mine, name, options)
 
 
 def duplicate_ranks(
-    mine: tuple[int, ...], name: str, timeout: timedelta | None = None, options: Any = None
+    mine: tuple[int, ...], name: str, options: Any = None
 ) -> dist.ProcessGroup | None:
     """A new group of the ranks `mine`, or None for no ranks; collective over the default group."""
     made = {
-        ranks: dist.new_group(
-            list(ranks), timeout=timeout, pg_options=options, group_desc=name.upper()
-        )
+        ranks: dist.new_group(list(ranks), pg_options=options, group_desc=name.upper())
         for ranks in everyones_groups(name, mine)
     }
     return made.get(tuple(sorted(mine)))
