@@ -154,14 +154,6 @@ def test_shards_of_formats_with_columns_are_kept_and_no_others(world, recipe):
     assert bool(held) == (recipe == "mxfp8")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_that_stay_whole_are_made_once(world, strategy):
-    rig = build(Setup(strategy, recipe="current"))
-    rig.step(microbatches=3)
-    made_at_gather = strategy == "optim_grads_params"
-    assert bool(rig.quantized.written) == made_at_gather
-
-
 def test_frozen_weights_are_kept(world):
     """What they stand for is their main weight, which rounds to other scales than they have."""
     rig = build(Setup(ZERO_3, recipe="current", frozen=True))

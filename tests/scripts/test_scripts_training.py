@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from script_runs import Log, Train
 
+from megatron_fsdp_adapter.core.config import STRATEGIES
+
 DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 FSDP = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy=optim_grads_params")
 DROPOUT = ("--bf16", "--hidden-dropout=0.1", "--attention-dropout=0.1")
@@ -38,15 +40,8 @@ def test_number_of_ranks_does_not_matter(train: Train, reference: Log) -> None:
     _same(reference, train("two", *DISTRIBUTED, processes=2), relative=1e-5)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param("no_shard", marks=full),
-        pytest.param("optim", marks=full),
-        pytest.param("optim_grads", marks=full),
-        "optim_grads_params",
-    ],
-)
+@full
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fsdp_trains_like_stock_ddp(train: Train, reference: Log, strategy: str) -> None:
     flags = ("--use-megatron-fsdp", f"--data-parallel-sharding-strategy={strategy}")
     _same(reference, train(strategy, *flags, processes=2), relative=1e-5)
