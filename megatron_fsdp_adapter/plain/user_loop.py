@@ -37,6 +37,7 @@ class UserLoopEngine(FsdpEngine):
         self._has_frozen = False  # a group that is trained
         self._given: dict[int, ParamPair] = {}  # whose gradients were attached, and not forgotten
         self._zeroed: set[int] = set()  # ids of groups, see `zero_absent_grads`
+        self._frozen_late: set[int] = set()  # ids of pairs, frozen behind a backward of this step
 
     # What the engine calls.
 
@@ -74,9 +75,12 @@ class UserLoopEngine(FsdpEngine):
         """A flag for each trained parameter: a backward of this rank has given it a gradient, or
         none is to, because it is frozen."""
         return [
-            not pair.sharded.requires_grad or pair.index in pair.group.given
-            for pair in self.trained
+            not self._takes_grad(pair) or pair.index in pair.group.given for pair in self.trained
         ]
+
+    def _takes_grad(self, pair: ParamPair) -> bool:
+        """True if a gradient of this step is to be attached: also one from before a freeze."""
+        return pair.sharded.requires_grad or id(pair) in self._frozen_late
 
     def attach_grads(self) -> None:
         """Leaves parameters without a gradient to which no rank's backward has given one; forgets
@@ -87,12 +91,16 @@ class UserLoopEngine(FsdpEngine):
             flags = self.launches.largest()
         absent = [
             pair for pair, given in zip(self.trained, flags, strict=True)
-            if pair.sharded.grad is None and not (given and pair.sharded.requires_grad)
+            if pair.sharded.grad is None and not (given and self._takes_grad(pair))
         ]  # fmt: skip
         if len(absent) == len(self.trained):
             self.zero_grads()
             return
         super().attach_grads()
+        for pair in self.trained:
+            if id(pair) in self._frozen_late and pair.group.grad_state is not GradState.EMPTY:
+                pair.attach_grad()
+        self._frozen_late.clear()
         for pair in absent:
             if id(pair.group) not in self._zeroed:
                 pair.drop_grad()
@@ -118,6 +126,7 @@ class UserLoopEngine(FsdpEngine):
         """Forgets all gradients, those too that the user has given."""
         super().zero_grads()
         self._given.clear()
+        self._frozen_late.clear()
 
     # What an optimizer of torch calls.
 
@@ -188,6 +197,8 @@ class UserLoopEngine(FsdpEngine):
                 changed.append(number)
             for number in changed:
                 self._trained[number] = not self._trained[number]
+                if not self._trained[number] and self.has_grads:
+                    self._frozen_late.add(id(self.pairs[number]))
                 for param in (self.pairs[number].unsharded, self.pairs[number].sharded):
                     param.requires_grad = self._trained[number]
         return bool(changed)

@@ -413,6 +413,20 @@ def clamped(side: Side) -> None:
 
 
 @loop
+def frozen_between_backwards(side: Side) -> None:
+    """Of one step: gradients of the first stay, and the optimizer takes them."""
+    for step, model, optimizer in side.steps():
+        block = side.inner(model).blocks[0]
+        with side.no_sync(model):
+            side.loss(model, step).backward()
+        block.requires_grad_(False)
+        side.loss(model, step, 1).backward()
+        block.requires_grad_(True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop
 def layers_frozen_in_turn(side: Side) -> None:
     """By lists of before; half of each unit's parameters, and whole units."""
     model = side.model()
