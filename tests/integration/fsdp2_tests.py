@@ -31,7 +31,8 @@ INTERNALS = "it looks into torch's FSDP2: at its state, its hooks, or counts of 
 APART = {
     "largest_dim": "Shard(1)",
     "shard_placement_fn": "Shard(1)",
-    "shard_dim": "Shard(1)",
+    "shard_dim_neg1": "Shard(1)",
+    "invalid_shard_dim": "Shard(1)",
     "NDTraining": PARALLEL,
     "3DTraining": PARALLEL,
     "DTensor": PARALLEL,
