@@ -63,6 +63,7 @@ class AutoBudgetEngine(FsdpEngine):
         self.sharers = sharers
         self.most = self.agreed = self.budget = self.used = 0
         self._steps = self._failures = 0
+        self._has_raised = False
 
     def compared_numbers(self) -> Sequence[int]:
         """The bytes that this rank can spare, negative, so that the largest number of all ranks is
@@ -73,7 +74,8 @@ class AutoBudgetEngine(FsdpEngine):
             self.most = spare_memory(self.runtime.device) // self.sharers
         elif self._steps > MEASURED:
             (fewest,) = self.launches.largest()  # of the step before, which the device has passed
-            self.agreed = min(-fewest, self.most)
+            self.agreed = 0 if self._has_raised else -fewest
+            self._has_raised = False
             self.most = self.used // 2 if failed else self.most
         return [-self.most]
 
@@ -83,11 +85,15 @@ class AutoBudgetEngine(FsdpEngine):
         return self._failures > before
 
     def recover(self) -> None:
-        """Forgets a pass that raised. If it has run out of memory, it has on all ranks, or the
-        others wait for this one: then nothing is kept any more."""
+        """Forgets a pass that raised, on all ranks, or the others wait for this one.
+
+        Nothing is kept in the next step, nor in the one after it, for which the ranks agreed before
+        the pass. Then they keep what they agree on: nothing if one of them has run out of memory.
+        """
         super().recover()
+        self.agreed, self._has_raised = 0, True
         if self._has_failed():
-            self.most = self.agreed = 0
+            self.most = 0
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Between two steps: keeps as many units as was agreed on."""
