@@ -24,23 +24,30 @@ def watch_steps() -> None:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """RuntimeError for parameters from before sharding, which would find no gradients, and for an
-    optimizer that computes with its own rank's part of a norm."""
-    if isinstance(optimizer, torch.optim.Adafactor) and any(
-        isinstance(param, UnevenDTensor) for group in optimizer.param_groups
-        for param in group["params"]
-    ):  # fmt: skip
+    """RuntimeError for parameters from before sharding, which would find no gradients, for an
+    optimizer that computes with its own rank's part of a norm, and for Adam with gradients in
+    another dtype than their parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sharded = [param for param in params if isinstance(param, UnevenDTensor)]
+    if isinstance(optimizer, torch.optim.Adafactor) and sharded:
         raise RuntimeError(
             "optimizer=Adafactor: its step reads norms of whole tensors as numbers, of which each "
             "rank would have its own rows' part. Use AdamW"
         )
-    params = (param for group in optimizer.param_groups for param in group["params"])
     if any(hasattr(param, "_fsdp_label") for param in params):
         raise RuntimeError(
             f"{type(optimizer).__name__}: its parameters are from before the model was sharded. "
             "Make the optimizer from parameters() of the sharded model, after the last call of "
             "fully_shard"
         )
+    mixes = isinstance(optimizer, torch.optim.Adam) and not hasattr(optimizer, "_fsdp_engines")
+    for param in sharded if mixes else ():
+        if param.grad is not None and param.grad.dtype != param.dtype:
+            raise RuntimeError(
+                f"optimizer={type(optimizer).__name__}: a parameter is in {param.dtype} and its "
+                f"gradients accumulate in {param.grad.dtype}, which torch's Adam does not combine. "
+                "Call megatron_fsdp_adapter.fully_shard_optimizer(optimizer) first"
+            )
     _own_rows(optimizer)
 
 

@@ -584,6 +584,14 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "from before the model was sharded",
         lambda made: _step(adam(made), ours(made)),
     ),
+    "optimizer that reads norms": (
+        "optimizer=Adafactor: .*Use AdamW",
+        lambda made: _step(torch.optim.Adafactor(ours(made).parameters()), made),
+    ),
+    "gradients of another dtype": (
+        "in torch.bfloat16 and its gradients accumulate in torch.float32.*fully_shard_optimizer",
+        lambda made: _step(adam(ours(_two_dtypes(made))), made),
+    ),
     "factor": (
         "sharded already", lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
     ),
@@ -593,6 +601,13 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def _mixed(made: Any) -> Any:
     ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     return ours(made)
+
+
+def _two_dtypes(made: Any) -> Any:
+    made.blocks.to(BF16)
+    made.blocks.register_forward_pre_hook(lambda module, inputs: inputs[0].to(BF16))
+    made.blocks.register_forward_hook(lambda module, inputs, output: output.to(FP32))
+    return made
 
 
 class Layers(nn.ModuleList):
