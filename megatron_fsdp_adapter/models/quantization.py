@@ -80,5 +80,10 @@ def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
             f"{flag(KEPT_IN_BF16)}: unsupported, because layers that stay bf16 are not modeled. "
             "Leave it out"
         )
+    if gathers and name == DEFAULT:
+        raise ValueError(
+            f"--fp8-param-gather with --fp8-recipe {name} (the default): weights in FP8 cannot "
+            "have scales of earlier steps. Use --fp8-recipe tensorwise, blockwise or mxfp8"
+        )
     form = RECIPES[name]
     return Quantization(form if gathers else None, None if gathers else form, recomputes)
