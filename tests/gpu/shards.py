@@ -21,7 +21,8 @@ MEMORY: Mapping[str, int] = {
     "test_gpu_fp8_params": 40, "test_gpu_graphs": 46, "test_gpu_habits": 50,
     "test_gpu_layer_graphs": 46, "test_gpu_matrix": 95, "test_gpu_memory": 40,
     "test_gpu_offload": 118, "test_gpu_optimizer": 70, "test_gpu_precision": 93,
-    "test_gpu_pretrain_gpt": 14, "test_gpu_slots": 55, "test_gpu_wgrad": 16, "test_gpu_wide": 128,
+    "test_gpu_pretrain_gpt": 14, "test_gpu_slots": 55, "test_gpu_units": 48, "test_gpu_wgrad": 16,
+    "test_gpu_wide": 128,
 }  # fmt: skip
 SECONDS: Mapping[str, float] = {
     "test_gpu_experts": 110, "test_gpu_fp8_weights": 85, "test_gpu_graphs": 120,

@@ -109,7 +109,7 @@ def begins_on_the_host(rank: int, world: int) -> str:
 
 
 WIDE = Case(
-    num_layers=4, hidden=4096, heads=32, ffn=14336, vocab=8192, seq=4096, batch=1, swiglu=True,
+    num_layers=2, hidden=4096, heads=32, ffn=14336, vocab=8192, seq=4096, batch=1, swiglu=True,
     bias=False, bf16=True, lr=1e-5, microbatches=3,
 )  # fmt: skip
 KEPT = 6
