@@ -82,8 +82,8 @@ def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
         )
     if gathers and name == DEFAULT:
         raise ValueError(
-            f"--fp8-param-gather with --fp8-recipe {name} (the default): weights in FP8 cannot "
-            "have scales of earlier steps. Use --fp8-recipe tensorwise, blockwise or mxfp8"
+            f"--fp8-param-gather with --fp8-recipe {name} (the default): FP8 weights with "
+            "delayed scaling are not supported. Use --fp8-recipe tensorwise, blockwise or mxfp8"
         )
     form = RECIPES[name]
     return Quantization(form if gathers else None, None if gathers else form, recomputes)

@@ -38,8 +38,8 @@ def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
 
 
 _LOGITS = (
-    "after a step core looks for the largest logits in layers of an unwrapped model, and scales "
-    "rows of whole weights. Set it to False"
+    "after a step core reads the largest logits from layers of an unwrapped model, and scales "
+    "rows of unsharded weights. Set it to False"
 )
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
@@ -50,7 +50,7 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         lambda config: is_on(config, "fp8")
         and (is_on(config, "fp8_param") or is_on(config, "fp8_param_gather"))
         and (getattr(config, "fp8_recipe", None) or FP8_RECIPES[0]) == "delayed",
-        "weights in FP8 cannot have scales of earlier steps. Use 'tensorwise', 'blockwise' or "
+        "FP8 weights with delayed scaling are not supported. Use 'tensorwise', 'blockwise' or "
         "'mxfp8', or leave out fp8_param (--fp8-param-gather)",
         "weights in FP8",
     ),
