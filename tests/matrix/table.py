@@ -46,7 +46,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "outer": ("plain", "hsdp", "hybrid"),
     "start": ("usual", "meta"),
     "wire": ("fp32", "bf16"),
-    "kept": ("nothing", "some", "all"),
+    "kept": ("nothing", "some", "all", "found"),
     "ranks": (2, 1, 3, 4),
     "units": ("layers", "parts"),
     "joined": ("default", "pairs"),
@@ -82,7 +82,7 @@ MEANING: Mapping[str, str] = {
     "start": "parameters created on the device, or on the meta device",
     "wire": "`megatron_fsdp_grad_comm_dtype`",
     "kept": "`fsdp_unsharded_budget_gib`: none; three quarters of the size of all weights; enough "
-    "for everything",
+    "for everything; `auto`, with all of it agreed on before the first step",
     "ranks": "processes",
     "units": "layers, or parts of their experts too "
     "(`megatron_fsdp_enable_fine_grained_param_gather`)",
@@ -211,6 +211,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "refused: nothing to keep", "weights and gradients are unsharded anyway",
         lambda kept, strategy: kept != "nothing" and strategy in ("optim", "no_shard"),
+    ),
+    Rule(
+        "refused: a budget that is found beside fixed addresses", "units in fixed buffers share "
+        "memory; a graph is captured before a budget is found",
+        lambda kept, buffers, graph: (
+            kept == "found" and (buffers != "plain" or graph != "off")
+        ),
     ),
     Rule(
         "refused: ETP unlike TP without EP", "core marks such experts as dense",

@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
-from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
+from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gather_full import main_piece, put_together, shard_groups
@@ -51,6 +51,8 @@ from .table import REFERENCE, Cell, has_fp8_weights
 Tensors = dict[str, torch.Tensor]
 
 STEPS = 3
+ALL_GIB = 1000.0
+"""A budget for all units."""
 WARMUP = 1
 """Steps before the one that is captured, which is replayed right away."""
 
@@ -68,11 +70,20 @@ BUFFERS: Mapping[str, Mapping[str, bool]] = {
 }  # fmt: skip
 
 
-def _budget_gib(cell: Cell, models: Sequence[Any]) -> float:
+def _budget_gib(cell: Cell, models: Sequence[Any]) -> float | str:
     """Three quarters of what the weights of a chunk take: some units' weights, or, where they are
     the main weights too, gradients as well."""
     nbytes = sum(param.numel() * param.element_size() for param in models[0].parameters())
-    return {"nothing": 0.0, "some": 0.75 * nbytes / GIB, "all": 1000.0}[str(cell["kept"])]
+    return {
+        "nothing": 0.0, "some": 0.75 * nbytes / GIB, "all": ALL_GIB, "found": AUTO,
+    }[str(cell["kept"])]  # fmt: skip
+
+
+def _find_budgets(cell: Cell, chunks: Sequence[Any]) -> None:
+    """Has a budget that is found be in use in all steps: as many as there are end before a rank has
+    measured and agreed."""
+    for chunk in chunks if cell["kept"] == "found" else ():
+        chunk.engine.agreed = chunk.engine.most = int(ALL_GIB * GIB)
 
 
 def _unit_numel(cell: Cell, models: Sequence[Any]) -> int | None:
@@ -148,6 +159,7 @@ def build(
     trainer = wrapped(topology, case, models, strategy, ddp, options)
     if ours:
         _check_joined(cell, trainer.chunks)
+        _find_budgets(cell, trainer.chunks)
     return trainer
 
 
@@ -401,6 +413,8 @@ def _measured(
     )  # fmt: skip
     with _schedule(cell) as schedule, activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
+    if cell["kept"] == "found":
+        assert all(chunk.engine.budget for chunk in trainer.chunks)
     if cell["graph"] == "layers":
         graphs = [chunk._layers for chunk in trainer.chunks]
         assert all(one.replayed and not one.ran_eagerly for one in graphs), graphs
