@@ -275,9 +275,21 @@ def _copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
 
 
 def check_trained(engine: FsdpEngine) -> None:
-    """RuntimeError if `requires_grad` was changed after wrapping. Which gradients are reduced, and
-    which buffers exist for them, is decided once; a change would be ignored in silence, or leave
-    the optimizer with gradients that are zero."""
+    """RuntimeError if `requires_grad` was changed after wrapping, or a sharded parameter has a
+    gradient hook. Which gradients are reduced, and which buffers exist for them, is decided once; a
+    change would be ignored in silence, or leave the optimizer with gradients that are zero. No
+    backward accumulates the gradient of a sharded parameter, so its hooks would never run."""
+    hooked = [
+        pair.managed.fqns[0]
+        for pair in engine.trained
+        if pair.sharded._backward_hooks or pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    ]
+    if hooked:
+        raise RuntimeError(
+            f"gradient hooks on {', '.join(hooked[:5])} ({len(hooked)} parameters in all) were "
+            "registered after the model was wrapped, on sharded parameters, to which autograd "
+            "gives no gradient: they would never run. Register them before wrapping"
+        )
     with unchecked():
         changed = [
             pair.managed.fqns[0]

@@ -117,3 +117,17 @@ def test_a_change_of_requires_grad_after_wrapping_is_one_error(
     param.requires_grad_(value)
     with pytest.raises(RuntimeError, match=f"requires_grad of {name} .1 parameters"):
         train_step(trainer, batches(CASE, 1, rank, device))
+
+
+@pytest.mark.parametrize("hook", ("register_hook", "register_post_accumulate_grad_hook"))
+@on_ranks(1)
+def test_a_gradient_hook_that_is_registered_after_wrapping_is_an_error(
+    rank: int, hook: str
+) -> None:
+    device = init_megatron()
+    trainer = make_trainer(varied(lambda: gpt(model_config(ALONE, CASE), False), 1), CASE, ZERO_3)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    param = dict(trainer.wrapper.module.module.named_parameters())[name]
+    getattr(param, hook)(lambda given: None)
+    with pytest.raises(RuntimeError, match=f"gradient hooks on {name} .1 parameters"):
+        train_step(trainer, batches(CASE, 0, rank, device))
