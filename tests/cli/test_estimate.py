@@ -492,7 +492,7 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ((*TINY, "--vocab-size", "8"), "--max-position-embeddings"),
         ((*FP8_TINY, *flags("fast")), "--fp8-recipe 'fast' is unknown"),
         ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "Use --params-dtype bf16"),
-        ((*FP8_TINY, "--fp8-param-gather"), "--fp8-recipe delayed (the default): weights in FP8"),
+        ((*FP8_TINY, "--fp8-param-gather"), "--fp8-recipe delayed (the default): FP8 weights with"),
         ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
         ((*LLAMA_8B, "--expert-model-parallel-size=3"), "size 3: must divide"),
         ("softmax-type: learnable", "--softmax-type 'learnable': models with it"),
