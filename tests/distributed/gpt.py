@@ -6,7 +6,7 @@ The step is Megatron's own: core's schedule, `finalize_model_grads`, clipping an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -188,6 +188,13 @@ class Trainer:
         """Full reduced float32 gradients by name, the same on every rank; collective. Valid
         between the end of the backwards and the optimizer's step."""
         return ddp_gradients(self) if self.strategy is None else our_gradients(self)
+
+
+def agree_on(chunks: Sequence[Any], nbytes: int) -> None:
+    """Has engines that find a budget keep units for `nbytes` from the first step on, until the
+    ranks agree on what they have measured."""
+    for chunk in chunks:
+        chunk.engine.agreed = chunk.engine.most = nbytes
 
 
 def give_up(ddp: DistributedDataParallel) -> None:

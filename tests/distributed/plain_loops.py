@@ -76,8 +76,8 @@ def optimizers_of_torch(side: Side) -> None:
 
 @loop
 def optimizers_over_dtensors(side: Side) -> None:
-    """Of torch, which nobody wraps, whose steps read rows or whole tensors; gradients are cleared
-    after or before."""
+    """Of torch, not passed to fully_shard_optimizer, whose steps read rows or whole tensors;
+    gradients are cleared after or before."""
     for make in (
         OPTIMIZERS["AdamW"], functools.partial(plain_sgd, foreach=False), OPTIMIZERS["Rprop"],
     ):  # fmt: skip

@@ -21,7 +21,7 @@ from megatron_fsdp_adapter.sharding.auto_budget import AutoBudgetEngine
 from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import Step
-from tests.distributed.gpt import Trainer
+from tests.distributed.gpt import Trainer, agree_on
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.test_units import ALL_GIB, EP2, EP2_CASE, KEPT_CASE, NEAR, WEIGHTS_GIB
 from tests.distributed.topologies import Topology, TopologyTrainer
@@ -48,9 +48,7 @@ def spare(nbytes: int, failing: range = range(0), on: Collection[int] = (1,)) ->
 
 
 def from_the_first_step(trainer: Trainer | TopologyTrainer) -> None:
-    chunks = trainer.chunks if isinstance(trainer, TopologyTrainer) else [trainer.wrapper]
-    for chunk in chunks:
-        chunk.engine.agreed = chunk.engine.most = ALL_BYTES
+    agree_on(trainer.chunks, ALL_BYTES)
 
 
 def keeps(weights: int, grads: int, budget: int) -> Any:

@@ -31,7 +31,7 @@ from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gather_full import main_piece, put_together, shard_groups
-from tests.distributed.gpt import ddp_config, give_up
+from tests.distributed.gpt import agree_on, ddp_config, give_up
 from tests.distributed.topologies import (
     TopologyTrainer,
     init_topology,
@@ -77,13 +77,6 @@ def _budget_gib(cell: Cell, models: Sequence[Any]) -> float | str:
     return {
         "nothing": 0.0, "some": 0.75 * nbytes / GIB, "all": ALL_GIB, "found": AUTO,
     }[str(cell["kept"])]  # fmt: skip
-
-
-def _find_budgets(cell: Cell, chunks: Sequence[Any]) -> None:
-    """Has a budget that is found be in use in all steps: as many as there are end before a rank has
-    measured and agreed."""
-    for chunk in chunks if cell["kept"] == "found" else ():
-        chunk.engine.agreed = chunk.engine.most = int(ALL_GIB * GIB)
 
 
 def _unit_numel(cell: Cell, models: Sequence[Any]) -> int | None:
@@ -159,7 +152,8 @@ def build(
     trainer = wrapped(topology, case, models, strategy, ddp, options)
     if ours:
         _check_joined(cell, trainer.chunks)
-        _find_budgets(cell, trainer.chunks)
+        if cell["kept"] == "found":
+            agree_on(trainer.chunks, int(ALL_GIB * GIB))
     return trainer
 
 
