@@ -70,8 +70,8 @@ BUDGETS = {
     "plain": (951, 9),
     "planning": (1_140, 23),
     "prove": (710, 7),
-    "quantized": (787, 14),
-    "sharding": (1_200, 15),
+    "quantized": (854, 15),
+    "sharding": (1_210, 15),
 }
 """What each package may have: what it had when this was last set, and 2% more, so that growth is
 decided and not drifted into. Statements are those of the syntax tree but docstrings and imports."""

@@ -80,10 +80,5 @@ def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
             f"{flag(KEPT_IN_BF16)}: unsupported, because layers that stay bf16 are not modeled. "
             "Leave it out"
         )
-    if gathers and name == DEFAULT:
-        raise ValueError(
-            f"--fp8-param-gather with --fp8-recipe {name} (the default): FP8 weights with "
-            "delayed scaling are not supported. Use --fp8-recipe tensorwise, blockwise or mxfp8"
-        )
     form = RECIPES[name]
     return Quantization(form if gathers else None, None if gathers else form, recomputes)

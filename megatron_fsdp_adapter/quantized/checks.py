@@ -12,8 +12,6 @@ from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, WeightForm
 
 DTYPE = "kFloat8E4M3"
 """Name of the elements' dtype in TE."""
-DELAYED = "Float8Quantizer"
-"""TE's class that quantizes with scales of earlier steps."""
 
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     BLOCK128.name: {"w_block_scaling_dim": (2,)},
@@ -45,11 +43,6 @@ def check_recipe(recipe: Any, format: WeightFormat, where: str) -> None:
 def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> None:
     """NotImplementedError for a weight that was made otherwise than main weights are cast."""
     quantizer: Any = param._quantizer  # type: ignore[attr-defined]
-    if type(quantizer).__name__ == DELAYED:
-        raise NotImplementedError(
-            f"parameter {name} is quantized by delayed scaling: weights with scales of earlier "
-            "steps are not supported. Use the recipe tensorwise, blockwise or mxfp8"
-        )
     for setting, (wanted, remedy) in SETTINGS.get(format.name, {}).items():
         value = getattr(quantizer, setting, wanted)
         if value != wanted:

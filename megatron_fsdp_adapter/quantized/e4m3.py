@@ -185,9 +185,9 @@ class TensorCast(Cast):
         """Raises each amax to that of this rank's rows."""
         self._run(None, amaxes)
 
-    def finish(self, scales: torch.Tensor) -> None:
-        """Writes all bytes."""
-        self._run(scales, None)
+    def finish(self, scales: torch.Tensor, amaxes: torch.Tensor | None = None) -> None:
+        """Writes all bytes; raises `amaxes` in the same pass, for scales that do not come of it."""
+        self._run(scales, amaxes)
 
     def _run(self, scales: torch.Tensor | None, amaxes: torch.Tensor | None) -> None:
         kernels = self._kernels()

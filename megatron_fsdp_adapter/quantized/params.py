@@ -80,6 +80,7 @@ UNKNOWN = ("NVFP4Tensor", "HybridQuantizedTensor", "GroupedTensor")
 """TE's other classes of quantized tensors."""
 
 RECIPES = {
+    "delayed": PER_TENSOR,
     "float8_current_scaling": PER_TENSOR,
     "float8_block_scaling": BLOCK128,
     "mxfp8": MXFP8,
@@ -95,7 +96,8 @@ def kind_of(cls: type) -> Kind | None:
         if base.__name__ in UNKNOWN:
             raise NotImplementedError(
                 f"weights in Transformer Engine's {base.__name__} are not supported. Use one of "
-                f"{sorted(KINDS)}, that is the recipes tensorwise, blockwise or mxfp8"
+                f"{sorted(KINDS)}, that is the recipes delayed, tensorwise, blockwise or "
+                "mxfp8"
             )
     return None
 
@@ -252,9 +254,13 @@ def _make_columns(param: Any) -> None:
 
 
 def scales_of(param: nn.Parameter) -> list[torch.Tensor]:
-    """Tensors of a quantized parameter, beside its planes, that every rank has. `param` may be
-    guarded."""
-    return [getattr(param, name) for name in _kind(param).scales]
+    """Tensors of a quantized parameter, beside its planes, that every rank has: also the scale that
+    delayed scaling has for the next cast. `param` may be guarded."""
+    found = [getattr(param, name) for name in _kind(param).scales]
+    quantizer: Any = param._quantizer  # type: ignore[attr-defined]
+    # Of this class it quantizes with a scale of earlier steps, and notes what it sees.
+    is_delayed = type(quantizer).__name__ == "Float8Quantizer"
+    return [*found, quantizer.scale] if is_delayed else found
 
 
 def _kind(param: nn.Parameter) -> Kind:

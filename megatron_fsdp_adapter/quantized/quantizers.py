@@ -16,32 +16,39 @@ import torch
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8
 
 from .e4m3 import BlockCast, MxCast, OwnRows, TensorCast, write_scales
+from .scaling import LAST, NEXT
 from .weights import QuantizedWeight, Quantizer, Quantizers
 
-Settings = tuple[str, bool, float, torch.dtype]
-"""Format, powers of two, least amax, nominal dtype of the weight."""
+Settings = tuple[str, str, bool, float, torch.dtype]
+"""Format, class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
 
 
 def make_quantizers(weights: Sequence[QuantizedWeight]) -> Quantizers:
-    """One for each format, and the settings of TE's quantizers."""
+    """One for each format, kind of TE's quantizers, and their settings."""
     parts: dict[Settings, list[QuantizedWeight]] = {}
     for weight in weights:
         parts.setdefault(_settings(weight), []).append(weight)
-    return [(_quantizer_of(own, settings), own) for settings, own in parts.items()]
+    return [(_quantizer_of(settings)(own, settings), own) for settings, own in parts.items()]
 
 
 def _settings(weight: QuantizedWeight) -> Settings:
-    quantizer: Any = weight.param._quantizer  # type: ignore[attr-defined]
+    quantizer = _quantizer(weight)
     powers = bool(getattr(quantizer, "force_pow_2_scales", False))
     epsilon = float(getattr(quantizer, "amax_epsilon", 0.0))
-    return weight.format.name, powers, epsilon, weight.param.dtype
+    kind = type(quantizer).__name__
+    return weight.format.name, kind, powers, epsilon, weight.param.dtype
 
 
-def _quantizer_of(weights: Sequence[QuantizedWeight], settings: Settings) -> Quantizer:
-    if settings[0] != MXFP8.name:
-        return Scaled(weights, settings)
-    names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
-    return MxCast(_rows(weights, names), settings[-1])
+def _quantizer_of(settings: Settings) -> Callable[..., Quantizer]:
+    if settings[0] == MXFP8.name:
+        names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
+        return lambda weights, settings: MxCast(_rows(weights, names), settings[-1])
+    return Delayed if settings[1] == "Float8Quantizer" else Current
+
+
+def _quantizer(weight: QuantizedWeight) -> Any:
+    """The one that the parameter has now: TE may put another one there."""
+    return weight.param._quantizer  # type: ignore[attr-defined]
 
 
 def _rows(
@@ -65,33 +72,52 @@ def _apart(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Scaled:
-    """Quantizes with scales that are beside the planes, on every rank, from the amaxes of these
-    main weights: of a weight, or of each of its blocks. What planes are multiplied by, of each
-    weight in its place, becomes a field of the parameters."""
+    """Base of quantizers whose scales are beside the planes, on every rank.
 
-    def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
-        name, self._powers, self._epsilon, rounded = settings
-        rows, device = _rows(weights), weights[0].main.device
-        cast: TensorCast | BlockCast = TensorCast(rows, rounded)
-        field = "_scale_inv"
-        if name == BLOCK128.name:
-            cast = BlockCast(rows, rounded, self._powers, self._epsilon)
-            field = "_rowwise_scale_inv"
-        self._weights, self.amax_numel = tuple(weights), cast.amax_numel
-        self._scales = torch.ones(self.amax_numel, device=device)
-        self._found = torch.ones(self.amax_numel, device=device)
-        self._inverses = self._found
-        if name != BLOCK128.name:
-            self._inverses = _apart(self.amax_numel, device)
+    Args:
+        cast: of all weights.
+        inverses: what their planes are multiplied by, of each in its place, which becomes `field`
+            of the parameters.
+    """
+
+    def __init__(
+        self, weights: Sequence[QuantizedWeight], cast: TensorCast | BlockCast,
+        inverses: torch.Tensor, field: str,
+    ) -> None:  # fmt: skip
+        self._weights, self._cast, self._inverses = tuple(weights), cast, inverses
+        self.amax_numel = cast.amax_numel
+        self._scales = torch.ones(self.amax_numel, device=inverses.device)
         kept = [index for index, weight in enumerate(weights) if weight.kept]
         others = set(range(len(weights))).difference(kept)
         self._kept, self._others = cast.only(kept, False), cast.only(others, True)
-        for weight, view in zip(weights, cast.views(self._inverses), strict=True):
+        for weight, view in zip(weights, cast.views(inverses), strict=True):
             view.copy_(getattr(weight.param, field).view(view.shape))
             setattr(weight.param, field, view)
 
     def bind(self, amaxes: torch.Tensor) -> None:
         self._amaxes = amaxes
+
+    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
+        numbers = {id(weight.param): index for index, weight in enumerate(self._weights)}
+        places = [numbers[id(weight.param)] for weight in weights]
+        rows = dict(zip(places, _rows(weights), strict=True))
+        return partial(self._others.only(places, True, rows).finish, self._scales)
+
+
+class Current(Scaled):
+    """Scales from the amaxes of these main weights: of a weight, or of each of its blocks."""
+
+    def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
+        name, _, self._powers, self._epsilon, rounded = settings
+        rows, device = _rows(weights), weights[0].main.device
+        if name == BLOCK128.name:
+            blocks = BlockCast(rows, rounded, self._powers, self._epsilon)
+            self._found = torch.ones(blocks.amax_numel, device=device)
+            super().__init__(weights, blocks, self._found, "_rowwise_scale_inv")
+        else:
+            self._found = torch.ones(len(rows), device=device)
+            cast = TensorCast(rows, rounded)
+            super().__init__(weights, cast, _apart(len(rows), device), "_scale_inv")
 
     def begin(self) -> None:
         self._amaxes.zero_()
@@ -104,8 +130,65 @@ class Scaled:
             self._inverses.copy_(self._found)
         self._kept.finish(self._scales)
 
-    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
-        numbers = {id(weight.param): index for index, weight in enumerate(self._weights)}
-        places = [numbers[id(weight.param)] for weight in weights]
-        rows = dict(zip(places, _rows(weights), strict=True))
-        return partial(self._others.only(places, True, rows).finish, self._scales)
+
+class Delayed(Scaled):
+    """Scales that TE has made of the amaxes of earlier steps; those of this one go to where it
+    looks for them. What has been seen since TE looked last is in the amaxes already. After a load
+    bytes are made with the scale that the saved ones had, or, where it is unknown, with one of
+    these main weights, which then is TE's too."""
+
+    _kept: TensorCast
+
+    def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
+        cast = TensorCast(_rows(weights), settings[-1])
+        super().__init__(weights, cast, _apart(len(weights), weights[0].main.device), "_scale_inv")
+        self._begin_scales()
+
+    def _begin_scales(self) -> None:
+        """Begins with the scales of the bytes that are there: the quantizer's, unless it has moved
+        on since."""
+        torch.reciprocal(self._inverses, out=self._scales)
+        for weight, scale in zip(self._weights, self._cast.views(self._scales), strict=True):
+            own, inverse = _quantizer(weight).scale.view(1), weight.param.__dict__["_scale_inv"]
+            scale.copy_(torch.where(own.reciprocal() == inverse, own, scale))
+            weight.param.__dict__[LAST] = scale
+
+    def begin(self) -> None:
+        self._quantizers = [_quantizer(weight) for weight in self._weights]
+        self._loaded: list[torch.Tensor | int | None] = [
+            weight.param.__dict__.pop(NEXT, None) for weight in self._weights
+        ]
+        views = self._cast.views(self._scales)
+        scales = [
+            loaded if isinstance(loaded, torch.Tensor) else quantizer.scale.view(1)
+            for quantizer, loaded in zip(self._quantizers, self._loaded, strict=True)
+        ]
+        torch._foreach_copy_(views, scales)
+        self._slots = [quantizer.amax.view(1) for quantizer in self._quantizers]
+        torch._foreach_copy_(self._cast.views(self._amaxes), self._slots)
+        self._kept.finish(self._scales, self._amaxes)
+        self._others.begin(self._amaxes)
+
+    def finish(self) -> None:
+        amaxes = self._cast.views(self._amaxes)
+        if any(loaded is not None for loaded in self._loaded):
+            self._follow_load(amaxes)
+        torch._foreach_copy_(self._slots, amaxes)
+        torch.reciprocal(self._scales, out=self._inverses)
+
+    def _follow_load(self, amaxes: list[torch.Tensor]) -> None:
+        """Finds unknown scales, and makes all bytes once more; the others are the same.
+        Where bytes are those of before, TE has seen their amax, or forgotten it by now."""
+        fresh, unused = torch.empty(2, self.amax_numel, device=self._amaxes.device).unbind()
+        write_scales(self._amaxes, fresh, unused)
+        scales, found = self._cast.views(self._scales), self._cast.views(fresh)
+        for index, loaded in enumerate(self._loaded):
+            if isinstance(loaded, int):
+                scales[index].copy_(found[index] * 2.0**-loaded)
+                own = self._quantizers[index].scale
+                own.copy_(scales[index].view_as(own))
+            elif loaded is not None:
+                before = self._slots[index]
+                amaxes[index].copy_(torch.where(before > 0, amaxes[index], before))
+        if any(isinstance(loaded, int) for loaded in self._loaded):
+            self._kept.finish(self._scales)

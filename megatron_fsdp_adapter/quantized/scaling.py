@@ -5,15 +5,18 @@ forward and backward, in a column each. Without them a run would go on with scal
 weights of 0.02 among the subnormals of E4M3. TE's own way, pickled bytes for each module
 (`_extra_state`), can neither be split by expert nor read without running what it names.
 
-A record is float32 of shape (2 + length, 5): by row the scales of the next casts, zeros, and the
-history, from the present step back; by column input, weight, output, and in backward the gradients
-of output and input. Amaxes are the same on all ranks that reduce them together, so one of them has
-what all have.
+A record is float32 of shape (2 + length, 5): by row the scales of the next casts, how the weight's
+bytes were made, and the history, from the present step back; by column input, weight, output, and
+in backward the gradients of output and input. Amaxes are the same on all ranks that reduce them
+together, so one of them has what all have. How the bytes were made is in the weight's column: the
+scale that they have, which is not the next one where a step was left out or the weight is frozen;
+`OUTDATED` where they will be made with the next one; NaN where it is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,23 +28,41 @@ from megatron_fsdp_adapter.core.engine.identity import ParamPair
 DIRECTIONS = (("scaling_fwd", 3), ("scaling_bwd", 2))
 """Attributes of TE's modules with that state, and the tensors of a GEMM that are quantized
 there."""
+WEIGHT = 1
+"""Its column."""
+OUTDATED = 0.0
 HEAD = 2
 """Rows before the history."""
+LAST, NEXT = "_fsdp_last_scale", "_fsdp_next_cast"
+"""Attributes of a quantized parameter: the scale of its bytes, (1,) float32; and how a load wants
+them made from main weights: with this scale, and then the history is as it was saved; or, if that
+is an integer, with one that is found from their amax, divided by 2 to the power of it."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The source of the record of one weight: GEMM number `product` of TE's module `owner`."""
+    """The source of the record of one weight: GEMM number `product` of TE's module `owner`; param:
+    the weight as it is computed with; trained: True if an optimizer updates it."""
 
     owner: nn.Module
+    param: nn.Parameter
     product: int
+    trained: bool
 
-    def record(self) -> torch.Tensor:
-        """A copy of the state."""
+    def record(self, outdated: bool) -> torch.Tensor:
+        """A copy of the state. outdated: whether the weight's bytes will be made again before they
+        are read."""
         states = list(self._states())
-        scales = torch.cat([scale for scale, _ in states])[None]
+        scales = torch.cat([scale for scale, _ in states])
+        made = torch.full_like(scales, OUTDATED)
+        if self.is_unknown:
+            made[WEIGHT] = math.nan
+        elif NEXT in self.param.__dict__:
+            made[WEIGHT] = self.param.__dict__[NEXT][0]
+        elif LAST in self.param.__dict__ and not outdated:
+            made[WEIGHT] = self.param.__dict__[LAST][0]
         histories = torch.cat([history for _, history in states], 1)
-        return torch.cat([scales, torch.zeros_like(scales), histories])
+        return torch.cat([scales[None], made[None], histories])
 
     def problems(self, name: str, record: Any) -> list[str]:
         """Problems of what is to be loaded."""
@@ -63,6 +84,36 @@ class Scaling:
             history.zero_()
             history[:rows].copy_(columns[HEAD : HEAD + rows])
             first += scale.numel()
+        self.param.__dict__.pop(NEXT, None)
+        made = float(record[1, WEIGHT])
+        if math.isnan(made):
+            self.forget()
+        elif LAST in self.param.__dict__ and made != OUTDATED:
+            self.param.__dict__[NEXT] = torch.full_like(scale[:1], made)
+
+    def follow(self) -> None:
+        """TE gives a module other quantizers where it changes the length of a history, and to those
+        weights that the module shows then; outside of a pass that is not this one."""
+        quantizers = self.owner.__dict__.get("quantizers", {}).get("scaling_fwd")
+        if LAST in self.param.__dict__ and quantizers:
+            number = self.product * DIRECTIONS[0][1] + WEIGHT
+            self.param._quantizer = quantizers[number]  # type: ignore[attr-defined]
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if the weight was loaded, and its scale is still to be found from its values."""
+        return isinstance(self.param.__dict__.get(NEXT), int)
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """The weight is loaded and nothing is known of its scale, which will come of its values. A
+        weight that is not quantized is TE's to measure."""
+        if LAST not in self.param.__dict__:
+            return
+        _, history = next(self._states())
+        history[:, WEIGHT].zero_()
+        recipe: Any = self.owner.fp8_meta["recipe"]  # type: ignore[index]
+        self.param.__dict__[NEXT] = int(recipe.margin)
 
     def _states(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The scales (n,) and the history (length, n) of each direction, as views."""
@@ -75,14 +126,20 @@ class Scaling:
 def scaling_of(pair: ParamPair) -> Scaling | None:
     """The scaling of a weight of TE's modules that compute with delayed scaling; None for any
     other."""
+    trained = pair.group.key.requires_grad
     for owner, name in pair.managed.slots:
         about = getattr(owner, "param_init_meta", {}).get(name)
         if getattr(about, "fp8_meta_index", None) is None:
             continue
         states = [getattr(owner, "fp8_meta", {}).get(key) for key, _ in DIRECTIONS]
         if all(hasattr(state, "amax_history") for state in states):
-            return Scaling(owner, _product(about))
+            return Scaling(owner, pair.unsharded, _product(about), trained)
     return None
+
+
+def scalings_of(pairs: Iterable[ParamPair]) -> list[Scaling]:
+    """The scalings of those of `pairs` that have one."""
+    return [scaling for pair in pairs if (scaling := scaling_of(pair)) is not None]
 
 
 def _product(about: Any) -> int:

@@ -5,7 +5,8 @@
 
 The bytes are written then too where they are kept; where they are not, a gather casts this rank's
 main weights with those scales, as it does for compute weights in another dtype. Scales of every
-gather would cost a reduction a unit.
+gather would not be those of the step where they depend on what was seen so far (delayed scaling),
+and would cost a reduction a unit.
 """
 
 from __future__ import annotations
@@ -212,10 +213,13 @@ class QuantizedParams(QuantizedWeights):
         if needed or self.at_once:
             self.catch_up()
 
+    def is_pending(self, trained: bool) -> bool:
+        return self._changed or self.unnotified if trained else self._loaded
+
     @torch.no_grad()
     def catch_up(self) -> None:
-        plans = [self._trained] if self._changed or self.unnotified else []
-        plans += [self._frozen] if self._loaded else []
+        plans = [self._trained] if self.is_pending(trained=True) else []
+        plans += [self._frozen] if self.is_pending(trained=False) else []
         self._changed = self._loaded = False
         quantizers = [quantizer for plan, _ in plans for quantizer in plan]
         if not quantizers:

@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.chunks import LayoutRef
-from ..checkpoint.names import FP8_SCALING, GlobalNames, global_names
+from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, global_names
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..dtensor import Chunks, whole_tensor
 from ..quantized import attributes_of_class, dequantized
-from ..quantized.scaling import Scaling, scaling_of
+from ..quantized.scaling import Scaling, scaling_of, scalings_of
 from .model_state import (
     checkpoint_form,
     chosen_form,
@@ -152,7 +153,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         params = self._params_by_key()
         plain = super().state_dict(keep_vars=keep_vars)
         for key, scaling in self._scalings(params).items():
-            plain[key] = scaling.record()
+            plain[key] = scaling.record(self.engine.will_quantize(scaling.trained))
         form = checkpoint_form(plain, self._checkpoint_names(params))
         state = values_of(form, params, plain)
         return state if keep_vars else {key: dequantized(value) for key, value in state.items()}
@@ -229,8 +230,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
             field: [keys_of.get(name, name) for name in names]
             for field, names in result._asdict().items()
         })
-        for name, record in records.items():
-            scalings[name].load(record)
+        take_scaling(scalings, records)
         self.engine.main_weights_changed(loaded=True)
         return incompatible_keys(form, keys, result)
 
@@ -306,10 +306,49 @@ def check_trained(engine: FsdpEngine) -> None:
         )
 
 
+def take_scaling(
+    scalings: Mapping[str, Scaling], records: Mapping[str, torch.Tensor]
+) -> None:
+    """Takes over the records that a load had. Prints, on one rank, for how many weights it did not
+    describe how they are scaled."""
+    for name, record in records.items():
+        scalings[name].load(record)
+    unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
+    if unknown and dist.get_rank() == 0:
+        print(
+            f"load_state_dict: no delayed scaling state for {len(unknown)} FP8 weights "
+            f"({unknown[0].removesuffix(FP8_SCALING)}, ...). Their scales are set from the amax "
+            "of the loaded main weights",
+            flush=True,
+        )
+
+
+def forget_scaling(
+    pairs: Iterable[ParamPair], child: nn.Module, state: Mapping[str, Any], prefix: str
+) -> None:
+    """A load into `child` writes weights, of `pairs`, and may have nothing about their scales:
+    TE's module takes its own state, if there is any."""
+    extra = state.get(prefix + EXTRA_STATE)
+    if isinstance(extra, torch.Tensor) and extra.numel():
+        return
+    for scaling in scalings_of(
+        pair for pair in pairs
+        if any(owner is child and prefix + name in state for owner, name in pair.managed.slots)
+    ):  # fmt: skip
+        scaling.forget()
+
+
 def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
     """A state dict of any module below shows main weights. A load into any takes what the wrapper's
     takes, and refreshes the compute weights."""
     ref = weakref.ref(engine)
+    owned: dict[int, list[int]] = {}  # numbers of pairs: a hook holds nothing of the engine
+    for number, pair in enumerate(engine.pairs):
+        for owner, _ in pair.managed.slots:
+            owned.setdefault(id(owner), []).append(number)
+
+    def pairs_of(alive: FsdpEngine, child: nn.Module) -> list[ParamPair]:
+        return [alive.pairs[number] for number in owned.get(id(child), ())]
 
     def before_save(*_: Any) -> None:
         alive = ref()
@@ -325,11 +364,14 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise ValueError(ASSIGN)
             alive.to_sharded()
+            forget_scaling(pairs_of(alive, child), child, state_dict, prefix)
             errors += load_own(child, state_dict, prefix)
 
-    def after_load(*_: Any) -> None:
+    def after_load(child: nn.Module, *_: Any) -> None:
         alive = ref()
         if alive is not None:
+            for scaling in scalings_of(pairs_of(alive, child)):
+                scaling.follow()
             alive.main_weights_changed(loaded=True)
 
     for child in module.modules():

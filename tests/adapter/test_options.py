@@ -48,8 +48,7 @@ VALUES = (
 LAYERS = {"cuda_graph_impl": "local", "fsdp_double_buffer": True}
 SELECTIVE = {**LAYERS, "recompute_granularity": "selective"}
 BESIDE: tuple[Mapping[str, Any], ...] = (
-    {}, {"fp8": "hybrid"}, {"fp8": "hybrid", "fp8_param": True}, {"fp4": "e2m1"},
-    {"cuda_graph_impl": "full_iteration"}, LAYERS,
+    {}, {"fp8": "hybrid"}, {"fp4": "e2m1"}, {"cuda_graph_impl": "full_iteration"}, LAYERS,
     {"cuda_graph_impl": "local"}, {**LAYERS, "fp8": "hybrid"},
     {**SELECTIVE, "recompute_modules": ["core_attn"]}, SELECTIVE,
     {"overlap_moe_expert_parallel_comm": True}, {"fsdp_double_buffer": True},

@@ -135,7 +135,7 @@ def wrapped(
     of its layers' are, as on a pipeline stage whose layers all stay in bf16."""
     monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
     model, options = build_model(CASE, one_rank), ddp_config(CASE, strategy, ddp)
-    vars(model.config).update(vars(asks("tensorwise")), fp8_param=param)
+    vars(model.config).update(vars(asks()), fp8_param=param)
     return options, FullyShardedDataParallel(model.config, options, model)
 
 

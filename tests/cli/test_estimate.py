@@ -338,7 +338,7 @@ LINEAR_8B = 6_979_321_856
         (["--fp8-format=hybrid", "--fp8-recipe=tensorwise"], 2),
         (["--fp8-format=hybrid"], 2),
         (["--fp8-format=hybrid", "--fp8-recipe=mxfp8"], 2 * 33 / 32),
-        (["--fp8-format=hybrid", *flags("tensorwise")], 0),
+        (["--fp8-format=hybrid", "--fp8-param-gather"], 0),
         ([], 0),
     ),
 )
@@ -492,7 +492,6 @@ FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "-
         ((*TINY, "--vocab-size", "8"), "--max-position-embeddings"),
         ((*FP8_TINY, *flags("fast")), "--fp8-recipe 'fast' is unknown"),
         ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "Use --params-dtype bf16"),
-        ((*FP8_TINY, "--fp8-param-gather"), "--fp8-recipe delayed (the default): FP8 weights with"),
         ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
         ((*LLAMA_8B, "--expert-model-parallel-size=3"), "size 3: must divide"),
         ("softmax-type: learnable", "--softmax-type 'learnable': models with it"),
@@ -526,7 +525,7 @@ def test_bad_input_is_one_line_naming_option_and_value(
     (
         ({}, PLAIN),
         ({"fp8_recipe": "mxfp8"}, PLAIN),
-        ({"fp8_param_gather": True, "fp8_recipe": "tensorwise"}, Quantization(weights=PER_TENSOR)),
+        ({"fp8_param_gather": True}, Quantization(weights=PER_TENSOR)),
         ({"fp8": "hybrid", "fp8_param": True, "fp8_recipe": "mxfp8"}, Quantization(weights=MXFP8)),
         ({"fp8_format": "e4m3", "recompute_granularity": "full"},
          Quantization(products=PER_TENSOR, recomputes=True)),

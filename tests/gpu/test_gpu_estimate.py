@@ -256,7 +256,7 @@ STARTS = {
     "same distributions": Check(same_start),
     **{
         f"quantized, {recipe}": Check(same_quantized_start, (recipe,))
-        for recipe in ("tensorwise", "blockwise")
+        for recipe in ("delayed", "tensorwise", "blockwise")
     },
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te",))

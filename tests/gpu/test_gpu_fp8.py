@@ -282,9 +282,9 @@ CHECKS |= {
     f"resumed, {recipe}, {'quantized' if quantized else 'bf16'} weights": Check(
         resumes, (recipe, quantized)
     )
-    for recipe, quantized in (
-        ("delayed", False), ("tensorwise", False), ("tensorwise", True), ("blockwise", True)
-    )
+    for recipe in RECIPES
+    for quantized in (True, False)
+    if quantized or recipe != "blockwise"
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te", "fp8"), environment=DETERMINISTIC)
 

@@ -35,7 +35,7 @@ CASE = Case(
     num_layers=2, hidden=256, heads=4, ffn=640, vocab=256, seq=64, batch=2, bf16=True, swiglu=True,
     bias=False, microbatches=1, clip=0.0, overlap=False,
 )  # fmt: skip
-RECIPES = ("tensorwise", "blockwise")
+RECIPES = ("delayed", "tensorwise", "blockwise")
 STEPS = 5
 BOUND = 2e-2
 """Relative, of losses whose gradients were added up in another order."""

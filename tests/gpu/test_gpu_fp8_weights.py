@@ -44,7 +44,7 @@ CHECKS = {
         f"modules compute from buffers, {recipe}, {name}": Check(
             modules_compute_from_buffers, (recipe, name)
         )
-        for recipe in ("current", "blockwise")
+        for recipe in ("current", "delayed", "blockwise")
         for name in MODULES
     },
     "nothing waits": Check(nothing_waits),

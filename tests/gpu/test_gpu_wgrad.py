@@ -33,8 +33,8 @@ from tests.distributed.gpt import full
 from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
-WEIGHTS = ("tensorwise weights", "blockwise weights")
-"""Recipes of weights that are quantized from the start. Training with them:
+WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
+"""The same recipes, and weights that are quantized from the start. Training with them:
 test_gpu_fp8_params.py."""
 CLASSES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 SIZE, TOKENS = 256, 128

@@ -26,7 +26,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "strategy": tuple(reversed(STRATEGIES)),
     "precision": (
         "fp32", "bf16", "fp16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise",
-        "fp8w_tensorwise", "fp8w_blockwise",
+        "fp8w_delayed", "fp8w_tensorwise", "fp8w_blockwise",
     ),
     "fusion": ("off", "on"),
     "overlap": ("on", "off"),

@@ -77,21 +77,21 @@ def test_rules_have_names_of_their_own_and_read_what_there_is() -> None:
 
 
 def test_recipes_that_are_accepted_are_in_the_table() -> None:
-    """MXFP8 is for GPUs that no cell has run on, and delayed scaling not for weights."""
+    """MXFP8 is for GPUs that no cell has run on."""
     recipes = [recipe for recipe in FP8_RECIPES if recipe != "mxfp8"]
     there = {f"{kind}_{recipe}" for recipe in recipes for kind in ("fp8", "fp8w")}
-    assert there - {"fp8w_delayed"} <= set(DIMENSIONS["precision"])
+    assert there <= set(DIMENSIONS["precision"])
 
 
 @pytest.mark.parametrize(
     ("name", "exact"),
     (
-        ("gpu precision=fp8w_tensorwise layers=te", True),
+        ("gpu precision=fp8w_delayed layers=te", True),
         ("gpu strategy=optim precision=fp8w_blockwise microbatches=3 layers=te", True),
-        ("gpu precision=fp8w_tensorwise microbatches=3 layers=te", False),
+        ("gpu precision=fp8w_delayed microbatches=3 layers=te", False),
         ("gpu precision=fp8_delayed layers=te", False),
-        ("gpu precision=fp8w_tensorwise fusion=on layers=te", False),
-        ("gpu precision=fp8w_tensorwise layers=te tp=2", False),
+        ("gpu precision=fp8w_delayed fusion=on layers=te", False),
+        ("gpu precision=fp8w_delayed layers=te tp=2", False),
     ),
 )
 def test_fp8_weights_are_to_give_the_references_bits_where_sums_have_one_order(

@@ -3,7 +3,8 @@ with its fields, so that `megatron_fsdp_adapter.quantized` takes them for the re
 weights are quantized by `arithmetic`. And a linear map that reads such weights as Transformer
 Engine's layers do: emulated ones, and those of its own classes (`te_extension`).
 
-RECIPES: how scales come about. TE_RECIPES: the same in Transformer Engine's own classes.
+RECIPES: how scales come about. "current" and "delayed" scaling have one format. TE_RECIPES: the
+same in Transformer Engine's own classes.
 
 Checked against the classes and fields of `pytorch/tensor` of Transformer Engine 2.11 and 2.20. A
 write in place into a weight goes to a copy of its values; there are no workspaces and no caches.
@@ -30,7 +31,7 @@ from tests.quantized import arithmetic as math
 from tests.quantized import te_weights
 
 RECIPES: Mapping[str, WeightFormat] = {
-    "current": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
+    "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
 }  # fmt: skip
 TE_RECIPES = {f"te {recipe}": recipe for recipe in te_weights.RECIPES}
 PLANES = KINDS["MXFP8Tensor"].planes
@@ -39,11 +40,14 @@ PLANES = KINDS["MXFP8Tensor"].planes
 
 @dataclass
 class EmulatedQuantizer:
-    """What a parameter has of how it was made."""
+    """What a parameter has of how it was made. scale: of the next quantization with delayed
+    scaling, from the largest value of those before, amax."""
 
     recipe: str
     rowwise_usage: bool = True
     columnwise_usage: bool = True
+    scale: torch.Tensor = field(default_factory=lambda: torch.ones(1))
+    amax: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
     dtype: Any = field(default_factory=lambda: SimpleNamespace(name="kFloat8E4M3"))
 
     def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -52,6 +56,20 @@ class EmulatedQuantizer:
     @property
     def force_pow_2_scales(self) -> bool:
         return self.recipe == "block128"
+
+    def roll(self) -> None:
+        """What happens at the end of a forward pass with delayed scaling."""
+        used = self.amax > 0
+        self.scale = torch.where(used, math.scales_of(self.amax), self.scale)
+        self.amax = torch.zeros(1)
+
+
+class Float8Quantizer(EmulatedQuantizer):
+    """Of delayed scaling, which is told by this name."""
+
+
+def quantizer_of(recipe: str, **options: Any) -> EmulatedQuantizer:
+    return (Float8Quantizer if recipe == "delayed" else EmulatedQuantizer)(recipe, **options)
 
 
 class EmulatedTensor(torch.Tensor):
@@ -115,8 +133,9 @@ class MXFP8Tensor(EmulatedTensor):
 
 
 CLASSES: Mapping[str, type[EmulatedTensor]] = {
-    "current": Float8Tensor, "block128": Float8BlockwiseQTensor, "mxfp8": MXFP8Tensor,
-}
+    "current": Float8Tensor, "delayed": Float8Tensor, "block128": Float8BlockwiseQTensor,
+    "mxfp8": MXFP8Tensor,
+}  # fmt: skip
 
 
 def field_of(recipe: str, plane: str) -> str:
@@ -153,7 +172,8 @@ def whole_fields(
         return {"_rowwise_data": data, "_rowwise_scale_inv": padded}
     if recipe == "mxfp8":
         return {PLANES[name]: plane for name, plane in math.mxfp8(weight).items()}
-    scale = math.scales_of(torch.tensor([math.amax_of(weight)]))
+    quantizer.amax.fill_(math.amax_of(weight))
+    scale = quantizer.scale if recipe == "delayed" else math.scales_of(quantizer.amax)
     return {"_data": math.e4m3(weight * scale), "_scale_inv": 1.0 / scale}
 
 
@@ -161,13 +181,15 @@ def whole_weight(value: torch.Tensor, recipe: str, dtype: torch.dtype) -> Any:
     """A weight in nominal `dtype` that is not sharded, by one of `RECIPES` or `TE_RECIPES`."""
     if recipe in TE_RECIPES:
         return te_weights.te_whole(TE_RECIPES[recipe], value, dtype)
-    quantizer = EmulatedQuantizer(recipe)
+    quantizer = quantizer_of(recipe)
     return make(value.shape, dtype, quantizer, whole_fields(value, quantizer, dtype))
 
 
 def quantize_whole(param: Any, value: torch.Tensor) -> None:
     """Makes `param`, which is not sharded, what `value` is."""
     if not isinstance(param, EmulatedTensor):
+        if hasattr(param._quantizer, "amax"):
+            param._quantizer.amax.zero_()  # of two changes without a pass between, the last counts
         return te_weights.te_quantize([param], [value])
     derived = _derived(param._quantizer)
     fields = {} if derived is None else {derived: None}
@@ -179,13 +201,27 @@ def quantized_parameter(value: torch.Tensor, recipe: str) -> Any:
     """A parameter that keeps the value it was made from, by one of `RECIPES` or `TE_RECIPES`."""
     if recipe in RECIPES:
         return emulated_parameter(value, recipe)
-    return te_weights.te_parameter(value, te_weights.quantizer(TE_RECIPES[recipe]))
+    slots = torch.tensor([60.0, 0.0])
+    return te_weights.te_parameter(value, te_weights.quantizer(TE_RECIPES[recipe], slots))
+
+
+def roll(weight: Any) -> None:
+    """What happens to delayed scaling at the end of a forward pass."""
+    wants = weight._quantizer
+    if isinstance(wants, EmulatedQuantizer):
+        wants.roll()
+    elif type(wants).__name__ == "Float8Quantizer" and wants.amax.item() > 0:
+        wants.scale.copy_(torch.tensor(448.0) / wants.amax * 0.9)
+        wants.amax.zero_()
 
 
 def emulated_parameter(value: torch.Tensor, recipe: str) -> nn.Parameter:
     """A parameter that keeps the value it was made from."""
-    quantizer = EmulatedQuantizer(recipe)
+    quantizer = quantizer_of(recipe)
     fields = whole_fields(value, quantizer, value.dtype)
+    if recipe == "delayed":
+        quantizer.roll()
+        fields = whole_fields(value, quantizer, value.dtype)
     param = nn.Parameter(make(value.shape, value.dtype, quantizer, fields))
     param._high_precision_init_val = value.detach().clone()  # type: ignore[attr-defined]
     return param

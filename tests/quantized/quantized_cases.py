@@ -8,16 +8,19 @@ from typing import Any
 import torch
 
 from tests.engine.engine_cases import Loop, Setup, make_net
-from tests.quantized.emulated import quantize_whole
+from tests.quantized.emulated import quantize_whole, roll
 from tests.quantized.te_weights import KNOWS
 
 
 class PlainQuantizedRig(Loop):
-    """Data of `ranks` ranks; `separately`: the gradients of each microbatch are added up over ranks
-    first, as with sharded gradients."""
+    """Data of `ranks` ranks; `separately`: the gradients of each
+    microbatch are added up over ranks first, as with sharded gradients; `rolls`: delayed scales
+    move with every forward."""
 
-    def __init__(self, setup: Setup, ranks: int = 1, separately: bool = False) -> None:
-        self.setup, self.ranks, self.separately = setup, ranks, separately
+    def __init__(
+        self, setup: Setup, ranks: int = 1, separately: bool = False, rolls: bool = True
+    ) -> None:
+        self.setup, self.ranks, self.separately, self.rolls = setup, ranks, separately, rolls
         self.model = make_net(setup)
         self.params = dict(self.model.named_parameters())
         self.main = {
@@ -44,6 +47,7 @@ class PlainQuantizedRig(Loop):
             total: dict[str, torch.Tensor] = {}
             for index, rank in order:
                 self.loss(index + 100 * rank).backward()
+                self.roll()
                 self._add(total, self._taken())
             self._add(self.grads, total)
 
@@ -57,6 +61,10 @@ class PlainQuantizedRig(Loop):
     def _add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
         for name, value in more.items():
             total[name] = total[name] + value if name in total else value
+
+    def roll(self) -> None:
+        for param in self.quantized.values() if self.rolls else ():
+            roll(param)
 
     def zero(self) -> None:
         self.grads = {}

@@ -35,6 +35,8 @@ from tests.quantized.te_weights import (
 )
 
 ROUNDED = torch.bfloat16
+SCALE = 300.0
+"""Of delayed scaling; what follows of it saturates here and there."""
 Bits = dict[str, torch.Tensor]
 
 
@@ -82,23 +84,31 @@ def quantize(recipe: str, shards: Sequence[Shard], reduce: bool = False) -> Bits
     numel = first.amax_numel
     device = rows[0][0].main.device
     amaxes = torch.zeros(len(rows), numel, device=device)
-    scales, inverses = torch.full((2, numel), 7.0, device=device).unbind()
+    scales = torch.full((numel,), SCALE, device=device)
+    inverses = torch.full_like(scales, 7.0)
     for one, own in zip(made, amaxes, strict=True):
-        one.begin(own)
+        if recipe == "delayed":
+            one.finish(scales, own)  # type: ignore[call-arg]
+        else:
+            one.begin(own)
     largest = amaxes.amax(0)
     if reduce:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if recipe == "delayed":
+        torch.reciprocal(scales, out=inverses)
+        return {"amaxes": largest, "inverses": inverses}
     write_scales(largest, scales, inverses, powers_of_two=recipe == "blockwise")
     for one in made:
         one.finish(scales)
     return {"amaxes": largest, "scales": scales, "inverses": inverses}
 
 
-def te_wholes(case: Case) -> list[Any]:
-    """TE's parameter objects after its function on whole weights."""
-    params = te_params(case.recipe, case.shapes, case.mains[0].device)
+def te_wholes(case: Case) -> tuple[list[object], torch.Tensor]:
+    """TE's parameter objects after its function on whole weights; scales and amaxes (delayed)."""
+    slots = torch.tensor([[SCALE, 0.0]], device=case.mains[0].device).repeat(len(case.mains), 1)
+    params = te_params(case.recipe, case.shapes, slots)
     te_quantize(params, case.mains)
-    return params
+    return params, slots
 
 
 def same(mine: torch.Tensor, other: torch.Tensor, label: str) -> None:
@@ -140,11 +150,13 @@ def check_against(case: Case, params: list, shards: Sequence[Shard], label: str)
                 same(own.planes[3], param._columnwise_scale_inv[groups, :k], f"{name}, cols'")
 
 
-def check_scales(case: Case, bits: Bits, params: list, label: str) -> None:
+def check_scales(case: Case, bits: Bits, params: list, slots: torch.Tensor, label: str) -> None:
     if case.recipe == "mxfp8":
         return
     theirs = torch.cat([scales_of(param).reshape(-1) for param in params])
     same(bits["inverses"], theirs, f"{label}, scales")
+    if case.recipe == "delayed":
+        same(bits["amaxes"], slots[:, 1], f"{label}, amaxes")
 
 
 def place(rank: int) -> str:
@@ -160,10 +172,10 @@ def shards_are_the_whole(rank: int, world: int, recipe: str, nasty: str, count: 
     for seed in range(count):
         dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
         case = random_case(recipe, 1000 * rank + seed, dtype, nasty, device)
-        params = te_wholes(case)
+        params, slots = te_wholes(case)
         mine = [Shard(case, number, 64 if seed % 3 else 5) for number in range(case.shards)]
         label = f"seed {seed}, {dtype}, {case.shapes}, {case.shards} shards"
-        check_scales(case, quantize(recipe, mine), params, label)
+        check_scales(case, quantize(recipe, mine), params, slots, label)
         check_against(case, params, mine, label)
         shards += case.shards
     return f"{count} cases, {shards} shards"
@@ -197,7 +209,8 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     """Two ranks with TE's list function over shards, and ours. kind: all weights on the first
     rank, cut, or wide and cut."""
     device = place(rank)
-    te_params(recipe, [(32, 64)], device)  # finds the extension
+    slots = torch.tensor([[SCALE, 0.0]], device=device)
+    te_params(recipe, [(32, 64)], slots)  # finds the extension
     if kind == "first rank only" and te_needs_rows(recipe):
         return "nothing to compare with: TE's function needs rows on every rank"
     generator = torch.Generator(device).manual_seed(7)
@@ -211,7 +224,8 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     case = Case(recipe, mains, world, cut(recipe, shapes, world, whole))
     if kind == "first rank only":
         assert case.ranges[1] == [(0, 0)]
-    params = te_params(recipe, shapes, device)
+    slots = torch.tensor([[SCALE, 0.0]], device=device).repeat(len(mains), 1)
+    params = te_params(recipe, shapes, slots)
     theirs = Shard(case, rank, 64)
     pieces = [
         own.planes[:2] if len(own.planes) > 1 else own.planes[0] for own in theirs.rows
@@ -220,7 +234,7 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     te_quantize(params, [own.main for own in theirs.rows], starts, dist.group.WORLD, pieces)
     mine = Shard(case, rank, 64)
     bits = quantize(recipe, [mine], reduce=True)
-    check_scales(case, bits, params, kind)
+    check_scales(case, bits, params, slots, kind)
     mine.check_untouched()
     for index, (one, two) in enumerate(zip(mine.rows, theirs.rows, strict=True)):
         for number, (plane, other) in enumerate(zip(one.planes[:2], two.planes, strict=False)):

@@ -155,14 +155,11 @@ class Extension(types.ModuleType):
 
     @staticmethod
     def quantize(source: torch.Tensor, quantizer: Any, target: Any, noop: Any = None) -> Any:
-        values, kind = source.float(), type(quantizer).__name__
-        scale = getattr(quantizer, "scale", None)  # given, in TE's cast of main weights
-        if kind == "Float8CurrentScalingQuantizer":
-            scale = scales_of(torch.tensor([amax_of(values)]))
-            target._scale_inv.copy_(1.0 / scale)
-        else:
-            assert kind == "Float8Quantizer" and not quantizer.amax.numel()
-        target._data.view(-1).copy_(e4m3(values * scale).view(-1))
+        assert type(quantizer).__name__ == "Float8Quantizer"
+        values = source.float()
+        target._data.view(-1).copy_(e4m3(values * quantizer.scale).view(-1))
+        if quantizer.amax.numel():
+            quantizer.amax.fill_(max(quantizer.amax.item(), amax_of(values)))
         return target
 
     @staticmethod

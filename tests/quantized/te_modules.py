@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.quantized.weights import QuantizedWeight
 from tests.quantized.te_checks import place, same
 from tests.quantized.te_weights import KNOWS, cut, data_of, te_params, te_quantize
 
-FORMATS = {"current": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8}
+FORMATS = {"current": PER_TENSOR, "delayed": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8}
 
 
 def weights_of(
@@ -46,15 +46,17 @@ def quantizers_are_te(rank: int, world: int, recipe: str) -> str:
     shapes, ranks, steps = [(128, 128), (256, 384)], 4, 3
     mains = [torch.randn(shape, device=device) * 0.1 for shape in shapes]
     ranges = [*cut(recipe, shapes, ranks - 1), [(0, 0)] * len(shapes)]
-    theirs = te_params(recipe, shapes, device)
-    params = [te_params(recipe, shapes, device) for _ in range(ranks)]
+    slots = torch.tensor([[300.0, 0.0], [200.0, 0.0]], device=device)
+    theirs = te_params(recipe, shapes, slots)
+    own_slots = [slots.clone() for _ in range(ranks)]
+    params = [te_params(recipe, shapes, own) for own in own_slots]
     weights = [weights_of(recipe, params[r], mains, ranges[r]) for r in range(ranks)]
     made = [KNOWS.quantizers(each)[0][0] for each in weights]
     amaxes = torch.full((ranks, made[0].amax_numel), 9.0, device=device)
     for one, vector in zip(made, amaxes, strict=True):
         if one.amax_numel:
             one.bind(vector)
-    for _ in range(steps):
+    for step in range(steps):
         for main in mains:
             main.add_(torch.randn_like(main) * 0.02)
         te_quantize(theirs, mains)
@@ -66,6 +68,9 @@ def quantizers_are_te(rank: int, world: int, recipe: str) -> str:
             one.finish()
         for number in range(ranks):
             check_rank(recipe, weights[number], theirs, ranges[number])
+            same(own_slots[number], slots, f"step {step}, slots of rank {number}")
+        for own in (slots, *own_slots):  # as TE's update between steps
+            own.copy_(torch.tensor([[310.0 + step, 0.0], [190.0 - step, 0.0]]))
     return f"{steps} steps of {ranks} ranks"
 
 
@@ -90,6 +95,8 @@ class Modules:
 
         self.recipe = {
             "current": recipes.Float8CurrentScaling,
+            # Long: the end of any autocast moves the histories of all modules, here of two.
+            "delayed": lambda: recipes.DelayedScaling(amax_history_len=64, reduce_amax=False),
             "blockwise": recipes.Float8BlockScaling,
         }[recipe]()
 

@@ -35,12 +35,12 @@ def scaled_linears(model: nn.Module) -> list[nn.Module]:
 def quantize_layers(model: nn.Module, recipe: str) -> None:
     """Quantizes the weights of the linear layers of a GPT."""
     for module in scaled_linears(model):
-        made = te_parameter(module.weight, quantizer(recipe))  # type: ignore[arg-type]
-        module._parameters["weight"] = made  # type: ignore[arg-type]
+        wants = quantizer(recipe, torch.tensor([100.0, 0.0]))
+        module._parameters["weight"] = te_parameter(module.weight, wants)  # type: ignore[arg-type]
 
 
 def scale_layers(model: nn.Module, length: int = LENGTH) -> None:
-    """Gives the linear layers of a GPT delayed scaling."""
+    """Gives the linear layers of a GPT delayed scaling, and quantized weights."""
     for module in scaled_linears(model):
         forward = recipe_state("forward", 3, length)
         backward = recipe_state("backward", 2, length)
@@ -48,6 +48,8 @@ def scale_layers(model: nn.Module, length: int = LENGTH) -> None:
             "recipe": forward.recipe, "scaling_fwd": forward, "scaling_bwd": backward,
         }  # fmt: skip
         module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}  # type: ignore
+        weight: Any = module._parameters["weight"]
+        module._parameters["weight"] = te_parameter(weight, forward.make_quantizers()[1])
         module.register_forward_pre_hook(_note_input)
         module.register_forward_hook(_note_gradient)
 

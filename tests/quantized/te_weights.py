@@ -18,16 +18,16 @@ from megatron_fsdp_adapter.quantized import TransformerEngineParams
 from tests.distributed.gather_full import plain_name
 
 KNOWS = TransformerEngineParams()
-RECIPES = ("current", "blockwise", "mxfp8")
-ROWS = {"current": 1, "blockwise": 16, "mxfp8": 32}
+RECIPES = ("current", "delayed", "blockwise", "mxfp8")
+ROWS = {"current": 1, "delayed": 1, "blockwise": 16, "mxfp8": 32}
 """Rows that no shard boundary cuts."""
-STEPS = {"current": (1, 16), "blockwise": (16, 16), "mxfp8": (32, 32)}
+STEPS = {"current": (1, 16), "delayed": (1, 16), "blockwise": (16, 16), "mxfp8": (32, 32)}
 """Rows and columns of the random shapes below are multiples of these."""
 POISON = 0xAA
 
 
-def quantizer(recipe: str, device: str | torch.device = "cpu") -> Any:
-    """As a module makes it for a weight."""
+def quantizer(recipe: str, slots: torch.Tensor) -> Any:
+    """As a module makes it for a weight. slots: (2,) scale and amax, for delayed scaling."""
     import transformer_engine.pytorch  # noqa: F401  finds the extension for the next one
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor import float8_tensor
@@ -35,20 +35,20 @@ def quantizer(recipe: str, device: str | torch.device = "cpu") -> Any:
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
     e4m3 = tex.DType.kFloat8E4M3
+    if recipe == "delayed":
+        return float8_tensor.Float8Quantizer(slots[:1], slots[1:], e4m3)
     if recipe == "current":
-        return float8_tensor.Float8CurrentScalingQuantizer(e4m3, torch.device(device))
+        return float8_tensor.Float8CurrentScalingQuantizer(e4m3, slots.device)
     if recipe == "blockwise":
         return Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True)
     return MXFP8Quantizer(e4m3)
 
 
-def te_params(
-    recipe: str, shapes: Sequence[tuple[int, int]], device: str | torch.device = "cpu"
-) -> list[Any]:
-    """One parameter object for each shape, its bytes poisoned."""
+def te_params(recipe: str, shapes: Sequence[tuple[int, int]], slots: torch.Tensor) -> list[Any]:
+    """One parameter object for each shape, its bytes poisoned. slots: (weights, 2)."""
     found = []
-    for shape in shapes:
-        made = quantizer(recipe, device).make_empty(shape, dtype=torch.bfloat16, device=device)
+    for shape, slot in zip(shapes, slots, strict=True):
+        made = quantizer(recipe, slot).make_empty(shape, dtype=torch.bfloat16, device=slots.device)
         data_of(made).fill_(POISON)
         found.append(made)
     return found
@@ -98,7 +98,8 @@ def _alone(world: Any) -> Any:
 
 def te_whole(recipe: str, main: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:
     """What TE's function makes of a whole main weight."""
-    found = quantizer(recipe).make_empty(main.shape, dtype=dtype, device="cpu")
+    slots = torch.tensor([100.0, 0.0])
+    found = quantizer(recipe, slots).make_empty(main.shape, dtype=dtype, device="cpu")
     te_quantize([found], [main])
     return found
 

@@ -29,10 +29,10 @@ from megatron_fsdp_adapter.quantized import TransformerEngineParams, format_of
 from megatron_fsdp_adapter.quantized.weights import QuantizedWeight
 from tests.quantized.emulated import (
     RECIPES,
-    EmulatedQuantizer,
     emulated_parameter,
     field_of,
     make,
+    quantizer_of,
     whole_fields,
 )
 
@@ -112,7 +112,8 @@ def check(values: Sequence[torch.Tensor], recipe: str, shards: int) -> Shards:
     made.quantize()
     gathered = {plane.name: made.gathered(plane) for plane in made.format.planes}
     for index, value in enumerate(values):
-        expected = whole_fields(value, EmulatedQuantizer(recipe), torch.bfloat16)
+        quantizer = quantizer_of(recipe, scale=made.params[0][index]._quantizer.scale)
+        expected = whole_fields(value, quantizer, torch.bfloat16)
         for name, planes in gathered.items():
             shape = next(p for p in made.format.planes if p.name == name).shape(tuple(value.shape))
             whole = expected.pop(field_of(recipe, name))
@@ -201,7 +202,7 @@ def test_what_lies_whole_on_one_shard_is_said():
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48)])
 def test_a_weight_without_whole_blocks_is_refused_by_name(shape):
     module = nn.Module()
-    module.weight = nn.Parameter(make(shape, torch.bfloat16, EmulatedQuantizer("mxfp8"), {}))
+    module.weight = nn.Parameter(make(shape, torch.bfloat16, quantizer_of("mxfp8"), {}))
     with pytest.raises(ValueError, match="parameter weight in format mxfp8.*no whole blocks"):
         partition(module, {}, domain_of=lambda *_: "dense", format_of=format_of)
 

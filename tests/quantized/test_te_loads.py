@@ -3,7 +3,9 @@ bytes and scales are those of the loaded values, by TE's own function."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
+from megatron_fsdp_adapter.quantized.e4m3 import write_scales
 from tests.adapter.test_bridge_weights import standing_in
 from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import (
@@ -27,10 +31,11 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
+from tests.quantized.arithmetic import e4m3
 from tests.quantized.te_checks import same
 from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
-from tests.quantized.te_scaling import quantize_layers
-from tests.quantized.te_weights import KNOWS
+from tests.quantized.te_scaling import quantize_layers, scale_layers
+from tests.quantized.te_weights import KNOWS, gathered
 from tests.quantized.test_te_export import check_weights
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
@@ -135,6 +140,56 @@ def test_bytes_are_those_of_what_was_loaded_whatever_loads_it(folder: Path, stra
     run_te(folder, _loads, 2, strategy)
 
 
+def check_found_scales(trainer: Trainer, where: str) -> None:
+    """Each scale is 448 over the largest of its weight, rounded as the weight is; TE's too."""
+    mains = trainer.params()
+    for name, param in gathered(trainer.wrapper.engine):
+        rounded = mains[name].bfloat16().float()
+        scale, inverse = torch.empty(2, 1).unbind()
+        write_scales(rounded.abs().max().view(1), scale, inverse)
+        assert scale > 100
+        same(param._quantizer.scale.view(1), scale, f"{where}, {name}, scale")
+        same(KNOWS.scales(param)[0].view(1), inverse, f"{where}, {name}, its inverse")
+        rows = KNOWS.fields(param)["rowwise"]
+        same(rows, e4m3(rounded * scale), f"{where}, {name}, bytes")
+
+
+def _without_state(rank: int, world: int, root: str) -> None:
+    device = init_megatron()
+    for strategy in ("no_shard", "optim_grads_params"):
+        trainer = build_trainer(CASE, strategy, device, scale_layers)
+        for number, (path, load) in enumerate(PATHS.items()):
+            wanted = others(trainer.params(), number)
+            load(trainer, wanted)
+            if path not in ("one layer", "in place"):
+                check_found_scales(trainer, path)
+        # A checkpoint of a run in bf16.
+        plain = build_trainer(CASE.but(seed=77), strategy, device)
+        train_step(plain, batches(CASE, 0, rank, device))
+        saved(plain, f"{root}/{strategy}")
+        with redirect_stdout(io.StringIO()) as told:
+            state = loaded(trainer, f"{root}/{strategy}")
+        assert not any(key.endswith(FP8_SCALING) for key in state["model"])
+        line = "no delayed scaling state for 8 FP8 weights"
+        assert told.getvalue().count(line) == (rank == 0)
+        check_mains(trainer, plain.params(), "a checkpoint in bf16")
+        check_found_scales(trainer, "a checkpoint in bf16")
+        # And back.
+        train_step(trainer, batches(CASE, 1, rank, device))
+        back = f"{root}/{strategy}, back"
+        saved(trainer, back)
+        loaded(plain, back)
+        check_mains(plain, trainer.params(), "back in bf16")
+        train_step(plain, batches(CASE, 2, rank, device))
+
+
+@pytest.mark.parametrize("folder", RELEASES)
+def test_what_says_nothing_of_delayed_scales_has_them_set_from_its_values(
+    folder: Path, tmp_path: Path
+) -> None:
+    run_te(folder, _without_state, 2, str(tmp_path))
+
+
 OF_WRAPPER = {
     "_fsdp_engine", "_is_param", "_mcore_tp", "_tensor_parallel_mode", "_tp_duplicated",
     "_tp_partition_dim",
@@ -150,7 +205,7 @@ def _left_alone(rank: int, world: int, root: str) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(1 + rank)
-        quantize_layers(model, "current")
+        quantize_layers(model, "delayed")
         model.module.decoder.layers[1].requires_grad_(False)
         for param in model.parameters():
             param.small_lr = param._mine = True
@@ -208,7 +263,7 @@ def _before_wrapping(rank: int, world: int) -> None:
     wanted: Weights = {}
 
     def written(model: Any) -> None:
-        quantize_layers(model, "current")
+        scale_layers(model)
         wanted.update(others(dict(model.module.named_parameters()), 5))
         with torch.no_grad():
             for name, param in model.module.named_parameters():
@@ -218,7 +273,7 @@ def _before_wrapping(rank: int, world: int) -> None:
         build_trainer(CASE, "optim", device, written)
 
     def loaded(model: Any) -> None:
-        quantize_layers(model, "current")
+        scale_layers(model)
         params = dict(model.module.named_parameters())
         wanted.update({n: v.bfloat16() for n, v in others(params, 5).items()})
         with standing_in() as module:

@@ -28,7 +28,7 @@ from tests.quantized.te_weights import KNOWS, NASTY, RECIPES, te_params, te_quan
 SHAPE = (128, 256)
 FIELDS = KINDS["MXFP8Tensor"].planes
 METHODS = {
-    "current": "Float8CurrentScaling", "delayed": "DelayedScaling",  # the last is refused
+    "current": "Float8CurrentScaling", "delayed": "DelayedScaling",
     "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
 }  # fmt: skip
 
@@ -49,7 +49,7 @@ def alone() -> Iterator[Any]:
 
 
 def make(recipe: str, shape: tuple[int, int] = SHAPE) -> Any:
-    param = nn.Parameter(te_params(recipe, [shape])[0])
+    param = nn.Parameter(te_params(recipe, [shape], torch.tensor([[300.0, 0.0]]))[0])
     for field in KNOWS.fields(param).values():
         field.copy_(torch.randint(0, 100, field.shape))
     return param
@@ -97,7 +97,7 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, re
     assert param.device.type == "cpu" and param.numel() == SHAPE[0] * SHAPE[1]
     assert tuple(param.size()) == SHAPE and param.size(1) == SHAPE[1] and param.dim() == 2
     assert format_of(managed(param)) is FORMATS[recipe]
-    field = "_data" if recipe == "current" else "_rowwise_data"
+    field = "_data" if recipe in ("current", "delayed") else "_rowwise_data"
     for read in (lambda: getattr(param, field), lambda: param.dequantize(), lambda: param + 1):
         with pytest.raises(RuntimeError, match="not gathered"):
             read()
@@ -106,10 +106,10 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, re
     assert type(param) is original and getattr(param, field) is not None
 
 
-@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 def test_what_te_derives_is_dropped_and_not_asked_for_in_forward(te: Path, recipe: str) -> None:
     param = make(recipe)
-    derived = "_transpose" if recipe == "current" else "_columnwise_data"
+    derived = "_transpose" if recipe in ("current", "delayed") else "_columnwise_data"
     assert getattr(param, derived) is not None
     KNOWS.drop_derived(param)
     assert getattr(param, derived) is None
@@ -157,9 +157,6 @@ REFUSED = {
     "is quantized to kFloat8E5M2.*must be kFloat8E4M3": (
         "mxfp8", "dtype", SimpleNamespace(name="kFloat8E5M2"),
     ),
-    "delayed scaling.*Use the recipe tensorwise": (
-        "current", "_quantizer", type("Float8Quantizer", (), {})(),
-    ),
     "order of GEMMs.*optimize_for_gemm": ("mxfp8", "_with_gemm_swizzled_scales", True),
 }  # fmt: skip
 """By message: a recipe, and what its quantizer, or a weight, is set to."""
@@ -172,12 +169,6 @@ def test_what_cannot_be_represented_is_an_early_error(te: Path, message: str) ->
     setattr(param if name.startswith("_") else param._quantizer, name, value)
     with pytest.raises(NotImplementedError, match=f"layer.weight.*{message}"):
         format_of(managed(param))
-
-
-def test_weights_that_delayed_scaling_will_quantize_are_refused(te: Path) -> None:
-    later = nn.Parameter(torch.empty(SHAPE, device="meta"))
-    with pytest.raises(NotImplementedError, match=r"quantized by DelayedScaling.*Use a recipe"):
-        format_of(managed(later, (owner("delayed", 1), "weight")))
 
 
 OPTIONS = {
@@ -249,7 +240,7 @@ def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path
 
 def test_columns_that_te_leaves_out_without_gradients_are_made(te: Path, alone: Any) -> None:
     value = (torch.randn(96, 160) * 0.02).bfloat16()
-    whole = te_params("mxfp8", [(96, 160)])[0]
+    whole = te_params("mxfp8", [(96, 160)], torch.zeros(1, 2))[0]
     te_quantize([whole], [value.float()])
     param = make("mxfp8", (96, 160))
     param._columnwise_data = param._columnwise_scale_inv = None
@@ -271,15 +262,19 @@ def test_a_quantizer_over_ranks_gives_what_te_gives_step_after_step(
 
 
 def test_weights_of_several_recipes_are_quantized_together(te: Path, alone: Any) -> None:
-    mains = [torch.randn(32, 64), torch.randn(48, 64)]
+    mains = [torch.randn(32, 64), torch.randn(16, 64), torch.randn(48, 64)]
+    recipes = ["current", "delayed", "current"]
+    slots = torch.tensor([[300.0, 0.0]])
     params, theirs = (
-        te_params("current", [(m.shape[0], m.shape[1]) for m in mains]) for _ in range(2)
-    )
-    params[1]._quantizer.force_pow_2_scales = theirs[1]._quantizer.force_pow_2_scales = True
+        [te_params(r, [tuple(m.shape)], slots.clone())[0]
+         for r, m in zip(recipes, mains, strict=True)]
+        for _ in range(2)
+    )  # fmt: skip
+    params[2]._quantizer.force_pow_2_scales = theirs[2]._quantizer.force_pow_2_scales = True
     whole = [[(0, main.numel()) for main in mains]]
     weights = weights_of("current", params, mains, whole[0])
     made = KNOWS.quantizers(weights)
-    assert [len(own) for _, own in made] == [1, 1]
+    assert [len(own) for _, own in made] == [1, 1, 1]
     for quantizer, _ in made:
         quantizer.bind(torch.zeros(quantizer.amax_numel))
         quantizer.begin()

@@ -484,6 +484,11 @@ class FsdpEngine:
         if self.quantization is not None and not self.switch.shows_unsharded:
             self.quantization.catch_up()
 
+    def will_quantize(self, trained: bool) -> bool:
+        """True if quantized weights, those that are trained or the others, are quantized again
+        before a forward reads them."""
+        return self.quantization is not None and self.quantization.is_pending(trained)
+
     @torch.no_grad()
     def sync_weights(self, wait: bool) -> None:
         """Makes weights current for the next forward: all of them now, or with overlap only the

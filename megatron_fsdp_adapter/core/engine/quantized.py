@@ -64,6 +64,9 @@ class QuantizedWeights(Protocol):
         """Main weights were written; with `loaded` also those of frozen parameters. needed: raw
         parameters are shown, as they are computed with."""
 
+    def is_pending(self, trained: bool) -> bool:
+        """True if something has changed that is not made up for."""
+
     def catch_up(self) -> None:
         """Quantizes what has changed. On the compute stream, behind all gathers of the old bytes;
         later gathers have to follow it. Collective."""

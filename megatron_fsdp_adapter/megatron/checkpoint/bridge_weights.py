@@ -31,6 +31,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.memory import MAIN, check_here
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
+from megatron_fsdp_adapter.quantized.scaling import scalings_of
 from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
 from megatron_fsdp_adapter.sharding.sharded_module import engines_behind
@@ -105,6 +106,8 @@ def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         original(*call.args, **call.kwargs)
     for engine in engines:
         engine.to_sharded()
+        for scaling in scalings_of(engine.pairs):
+            scaling.forget()
         engine.main_weights_changed(loaded=True)
     return models
 

@@ -45,15 +45,6 @@ _LOGITS = (
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _other_recipe("fp8", FP8_RECIPES),
     _other_recipe("fp4", FP4_RECIPES),
-    Rule(
-        "fp8_recipe",
-        lambda config: is_on(config, "fp8")
-        and (is_on(config, "fp8_param") or is_on(config, "fp8_param_gather"))
-        and (getattr(config, "fp8_recipe", None) or FP8_RECIPES[0]) == "delayed",
-        "FP8 weights with delayed scaling are not supported. Use 'tensorwise', 'blockwise' or "
-        "'mxfp8', or leave out fp8_param (--fp8-param-gather)",
-        "weights in FP8",
-    ),
     off("fp4_param", NO_FP4_WEIGHTS),
     Rule(
         "cuda_graph_impl",
