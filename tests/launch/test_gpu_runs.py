@@ -11,7 +11,7 @@ import pytest
 
 from tests.gpu import __main__ as gpu
 from tests.gpu import gpu_ranks, journal, shards
-from tests.gpu.shards import FAILED, HUNG, PASSED, SKIPPED, UNREACHED, Known, Shard
+from tests.gpu.shards import FAILED, HUNG, PASSED, SKIPPED, UNREACHED, Shard
 
 BEGUN: dict[str, Any] = {"begun": True}
 A, MEASURED = "test_gpu_a", "test_gpu_fp8_weights"
@@ -70,24 +70,6 @@ def test_what_is_noted_of_a_file_is_where_the_next_call_goes_on(name: str) -> No
         assert known.items() <= found.items()
         assert not (counts or {}).get(HUNG) or not shards.is_clean([shard])
     assert not shards.is_clean([Shard("test_gpu_b")])
-
-
-def test_quick_files_are_first_and_share_the_device_as_far_as_it_goes() -> None:
-    quick, slow = Shard("test_gpu_fp8_weights"), Shard("test_gpu_slots")
-    alone, over = Shard("test_gpu_estimate"), Shard("test_gpu_wgrad", {"x": Known(PASSED)}, True)
-    left = shards.in_order([alone, slow, over, quick])
-    assert left == [quick, slow, alone]
-    assert shards.next_of(left, [], 4, 130) is quick
-    assert shards.next_of([slow, alone], [quick], 4, 130) is slow
-    assert shards.next_of([slow, alone], [quick], 4, 70) is None
-    assert shards.next_of([alone], [quick], 4, 130) is None
-    assert shards.next_of([alone], [], 4, 130) is alone
-    assert shards.next_of([quick], [alone], 4, 130) is None
-    assert shards.next_of([slow], [quick], 1, 130) is None
-
-
-def test_every_name_of_a_table_is_a_file() -> None:
-    assert {*shards.MEMORY, *shards.SECONDS, *shards.LIMITS} <= shards.all_shards().keys()
 
 
 TESTS = """

@@ -1,5 +1,5 @@
-"""No process outlives a run of tests: not one of a rank, nor what that has started, however the run
-ends; and a run that leaves one behind fails."""
+"""No process outlives a run of tests, however the run ends; and a run that leaves one behind
+fails."""
 
 from __future__ import annotations
 
@@ -16,26 +16,6 @@ import pytest
 from tests import strays
 
 ROOT = Path(__file__).resolve().parents[2]
-
-RUNS_RANKS = """
-import multiprocessing, pathlib, subprocess, time
-from unittest import mock
-from tests import ranks
-
-HERE = pathlib.Path(__file__).parent
-
-def work(rank, world, ends):
-    child = subprocess.Popen(["sleep", "600"])
-    manager = multiprocessing.get_context("spawn").Manager()  # as megatron-core's saves have one
-    assert manager.list([rank])[0] == rank
-    (HERE / f"rank{rank}").write_text(str(child.pid))
-    time.sleep(0 if ends else 600)
-
-def test_ranks():
-    context = multiprocessing.get_context("METHOD")
-    with mock.patch.object(ranks, "_context", lambda backend: context):
-        ranks.run_ranks(work, 2, ENDS)
-"""
 
 
 def begun(
@@ -59,19 +39,6 @@ def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
     while not what():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.05)
-
-
-def test_ranks_of_a_run_that_is_killed_end_with_all_they_started(tmp_path: Path) -> None:
-    text = RUNS_RANKS.replace("METHOD", "forkserver").replace("ENDS", "False")
-    process, mark = begun(tmp_path, text)
-    try:
-        wait_for(lambda: all((tmp_path / f"rank{r}").exists() for r in range(2)))
-        assert len(strays.marked(mark)) >= 7, "the run, two ranks, and two processes of each"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        wait_for(lambda: not strays.marked(mark), 10.0)
-    finally:
-        strays.end_all(mark)
 
 
 ORPHAN = """
@@ -111,18 +78,6 @@ def test_orphans_of_a_run_that_is_ended_in_a_test_end_with_it(tmp_path: Path, en
         strays.end_all(mark)
 
 
-def test_what_ranks_have_started_ends_with_them(tmp_path: Path) -> None:
-    """A rank is ended as soon as it has answered, before it could end its own processes."""
-    text = RUNS_RANKS.replace("METHOD", "forkserver").replace("ENDS", "True")
-    process, mark = begun(tmp_path, text)
-    try:
-        output = process.communicate(timeout=120)[0]
-        assert process.returncode == 0, output
-        wait_for(lambda: not strays.marked(mark), 10.0)
-    finally:
-        strays.end_all(mark)
-
-
 LEAVES = """
 import os, subprocess, sys
 def test_it_passes():
@@ -148,25 +103,3 @@ def test_a_run_that_leaves_processes_behind_fails_and_names_them(
     process, _ = begun(tmp_path, "def test_it_passes(): pass\n", conftest, *options)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and "outlive" not in output, output
-
-
-def test_processes_of_another_run_are_not_ours() -> None:
-    mark, value = strays.new_mark()
-    other, of_other = strays.new_mark()
-    both = f"{of_other} {mark}"
-    processes = [
-        subprocess.Popen(["sleep", "60"], env={**os.environ, strays.VARIABLE: one})
-        for one in (value, of_other, both)
-    ]
-    try:
-        ours, theirs, nested = (process.pid for process in processes)
-        assert strays.marked(mark).keys() == {ours, nested}
-        assert strays.marked(other).keys() == {theirs, nested}
-        assert {ours, theirs, nested} <= strays.descendants().keys()
-        strays.end_all(mark)
-        assert processes[1].poll() is None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert not strays.left_behind(other, 0.0, lambda pid, words: "sleep" not in words)

@@ -13,10 +13,8 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -29,7 +27,6 @@ from lib.bench_trace import budget, budget_text, read_events  # noqa: E402
 from lib.bench_wrappers import row_options  # noqa: E402
 from lib.check import Machine  # noqa: E402
 
-from megatron_fsdp_adapter.megatron.options.cuda_graphs import captures_iteration  # noqa: E402
 from megatron_fsdp_adapter.megatron.options.rules import Joined, problems  # noqa: E402
 from megatron_fsdp_adapter.megatron.options.support import MODEL_CONFIG_RULES  # noqa: E402
 from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES  # noqa: E402
@@ -62,14 +59,6 @@ def table_of(results: list[Result], *arguments: str) -> list[dict]:
 
 
 # Options
-
-
-def test_a_kind_stands_for_its_strategies() -> None:
-    names = [subject.name for subject in parse_subjects("floor, ours,ours:optim,bundled")]
-    assert names == [
-        "floor", "ours:no_shard", "ours:optim", "ours:optim_grads", "ours:optim_grads_params",
-        "bundled:optim_grads_params",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -134,11 +123,6 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 # Numbers
-
-
-def test_spread() -> None:
-    assert bench_report.spread([4.0, 1.0, 3.0, 2.0, 100.0]) == (1.0, 2.0, 3.0, 4.0, 100.0)
-    assert bench_report.spread([2.0])[3] == 2.0
 
 
 SLOW = [2.0, 20.0, 2.0]
@@ -213,20 +197,6 @@ def test_a_wrapper_that_trains_differently_is_marked(steps: list, flag: bool) ->
     assert ("DIFFERS" in bench_report.table_text(table)) is flag
 
 
-def test_the_floor_is_compared_at_the_first_step() -> None:
-    floor = result(FLOOR, [1.0], [1.0], steps=[(3.0, None), (3.0, None)])
-    apart = bench_report.deviation(floor, result(DDP, [1.0], [1.0]))
-    assert apart == (0.0, None)
-
-
-def test_a_wrapper_that_cannot_run_has_its_reason_in_the_table() -> None:
-    failed = Result(Subject("bundled", "optim"), error="ValueError: no PREMUL_SUM")
-    table = table_of([result(DDP, [1.0], [1.0]), failed])
-    text = bench_report.table_text(table)
-    assert "bundled:optim: not measured: ValueError: no PREMUL_SUM" in text
-    assert "ddp" in text
-
-
 def event(name: str, start_ms: float, end_ms: float, cat: str = "kernel") -> dict:
     return {"cat": cat, "name": name, "ts": start_ms * 1e3, "dur": (end_ms - start_ms) * 1e3}
 
@@ -252,11 +222,6 @@ def test_time_budget_of_a_trace(tmp_path: Path) -> None:
     traced = result(OURS, [1.0], [1.0], trace=found)
     text = bench_report.table_text(table_of([traced]))
     assert budget_text("ours:optim", found) in text and "idle 1.00 ms" in text
-
-
-def test_a_trace_without_gpu_events() -> None:
-    with pytest.raises(ValueError, match="no event of a GPU"):
-        budget([event("aten::mm", 0, 50, "cpu_op")])
 
 
 # Options of a row
@@ -292,26 +257,6 @@ def test_the_configs_of_a_row_have_no_problem(kind: str, monkeypatch: pytest.Mon
             wrong = problems(Joined(ddp, config), (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES))
             assert bool(wrong) is (precision == "@fp8w_delayed"), wrong  # a row of DDP and floor
             assert ddp.data_parallel_sharding_strategy == subject.strategy
-
-
-def test_a_name_without_a_precision_follows_the_options() -> None:
-    common = given(
-        "--bf16", "--fp8-format=hybrid", "--fp8-recipe=tensorwise", "--fp8-param-gather",
-        "--fp8-amax-history-len=16", "--fp8-amax-compute-algo=max", machine=GPU,
-    ).options  # fmt: skip
-    config = model.transformer_config(row_options(DDP, common, GPU))
-    assert (config.fp8_recipe, config.fp8_param) == ("tensorwise", True)
-    assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (16, "max")
-
-
-def test_a_captured_row_asks_for_a_graph_of_the_whole_iteration() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    assert not captures_iteration(config)
-    bench_wrappers.ask_for_one_graph(config)
-    assert captures_iteration(config)
-    newer = SimpleNamespace(cuda_graph_impl="none", cuda_graph_modules=[])
-    bench_wrappers.ask_for_one_graph(newer)
-    assert newer.cuda_graph_impl == "full_iteration"
 
 
 @pytest.mark.parametrize(
@@ -410,15 +355,6 @@ def test_no_row_is_begun_when_the_time_is_over(
     assert "ddp: not measured: not begun: --time-limit is over" in capsys.readouterr().out
 
 
-def test_nothing_of_a_row_is_left_when_it_ends(tmp_path: Path) -> None:
-    """Nor are processes that its processes started."""
-    script = "import os, subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); " \
-        "import time; time.sleep(60)"  # fmt: skip
-    log = tmp_path / "log"
-    assert "not done" in str(ranks.run_ranks([sys.executable, "-I", "-c", script], 1, 2, log))
-    assert _ends(int(log.read_text()))
-
-
 def test_a_row_ends_with_the_script_that_began_it(tmp_path: Path) -> None:
     """What stops the script kills it, and its session, but not those of its rows."""
     log = tmp_path / "log"
@@ -447,12 +383,6 @@ def _ends(process: int) -> bool:
         time.sleep(0.05)
     os.kill(process, 9)
     return False
-
-
-def test_a_result_survives_its_json() -> None:
-    found = result(Subject("ours", "optim", "fp8w_delayed"), [0.1], [0.2], trace={"idle": 3.0})
-    row = table_of([found])[0]
-    assert bench_report.from_plain(json.loads(json.dumps(row))) == found
 
 
 # Runs

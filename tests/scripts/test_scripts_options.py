@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 from lib.check import RULES, Machine, problems, resolve, validated
-from lib.options import Options, flag, form_of, make_parser, parse
+from lib.options import Options, parse
 from script_runs import ROOT, run_script
-
-from megatron_fsdp_adapter.core.config import STRATEGIES
 
 CPU = Machine(world_size=2, cuda=False, transformer_engine=False)
 GPU = Machine(world_size=2, cuda=True, transformer_engine=True)
@@ -198,23 +196,6 @@ def test_presets_parse_and_break_no_rule(path: Path) -> None:
     for more in ([], ["--use-megatron-fsdp"]):
         options, _ = validated(parse([f"--config={path}", "--mock-data", *more]), machine)
         assert options.use_megatron_fsdp is bool(more)
-
-
-def test_types_choices_and_defaults_are_those_of_megatrons_configs() -> None:
-    own = {item.name: item for item in dataclasses.fields(Options)}
-    assert (own["adam_beta2"].default, own["moe_router_topk"].default) == (0.999, 2)
-    assert form_of(own["kv_channels"].type) == (int, None, False)
-    assert form_of(own["recompute_granularity"].type) == (str, ("full", "selective"), False)
-    assert form_of(own["data_parallel_sharding_strategy"].type)[1] == tuple(STRATEGIES)
-    assert "top-k" in own["moe_router_topk"].metadata["help"].lower() or "experts" in (
-        own["moe_router_topk"].metadata["help"]
-    )
-
-
-def test_every_option_is_a_flag_with_help() -> None:
-    text = make_parser().format_help()
-    for item in dataclasses.fields(Options):
-        assert flag(item.name) in text and item.metadata["help"]
 
 
 def test_script_ends_with_one_message_before_any_process_group() -> None:

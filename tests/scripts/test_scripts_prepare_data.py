@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import prepare_data
 import pytest
 from lib.check import Machine, validated
-from lib.data import SampleOrder, build_datasets, padded_vocab_size, vocabulary
+from lib.data import SampleOrder, build_datasets
 from lib.options import parse
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -58,15 +57,6 @@ def test_bytes_in_are_bytes_out(folder: Path, tmp_path: Path) -> None:
     assert not [path for path in prefix.parent.iterdir() if "unfinished" in path.name]
 
 
-def test_size_cap_and_order(folder: Path, tmp_path: Path) -> None:
-    corpus = Namespace(input=folder, pattern="*.txt", max_bytes=500)
-    taken = list(prepare_data.documents_of(corpus))
-    corpus.max_bytes = None
-    everything = list(prepare_data.documents_of(corpus))
-    assert 0 < len(taken) < len(everything) == 20
-    assert taken == everything[: len(taken)] and sum(map(len, taken)) <= 500
-
-
 def test_new_data_makes_an_old_sample_index_void(folder: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "d"
     arguments = ("--input", folder, "--output-prefix", prefix, "--valid-share", 0.3)
@@ -76,24 +66,6 @@ def test_new_data_makes_an_old_sample_index_void(folder: Path, tmp_path: Path) -
     stale.touch()
     assert _run(*arguments) == 0
     assert not stale.exists()
-
-
-def test_crash_leaves_earlier_data(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = tmp_path / "d"
-    arguments = ("--input", folder, "--output-prefix", prefix, "--valid-share", 0.3)
-    assert _run(*arguments) == 0
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("d_*.*")}
-    assert len(before) == 4
-
-    def split_then_crash(number: int, valid_share: float) -> str:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(prepare_data, "split_of", split_then_crash)
-    with pytest.raises(OSError, match="disk full"):
-        _run(*arguments)
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("d_*.*")} == before
 
 
 @pytest.mark.parametrize(
@@ -125,18 +97,6 @@ def test_standard_library_is_the_default(corpus: Path) -> None:
     first = _documents(corpus, "train")[0]
     source = Path(os.__file__).parent
     assert bytes(first[:-1].astype(np.uint8)) == sorted(source.rglob("*.py"))[0].read_bytes()
-
-
-def test_vocabulary() -> None:
-    common = ["--num-layers=1", "--hidden-size=8", "--num-attention-heads=1", "--seq-length=8",
-              "--micro-batch-size=1", "--train-iters=1", "--lr=1", "--mock-data"]  # fmt: skip
-    machine = Machine(1, False, False)
-    options, _ = validated(parse(common), machine)
-    words = vocabulary(options)
-    assert (words.vocab_size, words.eod, padded_vocab_size(options)) == (257, 256, 384)
-    null = ["--tokenizer-type=NullTokenizer", "--vocab-size=1000"]
-    options, _ = validated(parse([*common, *null, "--make-vocab-size-divisible-by=64"]), machine)
-    assert (vocabulary(options).eod, padded_vocab_size(options)) == (1000, 1024)
 
 
 def _order(consumed: int, rank: int, ranks: int, count: int, length: int = 100) -> list[list[int]]:

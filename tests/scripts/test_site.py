@@ -1,4 +1,4 @@
-"""The site of mkdocs.yml is built without a warning; its hooks; what its pages have."""
+"""The site of mkdocs.yml is built without a warning; what its pages have."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from lib import pages
 
 import megatron_fsdp_adapter
 from megatron_fsdp_adapter import checkpoint
@@ -38,20 +36,3 @@ def test_every_public_name_is_in_the_reference() -> None:
         *(f"checkpoint.{name}" for name in checkpoint.__all__),
     }
     assert public <= named
-
-
-def test_a_page_gets_titles_and_tabs() -> None:
-    text = (
-        "[a.md](a.md#b) [here](a.md) [`s`](../s.sh)\n<!-- tabs -->\n### One\n"
-        "```bash gpu slow\nx\n```\n### Two\ntwo\n<!-- end of tabs -->\n```python\n```\n"
-    )
-    page, nav = SimpleNamespace(is_homepage=True, meta={}), [{"B": [{"The a": "a.md"}]}]
-    made = pages.on_page_markdown(text, page, {"nav": nav})
-    assert made == (
-        '[The a](a.md#b) [here](a.md) `s`\n=== "One"\n    ```bash title="on GPUs"\n    x\n    ```\n'
-        '=== "Two"\n    two\n\n```python\n```\n'
-    )
-    assert page.meta == {"hide": ["navigation", "toc"]}
-    cells = "<code>a_b</code><td><code>a/b_c::d</code> e_f</td>"
-    broken = "<code>a_b</code><td><code>a/<wbr>b_<wbr>c::<wbr>d</code> e_f</td>"
-    assert pages.on_post_page(cells) == broken
