@@ -1,7 +1,7 @@
 """Checks the installation, this machine and a configuration.
 
 Without --prove it starts no training. Under a launcher, on one node or several, the ranks compare
-what they see, measure their collectives, and the first one prints.
+what they see, and the first one prints.
 
     doctor                                              versions, machine, environment, bindings
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...              and this command line
@@ -19,11 +19,12 @@ import argparse
 import contextlib
 import importlib.metadata
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_fsdp_adapter.cli import machine, nodes, prove
 from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
@@ -116,28 +117,23 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
 def examine_together(given: argparse.Namespace) -> dict[str, Any]:
     """The first rank's report with a comparison of all, on every rank. Raises ValueError with bad
     input of any rank. Collective."""
-    with nodes.joined() as world:
+    with nodes.joined():
         try:
             own: dict[str, Any] | str = examine(given)
         except (ValueError, OSError) as error:
             own = str(error)
-        mine = own, nodes.node(), nodes.variables(os.environ)
-        every = world.all_objects(mine).values()
-        wrong = next((found for found, _, _ in every if isinstance(found, str)), None)
-        if wrong is not None:
-            raise ValueError(wrong)
-        reports, places, variables = zip(*every, strict=True)
-        differ = nodes.differences([nodes.facts(found) for found in reports], places)
-        report = {**reports[0], "ranks": {
-            "nodes": places, "differ": differ,
-            "variables differ": nodes.differences(variables, places),
-            "GB/s": "not measured, because the ranks differ",
-        }}  # fmt: skip
-        if not differ:
-            print(f"doctor: {len(places)} ranks have met, and measure their collectives on "
-                  f"{world.device.type}", file=sys.stderr, flush=True)  # fmt: skip
-            report["ranks"]["GB/s"] = nodes.bandwidths(places, world)
-        return {**report, "verdict": verdict(report)}
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (own, nodes.node(), nodes.variables(os.environ)))
+    wrong = next((found for found, _, _ in every if isinstance(found, str)), None)
+    if wrong is not None:
+        raise ValueError(wrong)
+    reports, places, variables = zip(*every, strict=True)
+    report = {**reports[0], "ranks": {
+        "nodes": places,
+        "differ": nodes.differences([nodes.facts(found) for found in reports], places),
+        "variables differ": nodes.differences(variables, places),
+    }}  # fmt: skip
+    return {**report, "verdict": verdict(report)}
 
 
 def problems(report: Mapping[str, Any]) -> list[str]:

@@ -228,16 +228,6 @@ def test_ranks_that_differ_are_named() -> None:
     assert doctor.problems({"bindings": {}, "ranks": {"differ": differ}}) == differ
 
 
-def test_groups_are_all_ranks_those_of_a_node_and_those_of_a_place() -> None:
-    assert nodes.groups_of(["a", "a", "b", "b"]) == {
-        "all ranks": [[0, 1, 2, 3]], "inside a node": [[0, 1], [2, 3]],
-        "between nodes": [[0, 2], [1, 3]],
-    }  # fmt: skip
-    assert nodes.groups_of(["a", "a"]) == {"all ranks": [[0, 1]]}
-    uneven = nodes.groups_of(["a", "b", "b"])
-    assert (uneven["inside a node"], uneven["between nodes"]) == ([[0], [1, 2]], [[0, 1], [2]])
-
-
 def test_ports_of_a_fast_network_are_listed(tmp_path: Path) -> None:
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
@@ -269,7 +259,3 @@ def test_ranks_of_two_nodes_are_examined_together(tmp_path: Path) -> None:
     assert len(set(found["nodes"])) == 2 and found["differ"] == []
     [line] = found["variables differ"]
     assert line.startswith("NCCL_IB_GID_INDEX: ") and " on 1 of 2 ranks, " in line
-    rows = {row["among"]: row for row in found["GB/s"]}
-    assert {*rows} == {"all ranks", "between nodes"}
-    for row in rows.values():
-        assert row["ranks"] == 2 and row["all_gather"] > 0 < row["reduce_scatter"]
