@@ -66,7 +66,7 @@ BUDGETS = {
     "launch": (268, 2),
     "megatron": (2_951, 31),
     "models": (391, 3),
-    "optim": (1_520, 16),
+    "optim": (1_503, 15),
     "plain": (951, 9),
     "planning": (1_140, 23),
     "prove": (710, 7),

@@ -53,7 +53,7 @@ def is_lions(spec: ParamSpec) -> bool:
 
 
 MOMENTS: Mapping[str, Moments] = {
-    "muon": (is_muons, 1), "adaptive_muon": (is_muons, 2), "lion": (is_lions, 1),
+    "muon": (is_muons, 1), "lion": (is_lions, 1),
 }  # fmt: skip
 """`optimizer` -> moments of the weights that Adam does not update."""
 

@@ -105,8 +105,8 @@ class Precision:
     def __post_init__(self) -> None:
         if self.moments is not None and self.offload:
             raise ValueError(
-                "optimizer='muon', 'adaptive_muon' or 'lion' with its state in host memory: only "
-                "the state of 'adam' can be offloaded. Leave one of the two out"
+                "optimizer='muon' or 'lion' with its state in host memory: only the state of "
+                "'adam' can be offloaded. Leave one of the two out"
             )
 
 

@@ -18,7 +18,7 @@ from megatron.core import optimizer as core_optimizer
 from ..optim.local_shards import UpdateRule
 from . import lion, muon
 from .inner_module import ours_among
-from .options.support import ADAPTIVE, EMERGING, LION, MUON
+from .options.support import EMERGING, LION, MUON
 
 Groups = Sequence[dict[str, Any]]
 """Parameter groups."""
@@ -30,12 +30,11 @@ _ASKED = "emerging_config"
 """Key in a config that core gets in place of another one: the other one."""
 
 
-KINDS: Mapping[str, Any] = {MUON: muon, ADAPTIVE: muon, LION: lion}
+KINDS: Mapping[str, Any] = {MUON: muon, LION: lion}
 """`optimizer` -> the module that defines how one is made of sharded weights: KIND: the mark of its
-parameter groups. problems: what an optimizer's config has against it. has: whether a weight is its,
-and not Adam's. make_groups: process groups for model chunks; collective, called on all ranks.
-rule_of: how parameter groups are updated, from model chunks, the config and the mark. table: what
-rank 0 prints, from model chunks and the config.
+parameter groups. has: whether a weight is its, and not Adam's. make_groups: process groups for
+model chunks; collective, called on all ranks. rule_of: how parameter groups are updated, from model
+chunks, the config and the mark. table: what rank 0 prints, from model chunks and the config.
 """
 
 

@@ -1,6 +1,6 @@
-"""`optimizer` `muon` and `adaptive_muon`: which weights are Muon's, and of which matrices they are
-made. How core is led to one optimizer for all of them is in `emerging.py`; its shards step the
-groups that are marked (`optim/muon/shards.py`).
+"""`optimizer` `muon`: which weights are Muon's, and of which matrices they are made. How core is
+led to one optimizer for all of them is in `emerging.py`; its shards step the groups that are marked
+(`optim/muon/shards.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..optim.muon.matrices import row_blocks
 from ..optim.muon.newton_schulz import EPS, coefficients_of
 from ..optim.muon.shards import MuonOptions, tensor_split
 from ..optim.muon.shards import muon as muon_rule
-from .options.support import ADAPTIVE, HALF, MUON, SCALES
+from .options.support import HALF, MUON, SCALES
 
 KIND = MUON
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
@@ -28,15 +28,6 @@ ROUTERS = ("Router",)
 """Classes, by name, whose weights are Adam's."""
 ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "shared_embedding")
 """Core's marks of weights that are Adam's: embeddings, their copies on other stages, output."""
-
-
-def problems(config: Any) -> list[str]:
-    """Problems of the installed core with Muon."""
-    has_it = config.optimizer != ADAPTIVE or hasattr(config, "adaptive_muon_moment2_method")
-    return [] if has_it else [
-        f"optimizer={ADAPTIVE!r}: not in this megatron-core. Use {MUON!r}, or a release from 0.18 "
-        "on"
-    ]
 
 
 # Which weights, and of which matrices they are made.
@@ -151,10 +142,6 @@ def _options(config: Any) -> MuonOptions:
         eps=EPS,
         scale=lambda rows, columns: factor * scale(rows, columns),
         dtype=torch.bfloat16 if config.muon_fp32_matmul_prec == HALF else torch.float32,
-        second=(
-            (config.adaptive_muon_beta2, config.adaptive_muon_eps)
-            if config.optimizer == ADAPTIVE else None
-        ),
     )
 
 

@@ -40,7 +40,7 @@ OF_RECIPES = {"ddp": DDP_CONFIG_RULES, "model": MODEL_CONFIG_RULES,
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VALUES = (
     True, False, "unknown", 2, 1, -1, 0, 32, 0.5, 10, "optim", "no_shard", ["router"], ["moe"],
-    "full", "delayed", "local", "muon", "adaptive_muon", "lion", "sgd", "full_iteration",
+    "full", "delayed", "local", "muon", "lion", "sgd", "full_iteration",
     "msc://bucket", 0.1, "auto",
 )  # fmt: skip
 """What options are tried with, the first that breaks a rule being taken."""
@@ -59,7 +59,7 @@ BESIDE: tuple[Mapping[str, Any], ...] = (
     {"data_parallel_sharding_strategy": "optim"}, {"data_parallel_sharding_strategy": "no_shard"},
     {"fp16": True}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
     {"chunked_optimizer_state_offload": True}, {"optimizer": "muon"},
-    {"optimizer": "adaptive_muon"}, {"async_save": True, "async_strategy": "mcore"},
+    {"async_save": True, "async_strategy": "mcore"},
 )  # fmt: skip
 """What else may have to be set."""
 

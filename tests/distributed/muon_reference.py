@@ -76,8 +76,7 @@ def is_muons(name: str, param: torch.Tensor) -> bool:
 @dataclass
 class Reference:
     """State by name. config: fields of the model's config; dtype: matrices are rounded to it;
-    scale: of rows and columns; second: beta and eps of adaptive Muon, whose v each matrix of a
-    weight has; coefficients: of each step; splits_qkv: into three matrices.
+    scale: of rows and columns; coefficients: of each step; splits_qkv: into three matrices.
 
     gains: by name, the steepest slope of the steps' polynomials over the norm of what they made of
     a matrix whose norm was 1: how many times an error of the gradient, relative to it, may be in
@@ -92,7 +91,6 @@ class Reference:
     momentum: float = 0.95
     nesterov: bool = False
     scale: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(rows, columns))
-    second: tuple[float, float] | None = None
     coefficients: Coefficients = QUINTIC
     splits_qkv: bool = True
     orthogonalize: Callable[[torch.Tensor, Coefficients], torch.Tensor] = orthogonal
@@ -122,9 +120,9 @@ class Reference:
         update = grad.lerp(buffer, self.momentum) if self.nesterov else buffer
         weight = whole(param, name, weight) * (1 - self.lr * self.decay)
         parts = (self.parts_of(name, value) for value in (weight, whole(param, name, update)))
-        for number, (target, part) in enumerate(zip(*parts, strict=True)):
+        for target, part in zip(*parts, strict=True):
             matrix = part.reshape(-1, weight.shape[1])
-            found = self._direction(name, number, matrix).view(part.shape)
+            found = self._direction(name, matrix).view(part.shape)
             target.add_(found, alpha=-self.lr * self.scale(*matrix.shape))
         return own_part(param, name, weight)
 
@@ -148,16 +146,10 @@ class Reference:
             return [rows // 2] * 2
         return [rows]
 
-    def _direction(self, name: str, number: int, matrix: torch.Tensor) -> torch.Tensor:
+    def _direction(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         found = self.orthogonalize(matrix.to(self.dtype), self.coefficients)
         slope, norm = math.prod(a for a, _, _ in self.coefficients), float(found.norm())
         gain = slope / norm if norm else 0.0  # without a gradient there is no update
-        if self.second is not None:
-            v = self.state.setdefault(f"{name} v {number}", torch.zeros_like(found))
-            v.mul_(self.second[0]).add_(found**2, alpha=1 - self.second[0])
-            found = found / (v**0.5 + self.second[1])
-            # v follows the update as well.
-            gain *= 2 * (1 + float(v.max()) ** 0.5 / self.second[1])
         self.gains[name] = max(gain, self.gains.get(name, 0.0))
         return found
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
@@ -45,15 +44,11 @@ from tests.distributed.topologies import (
 LR, DECAY = 1e-2, 0.1
 FP32 = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
 BF16 = {"optimizer": "muon"}
-SECOND = {"adaptive_muon_beta2": 0.9, "adaptive_muon_eps": 0.05}
-"""With an eps of the size of an entry, so that the sign of one near zero is not all that counts."""
-ADAPTIVE = {"optimizer": "adaptive_muon", "muon_fp32_matmul_prec": "highest", **SECOND}
-HAS_ADAPTIVE = hasattr(OptimizerConfig, "adaptive_muon_beta2")
 UNCLIPPED = 1e9
 """A norm that no gradient has: it is computed, and nothing is clipped."""
 ROUNDING = 2e-3
 """Of the largest that an entry of an update can be, where clipping multiplies by a norm, which is
-rounded in another way, or a second moment divides."""
+rounded in another way."""
 
 
 def by_package(matrix: torch.Tensor, coefficients: Any) -> torch.Tensor:
@@ -77,7 +72,7 @@ class Cell:
 
     @property
     def is_exact(self) -> bool:
-        return self.clip == UNCLIPPED and self.options["optimizer"] == "muon"
+        return self.clip == UNCLIPPED
 
 
 def check(rank: int, world: int, cells: Iterable[Cell], steps: int) -> None:
@@ -108,7 +103,6 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
     reference = Reference(
         config, LR, DECAY, case.adam_eps, cell.clip, cell.dtype, orthogonalize=by_package,
         coefficients=coefficients_of("quintic", 5),
-        second=tuple(SECOND.values()) if cell.options["optimizer"] != "muon" else None,  # type: ignore
     )  # fmt: skip
     params = {name: pair.unsharded for name, pair in names.values()}
     wanted = {name: own(param, name, 0) for name, param in params.items()}
@@ -209,16 +203,6 @@ def test_two_ranks_of_data_tensors_experts_and_stages_step_bit_for_bit_alike(
 ) -> None:
     """Clipped, but for rounding."""
     check(rank, world, TWO_RANKS, 2)
-
-
-@pytest.mark.skipif(not HAS_ADAPTIVE, reason="this core has no adaptive_muon_beta2")
-@on_ranks(2, seconds=400)
-def test_adaptive_muon_keeps_its_second_moment_in_rows(rank: int, world: int) -> None:
-    cells = (
-        Cell(DP, ("no_shard", "optim_grads_params"), options=ADAPTIVE),
-        Cell(TOPOLOGIES["tp2"], ("optim",), options=ADAPTIVE),
-    )
-    check(rank, world, cells, 5)
 
 
 NAMES = {

@@ -92,7 +92,6 @@ MODELS = {
     "lion experts-ep2": Model(f"{MOE} {EP2} {LION}", stock=LION_STOCK),
     "lion pp2-dp2": Model(f"{PP2} {LION}", world=4, stock=LION_STOCK),
     "muon": Model("--optimizer muon --swiglu"),
-    "adaptive_muon": Model("--optimizer adaptive_muon --swiglu"),
     "llama": Model(LLAMA),
     "llama, experts": Model(f"{LLAMA} {MOE}"),
     "four layers": Model(FOUR_LAYERS),
@@ -126,7 +125,7 @@ LIKE_DDP = [
 RESUMES = {
     "dense": "FullyShardedDataParallel", "swiglu": "FullyShardedDataParallel",
     "experts": "FullyShardedDataParallel", "hybrid experts-ep2": "FullyShardedDataParallel",
-    "muon": "mlp.linear_fc1.weight", "adaptive_muon": "mlp.linear_fc1.weight",
+    "muon": "mlp.linear_fc1.weight",
     "lion": "Lion, as in megatron-core with adam_beta1 0.9",
 }  # fmt: skip
 """Models whose runs are saved and resumed, and what the log has to say of each."""

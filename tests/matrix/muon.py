@@ -12,57 +12,36 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig
 
 from tests.distributed.gather_full import main_piece, optimizers_of, pieces_of, put_together
 from tests.distributed.muon_reference import QUINTIC, Reference, is_muons
 from tests.distributed.topologies import TopologyTrainer
 
-from .table import MUONS, Cell
+from .table import Cell
 
 FACTOR = 0.2
 """On updates, which then have the size of Adam's."""
-SECOND = (0.9, 0.05)
-"""Beta and eps of adaptive Muon; an eps of the size of an entry, by which the factor is less."""
-
-
-def _is_adaptive(cell: Cell) -> bool:
-    return cell["optimizer"] == "adaptive_muon" and hasattr(
-        OptimizerConfig, "adaptive_muon_beta2"
-    )
-
-
-def _factor(cell: Cell) -> float:
-    return FACTOR * SECOND[1] if _is_adaptive(cell) else FACTOR
-
-
 def muon_options(cell: Cell) -> dict[str, Any]:
     """Of the optimizer config; none for Adam."""
-    if cell["optimizer"] not in MUONS:
+    if cell["optimizer"] != "muon":
         return {}
-    options = {
-        "optimizer": "muon", "muon_num_ns_steps": 1, "muon_extra_scale_factor": _factor(cell),
+    return {
+        "optimizer": "muon", "muon_num_ns_steps": 1, "muon_extra_scale_factor": FACTOR,
         "muon_fp32_matmul_prec": "highest" if cell["precision"] == "fp32" else "medium",
     }  # fmt: skip
-    if _is_adaptive(cell):
-        beta, eps = SECOND
-        options |= {
-            "optimizer": "adaptive_muon", "adaptive_muon_beta2": beta, "adaptive_muon_eps": eps,
-        }  # fmt: skip
-    return options
 
 
 def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mapping[str, float]:
     """Makes Muon's steps in the reference, if the cell has any; `is_split`: main weights are the
     distributed optimizer's. What is returned is filled in by the steps: by name, how many times an
     error of the gradient, relative to it, may be in the update."""
-    if cell["optimizer"] not in MUONS:
+    if cell["optimizer"] != "muon":
         return {}
-    case, factor = trainer.case, _factor(cell)
+    case = trainer.case
     reference = Reference(
         trainer.chunks[0].config, case.lr, case.weight_decay, case.adam_eps, case.clip,
-        scale=lambda rows, columns: factor * max(rows, columns) ** 0.5,
-        second=SECOND if _is_adaptive(cell) else None, coefficients=QUINTIC[:1],
+        scale=lambda rows, columns: FACTOR * max(rows, columns) ** 0.5,
+        coefficients=QUINTIC[:1],
     )  # fmt: skip
     first = next(o.optimizer for o in optimizers_of(trainer.optimizer) if o.optimizer is not None)
     # By then core has clipped the gradients of all chained optimizers.

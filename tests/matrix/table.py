@@ -52,7 +52,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "joined": ("default", "pairs"),
     "ep_overlap": ("off", "on"),
     "offload": ("none", "activations", "streamed"),
-    "optimizer": ("adam", "muon", "adaptive_muon"),
+    "optimizer": ("adam", "muon"),
 }
 
 MEANING: Mapping[str, str] = {
@@ -91,8 +91,7 @@ MEANING: Mapping[str, str] = {
     "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
     "offload": "nothing; saved tensors, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`",
-    "optimizer": "`optimizer`. megatron-core before 0.18 lacks `adaptive_muon`: these cells use "
-    "`muon`",
+    "optimizer": "`optimizer`",
 }
 
 _UNSPLIT: Cell = {
@@ -111,7 +110,6 @@ chosen; `gpu`, which begins with its cells, has the model-parallel axes too, whi
 shard over."""
 
 WITH_EXPERTS = ("moe", "te_grouped")
-MUONS = ("muon", "adaptive_muon")
 
 
 def uses_te(target: Value, layers: Value) -> bool:
@@ -288,11 +286,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "refused: Muon in fp16", "megatron-core does not support it either",
-        lambda optimizer, precision: optimizer in MUONS and precision == "fp16",
+        lambda optimizer, precision: optimizer == "muon" and precision == "fp16",
     ),
     Rule(
         "refused: offload of Muon", "only Adam's state is streamed",
-        lambda optimizer, offload: optimizer in MUONS and offload == "streamed",
+        lambda optimizer, offload: optimizer == "muon" and offload == "streamed",
     ),
     # What has no meaning.
     Rule(

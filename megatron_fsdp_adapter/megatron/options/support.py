@@ -237,15 +237,12 @@ def streams_all(config: Any) -> bool:
     )
 
 
-LION, MUON, ADAPTIVE = "lion", "muon", "adaptive_muon"
-EMERGING = (LION, MUON, ADAPTIVE)
+LION, MUON = "lion", "muon"
+EMERGING = (LION, MUON)
 """Supported ones of core's emerging optimizers; their updates are computed here. Others need whole
 matrices too, some with state of another shape (SOAP)."""
 OPTIMIZERS = ("adam", "sgd", *EMERGING)
 
-METHOD = "adamuon"
-"""The value of `adaptive_muon_moment2_method` with an elementwise second moment. The others need
-means over rows, columns or the whole of a sharded matrix."""
 HALF = "medium"
 """The value of `muon_fp32_matmul_prec` for 16-bit GEMMs."""
 SCALES: Mapping[str, Callable[[int, int], float]] = {
@@ -255,7 +252,6 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 }
 """`muon_scale_mode` -> factor on an update, as in NVIDIA's emerging_optimizers."""
 MUON_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "adaptive_muon_moment2_method": (METHOD,),
     "muon_coefficient_type": tuple(COEFFICIENTS),
     "muon_scale_mode": tuple(SCALES),
     "muon_fp32_matmul_prec": (HALF, "high", "highest"),
@@ -264,18 +260,16 @@ MUON_CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 def _one_of(name: str, known: tuple[str, ...]) -> Rule:
-    """A rule: an option of Muon must have one of these values or be missing. Options of adaptive
-    Muon are checked only for it."""
+    """A rule: an option of Muon must have one of these values or be missing."""
     return Rule(
         name,
-        lambda config: getattr(config, name, known[0]) not in known
-        and (config.optimizer == ADAPTIVE or not name.startswith(ADAPTIVE)),
+        lambda config: getattr(config, name, known[0]) not in known,
         f"sharded weights support {list(known)}. Use one of them",
     )
 
 
 MUON_RULES: tuple[Rule, ...] = within(
-    lambda config: config.optimizer in (MUON, ADAPTIVE), "optimizer={0.optimizer!r}",
+    lambda config: config.optimizer == MUON, "optimizer={0.optimizer!r}",
     *(_one_of(name, known) for name, known in MUON_CHOICES.items()),
     Rule(
         "muon_num_ns_steps",

@@ -86,8 +86,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         "optimizer",
         lambda args: args.optimizer in EMERGING
         and not hasattr(args, MAKES_EMERGING),
-        "this Megatron-LM creates Muon by a function that needs full matrices, and has no adaptive "
-        "Muon or Lion. Use 'adam', or a release from 0.18 on",
+        "this Megatron-LM creates Muon by a function that needs full matrices, and has no Lion. "
+        "Use 'adam', or a release from 0.18 on",
     ),
     off(
         "use_torch_fsdp2",

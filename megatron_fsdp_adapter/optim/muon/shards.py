@@ -29,9 +29,6 @@ from .plan import plan_stage, sent_before, stages_of
 MOMENTUM = "momentum_buffer"
 """The name of Muon's state, as torch.optim.Muon has it."""
 
-MOMENT2 = "moment2_buffer"
-"""Key of adaptive Muon's second moment, as NVIDIA's emerging_optimizers have it."""
-
 
 @dataclass(frozen=True)
 class MuonOptions:
@@ -39,10 +36,7 @@ class MuonOptions:
 
     momentum: m <- momentum m + (1 - momentum) g; nesterov: what is orthogonalized is the same sum
     of g and the new m, and m without; coefficients: of each Newton-Schulz step; scale: of a
-    matrix's rows and columns, the factor on its update; dtype: of the products and on the wire;
-    second: (beta, eps) of adaptive Muon (AdaMuon, arxiv.org/abs/2507.11005), None without: an
-    update is divided by sqrt(v) + eps, entry by entry, before it is scaled, where
-    v <- beta v + (1 - beta) update^2.
+    matrix's rows and columns, the factor on its update; dtype: of the products and on the wire.
     """
 
     momentum: float
@@ -51,12 +45,6 @@ class MuonOptions:
     eps: float
     scale: Callable[[int, int], float]
     dtype: torch.dtype = torch.bfloat16
-    second: tuple[float, float] | None = None
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """Names of what is kept of a weight, in its shape."""
-        return (MOMENTUM,) if self.second is None else (MOMENTUM, MOMENT2)
 
 
 Chosen = Callable[[Options], MuonOptions | None]
@@ -87,12 +75,10 @@ def muon(
     engines: those of the parameters. exchange: the process groups that `exchange_groups` has made
     for them.
     """
-
-    def state(group: Options) -> tuple[str, ...]:
-        options = chosen(group)
-        return () if options is None else options.state
-
-    return UpdateRule(state, Muon(engines, exchange, chosen, heights).update)
+    return UpdateRule(
+        lambda group: () if chosen(group) is None else (MOMENTUM,),
+        Muon(engines, exchange, chosen, heights).update,
+    )
 
 
 class Muon:
@@ -225,7 +211,7 @@ def _send(shards: LocalShards, stage: Stage, options: Sequence[Any]) -> list[boo
         if grad is None:
             rows.append(None)
             continue
-        momentum = shards.completed(local, chosen.state)[MOMENTUM]
+        momentum = shards.completed(local, (MOMENTUM,))[MOMENTUM]
         momentum.lerp_(grad, 1 - chosen.momentum)
         update = grad.lerp(momentum, chosen.momentum) if chosen.nesterov else momentum
         rows.append(update.reshape(-1))
@@ -246,14 +232,7 @@ def _apply(
         number, local, param = entries[entry]
         if not trained[entry]:
             continue
-        chosen = options[number]
-        if chosen.second is not None:
-            beta, eps = chosen.second
-            v = shards.state[local][MOMENT2].view(-1)[place]
-            values = values.to(v.dtype)
-            v.lerp_(values.square(), 1 - beta)
-            values = values / (v.sqrt() + eps)
-        alpha = -float(groups[number]["lr"]) * chosen.scale(*param.shapes[matrix])
+        alpha = -float(groups[number]["lr"]) * options[number].scale(*param.shapes[matrix])
         # It casts on the way. Kernels for many tensors do not, and casts of their own are two
         # passes more.
         local.view(-1)[place].add_(values, alpha=alpha)
