@@ -16,16 +16,13 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.distributed.gpt import (
     Case,
     Trainer,
-    batches,
     build_trainer,
-    forward_backward,
     init_megatron,
 )
 from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import TOPOLOGIES
 from tests.distributed.variants import (
-    STRATEGIES,
     ZERO_3,
     Variant,
     compare,
@@ -103,18 +100,3 @@ def test_meshes_and_placements_tell_the_outer_axis(rank: int) -> None:
             held += param._local_tensor.numel()
         whole = sum(param.numel() for param in trainer.wrapper.parameters())
         assert sum(everyones(held)) == whole * (1 if outer == "optim" else INSTANCES)
-
-
-@on_ranks(WORLD)
-def test_backward_after_the_outer_reduction_is_an_error(rank: int) -> None:
-    device, case = _init(), Case(microbatches=1)
-    for strategy in STRATEGIES:
-        trainer = build_trainer(case, strategy, device, ddp=_options("optim"))
-        forward_backward(trainer, batches(case, 0, rank, device))
-        tokens = batches(case, 1, rank, device)[0]
-        with pytest.raises(RuntimeError, match=r"(?s)after this step's gradients.*no_sync"):
-            trainer.wrapper(
-                tokens[:, :-1], torch.arange(case.seq).expand(case.batch, -1),
-                torch.ones(1, 1, case.seq, case.seq, dtype=torch.bool).triu(1),
-                labels=tokens[:, 1:],
-            ).mean().backward()  # fmt: skip

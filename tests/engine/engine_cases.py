@@ -449,16 +449,6 @@ class Rig(Loop):
                     planes.popitem()[1].sum()
         copies.close()
 
-    def forget(self) -> None:
-        """Cuts what refers back to this object, as no caller of an engine would have it."""
-        for layer in self.model.layers:
-            layer.mark = print
-        gather, reduce = self.engine.gather, self.engine.reduce
-        reductions = (*reduce.domains.values(), *reduce.outer.values())
-        made = (*gather.communicators.values(), *gather.outer.values())
-        for communicator in (*made, *(one.communicator for one in reductions)):
-            communicator.report = communicator.initial = print  # type: ignore[attr-defined]
-
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's rows of the main weights, by first name, copied."""
         self.engine.to_sharded()

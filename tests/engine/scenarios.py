@@ -126,6 +126,9 @@ SCRIPTS = {
     # In the second microbatch, after some units of it have been reduced.
     "backward_raises": "step; zero; more; forward 0; backward; last; "
                        "failing backward 1 in forward 1 and backward; step 2; step",
+    # Before anything is zeroed.
+    "evaluation_after_one_that_raises": "step; zero; failing backward 1 in forward 0 and backward; "
+                                        "evaluate; step",
     "zero_before_finish": "zero; forward_backward 2; step; zero; forward_backward 1; zero; zero; "
                           "step 2",
     "forward_without_backward": "step; forward 0; step; drop; step",

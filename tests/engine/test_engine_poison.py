@@ -73,29 +73,6 @@ def test_what_reads_or_adds_to_memory_that_was_not_written_is_seen(
     assert any(value.isnan().any() for value in _weights(setup))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"), [("optim", [True, False, False]), ("optim_grads", [True] * 3)]
-)
-def test_modules_that_decide_in_forward_overwrite_all_that_is_not_kept(
-    strategy: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gradients that are kept are not zeroed: the first microbatch overwrites what is there."""
-    written: dict[tuple[str, int], list[bool]] = {}
-    plain = FusedWgrad.write
-
-    def write(self: FusedWgrad, index: int, overwrites: bool) -> torch.Tensor:
-        written.setdefault((self.label, index), []).append(overwrites)
-        return plain(self, index, overwrites)
-
-    monkeypatch.setattr(FusedWgrad, "write", write)
-    setup = Setup(strategy, fused=WgradProtocol.OVERWRITES_EARLY)
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup)
-        for _ in range(2):
-            rig.step(microbatches=3)
-    assert written and all(found == expected * 2 for found in written.values()), written
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_has_a_poison(dtype: torch.dtype) -> None:
     flat = torch.zeros(7, dtype=dtype)

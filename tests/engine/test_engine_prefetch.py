@@ -9,7 +9,6 @@ import pytest
 from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
 from tests.engine.engine_cases import Rig, Setup, build
 from tests.engine.pretended import pretended_world
-from tests.engine.recording import MARK
 from tests.engine.scenarios import ZERO_3
 
 FAR = LOOKAHEAD + 5
@@ -41,6 +40,7 @@ ORDERS: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
         (FAR,), [FORWARD, (LOOKAHEAD - 2, list(range(LOOKAHEAD - 1, FAR - 1)))],
     ),
     "a jump beyond it does not": ((FAR,), [FORWARD, (LOOKAHEAD - 1, [])]),
+    "asking again changes nothing": ((3,), [FORWARD, (0, [1]), (0, [1]), FORWARD, ("first", [0])]),
     "a unit used twice is expected twice": (
         (3,),
         [FORWARD, 0, 1, 0, 2, FORWARD, (0, [1, 0, 2]), (1, [0, 2]), (0, [2])],
@@ -63,54 +63,7 @@ def test_what_is_expected_after_a_request(name):
         assert expected is None or list(found) == expected
 
 
-def test_asking_again_changes_nothing():
-    order = PrefetchOrder(3)
-    order.begin(FORWARD)
-    assert [list(order.request(0)) for _ in range(2)] == [[1], [1]]
-    order.begin(FORWARD)
-    assert list(order.first()) == [0]
-
-
 # On a model.
-
-
-def launched(action: str, *paths: list[int]) -> list[list[str]]:
-    """Gathers, and forwards of layers, of an evaluation or step along each path, of one model."""
-    found = []
-    with pretended_world(2):
-        rig = build(Setup(ZERO_3))
-        with rig.watch():
-            for rig.model.path in paths:
-                rig.runtime.log.clear()
-                getattr(rig, action)()
-                marks = [entry.what for entry in rig.runtime.log if entry.action == MARK]
-                found.append([what for what in marks if what.startswith(("all_gather", "forward"))])
-    return found
-
-
-def test_the_first_pass_already_gathers_ahead():
-    [first] = launched("evaluate", [0, 1, 2, 3])
-    assert first == [
-        *(f"all_gather {unit}" for unit in ("root", "embedding", "layers.0", "layers.1")),
-        "forward layers.0", "all_gather layers.2", "forward layers.1", "all_gather layers.3",
-        "forward layers.2", "all_gather head", "forward layers.3",
-    ]  # fmt: skip
-
-
-def test_a_model_in_another_order_than_listed_is_learned_in_one_pass():
-    """In the second pass each forward is preceded by the gather of the layer after it only."""
-    _, second = launched("evaluate", [3, 1, 0, 2], [3, 1, 0, 2])
-    assert second[-7:] == [
-        "forward layers.3", "all_gather layers.0", "forward layers.1", "all_gather layers.2",
-        "forward layers.0", "all_gather head", "forward layers.2",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("action", "passes"), [("evaluate", 1), ("step", 2)])
-def test_a_skipped_layer_costs_one_gather_for_nothing(action, passes):
-    """The next pass knows better."""
-    found = launched(action, [0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3], [0, 2, 3])
-    assert [one.count("all_gather layers.1") for one in found][1:] == [passes, passes, 0]
 
 
 def begun() -> Rig:

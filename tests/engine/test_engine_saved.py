@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.saved_tensors import is_owned, mark_owned
@@ -128,16 +128,6 @@ def test_hooks_of_modules_of_the_root_are_sifted_as_well() -> None:
         rig.model.norm = Offloaded()
         rig.step()
         assert copies.packed
-
-
-def test_torchs_own_context_and_a_backward_inside_it() -> None:
-    found = []
-    for context in (nullcontext(), save_on_cpu()):
-        with made(Setup()) as (rig, _):
-            with context:
-                rig.step(3)
-            found.append(rig.weights())
-    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
 def _depth() -> int:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fsdp_adapter
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Exploded, PlainRig, Rig, Setup, build
 from tests.engine.pretended import LateCommunicator, PretendCommunicator, pretended_world
@@ -294,6 +295,29 @@ def test_with_an_outer_axis_every_microbatch_counts(strategy, shard_outer, told)
         held = [rank[name] for rank in ranks if rank[name].numel()]
         whole = torch.cat(held) if shard_outer else held[1]
         assert torch.equal(whole.view_as(expected), expected), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("optim", [True, False, False]), ("optim_grads", [True] * 3)]
+)
+def test_modules_that_decide_in_forward_overwrite_all_that_is_not_kept(
+    strategy, expected, monkeypatch
+):
+    """Gradients that are kept are not zeroed: the first microbatch overwrites what is there."""
+    written: dict[tuple[str, int], list[bool]] = {}
+    plain = FusedWgrad.write
+
+    def write(self, index, overwrites):
+        written.setdefault((self.label, index), []).append(overwrites)
+        return plain(self, index, overwrites)
+
+    monkeypatch.setattr(FusedWgrad, "write", write)
+    setup = Setup(strategy, fused=WgradProtocol.OVERWRITES_EARLY)
+    with pretended_world(setup.world, setup.rank):
+        rig = build(setup)
+        for _ in range(2):
+            rig.step(microbatches=3)
+    assert written and all(found == expected * 2 for found in written.values()), written
 
 
 def test_two_models_on_one_runtime_are_ordered():
