@@ -1,5 +1,5 @@
-"""What users do to models and with wrappers beside the plain loop, a row each: changes of a model,
-and ways to drive a step. What is frozen, tied or recomputed and nothing more is a cell of the
+"""What users do to models and with wrappers beside the plain loop, a row each: changes of a model.
+What is frozen, tied or recomputed and nothing more is a cell of the
 matrix; in which order, how often and whether at all parts of a model are called, and what is
 evaluated between, are events of `tests/engine/scenarios.py`.
 """
@@ -20,8 +20,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .checks import Step
-from .gpt import Trainer, batches, forward_step
 from .variants import STRATEGIES, ZERO_3, Drive, Variant, train
 
 
@@ -114,50 +112,6 @@ def add_mamba_layers(model: nn.Module) -> None:
     decoder.layers = nn.ModuleList(layers)
 
 
-# Ways to drive a step.
-
-
-def data_of(trainer: Trainer, number: int, rank: int) -> list[torch.Tensor]:
-    device = next(trainer.wrapper.parameters()).device
-    return batches(trainer.case, number, rank, device)
-
-
-def start_step(trainer: Trainer) -> None:
-    trainer.wrapper.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
-
-
-def finished(trainer: Trainer, loss: float, **inputs: torch.Tensor) -> Step:
-    """The step after its backwards; its gradients are those of `inputs`."""
-    gradients = {name: tensor.grad.cpu() for name, tensor in inputs.items()}  # type: ignore[union-attr]
-    trainer.wrapper.finish_grad_sync()
-    success, norm, _ = trainer.optimizer.step()
-    assert success
-    return Step(loss, float(norm), gradients, trainer.params())
-
-
-def loss_of(trainer: Trainer, callee: Any, tokens: torch.Tensor) -> torch.Tensor:
-    output, loss_func = forward_step(trainer.case, iter([tokens]), callee)
-    loss: torch.Tensor = loss_func(output)[0]
-    return loss
-
-
-def backward_of(trainer: Trainer, callee: Any, tokens: torch.Tensor) -> float:
-    loss = loss_of(trainer, callee, tokens)
-    (loss / trainer.case.microbatches).backward()
-    return loss.item()
-
-
-def inner_model_called(trainer: Trainer, number: int, rank: int) -> Step:
-    """The GPTModel itself, and the wrapper in turn."""
-    first, second, third = data_of(trainer, number, rank)
-    start_step(trainer)
-    with trainer.wrapper.no_sync():
-        loss = backward_of(trainer, inner_model(trainer.wrapper), first)
-        loss += backward_of(trainer, trainer.wrapper, second)
-    return finished(trainer, loss + backward_of(trainer, inner_model(trainer.wrapper), third))
-
-
 def _habit(
     name: str, change: Any = Variant.change, case: Any = None, drive: Drive = train, **more: Any
 ) -> Variant:
@@ -187,7 +141,6 @@ ROWS: tuple[Variant, ...] = (
         for name in ("selective recompute of norms",) if HAS_TE
     ),
     _habit("reentrant checkpoint around layers", checkpoint_layers(use_reentrant=True)),
-    _habit("inner model called", drive=inner_model_called),
     _habit("hybrid of transformer and Mamba layers", add_mamba_layers),
     _habit(
         "units inside units, full recompute", case={**NO_BIAS, "recompute": "full-1"},

@@ -3,13 +3,13 @@ as a model and a way to run the forwards and backwards of one step."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -228,12 +228,6 @@ def checkpointed(
     _again(model, x.clone(), use_reentrant).backward()
 
 
-def checkpointed_without_reentrance(
-    model: nn.Module, step: int, rank: int, no_sync: NoSync
-) -> None:
-    checkpointed(model, step, rank, no_sync, use_reentrant=False)
-
-
 @dataclass(frozen=True)
 class Habit:
     model: type[Chain] = Chain
@@ -251,7 +245,9 @@ HABITS: dict[str, Habit] = {
     "slope between units": Habit(SlopeBetweenUnits, evaluated_too),
     "slope inside of units": Habit(TakesSlopes),
     "all of it computed again": Habit(drive=checkpointed),
-    "all of it computed again, not reentrant": Habit(drive=checkpointed_without_reentrance),
+    "all of it computed again, not reentrant": Habit(
+        drive=functools.partial(checkpointed, use_reentrant=False)
+    ),
 }
 
 
@@ -260,17 +256,13 @@ def _seeded(kind: type[Chain]) -> Chain:
     return kind()
 
 
-def reference(habit: Habit, rank: int, world: int) -> dict[str, torch.Tensor]:
+def reference(habit: Habit, world: int) -> dict[str, torch.Tensor]:
     """The unsharded module, its gradients averaged over the ranks."""
     model = _seeded(habit.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR / world)
     for step in range(STEPS):
-        habit.drive(model, step, rank, nullcontext)
-        for param in model.parameters():
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            dist.all_reduce(param.grad)
-            param.grad /= world
+        for rank in range(world):
+            habit.drive(model, step, rank, nullcontext)
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in model.state_dict().items()}
@@ -294,6 +286,6 @@ def sharded(habit: Habit, rank: int, strategy: str, **options: Any) -> dict[str,
 
 def check_habit(name: str, rank: int, world: int, strategies: Iterable[str]) -> None:
     """Trains with it under the strategies, to the weights of the unsharded module."""
-    expected = reference(HABITS[name], rank, world)
+    expected = reference(HABITS[name], world)
     for strategy in strategies:
         check_weights(sharded(HABITS[name], rank, strategy), expected, strategy, 2e-5)

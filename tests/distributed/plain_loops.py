@@ -20,6 +20,7 @@ from tests.distributed.plain import (
     Loop,
     Side,
     assert_nothing_is_staged,
+    net,
     plain_sgd,
 )
 
@@ -207,6 +208,15 @@ def a_rank_without_microbatches(side: Side) -> None:
             side.loss(model, step, 1, without=without).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@loop
+def a_module_inside_is_called(side: Side) -> None:
+    """One that holds all parameters, in place of the model in every other step."""
+    model = side.model(nn.Sequential(net(blocks=2)))
+    optimizer = side.sgd(model.parameters())
+    for step in range(STEPS):
+        side.step(side.inner(model)[0] if step % 2 else model, optimizer, step)
 
 
 @loop

@@ -80,19 +80,15 @@ def loss_of(model: nn.Module, step: int, rank: int, path: Path) -> torch.Tensor:
     return model(given, path).float().square().mean()
 
 
-def _train(model: Any, optimizer: Any, ranks: Sequence[int], path: Any, steps: int) -> None:
-    """Steps on the mean of the ranks' losses."""
-    for step in range(steps):
-        for rank in ranks:
-            (loss_of(model, step, rank, path(rank, step)) / len(ranks)).backward()
+def _reference(world: int, path: Any) -> dict[str, torch.Tensor]:
+    """Weights after steps on the mean of the ranks' losses, in one process."""
+    model = _fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR / world)
+    for step in range(STEPS):
+        for rank in range(world):
+            loss_of(model, step, rank, path(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _reference(world: int, path: Any) -> dict[str, torch.Tensor]:
-    model = _fresh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    _train(model, optimizer, range(world), path, STEPS)
     return dict(model.state_dict())
 
 

@@ -36,6 +36,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.distributed.memory import measure_all
+from tests.engine.engine_cases import buffers_of
 
 BASE = Case(positions="learned_absolute", microbatches=2)
 SLOTS = {"fsdp_double_buffer": True}
@@ -157,18 +158,6 @@ def without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def engine_storages(wrapper: Any) -> dict[str, StorageWeakRef]:
-    """Every buffer of the engine by name."""
-    found = {}
-    for group in wrapper.engine.groups:
-        flats = {kind: getattr(group, kind).tensor for kind in ("main", "bucket", "grad")}
-        for number, buffer in enumerate({*group.weights, *group.weight_shards}):
-            flats[f"weights {number}"] = buffer.tensor
-        for kind, flat in flats.items():
-            found[f"{group.name} {kind}"] = StorageWeakRef(flat.untyped_storage())
-    return found
-
-
 def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
     """What is not freed. Collectives that were running keep their tensors until they are done, and
     a little longer: a thread of gloo's lets go of them after it has told that it is done."""
@@ -188,7 +177,11 @@ def _delete_gpt(rank: int, world: int) -> None:
             trainer = build_trainer(BASE, strategy, device)
             train_step(trainer, batches(BASE, 0, rank, device))
             forward_backward(trainer, batches(BASE, 1, rank, device))
-            storages, config = engine_storages(trainer.wrapper), trainer.wrapper.config
+            storages = {
+                name: StorageWeakRef(flat.untyped_storage())
+                for name, flat in buffers_of(trainer.wrapper.engine)
+            }
+            config = trainer.wrapper.config
             config.no_sync_func = config.grad_scale_func = None
             del trainer
             left = still_there(storages)

@@ -20,124 +20,95 @@ from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from tests.distributed.launch import run_ranks
-from tests.distributed.plain import Side
+from tests.distributed.plain import Side, net, tokens
 
 # Writes that main weights do not see. All ranks have the same data, so that one process without
 # sharding is the reference.
 
-WIDTH, STEPS = 6, 3
+STEPS = 3
+FROZEN = "blocks.0.norm.weight"
+
+Train = Callable[[Any, torch.optim.Optimizer], None]
 
 
-class Layer(nn.Module):
-    """`write` is called in forward, before the weights are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.book = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-        self.write: Callable[[Layer, torch.Tensor], None] = lambda layer, x: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.write(self, x)
-        return x + torch.tanh(self.linear(x)) + self.book
-
-
-class Block(Layer):
-    """A unit; what is of the other class is the root's."""
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Layer()
-        self.layers = nn.Sequential(Block(), Block())
-
-    def forward(self, step: int) -> torch.Tensor:
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        x = x.to(self.first.linear.bias.dtype)
-        return self.layers(self.first(x)).float().square().mean()
-
-
-Train = Callable[[nn.Module, torch.optim.Optimizer], None]
-
-
-def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def plainly(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for step in range(STEPS):
-        model(step).backward()
+        model(tokens(step, 0, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def written_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def written_between(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """After a forward, for a log, that no backward follows."""
     for step in range(STEPS):
         plainly(model, optimizer)
-        model(10 + step)
+        model(tokens(10 + step, 0, 0))
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(0.5)
 
 
-def evaluated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Only an evaluation writes."""
     for step in range(STEPS):
         plainly(model, optimizer)
         model.eval()
         with torch.no_grad():
-            model(10 + step)
+            model(tokens(10 + step, 0, 0))
         model.train()
 
 
-def _clamp(layer: Layer, x: torch.Tensor) -> None:
-    layer.linear.weight.clamp_(-0.2, 0.2)
+def _clamp(module: Any, *given: Any) -> None:
+    module.weight.clamp_(-0.2, 0.2)
 
 
-def _scale_data(layer: Layer, x: torch.Tensor) -> None:
-    layer.linear.weight.data.mul_(0.9)
+def _scale(module: Any, *given: Any) -> None:
+    module.weight.mul_(0.9)
 
 
-def _scale_when_evaluated(layer: Layer, x: torch.Tensor) -> None:
-    if not layer.training:
-        layer.linear.bias.detach()[1:].mul_(0.5)
+def _scale_data(module: Any, *given: Any) -> None:
+    module.weight.data.mul_(0.9)
 
 
-def _average(layer: Layer, x: torch.Tensor) -> None:
-    layer.book.lerp_(x.mean(0).to(layer.book.dtype), 0.1)
+def _scale_when_evaluated(module: Any, *given: Any) -> None:
+    if not module.training:
+        module.bias.detach()[1:].mul_(0.5)
 
 
 class Program(NamedTuple):
-    """write: of the layer called `where`, in each forward. name: of a parameter that is written."""
+    """write: of the module called `where`, before each of its forwards. name: of a parameter that
+    is written."""
 
-    write: Callable[[Layer, torch.Tensor], None] | None
+    write: Callable[..., None] | None
     where: str
     name: str
     train: Train = plainly
 
     def run(self, side: Side, precision: str = "fp32") -> dict[str, torch.Tensor]:
         dtype, policy = PRECISIONS[precision]
-        torch.manual_seed(4)
-        model = Model().to(dtype)
+        module = net(dtype, blocks=2)
+        module.get_parameter(FROZEN).requires_grad_(False)
         if self.write is not None:
-            model.get_submodule(self.where).write = self.write  # type: ignore[assignment]
-        model = side.model(model, fsdp_unit_modules=[Block], mixed_precision_policy=policy)
+            write = torch.no_grad()(self.write)
+            module.get_submodule(self.where).register_forward_pre_hook(write)
+        model = side.model(module, mixed_precision_policy=policy)
         trained = [param for param in model.parameters() if param.requires_grad]
         self.train(model, side.optimizer(torch.optim.SGD(trained, lr=0.1)))
         return side.weights()
 
     def is_lost(self, strategy: str, precision: str) -> bool:
         """Whether main weights are other memory than what is written."""
-        is_cast = precision == "bf16" and not self.name.endswith("book")
+        is_cast = precision == "bf16" and self.name != FROZEN
         return STRATEGIES[strategy].shard_weights or is_cast
 
 
 PROGRAMS: Mapping[str, Program] = {
-    "clamped in a unit": Program(_clamp, "layers.1", "layers.1.linear.weight"),
-    "data of a unit": Program(_scale_data, "layers.0", "layers.0.linear.weight"),
-    "clamped in the root": Program(_clamp, "first", "first.linear.weight"),
-    "codebook that is frozen": Program(_average, "layers.0", "layers.0.book"),
+    "clamped in a unit": Program(_clamp, "blocks.1.up", "blocks.1.up.weight"),
+    "data of a unit": Program(_scale_data, "blocks.0.up", "blocks.0.up.weight"),
+    "clamped in the root": Program(_clamp, "head", "head.weight"),
+    "codebook that is frozen": Program(_scale, "blocks.0.norm", FROZEN),
     "written in an evaluation": Program(
-        _scale_when_evaluated, "layers.1", "layers.1.linear.bias", evaluated
+        _scale_when_evaluated, "blocks.1.up", "blocks.1.up.bias", evaluated
     ),
     "written after a forward for a log": Program(None, "", "", written_between),
 }

@@ -7,16 +7,20 @@ step spent on making optimizer state). Sums in low precision: test_precision_mat
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.checks import Step
 from tests.distributed.gpt import STRATEGIES, batches, forward_backward
+from tests.distributed.mishaps import Spoiler
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.variants import (
     ZERO_0,
     ZERO_1,
+    Comparison,
     Variant,
     compare,
     differ_by_rank,
@@ -40,6 +44,23 @@ def scaled_step(trainer: Any, number: int, rank: int) -> Step:
     return Step(loss, scale, {}, weights_of(trainer))
 
 
+SPOILER = Spoiler("decoder.layers.0.mlp.linear_fc1.weight")
+
+
+def spoiled_step(trainer: Any, number: int, rank: int) -> Step:
+    """In the second step there is an infinity in one gradient of one rank."""
+    SPOILER.value = math.inf if number == 1 else None
+    return scaled_step(trainer, number, rank)
+
+
+def one_step_was_left_out(ours: Any, reference: Any, strategy: str) -> None:
+    assert ours.optimizer.get_loss_scale().item() == SPOILED.case["loss_scale"] / 2
+
+
+def same_scale(ours: Step, reference: Step, label: str) -> None:
+    assert ours.norm == reference.norm, label
+
+
 def some_steps_were_left_out(ours: Any, reference: Any, strategy: str) -> None:
     """The first one was, and `TAKEN` were not."""
     scale = ours.optimizer.get_loss_scale().item()
@@ -54,6 +75,13 @@ SCALED = EACH.but(
     strategies=KEPT_GRADS, compare="bits", drive=scaled_step, steps=20,
     expect=some_steps_were_left_out,
 )  # fmt: skip
+ONE_MICROBATCH = SCALED.but(
+    "fp16, one microbatch", case={**SCALED.case, "microbatches": 1}, strategies=STRATEGIES
+)
+SPOILED = ONE_MICROBATCH.but(
+    "fp16, an infinity on one rank", case={**ONE_MICROBATCH.case, "loss_scale": 256.0},
+    change=SPOILER.attach, drive=spoiled_step, expect=one_step_was_left_out, steps=3,
+)
 ROWS = (
     *(EACH.but(f"each step, {n} ranks", world=n, full=n == 8) for n in (1, 2, 4, 8)),
     EACH.but(
@@ -85,10 +113,10 @@ ROWS = (
         for world, n, strategies in ((1, 3, STRATEGIES), (2, 3, KEPT_GRADS), (2, 1, STRATEGIES))
         for bf16 in (False, True)
     ),
-    SCALED,
-    SCALED.but(
-        "fp16, one microbatch", case={**SCALED.case, "microbatches": 1},
-        strategies=STRATEGIES,
+    SCALED, ONE_MICROBATCH, SPOILED,
+    SPOILED.but(
+        f"{SPOILED.name}, bf16 on the wire", ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+        compare=Comparison(same_scale, same_scale),
     ),
 )  # fmt: skip
 """Sizes of the models are drawn anew in each run. Where a loss scaler leaves a step out, all ranks

@@ -43,20 +43,14 @@ from tests.distributed.groups import everyones
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import tokens
 from tests.distributed.test_export import assert_same, mesh_options, sharded, train
+from tests.engine.engine_cases import buffers_of
 from tests.quantized import emulated
 from tests.quantized.emulated import PLANES, emulated_parameter
 
 
 def buffers(model: Any) -> list[torch.Tensor]:
     """Every flat tensor of the engine's, found without the code that releases them."""
-    found = {}
-    for unit in model.engine.units:
-        for group in unit.groups:
-            mine = [*group.weights, *group.weight_shards, group.main]
-            if group.key.requires_grad:
-                mine += [group.grad, group.bucket, group.collected]
-            found.update({id(buffer): buffer.tensor for buffer in mine})
-    return list(found.values())
+    return [flat for _, flat in buffers_of(model.engine)]
 
 
 def states(optimizer: Any) -> list[torch.Tensor]:

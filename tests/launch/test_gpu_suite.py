@@ -89,7 +89,7 @@ ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
 call. Others need graphs, NCCL's memory, TE's layers, or what an allocator says."""
 
 MORE: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_habits": ("released, slots", "inner model called"),
+    "test_gpu_habits": ("released, slots", "part of a layer frozen"),
     "test_gpu_numerics": ("strategies agree",),
 }
 """Of the same functions."""
