@@ -30,9 +30,9 @@ from megatron_fsdp_adapter.cli import machine, nodes, prove
 from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.cli.output import answer, base_parser
 from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank
-from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
-from megatron_fsdp_adapter.megatron.compat import patches, releases
-from megatron_fsdp_adapter.megatron.compat.table import NAMES
+from megatron_fsdp_adapter.launch import megatron_lm, runner
+from megatron_fsdp_adapter.megatron.compat import releases
+from megatron_fsdp_adapter.megatron.compat.table import ALL
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 
@@ -54,19 +54,18 @@ def versions() -> dict[str, dict[str, Any]]:
     return found
 
 
-def bindings() -> dict[str, Any]:
-    """The places where `install()` rebinds Megatron's names, and missing names."""
+def bindings() -> dict[str, str]:
+    """`error`: why `install()` cannot rebind Megatron's names. Empty if it can."""
     try:
-        installation.install()
+        from megatron_fsdp_adapter.megatron.core_support import require_supported_core
+
+        require_supported_core(ALL)
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed: no name of Megatron can be rebound. "
                 "Install megatron-core."}  # fmt: skip
     except RuntimeError as error:
         return {"error": str(error)}
-    try:
-        return {"rebound": patches.places(NAMES), "absent": patches.absent(NAMES)}
-    finally:
-        installation.uninstall()
+    return {}
 
 
 def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
@@ -170,23 +169,13 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [f"  {row['variable']}={row['value']}: {row['effect']}"
               for row in report["environment"]] or ["  no harmful variables"]
     lines.append("bindings")
-    lines += _bindings_lines(report["bindings"])
+    can_rebind = "install() can rebind all names that this Megatron needs"
+    lines.append(f"  {report['bindings'].get('error', can_rebind)}")
     if "configuration" in report:
         lines += _configuration_lines(report["configuration"])
     if "ranks" in report:
         lines += nodes.lines_of(report["ranks"])
     return "\n".join([*lines, report["verdict"]])
-
-
-def _bindings_lines(found: Mapping[str, Any]) -> list[str]:
-    if "error" in found:
-        return [f"  {found['error']}"]
-    rebound = found["rebound"]
-    lines = [
-        f"  install() rebinds {len(rebound)} names in {sum(map(len, rebound.values()))} places of "
-        "the modules that are imported here (--json lists them)"
-    ]
-    return lines + [f"  not in this Megatron: {name}" for name in found["absent"]]
 
 
 def _configuration_lines(found: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,7 @@ from megatron_fsdp_adapter.models.sources import (
     name_of,
     options_from,
 )
-from megatron_fsdp_adapter.models.spec import Parallel, flag
+from megatron_fsdp_adapter.models.spec import Parallel, flag, refuse
 from megatron_fsdp_adapter.planning.planned import PlannedModel, layer_numels, planned_units
 from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
@@ -148,40 +148,44 @@ def _dtype_name(options: Mapping[str, Any], has_file: bool) -> str:
 
 
 def _check(given: argparse.Namespace) -> None:
-    if given.data_parallel_size < 1:
-        raise ValueError(f"--data-parallel-size {given.data_parallel_size} must be at least 1")
-    if given.rank is not None and not 0 <= given.rank < given.data_parallel_size:
-        raise ValueError(
-            f"--rank {given.rank} must be from 0 to {given.data_parallel_size - 1} with "
-            f"--data-parallel-size {given.data_parallel_size}"
-        )
-    budget = vars(given).get(BUDGET, 0.0)
-    if budget == AUTO:
-        raise ValueError(
+    size, rank, memory = given.data_parallel_size, given.rank, given.memory_gib
+    budget, numel = vars(given).get(BUDGET, 0.0), vars(given).get(UNIT_NUMEL, 0)
+    refuse(
+        (size < 1, f"--data-parallel-size {size} must be at least 1"),
+        (
+            rank is not None and not 0 <= rank < size,
+            f"--rank {rank} must be from 0 to {size - 1} with --data-parallel-size {size}",
+        ),
+        (
+            budget == AUTO,
             f"{flag(BUDGET)} {AUTO}: depends on the memory that a run leaves. Give the number of "
-            "GiB that the run has printed"
-        )
-    if not (math.isfinite(budget) and budget >= 0):
-        raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
-    if vars(given).get(UNIT_NUMEL, 0) < 0:
-        raise ValueError(f"{flag(UNIT_NUMEL)} {vars(given)[UNIT_NUMEL]} must be 0 or more")
-    if given.memory_gib is not None and not given.memory_gib > 0:
-        raise ValueError(f"--memory-gib {given.memory_gib} must be above 0")
+            "GiB that the run has printed",
+        ),
+        (
+            budget != AUTO and not 0 <= budget < math.inf,
+            f"{flag(BUDGET)} {budget} must be 0 or more",
+        ),
+        (numel < 0, f"{flag(UNIT_NUMEL)} {numel} must be 0 or more"),
+        (memory is not None and not memory > 0, f"--memory-gib {memory} must be above 0"),
+    )
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """The report of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
     options = options_from(vars(given))
-    split = [name for name in SPLITS if options.get(name) not in (None, 1)]
-    if split:
-        raise ValueError(
-            f"{flag(split[0])} {options[split[0]]}: `estimate` counts ranks that have the whole "
-            "model. Leave it out, or use `plan`, which counts parts of models"
-        )
     dtype = _dtype_name(options, "config" in given)
-    if dtype not in DTYPES:
-        raise ValueError(f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}")
+    refuse(
+        *(
+            (
+                options.get(name) not in (None, 1),
+                f"{flag(name)} {options.get(name)}: `estimate` counts ranks that have the whole "
+                "model. Leave it out, or use `plan`, which counts parts of models",
+            )
+            for name in SPLITS
+        ),
+        (dtype not in DTYPES, f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}"),
+    )
     quantized = quantization(options, dtype)
     spec, size = from_options(options, name_of(vars(given))), given.data_parallel_size
     parallel = Parallel(expert=options.get(EXPERTS) or 1)

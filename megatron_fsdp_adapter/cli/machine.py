@@ -64,7 +64,6 @@ def capabilities() -> dict[str, Any]:
     found["GPUDirect module"] = "nvidia_peermem" if _PEER_MEMORY.exists() else "none"
     found["CUDA"] = torch.version.cuda
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["copy-engine gathers"] = _copy_engine_gathers()
     return found
 
 
@@ -83,10 +82,3 @@ def _first_line(file: Path) -> str:
 
 
 _PEER_MEMORY = Path("/sys/module/nvidia_peermem")
-
-
-def _copy_engine_gathers() -> str:
-    """Support for `fsdp_copy_engine_all_gather`: NCCL's zero-CTA policy."""
-    if torch.cuda.nccl.version() < (2, 28):
-        return "no: requires NCCL 2.28"
-    return "yes, inside one NVLink domain"

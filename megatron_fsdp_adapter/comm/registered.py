@@ -23,13 +23,9 @@ from .nccl_allocator import allocator_of
 
 def zero_cta_options() -> Any:
     """Options of an NCCL group whose collectives take no compute units where NCCL can do without:
-    all-gathers of symmetric memory. RuntimeError where torch or NCCL has no such policy."""
-    policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
-    if policy is None:
-        raise RuntimeError("fsdp_copy_engine_all_gather=True: this torch has no zero-CTA policy "
-                           "of NCCL. Use torch 2.11 or newer, or set it to False")
+    all-gathers of symmetric memory."""
     options = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = policy  # type: ignore[attr-defined]
+    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
     options.is_high_priority_stream = True
     return options
 

@@ -13,7 +13,7 @@ from megatron_fsdp_adapter.core.layout.format import (
     WeightFormat,
 )
 
-from .spec import flag
+from .spec import flag, refuse
 
 RECIPES: Mapping[str, WeightFormat] = {
     "delayed": PER_TENSOR, "tensorwise": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8,
@@ -68,17 +68,18 @@ def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
     if not (gathers or options.get("fp8_format") or options.get("fp8")):
         return Quantization(recomputes=recomputes)
     name = options.get("fp8_recipe") or DEFAULT
-    if name not in RECIPES:
-        raise ValueError(f"--fp8-recipe {name!r} is unknown. Use one of {list(RECIPES)}")
-    if gathers and dtype != "bf16":
-        raise ValueError(
+    refuse(
+        (name not in RECIPES, f"--fp8-recipe {name!r} is unknown. Use one of {list(RECIPES)}"),
+        (
+            gathers and dtype != "bf16",
             f"--fp8-param-gather with --params-dtype {dtype} requires bf16 for weights that are "
-            "not quantized. Use --params-dtype bf16, or leave it out"
-        )
-    if options.get(KEPT_IN_BF16):
-        raise ValueError(
+            "not quantized. Use --params-dtype bf16, or leave it out",
+        ),
+        (
+            options.get(KEPT_IN_BF16),
             f"{flag(KEPT_IN_BF16)}: unsupported, because layers that stay bf16 are not modeled. "
-            "Leave it out"
-        )
+            "Leave it out",
+        ),
+    )
     form = RECIPES[name]
     return Quantization(form if gathers else None, None if gathers else form, recomputes)

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_fsdp_adapter.megatron.options import sizes
 
-from .spec import OPTIONS, ModelSpec, Parallel, flag
+from .spec import OPTIONS, ModelSpec, Parallel, flag, refuse
 
 _LLAMA3 = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -235,24 +235,28 @@ _REFUSED: Mapping[str, Any] = {
 def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
     """The model, dense or not, described by Megatron's options. Raises ValueError for missing
     options and for options that make no GPT."""
-    for option, neutral in _REFUSED.items():
-        if options.get(option, neutral) not in (neutral, None):
-            raise ValueError(
-                f"{flag(option)} {options[option]!r}: models with it are not modeled. Leave it "
-                "out"
-            )
-    if (options.get("num_query_groups") or 1) > 1 and not options.get("group_query_attention"):
-        raise ValueError(
-            f"--num-query-groups {options['num_query_groups']} without --group-query-attention, "
-            "which Megatron ignores. Give both, or neither"
-        )
     chosen = {k: options[k] for k in OPTIONS if options.get(k) is not None}
     required = ("num_layers", "hidden_size", "num_attention_heads")
     missing = [flag(name) for name in required if name not in chosen]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)}: not given. Set on the command line, in --config or by --preset"
-        )
+    refuse(
+        *(
+            (
+                options.get(option) not in (neutral, None),
+                f"{flag(option)} {options.get(option)!r}: models with it are not modeled. Leave it "
+                "out",
+            )
+            for option, neutral in _REFUSED.items()
+        ),
+        (
+            chosen.get("num_query_groups", 1) > 1 and not options.get("group_query_attention"),
+            f"--num-query-groups {options.get('num_query_groups')} without "
+            "--group-query-attention, which Megatron ignores. Give both, or neither",
+        ),
+        (
+            missing,
+            f"{', '.join(missing)}: not given. Set on the command line, in --config or by --preset",
+        ),
+    )
     left_out = tuple(
         f"{option}={options[option]}: {what}"
         for option, what in LEFT_OUT.items() if options.get(option)

@@ -76,31 +76,44 @@ class ModelSpec:
         for item in fields(self):
             if item.name not in _NOT_OPTIONS:
                 self._check_type(item.name, str(item.type))
-        self._check_choice("normalization", ("LayerNorm", "RMSNorm"))
-        # mrope and yarn have no parameters either, but need options that are not listed here.
-        self._check_choice("position_embedding_type", ("learned_absolute", "rope", "none"))
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
+        choices = {
+            "normalization": ("LayerNorm", "RMSNorm"),
+            # mrope and yarn have no parameters either, but need options that are not listed here.
+            "position_embedding_type": ("learned_absolute", "rope", "none"),
+        }
+        refuse(
+            *(
+                (
+                    getattr(self, name) not in known,
+                    f"{flag(name)} {getattr(self, name)!r} is not supported. Use one of {known}",
+                )
+                for name, known in choices.items()
+            ),
+            (
+                self.kv_channels is None and self.hidden_size % self.num_attention_heads,
                 f"--num-attention-heads {self.num_attention_heads} does not divide --hidden-size "
-                f"{self.hidden_size}. Change one of them or give --kv-channels"
-            )
-        if self.num_attention_heads % self.query_groups:
-            raise ValueError(
+                f"{self.hidden_size}. Change one of them or give --kv-channels",
+            ),
+            (
+                self.num_attention_heads % self.query_groups,
                 f"--num-query-groups {self.num_query_groups} does not divide "
-                f"--num-attention-heads {self.num_attention_heads}. Change one of them"
-            )
-        if not (self.padded_vocab_size or self.vocab_size):
-            raise ValueError("--vocab-size is not given. Give it, or --padded-vocab-size")
-        if self.position_embedding_type == "learned_absolute" and self.positions is None:
-            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads}. Change one of them",
+            ),
+            (
+                not (self.padded_vocab_size or self.vocab_size),
+                "--vocab-size is not given. Give it, or --padded-vocab-size",
+            ),
+            (
+                self.position_embedding_type == "learned_absolute" and self.positions is None,
                 "--position-embedding-type learned_absolute requires --max-position-embeddings "
-                "or --seq-length. Give one of them, or use rope"
-            )
-        if self.num_experts and self.moe_router_topk > self.num_experts:
-            raise ValueError(
+                "or --seq-length. Give one of them, or use rope",
+            ),
+            (
+                self.num_experts and self.moe_router_topk > self.num_experts,
                 f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts "
-                f"{self.num_experts}"
-            )
+                f"{self.num_experts}",
+            ),
+        )
 
     def _check_type(self, name: str, hint: str) -> None:
         value = getattr(self, name)
@@ -110,12 +123,6 @@ class ModelSpec:
         too_small = type(value) is int and value < 1
         if type(value) is not expected or too_small:
             raise ValueError(f"{flag(name)} {value!r} must be {wanted}")
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(
-                f"{flag(name)} {getattr(self, name)!r} is not supported. Use one of {choices}"
-            )
 
     @property
     def query_groups(self) -> int:
@@ -265,6 +272,14 @@ WHOLE = Parallel()
 def flag(name: str) -> str:
     """The command-line flag of an option."""
     return "--" + name.replace("_", "-")
+
+
+def refuse(*checks: tuple[object, str]) -> None:
+    """Raises ValueError for the first check that fails. checks: what is true of bad input, and the
+    message."""
+    for is_wrong, message in checks:
+        if is_wrong:
+            raise ValueError(message)
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:

@@ -4,7 +4,6 @@ script, or from a preset. Option names are those of Megatron's configs.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,12 +41,10 @@ class Recipe:
 def of_script(script: Path, arguments: Sequence[str], world_size: int | None) -> Recipe:
     """The recipe of a training script's command line. world_size: None if unknown. Raises
     ValueError if it cannot be parsed or is invalid."""
-    if not script.is_file():
-        raise ValueError(f"no such script: {script}")
     folder = script.resolve().parent
     if (folder / "lib" / "options.py").is_file():  # this repository's training script
         raise ValueError(f"{script}: not Megatron-LM's. Give its preset by --config instead")
-    args: Any = _parsed(script, arguments)
+    args: Any = runner.parse_arguments(script, arguments)
     changes = []
     if not args.use_megatron_fsdp:
         args.use_megatron_fsdp = True
@@ -63,17 +60,6 @@ def of_options(options: Mapping[str, Any], source: str, world_size: int | None) 
     args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
     written = [flag(name) for name in options]  # they stay, as on a command line
     return _finished(source, args, written, [], world_size, None)
-
-
-def _parsed(script: Path, arguments: Sequence[str]) -> argparse.Namespace:
-    try:
-        return runner.parse_arguments(script, arguments)
-    except SystemExit as error:  # argparse has printed the error
-        raise ValueError(f"{script} cannot parse this command line") from error
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{script} needs {error.name}, which is not installed. Install it"
-        ) from error
 
 
 def _finished(

@@ -118,11 +118,6 @@ def missing(patches: Iterable[Patch]) -> list[str]:
     ]
 
 
-def absent(patches: Iterable[Patch]) -> list[str]:
-    """Rows for which there is nothing to replace, required or not, as dotted paths."""
-    return [patch.path for patch in patches if _is_used(patch) and place(patch) is None]
-
-
 def install(
     patches: Sequence[Patch],
     message: Callable[[str], str] = lambda lacks: f"there is no {lacks}. {releases.remedy()}",
@@ -172,25 +167,6 @@ def uninstall(patches: Sequence[Patch]) -> None:
 def is_installed(patch: Patch) -> bool:
     """True if ours is in its place now."""
     return _in_place(patch) is not None
-
-
-def places(patches: Iterable[Patch]) -> dict[str, list[str]]:
-    """Name -> dotted paths of the places where the installed value is in place."""
-    ours = {p.name: getattr(*at) for p in patches if (at := _in_place(p)) is not None}
-    held = [
-        (module.__name__, name, vars(module)[name])
-        for module, name, _ in _holders({id(one): (None, ()) for one in ours.values()})
-        if isinstance(module, ModuleType)
-        and (name in _kept(module) or _is_megatron(module.__name__))
-    ]
-    return {
-        name: sorted(
-            f"{module}.{attribute}"
-            for module, attribute, value in held
-            if _replaced(value, {id(one): (None, ())}, module) is not value
-        )
-        for name, one in ours.items()
-    }
 
 
 def place(patch: Patch, imports: bool = True) -> tuple[Any, str] | None:
