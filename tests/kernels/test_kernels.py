@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.quantized import tables
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton"
 )
-CASES = 14 + 16 + 2 * 11 + 5
+CASES = 18 + 16 + 2 * 11 + 5
 """Of casts, of sums, of symmetric products and of their tiles."""
 
 

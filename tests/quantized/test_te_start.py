@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.megatron.announcement import _quantized
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
 from tests.quantized.te_checks import same, same_planes
 from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
@@ -105,8 +106,8 @@ def _same_start(rank: int, world: int) -> None:
             formats = {group.key.format.name for group in ours.engine.groups}
             assert formats == {"plain", FORMATS[recipe].name}, label
             numel = 3 * sum(rows * columns for rows, columns in SHAPES)
-            said = f"({numel} of them quantized: {FORMATS[recipe].name})"
-            assert said in ours._quantized(), label
+            said = _quantized(ours.engine.groups, ours.config)
+            assert f"({numel} of them quantized: {FORMATS[recipe].name})" in said, label
             for pair in ours.engine.pairs:
                 assert not [
                     name for name in vars(pair.unsharded) if "high_precision" in name
