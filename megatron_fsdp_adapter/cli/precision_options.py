@@ -35,8 +35,7 @@ SWITCHES = {
     "optimizer_cpu_offload": "as --chunked-optimizer-state-offload",
 }
 
-EMBEDDINGS = ("embedding", "output_layer")
-MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
+MATRICES_OF_ADAM = ("embedding", "output_layer", "router")
 """Matrices that Adam updates in a run with Muon."""
 
 
@@ -46,15 +45,7 @@ def is_muons(spec: ParamSpec) -> bool:
     return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
 
 
-def is_lions(spec: ParamSpec) -> bool:
-    """True for a weight that Lion updates, by the rule of `megatron/lion.py` with megatron-core
-    0.18 and later."""
-    return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
-
-
-MOMENTS: Mapping[str, Moments] = {
-    "muon": (is_muons, 1), "lion": (is_lions, 1),
-}  # fmt: skip
+MOMENTS: Mapping[str, Moments] = {"muon": (is_muons, 1)}
 """`optimizer` -> moments of the weights that Adam does not update."""
 
 
