@@ -3,8 +3,8 @@ and the buffer that did not fit.
 
 A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
 raises, and the error is raised again with unit and phase. With NCCL the host waits for nothing: the
-process group's own watchdog ends the process at the timeout, and `late_collectives.py` reports
-beforehand what it is about. Names are looked up only when something has failed.
+process group's own watchdog ends the process at the timeout, and torch's flight recorder has its
+last collectives. Names are looked up only when something has failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.hooks import in_backward
 from ..core.engine.partition import UnitPlan
 from ..core.runtime.comm import Communicator, Pair
-from .late_collectives import LaunchLog
 
 REDUCE, BROADCAST = "reducing gradients", "broadcasting weights"
 COMPARE = "comparing what the ranks have launched in this step"
@@ -100,8 +99,6 @@ class NamedCommunicator(Communicator):
             works = super().launch(name, pairs, **options)
         except RuntimeError as error:
             raise self._failed(launch, error) from error
-        if self.stream_ordered:
-            self._report.note(launch, self)
         return works and [NamedWork(work, partial(self._failed, launch)) for work in works]
 
 
@@ -131,21 +128,10 @@ class FaultReport:
     def __init__(self, plans: Sequence[UnitPlan], strategy: str) -> None:
         self._plans, self._strategy = list(plans), strategy
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
-        self._log: LaunchLog | None = None
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
         """Makes the engine's communicators."""
         return NamedCommunicator(group, device, self)
-
-    def note(self, launch: Launch, on: Communicator) -> None:
-        """Logs what the host will not wait for, with the patience of the first communicator."""
-        if self._log is None:
-            self._log = LaunchLog(timeout_of(on.group, on.device) / 2)
-        engine = self._engine()
-        if engine is not None and engine.runtime.is_capturing():
-            self._log.rest()
-        else:
-            self._log.note(launch)
 
     def engine_made(self, engine: FsdpEngine) -> None:
         """Takes the names of buffers and launches from `engine` from now on."""
