@@ -8,17 +8,16 @@ of the local tensor. They are a pure function of the layout.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
@@ -125,25 +124,8 @@ def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
     chunks = chunks_of(source) or (whole if is_replicated(source) else own_chunks(source))
     chunks.check(tuple(shape), local)
 
-    def create_write_items(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-        return chunks.write_items(fqn, tensor, shape)
-
-    setattr(local, _WRITE_ITEMS, create_write_items)
-    setattr(local, _TENSOR_SHARD, _block_getter(local, chunks))
+    # Weak, because the function is an attribute of the tensor that it reads.
+    block = functools.partial(chunks.block, weakref.proxy(local))
+    setattr(local, _TENSOR_SHARD, block)
+    setattr(local, _WRITE_ITEMS, lambda fqn, tensor: chunks.write_items(fqn, tensor, shape))
     return local
-
-
-def _block_getter(
-    local: torch.Tensor, chunks: Chunks
-) -> Callable[[MetadataIndex], torch.Tensor]:
-    """The function by which torch DCP finds a chunk of a plain tensor. The reference is weak
-    because the function is an attribute of the tensor that it returns."""
-    local_ref = weakref.ref(local)
-
-    def block(index: MetadataIndex) -> torch.Tensor:
-        held = local_ref()
-        if held is None:
-            raise RuntimeError(f"{index.fqn}: its tensor no longer exists")
-        return chunks.block(held, index)
-
-    return block

@@ -8,32 +8,12 @@ parameters to be left, which views of them do not inherit. So its question is an
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from ..core.engine.saved_tensors import is_owned
-from .options.rules import is_on
 
 FINE_GRAINED = "fine_grained_activation_offloading"
-
-
-def problems(config: Any) -> list[str]:
-    """One line if core would find out in the first forward that it cannot offload."""
-    if not is_on(config, FINE_GRAINED) or _has_te_offload():
-        return []
-    return [
-        f"{FINE_GRAINED}=True: core needs Transformer Engine for it, which cannot be imported. "
-        "Set it to False"
-    ]
-
-
-def _has_te_offload() -> bool:
-    try:
-        extension = importlib.import_module("megatron.core.extensions.transformer_engine")
-    except ImportError:
-        return False
-    return getattr(extension, "cpu_offload", None) is not None
 
 
 def _is_to_be_offloaded(original: Callable[..., bool], self: Any, tensor: Any) -> bool:

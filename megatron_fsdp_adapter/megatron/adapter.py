@@ -32,7 +32,8 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from . import optimizer_seam, schedule_plans
+from . import schedule_plans
+from .compat.table import install_beside_a_wrapper
 from .construction import Arguments, build, checked_index, force_options
 from .domains import SHARED_EMBEDDING
 from .export_adapter import export_source
@@ -86,7 +87,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         super().__init__(config=config, module=module)
         self.device, self.ddp_config = given.device, ddp_config
         self.megatron_fsdp_dist_index = index
-        installed = optimizer_seam.install_while_alive(self)
+        installed = install_beside_a_wrapper()
         self.disable_bucketing, self.bucket_size = disable_bucketing, None
         self.optimizer_groups: Mapping[str, Any] | None = None  # core's, when it makes an optimizer
         self.muon_groups: Mapping[tuple[int, ...], Any] | None = None

@@ -16,7 +16,6 @@ from ..sharding.materialize import InitializerOf, meta_problems, target_device
 from ..sharding.module_problems import module_problems
 from ..sharding.placement import LEAVE, placement_of, placement_problems
 from ..sharding.problems import raise_problems
-from . import activation_offload
 from .compat import core_api
 from .core_init import core_initializers
 from .core_support import require_supported_core
@@ -67,7 +66,6 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
             config, ddp_config, given.device, core_api.asks_tokens_on_the_host()
         ),
         *capability.device_problems(config, given.device),
-        *activation_offload.problems(config),
         *module_problems(
             module, given.unit_classes, given.given_device,
             ddp_options.main_params_dtype(ddp_config), given.manages,

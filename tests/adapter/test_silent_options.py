@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
-from megatron.core.extensions import transformer_engine as extension
 from megatron.core.optimizer import get_megatron_optimizer, muon
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -135,7 +133,7 @@ def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) 
     assert parallel_state.model_parallel_is_initialized()
 
 
-# Options of activation offload: what is accepted, and what is one early error.
+# Options of activation offload.
 
 
 LAYERS = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23)
@@ -146,16 +144,6 @@ def _wrap(device: torch.device, **options: Any) -> FullyShardedDataParallel:
     for name, value in options.items():
         setattr(model.config, name, value)
     return FullyShardedDataParallel(model.config, ddp_config(LAYERS, "optim_grads_params"), model)
-
-
-def test_offload_inside_of_layers_needs_transformer_engine(one_rank: torch.device) -> None:
-    with (
-        mock.patch.object(extension, "cpu_offload", None),
-        pytest.raises(ValueError, match="fine_grained_activation_offloading=True: core needs"),
-    ):
-        _wrap(one_rank, fine_grained_activation_offloading=True, offload_modules=["attn_norm"])
-    with mock.patch.object(extension, "cpu_offload", SimpleNamespace()):
-        _wrap(one_rank, fine_grained_activation_offloading=True, offload_modules=["attn_norm"])
 
 
 def test_offload_of_layers_is_accepted_where_core_has_it(one_rank: torch.device) -> None:

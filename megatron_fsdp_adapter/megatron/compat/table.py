@@ -80,8 +80,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         parameters=("config, model_chunks, config_overrides, pg_collection",), required=False,
     ),
 )  # fmt: skip
-"""Patches of core's optimizers and of what surrounds their steps: for as long as a wrapper needs
-them."""
+"""Patches of core's optimizers and of what surrounds their steps, which every wrapper needs."""
 
 _LAYERS = f"{_CORE}.tensor_parallel.layers"
 FUSED_WGRAD = (
@@ -262,3 +261,11 @@ ALL = (*OPTIMIZER, *FUSED_WGRAD, *CONSTRUCTORS, *NAMES, *LATE)
 def installed() -> bool:
     """True if core's wrapper is ours: between `install()` and `uninstall()`."""
     return patches.is_installed(NAMES[0])
+
+
+def install_beside_a_wrapper() -> bool:
+    """Puts what a wrapper needs in place, until `uninstall()`: the optimizer's patches, which leave
+    other models alone. Returns whether `install()` was called: then also what was imported
+    since."""
+    patches.install((*OPTIMIZER, *LATE) if installed() else OPTIMIZER)
+    return installed()
