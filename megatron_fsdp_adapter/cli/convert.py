@@ -15,17 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_fsdp_adapter.checkpoint.convert import FORMATS, convert
-from megatron_fsdp_adapter.checkpoint.convert.training_state import (
-    EXPERT_LAYOUTS,
-    TRANSFORMER_IMPLS,
-)
 
 from .output import answer, base_parser, size_text
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,13 +30,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--to", required=True, metavar="FORMAT", help=f"{formats}: format of the result")
     add("--iteration", type=int, metavar="N", help="iteration of a root; default: the newest")
     add("--weights-only", action="store_true", help="leave out optimizer, scheduler and RNG")
-    add("--transformer-impl", choices=TRANSFORMER_IMPLS,
-        help="layers of the model; default: the source's")
-    add("--experts", choices=EXPERT_LAYOUTS, help="experts of the model: one module each, or "
-        "TEGroupedMLP (--moe-grouped-gemm); default: the source's")  # fmt: skip
-    add("--swiglu", action=argparse.BooleanOptionalAction,
-        help="the model's MLPs are gated; default: the source's")
-    add("--dtype", choices=DTYPES, help="compute dtype of the model; default: the source's")
     return parser
 
 
@@ -63,15 +48,8 @@ def render(report: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Converts and prints a report. Returns 0, or 2 if the input cannot be converted."""
     given = make_parser().parse_args(argv)
-    style = {
-        "fused_norms": TRANSFORMER_IMPLS.get(given.transformer_impl),
-        "grouped_experts": EXPERT_LAYOUTS.get(given.experts),
-        "gated": given.swiglu,
-    }
     found = answer(given, "convert", lambda progress: convert(
         given.source, given.target, given.to, iteration=given.iteration,
-        weights_only=given.weights_only, params_dtype=DTYPES.get(given.dtype),
-        style={name: value for name, value in style.items() if value is not None},
-        progress=progress,
+        weights_only=given.weights_only, progress=progress,
     ), render)  # fmt: skip
     return 2 if found is None else 0

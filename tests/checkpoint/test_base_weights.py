@@ -64,8 +64,7 @@ def check_splits(
     saved = Path(root) / source.name
     plain = Path(root) / "torch_dist"
     if rank == 0:
-        style = {"fused_norms": False, "grouped_experts": False}
-        convert(saved, plain, "torch_dist", weights_only=True, style=style)
+        convert(saved, plain, "torch_dist", weights_only=True)
     dist.barrier()
     whole = {n: v["weight"] for n, v in torch.load(f"{root}/{source.name}.pt").items()}
     for target in targets:

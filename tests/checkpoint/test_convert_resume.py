@@ -88,14 +88,13 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     torch_adam.make_loadable()
     case = gpt.Case(num_layers=3, microbatches=2, **options)
     other = case.but(seed=4321)
-    style = {"fused_norms": False, "gated": case.swiglu}
 
     ours = gpt.build_trainer(case, "optim_grads_params", device)
     _steps(ours, case, 0, rank, device)
     saved(ours, root / "ours", STEPS, iteration=STEPS)
     kept = gpt.full_weights(ours)
     source, plain = root / "ours", root / "td"
-    _on_first(lambda: convert(source, plain, "torch_dist", style=style, block_bytes=1000))
+    _on_first(lambda: convert(source, plain, "torch_dist", block_bytes=1000))
     expected = _steps(ours, case, STEPS, rank, device)
 
     # In one bucket: saving `fully_reshardable`, core 0.16.1 leaves out the padding between buckets,
@@ -109,7 +108,7 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     _save_stock(stock, root / "again" / "iter_0000002")
     losses = _steps(stock, case, STEPS, rank, device)
 
-    _on_first(lambda: convert(root / "again", root / "back", "fsdp_dtensor", style=style))
+    _on_first(lambda: convert(root / "again", root / "back", "fsdp_dtensor"))
     second = gpt.build_trainer(other, "optim_grads", device)
     assert loaded(second, root / "back", iteration=0)["iteration"] == STEPS
     returned = gpt.full_weights(second)

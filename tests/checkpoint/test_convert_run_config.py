@@ -59,7 +59,7 @@ def bridge_checkpoint(root: Path, model: Model, told: Any) -> Path:
     "model", [Model(), Model(experts=4, te=True, grouped=True)], ids=["dense", "experts"]
 )
 def test_it_tells_what_arguments_tell(tmp_path: Path, model: Model) -> None:
-    """There and back without --transformer-impl, and Megatron-Bridge has its config again."""
+    """There and back, and Megatron-Bridge has its config again."""
     source = bridge_checkpoint(tmp_path / "bridge", model, config(model))
     convert(source, tmp_path / "td", "torch_dist")
     convert(tmp_path / "td", tmp_path / "back", "fsdp_dtensor")

@@ -346,10 +346,9 @@ def test_a_run_is_resumed_bit_for_bit_and_read_elsewhere(
         if run.readers:
             saved[name] = [f"{name}-{one}{end}" for one in run.strategies for end in ends]
         if run.alone is not None:
-            style = {"fused_norms": False, "gated": False}
             source, back = saved[name][-1], f"{saved[name][-1]}-converted"
-            convert(tmp_path / source, tmp_path / "other" / name, "torch_dist", style=style)
-            convert(tmp_path / "other" / name, tmp_path / back, "fsdp_dtensor", style=style)
+            convert(tmp_path / source, tmp_path / "other" / name, "torch_dist")
+            convert(tmp_path / "other" / name, tmp_path / back, "fsdp_dtensor")
             saved[name].append(back)
     if saved:
         run_ranks(check_readers, other, str(tmp_path), saved, timeout=600)

@@ -11,13 +11,11 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_fsdp_adapter.checkpoint import folders, record, storage
 from megatron_fsdp_adapter.checkpoint.convert import fsdp_dtensor, torch_dist
@@ -29,12 +27,7 @@ from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
     write_folder,
 )
 from megatron_fsdp_adapter.checkpoint.convert.run_config import RUN_CONFIG
-from megatron_fsdp_adapter.checkpoint.convert.training_state import (
-    NameStyle,
-    TrainingState,
-    is_first_linear,
-    moe_layers,
-)
+from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingState
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 
 _READ_AND_CONTENTS = {
@@ -67,8 +60,6 @@ def convert(
     *,
     iteration: int | None = None,
     weights_only: bool = False,
-    params_dtype: torch.dtype | None = None,
-    style: Mapping[str, bool] = {},
     block_bytes: int = BLOCK_BYTES,
     progress: Progress = silent,
 ) -> dict[str, Any]:
@@ -76,8 +67,7 @@ def convert(
 
     source: a root of checkpoints, or one of its folders. target: a new root, which gets a folder
     for the iteration and then a tracker. weights_only: leave out optimizer, scheduler and RNG.
-    params_dtype: compute dtype of the model, and style: fields of its `NameStyle`; by default the
-    checkpoint's. block_bytes: size of the blocks that are read, converted and written.
+    block_bytes: size of the blocks that are read, converted and written.
 
     Returns the formats, the written folder, iteration, number and bytes of its tensors, and the
     keys of the source that the other format does not store ("dropped").
@@ -91,9 +81,13 @@ def convert(
     _check_target(target)
     opened, state = open_state(source, iteration, weights_only)
     with _naming(source):
-        state = replace(state, params_dtype=params_dtype or state.params_dtype)
+        if state.style is None:
+            raise ValueError(
+                "the checkpoint has no training arguments, by which modules of the model are "
+                "named. Put Megatron-Bridge's run_config.yaml beside it, with the section `model`"
+            )
         _, contents_of = _READ_AND_CONTENTS[target_format]
-        contents = contents_of(state, style_of(state, style))
+        contents = contents_of(state, state.style)
         described = opened.folder / RUN_CONFIG  # Megatron-Bridge builds the model by it
         if described.is_file():
             copied = {RUN_CONFIG: functools.partial(shutil.copyfile, described)}
@@ -118,24 +112,6 @@ def convert(
         "nbytes": sum(tensor.nbytes for tensor in contents.tensors.values()),
         "dropped": state.dropped,
     }
-
-
-def style_of(state: TrainingState, given: Mapping[str, bool]) -> NameStyle:
-    """The target model's style: given, else the source's. Raises a ValueError that lists missing
-    options if neither defines it."""
-    needed = {
-        "fused_norms": ("--transformer-impl", True),
-        "grouped_experts": ("--experts", bool(moe_layers(state.weights))),
-        "gated": ("--swiglu or --no-swiglu", any(map(is_first_linear, state.weights))),
-    }
-    known = {**(asdict(state.style) if state.style else {}), **given}
-    missing = [flag for name, (flag, asked) in needed.items() if asked and name not in known]
-    if missing:
-        raise ValueError(
-            "the checkpoint has no training arguments for the modules of the model. Give "
-            + ", ".join(missing)
-        )
-    return NameStyle(**{name: asked and known[name] for name, (_, asked) in needed.items()})
 
 
 @contextmanager

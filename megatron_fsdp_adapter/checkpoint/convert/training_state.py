@@ -26,12 +26,6 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow
 from megatron_fsdp_adapter.checkpoint.names import HALVES, split_depth
 
-TRANSFORMER_IMPLS: Mapping[str, bool] = {"local": False, "transformer_engine": True}
-"""Layers by name -> whether norms are fused into them."""
-
-EXPERT_LAYOUTS: Mapping[str, bool] = {"sequential": False, "grouped": True}
-"""Experts by name -> whether one module holds them."""
-
 _FUSED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
