@@ -18,10 +18,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def _nothing(_: object) -> None:
-    """Default for `share`: a rank's result is not exchanged."""
-
-
 class CheckpointError(RuntimeError):
     """A save or load failed, not because of bad input. Raised on every rank."""
 
@@ -47,7 +43,7 @@ class Coordinator:
         return Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
 
     def run(
-        self, stage: str, step: Callable[[], T], share: Callable[[T], R | None] = _nothing
+        self, stage: str, step: Callable[[], T], share: Callable[[T], R | None] = lambda _: None
     ) -> tuple[T, tuple[R | None, ...]]:
         """Runs `step` here; returns its result, and `share(result)` of every rank in rank order.
 

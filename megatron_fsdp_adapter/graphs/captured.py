@@ -53,15 +53,6 @@ def strip(value: Any, tensors: list[torch.Tensor], returned: bool = False) -> An
     raise TypeError(f"it takes or returns a {type(value).__name__}")
 
 
-def shapes(template: Any) -> str:
-    """Shapes of a template's tensors, as text."""
-    kind, value = template
-    if kind is torch.Tensor:
-        return "x".join(map(str, value[0])) or "scalar"
-    inside = value if kind is tuple else [item for _, item in value] if kind is dict else ()
-    return ", ".join(filter(None, map(shapes, inside)))
-
-
 def fill(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The reverse of `strip`."""
     kind, value = template

@@ -34,7 +34,7 @@ from ..core.engine.group import ParamGroup
 from ..core.engine.unit import Unit
 from ..core.runtime.rank_warnings import warn
 from .capture import CudaGraphs
-from .captured import CapturedCall, Site, shapes, strip
+from .captured import CapturedCall, Site, strip
 
 HELD_BY = "a CUDA graph of a layer"
 
@@ -100,7 +100,6 @@ class LayerGraphs:
             workspaces in the first ones.
         shared: buffers that captured modules share with others and replace by larger ones.
         before_pass: called before each forward of the model.
-        left_out: what is not captured, and why, to be printed.
 
     Attributes:
         captured, replayed: how many calls were. ran_eagerly: (module, why), of calls that did in
@@ -113,10 +112,10 @@ class LayerGraphs:
     def __init__(
         self, engine: FsdpEngine, graphs: CudaGraphs, modules: Sequence[tuple[str, nn.Module]],
         warmup: int, shared: Callable[[], Iterable[torch.Tensor]] = tuple,
-        before_pass: Callable[[], None] = lambda: None, left_out: Sequence[str] = (),
+        before_pass: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._engine, self._graphs, self._warmup = engine, graphs, max(1, warmup)
-        self._shared, self._before_pass, self._left_out = shared, before_pass, left_out
+        self._shared, self._before_pass = shared, before_pass
         self._kinds = Counter(type(one).__name__ for _, one in modules)
         self._steps = self.captured = self.replayed = self._captured_before = 0
         self._is_reported = self._began = self._eager_in_step = False
@@ -164,13 +163,14 @@ class LayerGraphs:
                 print(self.summary(), flush=True)
 
     def summary(self) -> str:
-        """Text that names what is captured, in how much memory, and what runs eagerly and why."""
+        """Text that names what is captured, in how much memory, and which calls ran eagerly and
+        why."""
         modules = ", ".join(f"{count} {kind}" for kind, count in self._kinds.items())
         pools = " + ".join(f"{self._graphs.pool_bytes(pool) / 2**30:.3f}" for pool in self._pools)
-        eager = [*self._left_out, *sorted(f"{name}: {why}" for name, why in self.ran_eagerly)]
+        eager = "".join(f"; {name} ran eagerly: {why}" for name, why in sorted(self.ran_eagerly))
         return (
             f"CUDA graphs of layers: {modules}, {self.captured} calls captured; GiB of "
-            f"memory for each pass in flight: {pools}; eager: {'; '.join(eager)}"
+            f"memory for each pass in flight: {pools}{eager}"
         )
 
     def reset(self) -> None:
@@ -204,7 +204,7 @@ class LayerGraphs:
             return self._eagerly(site, str(error), args, kwargs)
         if current.index < 0 and (unfit := self._begin(current, site, template)):
             current.is_eager = self._eager_in_step = True
-            return self._eagerly(site, unfit, args, kwargs, f" ({shapes(template)})")
+            return self._eagerly(site, unfit, args, kwargs)
         if current.records:
             call = CapturedCall(site, template, self._graphs, self._pools[current.index])
         elif (found := self._next(current, site, template, tensors)) is None:
@@ -262,13 +262,11 @@ class LayerGraphs:
         return None
 
     def _eagerly(
-        self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any],
-        at_first: str = "",
-    ) -> Any:  # fmt: skip
-        """at_first: printed beside the reason in the first call that it holds for."""
+        self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if (site.name, reason) not in self.ran_eagerly:
             self.ran_eagerly.add((site.name, reason))
-            warn(f"{site.name} runs without its CUDA graph: {reason}{at_first}")
+            warn(f"{site.name} runs without its CUDA graph: {reason}")
         return site.function(*args, **kwargs)
 
     def backward_done(self, of: Pass) -> None:

@@ -10,7 +10,6 @@ layer follows a capture that no hook surrounds, and it has three ways to call a 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -39,18 +38,17 @@ def layer_graphs(
     if not captures_layers(config):
         return None
     take_off_managers(module)
-    asked = modules_asked_for(config)
     dispatchers = [
         one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
     ]
     return LayerGraphs(
         engine, graphs or CudaGraphs(engine.runtime.device, _generators),
-        list(captured_modules(module, asked)), int(getattr(config, "cuda_graph_warmup_steps", 3)),
+        list(captured_modules(module, modules_asked_for(config))),
+        int(getattr(config, "cuda_graph_warmup_steps", 3)),
         # What sequences are gathered into over tensor-parallel ranks: a longer one makes core
         # replace the buffer, whose address graphs have.
         lambda: get_global_memory_buffer().buffer.values(),
         partial(forget_last_call, dispatchers),
-        ["embedding, output layer and loss", *left_out(module, asked)],
     )  # fmt: skip
 
 
@@ -64,23 +62,6 @@ def forget_last_call(dispatchers: Iterable[Any]) -> None:
         for name, value in vars(dispatcher).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 setattr(dispatcher, name, value.detach())
-
-
-def left_out(module: nn.Module, asked: Iterable[str]) -> list[str]:
-    """Lines about parts of layers that are not captured, and why."""
-    chosen = {name for name, _ in captured_modules(module, asked)}
-    layers = [(name, one) for name, one in module.named_modules() if _is_layer(one)]
-    without = [
-        (any(f"{name}.{part}" in chosen for part in _PARTS.values()), _has_experts(one))
-        for name, one in layers if name not in chosen
-    ]  # fmt: skip
-    found = []
-    for (in_part, experts), count in sorted(Counter(without).items()):
-        what = "all but the captured parts" if in_part else "all"
-        why = "how many tokens each expert got is read on the host" if experts else \
-            "no other parts were asked for"  # fmt: skip
-        found.append(f"{what} of {count} layers{' with experts' if experts else ''}, as {why}")
-    return found
 
 
 def captured_modules(

@@ -9,7 +9,6 @@ have it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,10 +30,8 @@ run with another kind would be in a group that is not its own."""
 
 def parameter_names(chunks: Sequence[Any]) -> tuple[dict[Any, str], frozenset[str]]:
     """Names of all sharded parameters of the model chunks, as in the whole model, and those of them
-    whose parameters are saved in halves.
-
-    Raises ValueError if two chunks have a parameter of the same name.
-    """
+    whose parameters are saved in halves. Two chunks with one name are found where their weights are
+    merged (`checkpoint.training`)."""
     named: dict[Any, str] = {}
     halved: set[str] = set()
     for chunk in chunks:
@@ -43,9 +40,6 @@ def parameter_names(chunks: Sequence[Any]) -> tuple[dict[Any, str], frozenset[st
         for local, param in chunk.named_parameters():
             named[param] = names.of(local)
             halved |= {named[param]} if names.suffixes(local) == HALVES else set()
-    repeated = sorted(name for name, count in Counter(named.values()).items() if count > 1)
-    if repeated:
-        raise ValueError(f"several model chunks have parameters named {', '.join(repeated)}")
     return named, frozenset(halved)
 
 

@@ -32,12 +32,16 @@ GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
 GATHER_SOURCES: Mapping[str, str] = {"fsdp_group": "dp_cp_ag", "expt_fsdp_group": "expt_dp_ag"}
 """Role of a shard group -> attribute for the gather group with the same ranks."""
 
-_dense = partial(core_api.data_parallel_group, with_context_parallel=True)
+_dense = partial(
+    core_api.without_remat, ps.get_data_parallel_group, with_context_parallel=True
+)  # fmt: skip
 
 
 def _experts(**options: Any) -> Any:
     has_any = ps._EXPERT_DATA_PARALLEL_GROUP is not None
-    return core_api.expert_data_parallel_group(**options) if has_any else None
+    if not has_any:
+        return None
+    return core_api.without_remat(ps.get_expert_data_parallel_group, **options)
 
 
 def _gathers() -> Any:

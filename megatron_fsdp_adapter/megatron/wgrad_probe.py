@@ -105,17 +105,6 @@ def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
     return make
 
 
-def _te_operation(name: str, *sizes: int, **options: Any) -> Callable[..., nn.Module]:
-    def make(dtype: torch.dtype, device: torch.device) -> nn.Module:
-        import transformer_engine.pytorch.ops as ops
-
-        return getattr(ops, name)(
-            *sizes, dtype=dtype, device=device, accumulate_into_main_grad=True, **options
-        )
-
-    return make
-
-
 class _MegatronLinear(nn.Module):
     """The product of Megatron's own layers, without their initialization and their groups."""
 
@@ -140,10 +129,6 @@ def _in_groups(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module(x, [TOKENS, 0])
 
 
-def _in_tensor_of_groups(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module(x, torch.tensor([TOKENS, 0], device=x.device))
-
-
 MAKERS: Mapping[str, Maker] = {
     "transformer_engine.Linear": Maker(_te_module("Linear", SIZE, SIZE)),
     "transformer_engine.LayerNormLinear": Maker(_te_module("LayerNormLinear", SIZE, SIZE)),
@@ -151,24 +136,11 @@ MAKERS: Mapping[str, Maker] = {
     "transformer_engine.GroupedLinear": Maker(
         _te_module("GroupedLinear", 2, SIZE, SIZE), _in_groups
     ),
-    "transformer_engine.ops.BasicLinear": Maker(_te_operation("BasicLinear", SIZE, SIZE)),
-    "transformer_engine.ops.GroupedLinear": Maker(
-        _te_operation("GroupedLinear", 2, SIZE, SIZE, bias=False), _in_tensor_of_groups
-    ),
     "megatron.core.ColumnParallelLinear": Maker(_MegatronLinear, has_flag=False),
     "megatron.core.RowParallelLinear": Maker(_MegatronLinear, has_flag=False),
 }
 """Package and class -> maker; a module is that of the first class in its resolution order that has
 a row."""
-
-
-OPERATIONS: Mapping[str, str] = {
-    "transformer_engine.Linear": "transformer_engine.ops.BasicLinear",
-    "transformer_engine.LayerNormLinear": "transformer_engine.ops.BasicLinear",
-    "transformer_engine.GroupedLinear": "transformer_engine.ops.GroupedLinear",
-}
-"""Operations with which core's fused MLPs compute, in the place of the layers that hold the
-weights."""
 
 
 def read_by_operations(module: nn.Module) -> frozenset[int]:
@@ -400,9 +372,8 @@ def observed(
     `main_dtype` in every precision that it may compute in.
 
     precisions: of modules whose weights are not quantized; quantized: of others. by_operations: as
-    `read_by_operations`: of these, what holds for the operation as well. hooks_inside: hooks on
-    what autograd saves are set inside of units, where no engine sees them. ValueError where it
-    cannot write into `main_dtype`.
+    `read_by_operations`; these are taken to add. hooks_inside: hooks on what autograd saves are set
+    inside of units, where no engine sees them. ValueError where it cannot write into `main_dtype`.
     """
     name = maker_name(type(owner))
     if name is None:
@@ -414,15 +385,11 @@ def observed(
             "dtype on the wire. Leave megatron_fsdp_grad_comm_dtype unset, or set "
             "gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
         )
-    if is_quantized and quantized is None:
+    if (is_quantized and quantized is None) or id(owner) in by_operations:
         return UNKNOWN
     computes_in = (quantized,) if is_quantized and quantized else precisions
-    names = [name, OPERATIONS.get(name)] if id(owner) in by_operations else [name]
     seen = [
-        observed_once(each, precision, dtype, main_dtype, device.type)
-        for precision in computes_in
-        for each in names
-        if each is not None
+        observed_once(name, precision, dtype, main_dtype, device.type) for precision in computes_in
     ]
     found = functools.reduce(lambda one, other: one & other, seen)
     if not (hooks_inside and found.ignores_flag_under_hooks):

@@ -117,7 +117,7 @@ def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
     assert fake.captures == A_PASS and replays == [0, 2 * A_PASS, 3 * A_PASS, 4 * A_PASS]
     lines = [str(one.message) for one in said if "without its CUDA graph" in str(one.message)]
     assert len(lines) == 1, lines  # once, whatever lengths come
-    assert "7x2x12" in lines[0] and len(trainer.wrapper._layers.ran_eagerly) == 1
+    assert len(trainer.wrapper._layers.ran_eagerly) == 1
 
 
 # What is around replays: a run of an eager step, one with captures, and one of replays alone.
@@ -245,7 +245,7 @@ def test_passes_in_flight_have_pools_of_their_own_and_each_pool_keeps_its_order(
     assert found == [one for count in (2, 1) for one in _in_flight(plain, [(5, 5)] * count)]
     (line,) = _printed(capsys)
     assert "2 TransformerLayer, 4 calls captured" in line
-    assert "for each pass in flight: 0.500 + 1.000; eager: embedding, output layer" in line
+    assert line.endswith("for each pass in flight: 0.500 + 1.000")
     for pool in (1, 2):
         order = [number for where, number in fake.replays if where == pool]
         assert order == list(range(1, A_PASS + 1)) * 2, pool
@@ -257,11 +257,8 @@ def test_what_runs_eagerly_is_printed_with_the_reason(
 ) -> None:
     _in_flight(graphed(parts=("attn",))[0], [(5, 3)] * 3)
     (line,) = _printed(capsys)
-    for said in (
-        "2 SelfAttention, 2 calls", "self_attention: inputs have other shapes",
-        "all but the captured parts of 2 layers, as no other parts were asked for",
-    ):  # fmt: skip
-        assert said in line
+    assert "2 SelfAttention, 2 calls" in line
+    assert "self_attention ran eagerly: inputs have other shapes" in line
 
 
 def test_nothing_is_captured_while_a_pass_of_another_length_is_in_flight(

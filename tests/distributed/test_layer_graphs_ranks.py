@@ -88,10 +88,6 @@ def _trains_alike(
     check_same_bits(mine, weights, name)
     for chunk, fake in zip(trainer.chunks, fakes, strict=True):
         assert not chunk._layers.ran_eagerly
-        said = chunk._layers.summary()
-        assert ("all but the captured parts of 2 layers with experts" in said) is bool(
-            topology.experts
-        ), said
         assert fake.captures == 2 * layers * fake.pools, (name, fake.captures, fake.pools)
         assert len(fake.replays) == (STEPS - 1) * case.microbatches * 2 * layers
         for pool in range(1, fake.pools + 1):

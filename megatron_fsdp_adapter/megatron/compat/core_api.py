@@ -62,23 +62,12 @@ def has_separate_all_gather_group() -> bool:
 # Data-parallel groups. From 0.19 on weights can also be sharded over an axis of "remat" ranks,
 # which hold parts of them: core's groups contain those ranks unless they are asked not to.
 
-_WITHOUT_REMAT = "with_gtp_remat"
 
-
-def _group_without_remat(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    if _WITHOUT_REMAT in inspect.signature(function).parameters:
-        options[_WITHOUT_REMAT] = False
-    return function(*args, **options)
-
-
-def data_parallel_group(*args: Any, **options: Any) -> Any:
-    """`parallel_state.get_data_parallel_group`: ranks that hold the same dense weights."""
-    return _group_without_remat(parallel_state.get_data_parallel_group, *args, **options)
-
-
-def expert_data_parallel_group(*args: Any, **options: Any) -> Any:
-    """`parallel_state.get_expert_data_parallel_group`: ranks that hold the same experts."""
-    return _group_without_remat(parallel_state.get_expert_data_parallel_group, *args, **options)
+def without_remat(function: Callable[..., Any], **options: Any) -> Any:
+    """The group that a getter of `parallel_state` returns: ranks that hold the same weights."""
+    if "with_gtp_remat" in inspect.signature(function).parameters:
+        options["with_gtp_remat"] = False
+    return function(**options)
 
 
 # Full-iteration CUDA graphs.
