@@ -22,7 +22,8 @@ from .core_support import require_supported_core
 from .domains import read_index
 from .group_problems import group_problems, group_ranks
 from .model_problems import model_problems
-from .options import capability, ddp_options, validation
+from .options import capability, validation
+from .options.table import MAIN_PARAMS, read
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
         *capability.device_problems(config, given.device),
         *module_problems(
             module, given.unit_classes, given.given_device,
-            ddp_options.main_params_dtype(ddp_config), given.manages,
+            read(ddp_config, MAIN_PARAMS), given.manages,
         ),
         *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, given.initializer_of),

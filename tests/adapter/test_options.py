@@ -161,9 +161,6 @@ def test_the_wrapper_refuses_each_rule_before_anything_is_made(
     one_rank: torch.device, rule: Rule
 ) -> None:
     model, ddp = build_model(CASE, one_rank), ddp_config(CASE, "optim_grads_params")
-    default = getattr(type(ddp), rule.option, None)
-    if rule.option == "preserve_fp32_weights" and default is breaking(rule)[rule.option]:
-        pytest.skip(f"{rule.option}: the value is this core's default, which counts as unset")
     put(breaking(rule), ddp, model.config)
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(model.config, ddp, model)

@@ -249,7 +249,6 @@ PREFER_FP32 = MixedPrecisionPolicy(*[torch.float32] * 3)
     ("changes", "expected"),
     [
         ({}, MixedPrecisionPolicy()),
-        ({"preserve_fp32_weights": False}, MixedPrecisionPolicy(main_params_dtype=None)),
         ({"grad_reduce_in_fp32": True}, PREFER_FP32),
     ],
 )
@@ -271,12 +270,7 @@ def test_the_older_names_map_onto_the_policy_and_warn_once(make, changes, expect
     ("changes", "refused"),
     [
         ({"preserve_fp32_weights": True}, None),
-        ({"preserve_fp32_weights": True, "megatron_fsdp_main_params_dtype": torch.bfloat16},
-         "preserve_fp32_weights"),
-        ({"preserve_fp32_weights": True, "megatron_fsdp_main_params_dtype": None},
-         "preserve_fp32_weights"),
-        ({"preserve_fp32_weights": False, "megatron_fsdp_main_params_dtype": None}, None),
-        ({"preserve_fp32_weights": False, "megatron_fsdp_main_params_dtype": torch.bfloat16}, None),
+        ({"preserve_fp32_weights": False}, "preserve_fp32_weights"),
         ({"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": torch.bfloat16},
          "grad_reduce_in_fp32"),
         ({"grad_reduce_in_fp32": True, "megatron_fsdp_main_grads_dtype": torch.float32}, None),

@@ -29,13 +29,6 @@ from .table import (
 )
 
 
-def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
-    """Dtype of main weights; None for each parameter's dtype."""
-    chosen: torch.dtype | None = read(ddp_config, MAIN_PARAMS)
-    own = read(ddp_config, "preserve_fp32_weights") is False
-    return None if own and chosen == torch.float32 else chosen
-
-
 def unsharded_budget(config: Any, ddp_config: Any) -> int | None:
     """Extra bytes for units of one model chunk that stay unsharded over a step; None: found while
     training. config: the model's."""
@@ -63,19 +56,16 @@ def grad_check(ddp_config: Any) -> GradCheck | None:
 
 
 def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
-    """The dtypes of a valid config. The two older names are mapped to those of Megatron-LM main,
-    with a warning, which Python shows once for each text."""
-    main_params = main_params_dtype(ddp_config)
+    """The dtypes of a valid config. `grad_reduce_in_fp32` is mapped to the names of Megatron-LM
+    main, with a warning, which Python shows once for each text."""
     main_grads, comm = read(ddp_config, MAIN_GRADS), read(ddp_config, GRAD_COMM)
-    older = {}
-    if read(ddp_config, "preserve_fp32_weights") is False:
-        older["preserve_fp32_weights=False"] = f"{MAIN_PARAMS}={main_params}"
     if ddp_config.grad_reduce_in_fp32:
         main_grads = comm = torch.float32
-        older["grad_reduce_in_fp32=True"] = f"{MAIN_GRADS}={main_grads} and {GRAD_COMM}={comm}"
-    for given, meaning in older.items():
-        warn(f"{given} is read as {meaning}", FutureWarning)
-    return MixedPrecisionPolicy(main_params, main_grads, comm)
+        warn(
+            f"grad_reduce_in_fp32=True is read as {MAIN_GRADS}={comm} and {GRAD_COMM}={comm}",
+            FutureWarning,
+        )
+    return MixedPrecisionPolicy(read(ddp_config, MAIN_PARAMS), main_grads, comm)
 
 
 def engine_config(ddp_config: Any) -> EngineConfig:

@@ -15,15 +15,11 @@ class Joined:
     def __init__(self, *configs: Any) -> None:
         self._configs = configs
 
-    def owner_of(self, option: str) -> Any:
-        """The first config that has an option, or None."""
-        return next((one for one in self._configs if hasattr(one, option)), None)
-
     def __getattr__(self, option: str) -> Any:
-        owner = self.owner_of(option)
-        if owner is None:
-            raise AttributeError(option)
-        return getattr(owner, option)
+        for config in self._configs:
+            if hasattr(config, option):
+                return getattr(config, option)
+        raise AttributeError(option)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from ...optim.residency import OPTION as OFFLOAD
 from ...sharding.unsharded_budget import AUTO, can_keep
 from ...sharding.unsharded_budget import OPTION as BUDGET
-from .rules import Joined, Rule, is_on, off
+from .rules import Rule, is_on, off
 
 STRATEGY, INSTANCES = "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"
 OUTER = "outer_dp_sharding_strategy"
@@ -129,25 +129,6 @@ def gib(text: str) -> float | str:
 def strategy_of(config: Any) -> Strategy | None:
     """The config's row of `STRATEGIES`; None for an unknown name."""
     return STRATEGIES.get(read(config, STRATEGY))
-
-
-def _is_set(config: Any, option: str) -> bool:
-    """True if `option` differs from the class's default, or the class has no such field."""
-    if not hasattr(config, option):
-        return False
-    config = config.owner_of(option) if isinstance(config, Joined) else config
-    field = getattr(type(config), "__dataclass_fields__", {}).get(option)
-    return field is None or getattr(config, option) != field.default
-
-
-def _contradicts_main_params(preserve: Any, config: Any) -> bool:
-    """True if `preserve_fp32_weights` and the dtype of main weights contradict each other."""
-    chosen = read(config, MAIN_PARAMS)
-    if preserve is None or not _is_set(config, "preserve_fp32_weights"):
-        return False
-    if preserve:
-        return bool(chosen != torch.float32)
-    return chosen == torch.float32 and _is_set(config, MAIN_PARAMS)
 
 
 def _is_low(config: Any, *options: str) -> bool:
@@ -267,12 +248,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "preserve_fp32_weights", bool | None, None,
-        use=(
-            "deprecated, removed in 0.17. True, the default of 0.16.1: fp32 main weights; False: "
-            "main weights in the parameters' dtype"
-        ),
-        refused=((_contradicts_main_params,
-                  f"it contradicts {MAIN_PARAMS}, which replaces it. Leave it unset"),),
+        use="removed in 0.17. True has no effect; False is refused",
+        refused=((lambda value, config: value is False,
+                  f"main weights in each parameter's dtype are {MAIN_PARAMS}=None (auto), which "
+                  "replaces it. Set that, and leave this option unset"),),
     ),
     Option(
         "grad_reduce_in_fp32", bool, False, in_core=True,
