@@ -85,13 +85,11 @@ class Maker:
     """Makes a small module with fused weight gradients and calls it.
 
     make: of keyword arguments `dtype` and `device`. call: with the module and an input of shape
-    (TOKENS, SIZE); returns the output. has_flag: True if there is a flag to try. Megatron's
-    layers take `get_main_grad()` for a `main_grad` of the weights' dtype, which it need not be.
+    (TOKENS, SIZE); returns the output.
     """
 
     make: Callable[..., nn.Module]
     call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda module, x: module(x)
-    has_flag: bool = True
 
 
 def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
@@ -103,24 +101,6 @@ def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
         )
 
     return make
-
-
-class _MegatronLinear(nn.Module):
-    """The product of Megatron's own layers, without their initialization and their groups."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE, dtype=dtype, device=device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from megatron.core.tensor_parallel.layers import (
-            linear_with_grad_accumulation_and_async_allreduce,
-        )
-
-        return linear_with_grad_accumulation_and_async_allreduce(
-            x, self.weight, None, gradient_accumulation_fusion=True, allreduce_dgrad=False,
-            sequence_parallel=False,
-        )  # fmt: skip
 
 
 def _in_groups(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -136,11 +116,9 @@ MAKERS: Mapping[str, Maker] = {
     "transformer_engine.GroupedLinear": Maker(
         _te_module("GroupedLinear", 2, SIZE, SIZE), _in_groups
     ),
-    "megatron.core.ColumnParallelLinear": Maker(_MegatronLinear, has_flag=False),
-    "megatron.core.RowParallelLinear": Maker(_MegatronLinear, has_flag=False),
 }
-"""Package and class -> maker; a module is that of the first class in its resolution order that has
-a row."""
+"""Class -> maker; a module is that of the first class in its resolution order that has a row.
+Megatron's own layers have none: they add."""
 
 
 def read_by_operations(module: nn.Module) -> frozenset[int]:
@@ -157,11 +135,9 @@ def read_by_operations(module: nn.Module) -> frozenset[int]:
 def maker_name(kind: type) -> str | None:
     """The key in `MAKERS` for modules of class `kind`; None if it has none."""
     for base in kind.__mro__:
-        package = ".".join(base.__module__.split(".")[:2])
-        if package == "transformer_engine.pytorch":
-            package = "transformer_engine" + (".ops" if ".ops." in base.__module__ else "")
-        name = f"{package}.{base.__name__}"
-        if name in MAKERS:
+        name, module = f"transformer_engine.{base.__name__}", f"{base.__module__}."
+        is_layer = module.startswith("transformer_engine.pytorch.") and ".ops." not in module
+        if is_layer and name in MAKERS:
             return name
     return None
 
@@ -186,8 +162,6 @@ def observe(
             return _main_grads(maker, precision, dtype, main_dtype, device, fill, **flags)
 
     adds = _were_added_to(run(MARK))
-    if not maker.has_flag:
-        return Observed(adds)
     overwrites_in_backward = _were_overwritten(
         run(float("nan"), in_backward=True)
     ) and _were_added_to(run(MARK, in_backward=False))
@@ -378,7 +352,7 @@ def observed(
     name = maker_name(type(owner))
     if name is None:
         return UNKNOWN
-    if name.startswith("transformer_engine.") and main_dtype not in (torch.float32, dtype):
+    if main_dtype not in (torch.float32, dtype):
         raise ValueError(
             f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in {dtype}, "
             f"and its GEMMs write gradients in float32 or that dtype, not in {main_dtype}, the "

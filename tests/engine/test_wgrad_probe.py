@@ -21,8 +21,6 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron import wgrad_probe
-from megatron_fsdp_adapter.megatron.compat import patches
-from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.fused_wgrad import grad_writer
 from megatron_fsdp_adapter.megatron.wgrad_probe import (
     SIZE,
@@ -127,15 +125,6 @@ def test_a_class_is_as_good_as_its_worst_weight() -> None:
     assert _observe(_maker("asks in backward", "adds")) == Observed(adds=True)
     seen = _observe(_maker("asks in backward", "asks what it saved"))
     assert seen == SEEN["asks what it saved"]
-
-
-def test_megatrons_product_adds() -> None:
-    patches.install(FUSED_WGRAD)
-    try:
-        seen = _observe(wgrad_probe.MAKERS["megatron.core.ColumnParallelLinear"])
-    finally:
-        patches.uninstall(FUSED_WGRAD)
-    assert seen == Observed(adds=True)
 
 
 def test_looking_draws_no_random_numbers() -> None:
