@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
+from megatron_fsdp_adapter.checkpoint.fitting import fit
 from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, FP8_SCALING
-from megatron_fsdp_adapter.checkpoint.scaling import fit_scaling
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
     compare,
@@ -42,7 +42,6 @@ from megatron_fsdp_adapter.checkpoint.state import (
     to_stored,
 )
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
-from megatron_fsdp_adapter.checkpoint.vocabulary import fit_vocabulary
 
 PathLike = str | os.PathLike[str]
 
@@ -233,9 +232,7 @@ def _open(
     problems = problems_of(stored)
     if problems:
         return _Opened(folder, number, metadata, stored, Mismatch(unusable=problems))
-    if vocab_size is not None:
-        fit_vocabulary(stored, metadata, vocab_size)
-    fit_scaling(stored, metadata)
+    fit(stored, metadata, vocab_size)
     leaves = flatten(stored)
     mismatch, keys = compare(leaves, metadata), general_keys(leaves, rank)
     return _Opened(folder, number, metadata, stored, mismatch, keys)

@@ -180,7 +180,7 @@ def _restored(loaded: Any, value: Any, rank: int) -> Any:
     if isinstance(value, PerRank):
         return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
     if isinstance(value, Mapping):
-        # Keys removed before the load (`scaling.py`) are not in the checkpoint.
+        # Keys removed before the load (`fitting.py`) are not in the checkpoint.
         return {key: _restored(loaded[key], value[key], rank) for key in value if key in loaded}
     if isinstance(value, list) and len(value) == len(loaded):
         return [_restored(a, b, rank) for a, b in zip(loaded, value, strict=True)]

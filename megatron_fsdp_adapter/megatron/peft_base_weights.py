@@ -25,8 +25,8 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import open_state
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor
 from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name
 from megatron_fsdp_adapter.checkpoint.coordination import coordination
+from megatron_fsdp_adapter.checkpoint.fitting import is_table
 from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, GlobalNames, global_names
-from megatron_fsdp_adapter.checkpoint.vocabulary import is_table
 from megatron_fsdp_adapter.core.layout.ranges import Box
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 from megatron_fsdp_adapter.megatron.tensor_parallel import DIMS, tensor_parallel_mode

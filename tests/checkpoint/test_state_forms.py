@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint import load_model_state, model_state
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
+from megatron_fsdp_adapter.checkpoint.fitting import fit
 from megatron_fsdp_adapter.checkpoint.names import GlobalNames
 from megatron_fsdp_adapter.checkpoint.parts import first_rows, join_parts, part_of
-from megatron_fsdp_adapter.checkpoint.vocabulary import fit_vocabulary
 from megatron_fsdp_adapter.dtensor import own_chunks
 from megatron_fsdp_adapter.megatron.optimizer_state import in_pieces, joined, with_own_split
 from megatron_fsdp_adapter.sharding.model_state import checkpoint_form, chosen_form, module_form
@@ -146,7 +146,7 @@ def test_pieces_of_another_sharding_and_uneven_cuts_are_refused(one_rank: None) 
 
 def test_a_vocabulary_has_a_size_and_no_more_rows_than_its_table(one_rank: None) -> None:
     with pytest.raises(ValueError, match="vocab_size=0"):
-        fit_vocabulary({}, None, 0)  # type: ignore[arg-type]
+        fit({}, None, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="9 rows of 8"):
         first_rows(_fc(0)[0], 9, 20)
 

@@ -29,11 +29,10 @@ from typing import Any
 
 from ...checkpoint import folders
 from ...checkpoint.coordination import coordination
+from ...checkpoint.fitting import fit, taken_over
 from ...checkpoint.names import MODEL
-from ...checkpoint.scaling import fit_scaling, taken_over
 from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER, merged
-from ...checkpoint.vocabulary import fit_vocabulary
 from ...sharding.sharded_module import ShardedStateDict
 from ..compat.table import BRIDGE, LM
 
@@ -162,9 +161,7 @@ def _prepared(
         del asked[_RNG]
     asked_parts = {key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}
     parts = to_stored(asked_parts, rank, is_loading=True)
-    if vocab_size is not None:
-        fit_vocabulary(parts, metadata, vocab_size)
-    fit_scaling(parts, metadata)
+    fit(parts, metadata, vocab_size)
     mismatch = compare(flatten(parts), metadata)
     if (strict and mismatch.missing) or mismatch.different:
         raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")

@@ -1,0 +1,68 @@
+"""What a checkpoint may have otherwise than the state that is to be loaded.
+
+- Scales and histories of FP8's delayed scaling are optional. A load reads those that the checkpoint
+  has, with the stored length of history. Missing ones are removed from the state, so that the
+  loader sees which are missing.
+- Megatron pads the vocabulary to a multiple of the tensor-parallel size (times an option), so the
+  same model has embedding and output tables of different lengths under different splits. No token
+  uses a padding row, so a load may skip it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from megatron_fsdp_adapter.checkpoint.parts import first_rows
+from megatron_fsdp_adapter.checkpoint.state import entries
+
+_TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
+
+
+def fit(stored: dict[str, Any], metadata: Metadata, vocab_size: int | None) -> None:
+    """Changes a nested state in place to what can be read from a checkpoint.
+
+    A scaling record that the checkpoint does not have is removed, and one of another length is
+    replaced by a tensor of the stored length. A vocabulary table of another length than the stored
+    one, or its optimizer state, is replaced by a view of the rows that both have; its other rows
+    keep their values.
+
+    vocab_size: number of real rows; a table that is shorter on either side is not changed, and is a
+    mismatch, as is every table of another length with None. Raises ValueError unless it is positive
+    or None.
+    """
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"vocab_size={vocab_size} must be the number of real tokens, 1 or more")
+    for holder, name, key in list(entries(stored)):
+        value, saved = holder[name], metadata.state_dict_metadata.get(key)
+        size = saved.size if isinstance(saved, TensorStorageMetadata) else None
+        if name.endswith(FP8_SCALING) and size is None:
+            del holder[name]
+        elif size is None or getattr(value, "shape", ())[1:] != size[1:]:
+            continue
+        elif name.endswith(FP8_SCALING) and size != value.shape:
+            holder[name] = torch.empty(size, device=value.device)
+        elif vocab_size is not None and isinstance(value, DTensor) and is_table(key):
+            rows, own = size[0], value.shape[0]
+            if rows != own and min(rows, own) >= vocab_size:
+                holder[name] = first_rows(value, min(rows, own), rows)
+
+
+def is_table(name: str) -> bool:
+    """True if a key, or the global name of a parameter, names a vocabulary table."""
+    return bool(_TABLE.search(name))
+
+
+def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`wanted`, a flat part of a state, with exactly the `loaded` scaling records; `wanted` itself
+    if it has none."""
+    if not any(key.endswith(FP8_SCALING) for key in wanted):
+        return wanted
+    kept = {key: value for key, value in wanted.items() if not key.endswith(FP8_SCALING)}
+    return kept | {key: loaded[key] for key in wanted if key in loaded and key not in kept}
