@@ -1,4 +1,4 @@
-"""What a checkpoint may have otherwise than the state that is to be loaded.
+"""Differences from a checkpoint that the state to be loaded into is fitted to.
 
 - Scales and histories of FP8's delayed scaling are optional. A load reads those that the checkpoint
   has, with the stored length of history. Missing ones are removed from the state, so that the
