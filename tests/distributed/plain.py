@@ -148,6 +148,7 @@ class Side:
 
 
 Loop = Callable[[Side], None]
+Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def plain_sgd(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:

@@ -18,8 +18,8 @@ from megatron_fsdp_adapter import (
     fully_shard_optimizer,
 )
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, net, tokens
+from tests.distributed.shared_ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STEPS = 3
@@ -39,7 +39,8 @@ def _module() -> nn.Module:
     return module
 
 
-def _like_fsdp2(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fp32_parameters_computed_with_in_bf16_train_like_fsdp2(rank: int, world: int) -> None:
     theirs, policy = _module(), TorchPolicy(param_dtype=BF16, reduce_dtype=FP32)
     mesh = init_device_mesh("cpu", (world,))
     for block in theirs.blocks:
@@ -78,7 +79,3 @@ def _check(ours: Any, weights: Any, label: str) -> None:
     for name, value in weights.items():
         whole = found[f"module.{name}"].full_tensor()
         assert torch.equal(whole, value.detach()), f"{label}: {name}"
-
-
-def test_fp32_parameters_computed_with_in_bf16_train_like_fsdp2() -> None:
-    run_ranks(_like_fsdp2, 2)

@@ -28,7 +28,6 @@ from tests.distributed.gpt import (
     init_megatron,
     model_config,
 )
-from tests.distributed.launch import run_ranks
 from tests.distributed.memory import live_bytes
 from tests.distributed.shared_ranks import on_ranks
 
@@ -138,7 +137,9 @@ def _add_unfilled(model: Any) -> None:
     type(model.pooler).__module__ = "megatron.core.transformer.module"
 
 
-def _refused(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_initialized_is_one_error(rank: int) -> None:
+    """All modules at once, before any collective; what `reset_parameters` left out, too."""
     init_megatron()
     case, options = CASES["dense"]
     model = build(case, options, True, _add_unfilled)
@@ -161,11 +162,6 @@ def _refused(rank: int, world: int) -> None:
         plain = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
         fully_shard_model(plain)
-
-
-def test_what_cannot_be_initialized_is_one_error() -> None:
-    """All modules at once, before any collective; what `reset_parameters` left out, too."""
-    run_ranks(_refused, 1)
 
 
 class Block(nn.Module):

@@ -21,6 +21,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Side, net, tokens
+from tests.distributed.shared_ranks import on_ranks
 
 # Writes that main weights do not see. All ranks have the same data, so that one process without
 # sharding is the reference.
@@ -118,7 +119,8 @@ PRECISIONS = {
 }
 
 
-def check_programs(rank: int, world: int) -> None:
+@on_ranks(2, seconds=400)
+def test_a_write_is_an_error_that_names_the_parameter_or_counts(rank: int, world: int) -> None:
     wrong = []
     for what, program in PROGRAMS.items():
         expected = program.run(Side(rank, world, None))
@@ -139,10 +141,6 @@ def check_programs(rank: int, world: int) -> None:
                     if off > 1e-6:
                         wrong.append(f"{case}: off by {off:.1e}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_a_write_is_an_error_that_names_the_parameter_or_counts() -> None:
-    run_ranks(check_programs, 2, timeout=400)
 
 
 # Out of memory.

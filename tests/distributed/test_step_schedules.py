@@ -437,7 +437,8 @@ REFUSED = (
 )  # fmt: skip
 
 
-def _refuses(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_what_it_cannot_do_is_an_early_error(rank: int) -> None:
     device = init_megatron()
     for said, ddp, options in REFUSED:
         with pytest.raises(ValueError, match=said):
@@ -446,7 +447,3 @@ def _refuses(rank: int, world: int) -> None:
     config.chunked_optimizer_state_offload = True  # a field of releases to come
     assert build_trainer(CASE, "optim", device, ddp=OFFLOAD, optimizer=lambda _: config).optimizer
     assert config.chunked_optimizer_state_offload is False, "core would offload it once more"
-
-
-def test_what_it_cannot_do_is_an_early_error() -> None:
-    run_ranks(_refuses, 1)

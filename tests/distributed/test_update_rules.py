@@ -158,7 +158,7 @@ def _check_state(
 
 
 # What a program does to the inner optimizer, where a rule of ours steps beside it. Of the inner one
-# alone, on the device and streamed: plain_loops.py.
+# alone, on the device and streamed: plain_state_loops.py.
 
 ONE_MICROBATCH = CASE.but(microbatches=1)
 

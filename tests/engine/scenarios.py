@@ -17,7 +17,7 @@ import torch
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from tests.engine.engine_cases import Exploded, Loop, Setup
+from tests.engine.small_model import Exploded, Loop, Setup
 from tests.quantized.emulated import RECIPES
 
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = STRATEGIES

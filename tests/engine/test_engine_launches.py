@@ -13,8 +13,8 @@ import torch
 from megatron_fsdp_adapter.core.engine import launches
 from megatron_fsdp_adapter.core.engine.launches import GATHERED, REDUCED, LaunchComparison, Launched
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import build
-from tests.engine.pretended import PretendCommunicator, pretended_world
+from tests.engine.engine_cases import built
+from tests.engine.pretended import PretendCommunicator
 from tests.engine.scenarios import SCENARIOS, cells
 
 
@@ -181,8 +181,7 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
             reported.append("compared")
             return []
 
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup, None, Reporting)
+    with built(setup, None, Reporting) as rig:
         rig.mark = reported.append  # type: ignore[method-assign]
         rig.step()
         for layer in rig.model.layers:

@@ -19,8 +19,7 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
 from megatron_fsdp_adapter.optim import residency
 from megatron_fsdp_adapter.quantized import weights
 from megatron_fsdp_adapter.sharding import unit_copies
-from tests.engine.engine_cases import build
-from tests.engine.pretended import pretended_world
+from tests.engine.engine_cases import built
 from tests.engine.recording import RaceError, RecordingRuntime, who_asks
 from tests.engine.scenarios import EVENTS, SCENARIOS, ZERO_1, ZERO_2, ZERO_3
 from tests.engine.side_streams import SIDE
@@ -129,11 +128,9 @@ def looked_at(at: tuple[str, str, str], runtime: Faulty) -> set[tuple[str, Place
     row = SCENARIOS[scenario]
     assert event in row.events, "or a wait that is gone would not be missed"
     setup = row.setup(strategy)
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup, runtime)
-        with rig.watch():
-            EVENTS[event](rig)
-            rig.engine.to_sharded()
+    with built(setup, runtime) as rig, rig.watch():
+        EVENTS[event](rig)
+        rig.engine.to_sharded()
     return runtime.seen
 
 

@@ -19,13 +19,13 @@ from megatron_fsdp_adapter.core.engine.group import ParamGroup
 from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, fill_with_nan
-from tests.engine.engine_cases import Setup, build
-from tests.engine.pretended import PretendCommunicator, pretended_world
+from tests.engine.engine_cases import built
+from tests.engine.pretended import PretendCommunicator
+from tests.engine.small_model import Setup
 
 
 def _weights(setup: Setup) -> list[torch.Tensor]:
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup.but(poison=True), HostRuntime(), PretendCommunicator)
+    with built(setup.but(poison=True), HostRuntime(), PretendCommunicator) as rig:
         for _ in range(3):
             rig.step()
         return list(rig.weights().values())

@@ -19,9 +19,10 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     Precision,
     with_slots,
 )
-from tests.engine.engine_cases import Setup, build
+from tests.engine.engine_cases import build
 from tests.engine.pretended import PretendCommunicator, pretended_world
 from tests.engine.scenarios import BF16, FP32, FUSED, ZERO_3
+from tests.engine.small_model import Setup
 
 EXCHANGE = Setup(ZERO_3, world=3, rank=1, slots=True, exchange=True)
 FP32_UNITS = {f"layers.{i}" for i in range(4)}

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
-from tests.engine.engine_cases import Rig, Setup, build
+from tests.engine.engine_cases import Rig, build
 from tests.engine.pretended import pretended_world
 from tests.engine.scenarios import ZERO_3
+from tests.engine.small_model import Setup
 
 FAR = LOOKAHEAD + 5
 ORDERS: dict[str, tuple[tuple[Any, ...], list[Any]]] = {

@@ -17,9 +17,10 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.saved_tensors import is_owned, mark_owned
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import Exploded, Rig, Setup, buffers_of, build
-from tests.engine.pretended import PretendCommunicator, pretended_world
+from tests.engine.engine_cases import Rig, buffers_of, built
+from tests.engine.pretended import PretendCommunicator
 from tests.engine.scenarios import EVENTS, SCENARIOS, cells
+from tests.engine.small_model import Exploded, Setup
 from tests.host_copies import HostCopies
 
 OFFLOADED = (
@@ -32,8 +33,7 @@ OFFLOADED = (
 def made(setup: Setup) -> Iterator[tuple[Rig, HostCopies]]:
     """A rig in a pretended world, and hooks that copy what autograd saves. None of the engine's
     buffers is among it."""
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup, HostRuntime(), PretendCommunicator)
+    with built(setup, HostRuntime(), PretendCommunicator) as rig:
         copies = HostCopies({flat.untyped_storage()._cdata for _, flat in buffers_of(rig.engine)})
         yield rig, copies
     assert not copies.found, copies.found

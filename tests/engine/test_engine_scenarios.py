@@ -22,7 +22,7 @@ import megatron_fsdp_adapter
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import Exploded, PlainRig, Rig, Setup, build
+from tests.engine.engine_cases import Rig, build, built
 from tests.engine.pretended import LateCommunicator, PretendCommunicator, pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime
 from tests.engine.scenarios import (
@@ -35,6 +35,7 @@ from tests.engine.scenarios import (
     cells,
 )
 from tests.engine.side_streams import KINDS, SIDE
+from tests.engine.small_model import Exploded, PlainRig, Setup
 from tests.engine.traces import alive, steady
 from tests.quantized.quantized_cases import PlainQuantizedRig
 
@@ -45,18 +46,15 @@ Weights = dict[str, torch.Tensor]
 def ended(setup: Setup, event: str, communicator: Any = PretendCommunicator) -> Weights:
     """Weights, and what the model then gives."""
     runtime = HostRuntime() if setup.side is None else RecordingRuntime(SIDE)
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup, runtime, communicator)
+    with built(setup, runtime, communicator) as rig:
         EVENTS[event](rig)
         return rig.weights() | {"output": rig.evaluate()}
 
 
 def watched(setup: Setup, event: str, runtime: Any = None) -> Rig:
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup, runtime)
-        with rig.watch():
-            EVENTS[event](rig)
-            rig.engine.to_sharded()
+    with built(setup, runtime) as rig, rig.watch():
+        EVENTS[event](rig)
+        rig.engine.to_sharded()
     return rig
 
 
@@ -163,12 +161,10 @@ def test_prefetch_budget_is_in_bytes(budget_units):
 
 def test_layers_dropped_at_random_leave_no_gathers_behind():
     """Each pass is unlike the one before, so predictions fail again and again."""
-    with pretended_world(2):
-        rig = build(Setup(ZERO_3, layers=16))
-        with rig.watch():
-            for start in range(6):
-                rig.model.path = [i for i in range(16) if (i * i + start) % 3]
-                rig.step()
+    with built(Setup(ZERO_3, layers=16)) as rig, rig.watch():
+        for start in range(6):
+            rig.model.path = [i for i in range(16) if (i * i + start) % 3]
+            rig.step()
     assert max(len(units) for units in alive(rig.runtime, "weight")) <= 4
 
 
@@ -210,8 +206,7 @@ def step_cost(setup: Setup) -> tuple[Counter[str], Counter[str]]:
     """Of two microbatches of a step that knows the order: calls of the package's functions, and
     operations on the gather and reduce streams."""
     runtime = CountedRuntime()
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup, runtime)
+    with built(setup, runtime) as rig:
         for _ in range(2):
             rig.step()
         rig.zero()
@@ -287,8 +282,7 @@ def test_with_an_outer_axis_every_microbatch_counts(strategy, shard_outer, told)
     ranks = []
     for rank in range(2):
         setup = Setup(strategy, rank=rank, dtype=FP32, outer=2, shard_outer=shard_outer, told=told)
-        with pretended_world(2, rank):
-            rig = build(setup, HostRuntime(), LateCommunicator)
+        with built(setup, HostRuntime(), LateCommunicator) as rig:
             rig.step(microbatches=3)
             ranks.append(rig.weights())
     for name, expected in plain.weights().items():
@@ -313,8 +307,7 @@ def test_modules_that_decide_in_forward_overwrite_all_that_is_not_kept(
 
     monkeypatch.setattr(FusedWgrad, "write", write)
     setup = Setup(strategy, fused=WgradProtocol.OVERWRITES_EARLY)
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup)
+    with built(setup) as rig:
         for _ in range(2):
             rig.step(microbatches=3)
     assert written and all(found == expected * 2 for found in written.values()), written
@@ -323,8 +316,7 @@ def test_modules_that_decide_in_forward_overwrite_all_that_is_not_kept(
 def test_two_models_on_one_runtime_are_ordered():
     """As with virtual pipeline stages: both wrappers share the device's streams."""
     for strategy in STRATEGIES:
-        with pretended_world(2):
-            one = build(Setup(strategy, layers=2))
+        with built(Setup(strategy, layers=2)) as one:
             two = build(Setup(strategy, layers=3), one.runtime)
             with one.watch():
                 for _ in range(2):

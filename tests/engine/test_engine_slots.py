@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from megatron_fsdp_adapter.core.engine import hooks
 from megatron_fsdp_adapter.core.engine.buffer_pool import plan_slots
 from megatron_fsdp_adapter.core.topology import DENSE
-from tests.engine.engine_cases import Layer, Setup, buffers_of, build
+from tests.engine.engine_cases import buffers_of, build, built
 from tests.engine.pretended import PretendCommunicator, pretended_world
 from tests.engine.scenarios import EVENTS, ZERO_1, ZERO_3
+from tests.engine.small_model import Layer, Setup
 
 GPT = ["Embedding", *["Layer"] * 4, "Linear", "NoneType"]
 NESTED = [*["Layer", *["Expert"] * 3] * 3, "NoneType"]
@@ -73,8 +74,7 @@ def test_every_unit_fits_and_neighbors_do_not_share(case):
 
 def test_a_backward_whose_beginning_is_not_seen_is_an_error(monkeypatch):
     """Its slot may hold the weights of another unit."""
-    with pretended_world(2):
-        rig = build(Setup(slots=True))
+    with built(Setup(slots=True)) as rig:
         rig.step()
         monkeypatch.setattr(hooks, "on_outputs_needed", lambda *_: None)
         with pytest.raises(RuntimeError, match=r"unit layers\.\d: its backward ran without"):
@@ -83,8 +83,7 @@ def test_a_backward_whose_beginning_is_not_seen_is_an_error(monkeypatch):
 
 def test_a_unit_inside_another_of_its_slot_is_an_error():
     """Layer 2 is called by layer 0, which computes meanwhile."""
-    with pretended_world(2):
-        rig = build(Setup(slots=True, root_norm=False))
+    with built(Setup(slots=True, root_norm=False)) as rig:
         inner, outer = rig.model.layers[2], rig.model.layers[0]
         plain = Layer._inner
         outer._inner = lambda x: inner(plain(outer, x))
@@ -93,8 +92,7 @@ def test_a_unit_inside_another_of_its_slot_is_an_error():
 
 
 def test_buffers_of_slots_keep_their_memory():
-    with pretended_world(2):
-        rig = build(Setup(slots=True))
+    with built(Setup(slots=True)) as rig:
         kinds = (".weight", ".bucket")
         buffers = [flat for name, flat in buffers_of(rig.engine) if name.endswith(kinds)]
         places = [flat.data_ptr() for flat in buffers]

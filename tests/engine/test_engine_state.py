@@ -18,17 +18,10 @@ from megatron_fsdp_adapter.core.engine.unit import TRANSITIONS, Phase, Unit
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
 from tests.engine import schedule
-from tests.engine.engine_cases import (
-    Loop,
-    Rig,
-    Setup,
-    buffers_of,
-    build,
-    microbatch,
-    streamed_buffers,
-)
+from tests.engine.engine_cases import Rig, buffers_of, build, built, streamed_buffers
 from tests.engine.pretended import pretended_world
 from tests.engine.scenarios import INSTANCES, ZERO_1, ZERO_3
+from tests.engine.small_model import Loop, Setup, microbatch
 
 LEGAL = {
     ("SHARDED", "GATHERING"),
@@ -158,8 +151,7 @@ def test_a_module_called_outside_its_unit_is_refused(world):
 def test_a_backward_after_the_reduction_is_an_error(strategy, options):
     """Where gradients are kept, or reduced over an outer axis."""
     setup = Setup(strategy, **options)
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup)
+    with built(setup) as rig:
         rig.zero()
         rig.forward_backward()
         with pytest.raises(RuntimeError, match=r"unit head.*no_sync.*set all gradients to None"):

@@ -11,8 +11,7 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from tests.engine.engine_cases import HIDDEN, Setup, build
-from tests.engine.pretended import pretended_world
+from tests.engine.engine_cases import built
 from tests.engine.scenarios import (
     EVENTS,
     SCENARIOS,
@@ -21,6 +20,7 @@ from tests.engine.scenarios import (
     ZERO_3,
     play,
 )
+from tests.engine.small_model import HIDDEN, Setup
 from tests.engine.traces import FOLDER, GOLDEN, collectives, golden, schedule, steady, traced
 
 
@@ -39,10 +39,9 @@ def test_every_golden_trace_is_compared_and_none_equals_another():
 def test_issue_order_is_equal_on_every_rank(strategy, event):
     traces = []
     for rank in range(3):
-        with pretended_world(3, rank):
-            rig = build(Setup(strategy, world=3, rank=rank, recompute="non_reentrant"))
-            with rig.watch():
-                EVENTS[event](rig)
+        setup = Setup(strategy, world=3, rank=rank, recompute="non_reentrant")
+        with built(setup) as rig, rig.watch():
+            EVENTS[event](rig)
         traces.append(schedule(rig.runtime))
     assert traces[0] == traces[1] == traces[2]
     assert any("all_reduce" in line or "reduce_scatter" in line for line in traces[0])
@@ -66,13 +65,11 @@ def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, 
     found = []
     options, backward = ENDS[end]
     for runs in (True, False):
-        with pretended_world(2):
-            rig = build(Setup(strategy, **options))
-            with rig.watch():
-                play("path 3102; step; zero; failing backward 1 in forward 0 and backward", rig)
-                rig.zero()
-                play(backward if runs else "sync waiting", rig)
-                rig.finish()
+        with built(Setup(strategy, **options)) as rig, rig.watch():
+            play("path 3102; step; zero; failing backward 1 in forward 0 and backward", rig)
+            rig.zero()
+            play(backward if runs else "sync waiting", rig)
+            rig.finish()
         lines = schedule(rig.runtime)
         found.append([line for line in lines if line.startswith(("reduce all_r", "reduce reduce"))])
     assert found[0] == found[1] and len(found[0]) >= 14
@@ -82,8 +79,7 @@ def test_evaluations_before_and_after_a_forward_delay_no_reduction():
     """Of units that keep gradients, and of those that do not."""
     found = []
     for evaluates in (False, True):
-        with pretended_world(2):
-            rig = build(SCENARIOS["kept"].setup(ZERO_3))
+        with built(SCENARIOS["kept"].setup(ZERO_3)) as rig:
             with rig.watch():
                 rig.step()
                 rig.zero()
@@ -101,34 +97,8 @@ def test_evaluations_before_and_after_a_forward_delay_no_reduction():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_of_inputs_alone_reduce_nothing(strategy):
-    """And leave the step as it was: a backward comes before, and another after."""
-    found = []
-    for asks in (False, True):
-        with pretended_world(2):
-            rig = build(Setup(strategy))
-            with rig.watch():
-                rig.zero()
-                rig.last(False)
-                rig.loss().backward()
-                rig.last(True)
-                rig.runtime.log.clear()
-                if asks:
-                    x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
-                    output = rig.model.layers[3](rig.model.layers[1](x))
-                    torch.autograd.grad(output.float().sum(), x)
-                    assert not any("reduce" in name for name in collectives(rig))
-                rig.loss().backward()
-                rig.finish()
-                rig.optimizer_step()
-                found.append(rig.weights())
-    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
-
-
 def test_gradients_of_inputs_alone_through_fused_weight_gradients_are_an_error():
-    with pretended_world(2):
-        rig = build(Setup(fused=WgradProtocol.OVERWRITES))
+    with built(Setup(fused=WgradProtocol.OVERWRITES)) as rig:
         x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
         loss = rig.model.layers[1](x).float().sum()
         with pytest.raises(RuntimeError, match="Set gradient_accumulation_fusion=False"):

@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.engine.engine_cases import Rig, Setup, build
-from tests.engine.pretended import pretended_world
+from tests.engine.engine_cases import Rig, built
 from tests.engine.recording import ALLOCATE, MARK, RELEASE, WAIT, RecordingRuntime
 from tests.engine.scenarios import SCENARIOS, ZERO_0, ZERO_1, ZERO_2, ZERO_3
+from tests.engine.small_model import Setup
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN: dict[str, tuple[str, str, int]] = {
@@ -61,13 +61,11 @@ def schedule(runtime: RecordingRuntime) -> list[str]:
 
 def steady(setup: Setup, steps: int = 1, **step: Any) -> Rig:
     """A rig whose log holds `steps` steps after two that it learned from."""
-    with pretended_world(setup.world, setup.rank):
-        rig = build(setup)
-        with rig.watch():
-            for number in range(2 + steps):
-                if number == 2:
-                    rig.runtime.log.clear()
-                rig.step(**step)
+    with built(setup) as rig, rig.watch():
+        for number in range(2 + steps):
+            if number == 2:
+                rig.runtime.log.clear()
+            rig.step(**step)
     return rig
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import relative
+from tests.distributed.gather_full import full_values
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -50,6 +51,7 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
+from tests.distributed.topologies import local_of
 from tests.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes, expecting
 from tests.gpu.runs import NONE, Fields
 
@@ -206,33 +208,12 @@ def trainer_of(
 
 def _main_weights(trainer: Trainer) -> Weights:
     """The float32 weights that this rank has, whole over their data-parallel ranks; collective."""
-    if trainer.strategy is not None:
-        trainer.wrapper.stop_communication()
-    named = [(plain_name(name), param) for name, param in trainer.wrapper.named_parameters()]
     if trainer.strategy is None:
+        named = [(plain_name(name), param) for name, param in trainer.wrapper.named_parameters()]
         return {n: getattr(p, "main_param", p).detach().float().cpu().clone() for n, p in named}
-    pieces: dict[Any, dict[str, torch.Tensor]] = {}
-    for name, param in named:
-        piece = pieces.setdefault(param.device_mesh.get_group(), {})
-        piece[name] = param._local_tensor.detach().cpu()
-    return {
-        name: (parts[0] if param.placements[0].is_replicate() else torch.cat(parts))
-        .clone()
-        .view(param.shape)
-        for (name, param), parts in zip(named, _parts(named, pieces), strict=True)
-    }
-
-
-def _parts(
-    named: list[tuple[str, Any]], pieces: Mapping[Any, dict[str, torch.Tensor]]
-) -> Iterator[list[torch.Tensor]]:
-    """Of each parameter, the pieces of all ranks of its group that are not empty, in rank order."""
-    gathered: dict[str, list[torch.Tensor]] = {}
-    for group, mine in pieces.items():
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
-        gathered |= {name: [one[name] for one in everyone if one[name].numel()] for name in mine}
-    return (gathered[name] for name, _ in named)
+    trainer.wrapper.stop_communication()
+    pairs = [(plain_name(pair.managed.fqns[0]), pair) for pair in trainer.wrapper.engine.pairs]
+    return full_values(pairs, lambda pair: local_of(pair.sharded).cpu())
 
 
 @dataclass(frozen=True)

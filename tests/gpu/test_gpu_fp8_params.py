@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,10 @@ RECIPES = ("delayed", "tensorwise", "blockwise")
 STEPS = 5
 BOUND = 2e-2
 """Relative, of losses whose gradients were added up in another order."""
+
+
+Weights = tuple[Mapping[str, tuple[torch.Tensor, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Quantized weights and main weights."""
 
 
 def trainer_of(
@@ -76,20 +81,22 @@ def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
     return found
 
 
-def compare(
-    ours: Trainer, theirs: Trainer, label: str, count: int = 4 * CASE.num_layers
-) -> int:
-    """Bits of all quantized weights and main weights."""
-    mine, other = quantized_of(ours), quantized_of(theirs)
-    assert mine.keys() == other.keys() and len(mine) == count, (label, sorted(mine))
-    for name, (data, scales) in mine.items():
-        same(data, other[name][0], f"{label}, bytes of {name}")
-        same(scales, other[name][1], f"{label}, scales of {name}")
-    mains, reference = ours.params(), theirs.params()
-    assert mains.keys() == reference.keys()
+def same_weights(mine: Weights, other: Weights, label: str, count: int) -> None:
+    """Bits of all quantized weights, by bytes and scales, and of main weights."""
+    (ours, mains), (theirs, reference) = mine, other
+    assert ours.keys() == theirs.keys() and len(ours) == count, (label, sorted(ours))
+    for name, (data, scales) in ours.items():
+        same(data, theirs[name][0], f"{label}, bytes of {name}")
+        same(scales, theirs[name][1], f"{label}, scales of {name}")
+    assert mains.keys() == reference.keys(), label
     for name, main in mains.items():
         same(main, reference[name], f"{label}, main weights of {name}")
-    return len(mine)
+
+
+def compare(ours: Trainer, theirs: Trainer, label: str, count: int = 4 * CASE.num_layers) -> int:
+    mine, other = ((quantized_of(one), one.params()) for one in (ours, theirs))
+    same_weights(mine, other, label, count)
+    return count
 
 
 def no_transposes(trainer: Trainer) -> list[str]:

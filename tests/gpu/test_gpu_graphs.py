@@ -168,19 +168,13 @@ def twenty_replays(rank: int, world: int, strategy: str) -> str:
     return _compare(found, expected, strategy)
 
 
-def constructed_elsewhere(rank: int, world: int, strategy: str) -> str:
+def elsewhere(rank: int, world: int, strategy: str, constructed: bool) -> str:
+    """Constructed on another stream than the default one; or made on that, and eager steps, replays
+    and the optimizer run on another. Core captures on a third."""
     expected = _eager(rank, lambda: _build(strategy), STEPS)
-    with on_another_stream():
+    with on_another_stream() if constructed else contextlib.nullcontext():
         trainer = _build(strategy)
-    return _compare(_graphed(rank, trainer, STEPS), expected, strategy)
-
-
-def trained_elsewhere(rank: int, world: int, strategy: str) -> str:
-    """Made on the default stream; eager steps, replays and the optimizer run on another, and core
-    captures on a third."""
-    expected = _eager(rank, lambda: _build(strategy), STEPS)
-    trainer = _build(strategy)
-    with on_another_stream():
+    with contextlib.nullcontext() if constructed else on_another_stream():
         found = _graphed(rank, trainer, STEPS)
     return _compare(found, expected, strategy)
 
@@ -199,8 +193,8 @@ BOTH = (ZERO_1, ZERO_3)
 CHECKS = {
     **{name: Check(same_bits, (name,)) for name in CELLS},
     **{f"twenty replays, {s}": Check(twenty_replays, (s,)) for s in BOTH},
-    **{f"constructed on another stream, {s}": Check(constructed_elsewhere, (s,)) for s in BOTH},
-    **{f"trained on another stream, {s}": Check(trained_elsewhere, (s,)) for s in BOTH},
+    **{f"constructed on another stream, {s}": Check(elsewhere, (s, True)) for s in BOTH},
+    **{f"trained on another stream, {s}": Check(elsewhere, (s, False)) for s in BOTH},
 }
 OUTER_CHECKS = {
     f"{s}, outer {outer}": Check(over_an_outer_axis, (s, outer))

@@ -12,7 +12,7 @@ from tests.distributed.checks import check_run_bits, free_run
 from tests.distributed.gpt import Case, batches, build_trainer, forward_backward, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
-from tests.gpu.test_gpu_memory import _allocator, _steps
+from tests.gpu.test_gpu_memory import _steps, stays_flat
 
 WIDE = Case(
     num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,
@@ -68,8 +68,7 @@ def two_wrappers(rank: int, world: int) -> None:
 
 def fixed_memory(rank: int, world: int, name: str) -> str:
     """No buffer of a unit is allocated after construction, and memory stays flat over 100 steps."""
-    device = init_megatron()
-    trainer = build_trainer(WIDE, ZERO_3, device, ddp=OPTIONS[name])
+    trainer = build_trainer(WIDE, ZERO_3, init_megatron(), ddp=OPTIONS[name])
     units = trainer.wrapper.engine.units
     places = {
         (unit.weight_slot, group.weights[0].tensor.data_ptr())
@@ -77,12 +76,7 @@ def fixed_memory(rank: int, world: int, name: str) -> str:
         for group in unit.groups
     }
     assert len(places) == 2, f"5 layers should lie in two slots, and lie in {places}"
-    _steps(trainer, rank, 4, device)
-    early = _allocator()
-    _steps(trainer, rank, 100, device)
-    late = _allocator()
-    assert early == late, f"{name}: {early} became {late}"
-    return str(late)
+    return stays_flat(trainer, rank, 100)
 
 
 def registers_once(rank: int, world: int) -> str:

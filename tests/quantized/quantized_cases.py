@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.engine_cases import Loop, Setup, make_net
+from tests.engine.small_model import Loop, Setup, make_net
 from tests.quantized.emulated import quantize_whole, roll
 from tests.quantized.te_weights import KNOWS
 

@@ -11,9 +11,10 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
-from tests.engine.engine_cases import Rig, Setup, build, make_net
+from tests.engine.engine_cases import Rig, build
 from tests.engine.pretended import LateCommunicator, pretended_world
 from tests.engine.scenarios import EVENTS
+from tests.engine.small_model import Setup, make_net
 from tests.engine.traces import collectives, steady
 from tests.quantized.emulated import PLANES, RECIPES, CountingParams, EmulatedTensor
 from tests.quantized.quantized_cases import PlainQuantizedRig

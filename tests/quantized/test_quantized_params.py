@@ -25,8 +25,9 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 )
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.sharding.same_model import model_lines
-from tests.engine.engine_cases import Rig, Setup, build, domains_of, make_net, units_of
+from tests.engine.engine_cases import Rig, build, domains_of, units_of
 from tests.engine.pretended import pretended_world
+from tests.engine.small_model import Setup, make_net
 from tests.quantized.emulated import RECIPES, EmulatedTensor, Float8Tensor
 
 ZERO_1, ZERO_3 = "optim", "optim_grads_params"

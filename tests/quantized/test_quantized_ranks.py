@@ -19,7 +19,8 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.distributed.groups import everyones
 from tests.distributed.launch import run_ranks
-from tests.engine.engine_cases import Layer, Rig, Setup, build, make_net, microbatch
+from tests.engine.engine_cases import Rig, build
+from tests.engine.small_model import Layer, Setup, make_net, microbatch
 from tests.quantized.emulated import RECIPES, TE_RECIPES, field_of, roll, whole_fields
 from tests.quantized.quantized_cases import PlainQuantizedRig
 from tests.quantized.te_checks import same_planes

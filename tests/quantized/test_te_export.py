@@ -31,7 +31,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.engine.engine_cases import Layer, Setup, make_net, microbatch
+from tests.engine.small_model import Layer, Setup, make_net, microbatch
 from tests.quantized.te_checks import same, same_planes
 from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
 from tests.quantized.te_scaling import quantize_layers
