@@ -51,7 +51,7 @@ def engine_for(
     if config.policy.compute_dtype is not None:
         for each in (*units.values(), module):
             cast_inputs_of(each, config.policy.compute_dtype)
-    if named is None:
+    if named is None and dist.get_rank() == 0:
         _announce(module, list(units.values()), engine)
     return engine
 
@@ -67,9 +67,7 @@ def _chosen_units(
 
 
 def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEngine) -> None:
-    """Prints, on one rank, the units that were chosen where no class was named."""
-    if dist.get_rank() != 0:
-        return
+    """Prints the units that were chosen where no class was named."""
     sizes = [unit.weight_bytes / GIB for unit in engine.units]
     if len(sizes) == 1:
         text = (
@@ -93,9 +91,10 @@ def raise_model_problems(
 ) -> None:
     """ValueError with all problems of `module`, its unit classes, the dtype of main weights, and
     parameters on the meta device."""
-    found = module_problems(module, classes, None, main)
-    found += meta_problems(module, on_meta, own_initializer)
-    raise_problems("fully_shard_model", found)
+    raise_problems("fully_shard_model", [
+        *module_problems(module, classes, None, main),
+        *meta_problems(module, on_meta, own_initializer),
+    ])  # fmt: skip
 
 
 def trained_dtype(module: nn.Module) -> torch.dtype:

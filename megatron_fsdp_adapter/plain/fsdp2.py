@@ -48,6 +48,7 @@ from .fsdp2_model import (
     marked,
     names_on_meta,
     root_of,
+    shows_meta,
     unsharded_reads,
 )
 from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
@@ -61,9 +62,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the module's own class, as `nn.Sequential` makes of a slice of itself."""
         original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
-        made = original.__new__(original)
-        made.__init__(*args, **kwargs)
-        return made
+        return original(*args, **kwargs)
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +74,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and sharded DTensors: the same ones at any time, except while a forward runs or
         waits for its backward, or weights are held by `unshard`."""
-        if mark_on(self).state is not BUILDING:
+        if mark_on(self).state is not BUILDING and not shows_meta(self):
             engine = engine_of(self)
             if not engine.gather.holds_any:
                 engine.show_between_passes()
@@ -103,7 +102,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with unsharded_reads(self):  # type: ignore[arg-type]
+        with unsharded_reads(root_of(self)):
             return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -116,10 +115,9 @@ class ShardedModule(NotCopyable, FSDPModule):
         engine.gather.launch_unshard(unit)
         handle = UnshardHandle()
         handle.wait = functools.partial(engine.gather.wait_unshard, unit)  # type: ignore[method-assign]
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        if not async_op:
+            handle.wait()
+        return handle if async_op else None
 
     def reshard(self) -> None:
         """Releases gathered weights; parameters are DTensors again between passes."""
@@ -139,8 +137,8 @@ class ShardedModule(NotCopyable, FSDPModule):
         """Sets whether the next backwards end a step. Sharded gradients are reduced by each
         backward, as full ones take no memory here: for some modules of a model it changes
         nothing."""
-        of_all = len(marked(root_of(self)))
-        if len(marked(self) if recurse else [self]) == of_all:  # type: ignore[arg-type]
+        chosen = marked(self) if recurse else [self]  # type: ignore[arg-type]
+        if len(chosen) == len(marked(root_of(self))):
             engine_of(self).is_last_microbatch = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -179,7 +177,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides sums of gradients by `factor` and not by the number of ranks. For all modules of
         a model, before its parameters are read. RuntimeError after that."""
-        if mark_on(self).state is not PENDING:
+        if mark_on(self).engine is not None:
             raise RuntimeError(
                 f"set_gradient_divide_factor({factor}): the model is sharded already. Call it "
                 "after fully_shard, before parameters() is called and the model runs"
@@ -187,6 +185,31 @@ class ShardedModule(NotCopyable, FSDPModule):
         for _, mark in marked(root_of(self)):  # type: ignore[arg-type]
             mark.divide_factor = float(factor)
 
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Has `hook` change in place what each reduction of this module's gradients gives: means
+        over the ranks, before they are added to `.grad`. With replicas, what the last axis gives
+        once a step. It runs in the stream of reductions, or in `stream`."""
+        mark = mark_on(self)
+        if stream is not None and mark.options.groups[1] is not None:
+            raise ValueError(
+                f"stream={stream}: the mesh has replicas, and the hook runs in the stream of the "
+                "reduction over them. Leave stream out"
+            )
+        for group in engine_of(self).units[mark.ordinal].groups:
+            group.reduced_hook = hook if stream is None else functools.partial(
+                _run_in, stream, hook
+            )
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """RuntimeError: the engine gathers and reduces by its own collectives."""
+        raise RuntimeError(
+            "set_custom_all_gather, set_custom_reduce_scatter: megatron_fsdp_adapter's fully_shard "
+            "has no counterpart. Leave the call out, or use torch's fully_shard for this model"
+        )
+
+    set_custom_reduce_scatter = set_custom_all_gather
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     # What torch's functions ask of the state of a module: `register_fsdp_forward_method` to run a
@@ -213,6 +236,16 @@ class ShardedModule(NotCopyable, FSDPModule):
         return cast(mark.options.policy.output_dtype, output)
 
 
+def _run_in(stream: Any, hook: Callable[[torch.Tensor], None], output: torch.Tensor) -> None:
+    """Runs `hook` in `stream`, between what the current one has before and after."""
+    device = torch.get_device_module(output.device)
+    current = device.current_stream()
+    stream.wait_stream(current)
+    with device.stream(stream):
+        hook(output)
+    current.wait_stream(stream)
+
+
 def _does_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
     """Changes the speed of torch's FSDP2 alone."""
 
@@ -225,24 +258,8 @@ HINTS = (
     "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm",
     "_set_unshard_async_op",
 )  # fmt: skip
-REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
-"""Methods that replace what the engine gathers and reduces with, or run between its reductions."""
-
-
-def _refuses(name: str) -> Any:
-    """A method that raises RuntimeError."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            f"{name}: megatron_fsdp_adapter's fully_shard has no counterpart. Leave the call out, "
-            "or use torch's fully_shard for this model"
-        )
-
-    return refuse
-
-
-for _name in (*HINTS, *REFUSED):
-    setattr(ShardedModule, _name, _does_nothing if _name in HINTS else _refuses(_name))
+for _name in HINTS:
+    setattr(ShardedModule, _name, _does_nothing)
 
 
 METHOD = "a method of the root"
@@ -299,9 +316,8 @@ def fully_shard(
         device_type_of(mesh),
     )  # fmt: skip
     for one in modules:
-        _check_state(one)
         with unsharded_reads(one):
-            _check_parameters(one, shard_placement_fn, options.ignored)
+            _check(one, shard_placement_fn, options.ignored)
     for one in modules:
         one.__dict__[MARK] = Mark(one, options)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
@@ -311,8 +327,11 @@ def fully_shard(
     return module
 
 
-def _check_state(module: nn.Module) -> None:
-    """ValueError for a module that `fully_shard` cannot be called with, whatever it has."""
+def _check(
+    module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None,
+    ignored: Collection[nn.Parameter],
+) -> None:  # fmt: skip
+    """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
     lists = (nn.ModuleList, nn.ModuleDict)
     has_no_forward = type(module).forward is nn.Module.forward  # type: ignore[comparison-overlap]
     problems = {
@@ -322,25 +341,16 @@ def _check_state(module: nn.Module) -> None:
         ),
         "modules in it are sharded already, as their parameters were read, or they have run. Call "
         "fully_shard for the model before that": (
-            any(mark.state is not PENDING for _, mark in marked(module))
+            any(mark.engine is not None for _, mark in marked(module))
         ),
     }
-    raise_problems(SUBJECT, [
-        f"module={type(module).__name__}: {text}" for text, is_so in problems.items() if is_so
-    ])  # fmt: skip
-
-
-def _check_parameters(
-    module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None,
-    ignored: Collection[nn.Parameter],
-) -> None:  # fmt: skip
-    """ValueError for parameters that `fully_shard` cannot shard."""
+    found = [f"module={type(module).__name__}: {text}" for text, so in problems.items() if so]
     skipped = {id(param) for param in ignored}
     distributed = {
         name for name, param in module.named_parameters()
         if isinstance(param, DTensor) and id(param) not in skipped
     }  # fmt: skip
-    found = list(parameter_problems(module, distributed.__contains__))
+    found += parameter_problems(module, distributed.__contains__)
     dims = {
         getattr(getattr(placed, "placement", placed), "dim", 0)
         for placed in map(placement_of, module.parameters()) if placed is not None

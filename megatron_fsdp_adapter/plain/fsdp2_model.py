@@ -14,18 +14,20 @@ from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
+from ..core.engine.identity import in_place_of_shown
 from ..core.engine.partition import (
+    ManagedParam,
     UnitPlan,
     managed_params,
     only_looks_up,
     partition,
     unit_modules,
 )
-from ..core.topology import DENSE
+from ..core.topology import DENSE, ShardDomain
 from ..dtensor import Chunks, OwnRows, UnevenDTensor
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
@@ -40,7 +42,7 @@ from .mesh import Groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
 SUBJECT, MARK = "fully_shard", "_fsdp_adapter_mark"
-PENDING, BUILDING, BUILT = "pending", "being built", "built"
+PENDING, ON_META, BUILDING, BUILT = "pending", "on the meta device", "being built", "built"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Mark:
 
     Attributes:
         around: the marked module around it; itself where there is none.
-        state: PENDING until the root is sharded.
+        state: PENDING until the root is sharded; ON_META while its parameters are DTensors without
+            memory.
         options: those of its call, which it shares with no other call's modules.
         engine, ordinal: once it is, and the number of the module's unit, the root's last.
         holds: whether the module's weights stay unsharded until `reshard`.
@@ -109,9 +112,9 @@ class PendingParameters(dict[str, Any]):
     def items(self) -> Any:
         if self.mark.state is not PENDING:
             return super().items()
-        root = self.mark.around()
-        assert root is not None
-        _build(root)
+        root: Any = self.mark.around()
+        if not shows_meta(root):
+            _build(root)
         return self.owner._parameters.items()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -129,10 +132,17 @@ def await_reads(module: nn.Module, mark: Mark) -> None:
 
 @contextlib.contextmanager
 def unsharded_reads(module: nn.Module) -> Iterator[None]:
-    """Within it, reads of parameters of `module` shard no model."""
-    marks = [mark for _, mark in marked(module) if mark.state is PENDING]
+    """Within it, reads of parameters of `module` shard no model, and give plain parameters if it is
+    not sharded yet."""
+    marks = [mark for _, mark in marked(module) if mark.state in (PENDING, ON_META)]
     for mark in marks:
         mark.state = BUILDING
+    for owner in module.modules():
+        for name, shown in dict.items(owner._parameters):
+            plain = getattr(shown, "_fsdp_plain", None)
+            if plain is not None:
+                plain.requires_grad = shown.requires_grad  # type: ignore[union-attr]
+                owner._parameters[name] = plain
     try:
         yield
     finally:
@@ -185,6 +195,33 @@ def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
     return mark.engine
 
 
+def shows_meta(module: Any) -> bool:
+    """True if the model is all on the meta device and waits for values: its parameters are then
+    DTensors there, which torch's own, even split has cut. They become the sharded parameters, whose
+    rows follow from all units of the model, when that is sharded."""
+    root = root_of(module)
+    if mark_on(root).state is not PENDING:
+        return mark_on(root).state is ON_META
+    found = marked(root)
+    with unsharded_reads(root):
+        sharded = _sharded_params(root, [mark for _, mark in found])
+    if not sharded or not all(one.param.is_meta for one in sharded):
+        return False
+    mesh = _domain(mark_on(root)).mesh
+    for one in sharded:
+        like = one.param.detach().view(one.param.shape or (1,))
+        made = distribute_tensor(
+            like, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], src_data_rank=None
+        )
+        shown: Any = in_place_of_shown(one.param, nn.Parameter(made, one.param.requires_grad))
+        shown._fsdp_plain, vars(one.param)["_fsdp_shown"] = one.param, shown
+        for owner, name in one.slots:
+            owner._parameters[name] = shown
+    for _, mark in found:
+        mark.state = ON_META
+    return True
+
+
 def _build(root: nn.Module) -> None:
     """Shards the model `root`. Collective.
 
@@ -194,10 +231,10 @@ def _build(root: nn.Module) -> None:
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
     found, mark = marked(root), mark_on(root)
-    for module in root.modules():
-        if isinstance(module._parameters, PendingParameters):
-            module._parameters = dict(module._parameters)
     with unsharded_reads(root):
+        for module in root.modules():
+            if isinstance(module._parameters, PendingParameters):
+                module._parameters = dict(module._parameters)
         engine = _engine(root, [each for _, each in found], mark)
         for child, each in found:
             each.engine, options = engine, each.options
@@ -207,24 +244,33 @@ def _build(root: nn.Module) -> None:
                 cast_outputs_of(child, options.policy.output_dtype)
 
 
-def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
+def _sharded_params(root: nn.Module, marks: Sequence[Mark]) -> list[ManagedParam]:
+    """Parameters below `root` that no call ignores."""
     ignored = {id(param) for each in marks for param in each.options.ignored}
-    names = {one.fqns[0] for one in managed_params(root) if id(one.param) in ignored}
-    raise_problems(SUBJECT, [
-        *_options_that_differ(marks),
-        *module_problems(root, None, None, None, lambda name: name not in names, True),
-    ])  # fmt: skip
-    config = _config(root, [each.options for each in marks])
+    return [one for one in managed_params(root) if id(one.param) not in ignored]
+
+
+def _domain(mark: Mark) -> ShardDomain:
+    """The ranks that share the model whose root has `mark`."""
     shard, outer = mark.options.groups
-    device = device_of_type(root, mark.options.device_type)
-    move(root.buffers(), device)
-    divide_by = mark.divide_factor or rank_count(mark.options.groups)
     index = FSDPDistributedIndex(
-        shard, device_type=device.type, grad_scale=1.0 / divide_by,
-        outer_fsdp_group=outer,
+        shard, device_type=mark.options.device_type, outer_fsdp_group=outer,
+        grad_scale=1.0 / (mark.divide_factor or rank_count(mark.options.groups)),
     )  # fmt: skip
     domain = index.domain(DENSE)
-    domains = {DENSE: replace(domain, mesh=mark.options.mesh or domain.mesh)}
+    return replace(domain, mesh=mark.options.mesh or domain.mesh)
+
+
+def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
+    sharded = _sharded_params(root, marks)
+    names, ids = {one.fqns[0] for one in sharded}, {id(one.param) for one in sharded}
+    raise_problems(SUBJECT, [
+        *_options_that_differ(marks),
+        *module_problems(root, None, None, None, names.__contains__, True),
+    ])  # fmt: skip
+    device = device_of_type(root, mark.options.device_type)
+    move(root.buffers(), device)
+    domains = {DENSE: _domain(mark)}
     units = unit_modules(root, lambda child: mark_of(child) is not None)
     # The class of a marked module is a subclass of its own one.
     look_ups: set[type[nn.Module]] = {nn.Embedding, *(
@@ -236,7 +282,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
         units,
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not only_looks_up(unit, look_ups),
-        manages=lambda managed: id(managed.param) not in ignored,
+        manages=lambda managed: id(managed.param) in ids,
         format_of=format_of,
         compute_dtype_of=lambda name: mark_on(units.get(name, root)).options.policy.param_dtype,
         may_be_frozen=True,
@@ -248,7 +294,7 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
     ])
     engine = build_engine(
         UserLoopEngine, SUBJECT, root, plans, domains,
-        with_single_rank_domains(config, domains), device,
+        with_single_rank_domains(_config(root, [each.options for each in marks]), domains), device,
         lambda module, parent: values_come_later,
         quantized=TransformerEngineParams(),
     )
@@ -312,8 +358,9 @@ def _config(root: nn.Module, options: Sequence[Options]) -> EngineConfig:
     modules compute in it."""
     own = trained_dtype(root)
     computes = {one.policy.param_dtype or own for one in options}
-    alike = torch.bfloat16 if computes == {torch.bfloat16} else None
-    wire = options[0].policy.reduce_dtype or alike
+    wire = options[0].policy.reduce_dtype or (
+        torch.bfloat16 if computes == {torch.bfloat16} else None
+    )
     return EngineConfig(
         strategy=STRATEGIES["optim_grads_params"],
         policy=Policy(
@@ -324,12 +371,11 @@ def _config(root: nn.Module, options: Sequence[Options]) -> EngineConfig:
     )  # fmt: skip
 
 
+@functools.cache
 def _distribute_rows() -> None:
     """Makes `set_optimizer_state_dict` cut unsharded tensors into the rows that a rank has of our
     parameters. torch's own function, which still serves all other tensors, cuts evenly."""
     original = _state_dict_utils.distribute_tensor
-    if getattr(original, "_knows_own_rows", False):
-        return
 
     @functools.wraps(original)
     def distribute(
@@ -347,5 +393,4 @@ def _distribute_rows() -> None:
             tensor.shape, tensor.stride(), Chunks((box,) if rows.size else ()),
         )  # fmt: skip
 
-    distribute._knows_own_rows = True  # type: ignore[attr-defined]
     _state_dict_utils.distribute_tensor = distribute

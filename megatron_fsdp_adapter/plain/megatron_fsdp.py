@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
@@ -92,7 +92,8 @@ class FSDPDistributedIndex(Index):
         fsdp_group_ag: dist.ProcessGroup | None = None,
         expt_fsdp_group_ag: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        _refuse("expt_device_mesh", expt_device_mesh, OF_EXPERTS)
+        if expt_device_mesh is not None:
+            raise ValueError(f"expt_device_mesh={expt_device_mesh}: {OF_EXPERTS}")
         if dp_outer_dim is None and hybrid_fsdp_group is not None:
             raise ValueError(
                 "hybrid_fsdp_group: dp_outer_dim is None, so there is one data-parallel dim. Set "
@@ -126,17 +127,12 @@ OF_EXPERTS = (
 )
 
 
-def _refuse(option: str, value: Any, why: str) -> None:
-    if value is not None and value is not False:
-        raise ValueError(f"{option}={value}: {why}")
-
-
 def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
     """The units among `named`, classes of modules below `module`; warns of the others. ValueError
     for what is no class."""
-    if isinstance(named, str | type):
-        raise_problems(SUBJECT, unit_problems(module, named))
-    unknown = [one for one in named or () if not classes_of(module, [one])]
+    unknown: Any = named if isinstance(named, str | type) else [
+        one for one in named or () if not classes_of(module, [one])
+    ]
     raise_problems(SUBJECT, unit_problems(module, unknown))
     below = list(module.modules())[1:]
     kinds = [(one, classes_of(module, [one])) for one in named or ()]
@@ -182,9 +178,12 @@ class MegatronFSDP(FullyShardedModel):
         fine_grained_recurse_module_types: Any = None,
     ) -> None:  # fmt: skip
         given = ddp_config or _ddp_config(keep_fp8_transpose_cache=keep_fp8_transpose_cache)
-        _refuse("cuda_graph_mode", getattr(given, "megatron_fsdp_cuda_graph_mode", False), (
-            "a step of this model cannot be captured in one graph. Leave it False"
-        ))  # fmt: skip
+        graph = getattr(given, "megatron_fsdp_cuda_graph_mode", None)
+        if graph:
+            raise ValueError(
+                f"cuda_graph_mode={graph}: a step of this model cannot be captured in one graph. "
+                "Leave it False"
+            )
         if any(getattr(param, "allreduce", True) is False for param in module.parameters()):
             raise ValueError(f"module={type(module).__name__}: it has experts; " + OF_EXPERTS)
         policy, named = mixed_precision_policy, _units(module, fsdp_unit_modules)
@@ -194,8 +193,7 @@ class MegatronFSDP(FullyShardedModel):
         if device is not None and not init_model_with_meta_device:
             module.to(device)
         domain = dist_index.domain(DENSE)
-        ranks = domain.axis.size * domain.outer_size
-        scale = 1.0 if calculate_per_token_loss else 1.0 / ranks
+        scale = 1.0 if calculate_per_token_loss else 1.0 / (domain.axis.size * domain.outer_size)
         config = EngineConfig(
             strategy=strategy_named(given.data_parallel_sharding_strategy),
             policy=replace(
@@ -293,12 +291,12 @@ class MegatronFSDP(FullyShardedModel):
     synchronize_gradient_reduce = broadcast_params = reset_mixed_precision_policy = _does_nothing
 
 
-def _strategy(option: str, value: str | int, names: Sequence[str]) -> str:
+def _strategy(option: str, value: str | int, names: Collection[str]) -> str:
     """The name of a strategy that is given by name or number."""
     if value in names:
         return str(value)
     if isinstance(value, int) and 0 <= value < len(names):
-        return names[value]
+        return list(names)[value]
     raise ValueError(f"{option}={value!r}: unknown. Use one of {[*enumerate(names)]}")
 
 
@@ -336,9 +334,8 @@ def fully_shard_model(
     ValueError: an argument that is wrong, or cannot be followed (`expt_device_mesh`,
     `cuda_graph_mode`), or a module that cannot be sharded.
     """
-    strategy = _strategy("zero_dp_strategy", zero_dp_strategy, list(STRATEGIES))
-    named = outer_dp_sharding_strategy
-    outer = _strategy("outer_dp_sharding_strategy", named, list(OUTER_STRATEGIES))
+    strategy = _strategy("zero_dp_strategy", zero_dp_strategy, STRATEGIES)
+    outer = _strategy("outer_dp_sharding_strategy", outer_dp_sharding_strategy, OUTER_STRATEGIES)
     if device_mesh is None:
         dp_outer_dim, tp_dim, hybrid_fsdp_group = None, None, None
         dp_shard_dim, kind = dp_shard_dim or "fsdp", target_device(module, device).type
@@ -417,8 +414,9 @@ def fully_shard(
         ValueError: parameters that are not of `module`, or state of some; and as both do.
     """
     names = {id(param): name for name, param in module.named_parameters()}
-    given = [group["params"] for group in optimizer.param_groups]
-    groups = [[names.get(id(param)) for param in params] for params in given]
+    groups = [
+        [names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups
+    ]
     foreign = sum(group.count(None) for group in groups)
     if foreign or optimizer.state:
         raise ValueError(

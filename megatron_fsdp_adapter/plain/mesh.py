@@ -81,14 +81,12 @@ def _axes(mesh: DeviceMesh) -> list[int]:
 def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
     """True if a dim, by its name, is no axis of data parallelism."""
     name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[axis]
-    if name not in MODEL_PARALLEL:
-        return False
-    if mesh.size(axis) > 1:
+    if name in MODEL_PARALLEL and mesh.size(axis) > 1:
         raise ValueError(
             f"mesh={mesh}: its dim {name!r} has {mesh.size(axis)} ranks, whose weights differ, so "
             "they cannot share shards. Pass the data-parallel dims, as mesh['dp']"
         )
-    return True
+    return name in MODEL_PARALLEL
 
 
 def _joined(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:

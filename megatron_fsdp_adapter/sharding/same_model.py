@@ -35,11 +35,10 @@ def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
 
 
 def _param_line(key: GroupKey, entry: ManagedParam) -> str:
-    names = " = ".join(entry.fqns)
     state = "trained" if key.requires_grad else "frozen"
     return (
-        f"parameter {names} {tuple(entry.param.shape)} {key.represented} {state}, {key.domain}, "
-        f"gradient by {entry.writer.value}"
+        f"parameter {' = '.join(entry.fqns)} {tuple(entry.param.shape)} {key.represented} {state}, "
+        f"{key.domain}, gradient by {entry.writer.value}"
     )
 
 

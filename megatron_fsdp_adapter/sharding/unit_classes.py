@@ -42,8 +42,7 @@ def classes_of(module: nn.Module, named: Sequence[type[nn.Module] | str]) -> tup
 
 
 def _classes_called(module: nn.Module, name: str) -> list[type]:
-    known = _classes_below(module)
-    found = [one for one in known if name in (one.__name__, _path(one))]
+    found = [one for one in _classes_below(module) if name in (one.__name__, _path(one))]
     return found or _imported(name)
 
 

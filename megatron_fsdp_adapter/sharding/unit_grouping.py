@@ -75,7 +75,6 @@ def joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
     groups = {key: list(managed) for key, managed in one.groups.items()}
     for key, managed in other.groups.items():
         groups.setdefault(key, []).extend(managed)
-    first = one.name.split(TO)[0]
-    name, more = f"{first}{TO}{other.name}", (*one.more, *other.modules)
+    name, more = f"{one.name.split(TO)[0]}{TO}{other.name}", (*one.more, *other.modules)
     reads = one.backward_reads_weights or other.backward_reads_weights
     return replace(one, name=name, groups=groups, more=more, backward_reads_weights=reads)

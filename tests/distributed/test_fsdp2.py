@@ -210,6 +210,16 @@ def _listed(shard: Shards, made: Any, **options: Any) -> Any:
     return shard(made, **options)
 
 
+def _hooked(shard: Shards, made: Any, **options: Any) -> Any:
+    """What reductions give is changed, of one block in a stream of its own."""
+    _bottom_up(shard, made, **options)
+    made.set_all_reduce_hook(lambda output: output.mul_(2.0))
+    made.blocks[0].set_all_reduce_hook(
+        lambda output: output.mul_(0.5), stream=None if options else torch.cpu.Stream()
+    )
+    return made
+
+
 def _with_head(made: Any, tokens: torch.Tensor) -> torch.Tensor:
     hidden = made.blocks(made.embedding(tokens))
     return (hidden @ made.head.weight.t()).square().mean() * made.temperature.mean()
@@ -232,6 +242,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fused": (_fused, {}),
     "fused in a list": (_listed, {}),
     "dtypes of modules": (_dtypes, {}),
+    "hooked": (_hooked, {}),
 }  # fmt: skip
 
 
@@ -335,6 +346,13 @@ def _meshes(rank: int, world: int) -> None:
             made(tokens(0, 1, rank)).backward()
             summed = made.head.weight.grad.full_tensor()
             _read_by_one_rank(rank, world, **options())
+            hooked = [_hooked(shard, model(), **options()) for shard in (theirs, ours)]
+            for each in hooked:
+                each(tokens(0, 0, rank)).backward()
+            near(hooked[1].head.weight.grad.full_tensor(),
+                 hooked[0].head.weight.grad.full_tensor(), "hooked over replicas")
+            with pytest.raises(RuntimeError, match="after this step's gradients had been reduced"):
+                hooked[1](tokens(0, 0, rank)).backward()
             repeated = _bottom_up(ours, model(), **options())
             for microbatch in range(2):
                 repeated(tokens(0, microbatch, rank)).backward()
@@ -425,22 +443,36 @@ def net_of_zeros() -> Any:
 
 
 def _meta_start(rank: int, world: int) -> None:
-    """Modules on the meta device have the values of a load."""
+    """Parameters on the meta device are DTensors there, which `to_empty` or a load makes the
+    sharded ones: the same objects, frozen or trained as they were."""
     values = model().state_dict()
-    with torch.device("meta"):
-        made = Features()
-        made.temperature = nn.Parameter(torch.empty(1))
-    _bottom_up(ours, made).to_empty(device="cpu")
-    assert isinstance(made.head.weight, DTensor)  # no rank had all of it
-    nn.init.ones_(made.head.weight)
-    assert whole(made)["head.weight"].eq(1).all()
-    set_model_state_dict(
-        made, values if rank == 0 else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
-    check(whole(made), dict(model().named_parameters()), "loaded")
-    one = _bottom_up(theirs, model())
-    assert train(made, adam(made), rank)[0] == train(one, adam(one), rank)[0]
+    one = model()
+    one.embedding.weight.requires_grad = False
+    _bottom_up(theirs, one)
+    expected = train(one, adam(one), rank)[0]
+    for empties in (True, False):
+        with torch.device("meta"):
+            made = Features()
+            made.temperature = nn.Parameter(torch.empty(1))
+        _bottom_up(lambda module: _read(ours(module)), made)
+        shown = list(made.parameters())
+        made.bfloat16().float()
+        optimizer = adam(made)
+        assert isinstance(made.embedding.weight, DTensor)
+        made.embedding.weight.requires_grad = False
+        assert all(param.is_meta and param.dtype == FP32 for param in shown)
+        if empties:
+            made.to_empty(device="cpu")
+            assert made.head.weight.device.type == "cpu"  # no rank had all of it
+            nn.init.ones_(made.head.weight)
+            assert whole(made)["head.weight"].eq(1).all()
+        set_model_state_dict(
+            made, dict(values) if rank == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
+        check(whole(made), dict(model().named_parameters()), "loaded")
+        assert all(param is read for param, read in zip(shown, made.parameters(), strict=True))
+        assert train(made, optimizer, rank)[0] == expected, f"{empties=}"
 
 
 def _backwards_inside_of_a_pass(rank: int, world: int) -> None:
@@ -578,7 +610,13 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "21 parameters are still on the meta device: .*'embedding.weight'.*call to_empty",
         lambda made: _bottom_up(ours, made.to("meta"))(tokens(0, 0, 0)),
     ),
-    "hook": ("set_all_reduce_hook", lambda made: ours(made).set_all_reduce_hook(print)),
+    "gather": ("set_custom_all_gather", lambda made: ours(made).set_custom_all_gather(print)),
+    "stream": (
+        "stream=.*Leave stream out",
+        lambda made: ours(
+            made, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))
+        ).set_all_reduce_hook(print, stream=torch.cpu.Stream()),
+    ),
     "deepcopy": ("deepcopy", lambda made: copy.deepcopy(ours(made))),
     "optimizer of before": (
         "from before the model was sharded",

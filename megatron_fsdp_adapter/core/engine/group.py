@@ -104,6 +104,7 @@ class ParamGroup:
         given: indices of the parameters to which a backward has given a gradient since gradients
             were last forgotten; the others' are zeros in the buffers.
         own_current: whether `held_weights` equal the main weights in host memory.
+        reduced_hook: changes, in place, what the last axis of a reduction gives, a mean over ranks.
         is_read: whether an update may still read the gradients of a step that has returned.
         grad: the main gradients, valid between reduction and zeroing: grad_segments, what a
             reduction over the shard axis writes, and held_grads, what the optimizer reads.
@@ -138,6 +139,7 @@ class ParamGroup:
         self.is_read = self._release_waits = False
         self._all, self.given = frozenset(range(len(managed))), frozenset[int]()
         self.write_planes: Callable[..., None] | None = None
+        self.reduced_hook: Callable[[torch.Tensor], None] | None = None
         with torch.no_grad():
             self._build_weights(quantized)
             self._build_main(values)

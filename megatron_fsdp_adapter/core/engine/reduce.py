@@ -227,8 +227,9 @@ class ReducePipeline:
 
     def _take_back(self, groups: Sequence[ParamGroup]) -> None:
         """A further backward follows. Gradients that one rank has and that were scaled as the
-        step's are added to as before. Of a sum over replicas each one keeps an equal part."""
-        for group in groups:
+        step's are added to as before. Of a sum over replicas each one keeps an equal part. What a
+        hook has changed stays."""
+        for group in (one for one in groups if one.reduced_hook is None):
             if group.is_single_rank and group.grad_state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(group.grad_segments, 1.0 / self.domains[group.key.domain].scale)
@@ -323,7 +324,8 @@ class ReducePipeline:
             for group in ready
         ]
         if parts:
-            self.runtime.submit(REDUCE, lambda: self._communicate(parts))
+            hooked = [part.run_hook for part in parts if part.group.reduced_hook is not None]
+            self.runtime.submit(REDUCE, lambda: self._communicate(parts), *hooked)
 
     def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
         """Launches reductions over one axis."""

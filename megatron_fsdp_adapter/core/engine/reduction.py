@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -140,6 +140,10 @@ class Reduction:
         reduce, shards = self.reduce, self.shards
         if reduce.way.into_shards:
             return
+        if self.group.reduced_hook is not None and self.group.domain.outer is None:
+            scale_each(self.outputs, reduce.after)
+            self.run_hook()
+            reduce = replace(reduce, scale=1.0)
         if self.adds:
             for shard, result in zip(shards, self.results, strict=True):
                 shard.add_(result, alpha=reduce.after)
@@ -148,6 +152,11 @@ class Reduction:
         if not reduce.into_shard:
             self._to_shards(self.results)
         scale_each(shards, reduce.factor("shard"))
+
+    def run_hook(self) -> None:
+        """Gives what came out to the group's hook."""
+        for output in self.outputs:
+            self.group.reduced_hook(output)  # type: ignore[misc]
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:
