@@ -17,7 +17,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron import units
 from megatron_fsdp_adapter.megatron.options import capability, ddp_options
 from megatron_fsdp_adapter.megatron.options.support import FP4_RECIPES, FP8_RECIPES
@@ -195,18 +194,6 @@ def test_there_is_no_buffer_that_mxfp8_weights_share_with_gradients(
     for step in range(3):
         data = batches(CASE, step, 0, one_rank)
         assert train_step(trainer, data) == train_step(plain, data), step
-
-
-def test_megatron_lms_loop_does_not_look_for_that_buffer() -> None:
-    """Also where its flag was written: there is nothing that it could ask for."""
-    args = SimpleNamespace(
-        data_parallel_sharding_strategy="optim_grads_params",
-        reuse_grad_buf_for_mxfp8_param_ag=True,
-    )
-    flag = "--reuse-grad-buf-for-mxfp8-param-ag"
-    changes = megatron_lm.complete(args, ["--use-megatron-fsdp", flag])
-    assert args.reuse_grad_buf_for_mxfp8_param_ag is False
-    assert [change.option for change in changes].count(flag) == 1
 
 
 # TE's cache of quantized weights under FP8 compute.

@@ -184,11 +184,6 @@ def test_a_tag_that_core_knows_no_norm_for_is_the_model_s(
         assert core_api.present_norm_groups(optimizer) == present
 
 
-def test_without_the_option_no_step_is_left_out() -> None:
-    assert core_api.norm_threshold(SimpleNamespace()) == float("inf")
-    assert core_api.norm_threshold(SimpleNamespace(grad_norm_skip_threshold=3)) == 3.0
-
-
 def test_a_context_rank_s_batch_is_of_its_own_group_in_any_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from tests.distributed.gather_full import full_values
 from tests.distributed.gpt import Case
@@ -21,9 +20,9 @@ from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
     build_topology_trainer,
+    global_name,
     init_topology,
     local_of,
-    model_config,
 )
 
 FIELDS = ("weight", "exp_avg", "exp_avg_sq", "step")
@@ -74,24 +73,6 @@ def trainer_of(split: Split, **options: Any) -> TopologyTrainer:
     return build_topology_trainer(split.topology, case, split.strategy, ddp=ddp, **options)
 
 
-def _global_name(trainer: TopologyTrainer, name: str) -> str:
-    """Of a parameter whose name begins with the number of its chunk."""
-    chunk, _, local = name.partition(".")
-    config = model_config(trainer.topology, trainer.case)
-    words = local.split(".")
-    if local.startswith("decoder.layers."):
-        vp_stage = int(chunk) if trainer.topology.vpp else None
-        words[2] = str(int(words[2]) + get_transformer_layer_offset(config, vp_stage))
-    if "local_experts" in words:
-        at = words.index("local_experts") + 1
-        per_rank = trainer.topology.experts // trainer.topology.ep
-        words[at] = str(int(words[at]) + per_rank * ps.get_expert_model_parallel_rank())
-    local = ".".join(words)
-    if trainer.case.tied and local == "output_layer.weight":
-        return "embedding.word_embeddings.weight"
-    return local
-
-
 def _tensor_parallel(name: str) -> tuple[int, int]:
     """This rank's place in the group that splits `name`, and the group's size."""
     if ".local_experts." in name:
@@ -129,7 +110,7 @@ def whole_state(trainer: TopologyTrainer) -> Whole:
         )
     values["step"] = {n: adam[pair.sharded]["step"].clone() for n, pair in trainer._pairs()}
     mine = [
-        (_global_name(trainer, name), _tensor_parallel(name), what, value)
+        (global_name(trainer, name), _tensor_parallel(name), what, value)
         for what, tensors in values.items()
         for name, value in tensors.items()
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 import threading
@@ -20,13 +19,12 @@ from checkpoint_cases import (
     numbered_state,
     same,
 )
-from launch import PRELOADED, run_ranks
+from launch import run_ranks
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_adapter.checkpoint import (
     AsyncSaver,
     PerRank,
-    digests,
     folders,
     storage,
 )
@@ -36,7 +34,6 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.ranks import end_with_parent, running
 
 
 class Gate:
@@ -74,6 +71,7 @@ def _full_state(rank: int, size: int, poison: bool = False) -> dict[str, Any]:
     state["model"]["replicated"] = DTensor.from_local(local, data_mesh(size), [Replicate()])
     state["schedule"] = {"history": [1, 2], "pair": ([3], 4)}  # a tuple is one object to DCP
     state["rng"] = PerRank(rank)
+    state["deep"] = {"er": [{"own": PerRank(-rank), "t": torch.ones(1)}]}
     return state
 
 
@@ -102,6 +100,7 @@ def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> N
                 iteration, loaded = load_checkpoint(found, target)
                 assert iteration == 10
                 expected = {**_full_state(rank, size), "rng": rank}
+                expected["deep"] = {"er": [{"own": -rank, "t": torch.ones(1)}]}
                 assert same(loaded, expected)
         files = [
             {p.name: p.stat().st_size for p in Path(f, "iter_0000010").glob("*.distcp")}
@@ -141,33 +140,6 @@ def test_nothing_is_exchanged_on_the_group_of_training_and_errors_are_of_all(
     tmp_path: Path,
 ) -> None:
     run_ranks(_nothing_of_training_is_used, 2, str(tmp_path))
-
-
-def _ends_without_closing(rank: int, store: str, root: str) -> None:
-    end_with_parent()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    gate = Gate(pytest.MonkeyPatch())  # never undone: the process is at its end
-    AsyncSaver().save(root, 1, numbered_state(rank, 2, 1.0))
-    threading.Timer(0.3, gate.open.set).start()
-
-
-def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    ranks = [
-        context.Process(target=_ends_without_closing, args=(r, str(tmp_path / "store"), str(root)))
-        for r in range(2)
-    ]
-    with running(ranks):
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode == 0
-    assert latest_iteration(root) == 1
-    folder = folders.final_folder(root, 1)
-    recorded = digests.read_digests(folder)
-    assert recorded and digests.check_folder(folder, recorded) == []
 
 
 SILENT = """

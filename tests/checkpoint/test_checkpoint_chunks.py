@@ -1,10 +1,9 @@
-"""Chunks: where a rank's piece lies in the whole, pure and attached to DTensors."""
+"""Chunks: where a rank's piece lies in the whole. How they are saved, and copied with a DTensor:
+test_checkpoint_roundtrip.py, and tests/distributed/test_state.py."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import math
 import weakref
 
 import pytest
@@ -22,14 +21,6 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
 from megatron_fsdp_adapter.core.layout.ranges import Box
 from megatron_fsdp_adapter.dtensor import chunks_of, own_chunks
 
-ROWS = (((2, 0), (3, 5)),)
-"""Where three rows lie in a tensor of seven."""
-
-
-def rows(local: torch.Tensor, chunks: tuple = ROWS) -> DTensor:
-    """A piece of a tensor of 7 x 5."""
-    return uneven_dtensor(local, data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
-
 
 @pytest.mark.parametrize(
     "chunks",
@@ -42,26 +33,18 @@ def rows(local: torch.Tensor, chunks: tuple = ROWS) -> DTensor:
     ],
 )
 def test_chunks_that_cannot_be_right_are_refused(one_rank: None, chunks: tuple) -> None:
+    """Of a tensor of 7 x 5, of which this rank has three rows."""
     with pytest.raises(ValueError, match="chunk"):
-        rows(torch.zeros(3, 5), chunks)
+        uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
 
 
-def test_the_dtensor_shares_the_storage_and_says_its_chunks(one_rank: None) -> None:
-    local = torch.zeros(3, 5)
-    tensor = rows(local)
-    local.fill_(4)
-    assert tuple(tensor.shape) == (7, 5) and bool((tensor.to_local() == 4).all())
-    assert own_chunks(tensor).boxes == ROWS
-    (item,) = tensor.__create_write_items__("key", tensor)
-    assert item.tensor_data.size == torch.Size((7, 5))
-    assert item.tensor_data.chunk.offsets == torch.Size((2, 0))
-
-
-def test_an_empty_shard_has_no_chunk_and_still_is_a_value(one_rank: None) -> None:
-    tensor = rows(torch.zeros(0, 5), ())
-    assert own_chunks(tensor).boxes == ()
-    assert tensor.__create_chunk_list__() == []
-    assert tensor.__create_write_items__("key", tensor) == []
+def test_what_is_not_its_own_is_refused(one_rank: None) -> None:
+    rows = (((2, 0), (3, 5)),)
+    tensor = uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), rows)
+    with pytest.raises(ValueError, match="local shape"):
+        dtensor_like(tensor, torch.ones(5, 3))
+    with pytest.raises(ValueError, match="no chunk"):
+        tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((0, 0))))
 
 
 def test_what_has_the_geometry_has_the_chunks(one_rank: None) -> None:
@@ -79,34 +62,6 @@ def test_what_has_the_geometry_has_the_chunks(one_rank: None) -> None:
     assert detached.mul_(2) is detached
     detached._local_tensor.fill_(7)
     assert bool((source._local_tensor == 7).all())
-
-
-def test_state_like_a_parameter(one_rank: None) -> None:
-    source = rows(torch.zeros(3, 5))
-    moment = torch.ones(3, 5, dtype=torch.bfloat16)
-    state = dtensor_like(source, moment)
-    assert state.dtype == torch.bfloat16 and state.shape == source.shape
-    assert own_chunks(state).boxes == ROWS
-    assert state._local_tensor.data_ptr() == moment.data_ptr()
-    with pytest.raises(ValueError, match="local shape"):
-        dtensor_like(source, torch.ones(5, 3))
-
-
-def test_several_chunks_are_views_in_flat_order(one_rank: None) -> None:
-    layout = plan(2, {"w": (3, 5)}, cut=1)
-    ref = LayoutRef(layout, 0, 0)
-    assert ref.chunks() == (((0, 0), (1, 5)), ((1, 0), (1, 3)))
-    full = torch.arange(15.0).view(3, 5)
-    local = full.view(-1)[:8].clone()
-    tensor = uneven_dtensor(local, data_mesh(1), [Shard(0)], (3, 5), (5, 1), ref.chunks())
-    for offsets, sizes in ref.chunks():
-        block = tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size(offsets)))
-        where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        assert torch.equal(block, full[where])
-        block.fill_(-1)
-    assert bool((tensor._local_tensor == -1).all()), "blocks must be views of the local tensor"
-    with pytest.raises(ValueError, match="no chunk"):
-        tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0))))
 
 
 BLOCKS: dict[str, tuple[list[Box], bool]] = {
@@ -145,13 +100,3 @@ def test_chunks_keep_no_tensor_alive(one_rank: None, cut: int) -> None:
         assert alive() is None
     finally:
         gc.enable()
-
-
-def test_a_deep_copy_is_saved_and_loaded_by_itself(one_rank: None) -> None:
-    chunks = (((2, 0), (3, 5)),)
-    tensor = uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
-    device_buffer = copy.deepcopy(tensor)
-    device_buffer.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0)))).fill_(3)
-    assert bool((tensor._local_tensor == 0).all())
-    assert own_chunks(device_buffer).boxes == chunks
-    assert math.prod(device_buffer.to_local().shape) == 15

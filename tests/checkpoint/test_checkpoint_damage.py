@@ -7,8 +7,6 @@ import dataclasses
 import json
 import pickle
 import pickletools
-import random
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import nested_state, same
+from checkpoint_cases import same
 from convert_cases import Evil
-from launch import run_ranks
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -334,45 +331,6 @@ def test_verify_of_nothing(
 ) -> None:
     assert main(["verify", str(root.parent / arguments[0]), *arguments[1:]]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_a_change_of_any_byte_of_any_file_is_found(root: Path) -> None:
-    folder = root / "iter_0000002"
-    recorded = digests.read_digests(folder)
-    assert recorded is not None and digests.check_folder(folder, recorded) == []
-    chance = random.Random(0)
-    for name in recorded:
-        content = (folder / name).read_bytes()
-        for at in range(chance.randrange(7), len(content), 7):
-            bit = 1 << chance.randrange(8)
-            damaged = content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
-            (folder / name).write_bytes(damaged)
-            assert digests.problem_of(folder / name, recorded[name])
-        (folder / name).write_bytes(content)
-
-
-def _saved_by_ranks(rank: int, size: int, root: str) -> None:
-    save_checkpoint(root, 1, nested_state(rank, size), topology={"expert_model_parallel_size": 2})
-
-
-def test_digests_and_record_of_several_ranks(tmp_path: Path) -> None:
-    run_ranks(_saved_by_ranks, 2, str(tmp_path))
-    folder = tmp_path / "iter_0000001"
-    recorded = digests.read_digests(folder)
-    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
-    assert recorded is not None and set(recorded) == {
-        "__0_0.distcp", "__1_0.distcp", ".metadata", record.RECORD
-    }  # fmt: skip
-    for name, digest in recorded.items():
-        content = (folder / name).read_bytes()
-        assert digest == (len(content), zlib.crc32(content))
-    found = record.read_record(folder)
-    assert found is not None
-    assert [found[n] for n in ("world_size", "iteration", "format_version")] == [2, 1, 1]
-    assert found["topology"] == {"expert_model_parallel_size": 2}
-    assert found["versions"]["torch"] == str(torch.__version__)
-    assert found["saved_at"].endswith("+00:00")
-    assert type(metadata.storage_data.popitem()[1]).__name__ == "_StorageInfo"
 
 
 def _overgrown(content: bytes) -> bool:

@@ -224,28 +224,6 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
         _, loaded = load_checkpoint(root, target, group=group)
         assert loaded["number"] == 2.0 and bool((loaded["model"]["w1"] == 2).all())
         dist.barrier()
-    _race(rank, f"{work}/race", group)
-
-
-def _race(rank: int, root: str, group: Any) -> None:
-    """Both at once, several times: whichever wins, what is there is wholly one job's."""
-    won = 0
-    for turn in range(5):
-        dist.barrier()
-        state = {"model": {"w": torch.full((1000,), float(rank))}, "number": (rank, turn)}
-        try:
-            save_checkpoint(root, 10, state, group=group)
-            won += 1
-        except CheckpointError as error:
-            assert "another job" in str(error), error
-        dist.barrier()
-        target = {"model": {"w": torch.empty(1000)}, "number": ()}
-        _, loaded = load_checkpoint(root, target, group=group)
-        winner, at = loaded["number"]
-        assert bool((loaded["model"]["w"] == winner).all()) and at == turn
-    total = torch.tensor([won])
-    dist.all_reduce(total)
-    assert int(total) >= 5
 
 
 def test_two_jobs_that_save_the_same_iteration_do_not_mix(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from checkpoint_cases import (
     DTYPES,
     collectives_called,
-    data_mesh,
     dtensors_of,
     nested_state,
     numbered_state,
@@ -21,14 +19,13 @@ from checkpoint_cases import (
 )
 from launch import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_adapter.checkpoint.dcp import (
     latest_iteration,
     load_checkpoint,
     save_checkpoint,
 )
-from megatron_fsdp_adapter.checkpoint.state import PerRank, flatten, to_stored
+from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
 
 FOLDER = "iter_0000010"
 CUTS = (0, 1)
@@ -95,31 +92,6 @@ def test_torch_reads_the_folder_as_whole_tensors(saved: tuple[Path, Any], cut: i
         assert torch.equal(value, whole(spec.fqns[0], spec.shape, dtype)), (dtype, spec)
 
 
-def test_per_rank_values_come_back_per_rank(tmp_path: Path) -> None:
-    run_ranks(_per_rank, 2, str(tmp_path))
-
-
-def _per_rank(rank: int, size: int, root: str) -> None:
-    torch.manual_seed(100 + rank)
-    rng = {"torch": torch.get_rng_state(), "number": rank, "list": [torch.tensor([rank])]}
-    expected = torch.rand(4)
-    torch.manual_seed(100 + rank)
-    state = {"rng_state": PerRank(rng), "args": Namespace(lr=0.1), "shared": [1, {"a": (2, 3)}]}
-    state["deep"] = {"er": [{"own": PerRank(-rank), "t": torch.ones(1)}]}
-    save_checkpoint(root, 1, state)
-    target = {"rng_state": PerRank(), "args": None, "shared": [0, {"a": None}]}
-    target["deep"] = {"er": [{"own": PerRank(), "t": torch.zeros(1)}]}
-    _, loaded = load_checkpoint(root, target)
-    assert loaded["rng_state"]["number"] == rank
-    assert loaded["rng_state"]["list"][0].item() == rank
-    torch.manual_seed(0)
-    torch.set_rng_state(loaded["rng_state"]["torch"])
-    assert torch.equal(torch.rand(4), expected)
-    assert loaded["args"] == Namespace(lr=0.1)
-    assert loaded["shared"] == [1, {"a": (2, 3)}]
-    assert loaded["deep"]["er"][0] == {"own": -rank, "t": torch.ones(1)}
-
-
 def test_the_number_of_collectives_does_not_grow_with_tensors(tmp_path: Path) -> None:
     run_ranks(_check_counts, 2, str(tmp_path))
 
@@ -133,12 +105,3 @@ def _check_counts(rank: int, size: int, root: str) -> None:
             assert len(called) == 6, called
             load_checkpoint(f"{root}/{copies}", {"model": model})
             assert len(called) == 6 + 2, called
-
-
-def test_a_replicated_dtensor_needs_no_chunks(one_rank: None, tmp_path: Path) -> None:
-    mesh = data_mesh(1)
-    tensor = DTensor.from_local(torch.arange(6.0), mesh, [Replicate()])
-    save_checkpoint(tmp_path, 1, {"w": tensor})
-    target = DTensor.from_local(torch.zeros(6), mesh, [Replicate()])
-    load_checkpoint(tmp_path, {"w": target})
-    assert torch.equal(target.to_local(), torch.arange(6.0))

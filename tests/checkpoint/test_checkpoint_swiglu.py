@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import plan, shard, uneven_dtensor, whole
+from checkpoint_cases import plan, shard, whole
 from launch import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -119,15 +119,6 @@ def _gather_all(rank: int, size: int) -> None:
             later_name = megatron_names.redistribute_uneven_dtensor_to_replicated(sharded)
             assert torch.equal(later_name.to_local(), full)
             assert torch.equal(megatron_names.uneven_dtensor_to_full_tensor(sharded), full)
-    columns = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_cp", "tp"))
-    layout = plan(2, {"w": (5, 4)})
-    at = columns.get_local_rank("tp")
-    ref = LayoutRef(layout, 0, columns.get_local_rank("dp_cp"), (5 * at, 0))
-    full = torch.arange(5.0 * 4 * (size // 2)).view(-1, 4)
-    held = layout.shard_range(0, ref.rank)
-    local = full[5 * at : 5 * at + 5].reshape(-1)[held.start : held.stop].view(-1, 4)
-    sharded = uneven_dtensor(local, columns, [Shard(0)] * 2, full.shape, (4, 1), ref.chunks())
-    assert torch.equal(megatron_names.uneven_dtensor_to_full_tensor(sharded), full)
     # Split evenly by torch itself, and bits that an addition of floats would lose.
     odd = torch.tensor([-0.0, float("nan"), float("-inf"), 1e-45, 3.0])
     even = torch.distributed.tensor.distribute_tensor(odd, line, [Shard(0)])

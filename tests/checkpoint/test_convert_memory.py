@@ -13,7 +13,7 @@ from convert_cases import Model, arguments, fsdp_state, save_fsdp, shapes
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, write_folder
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, from_tensor
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor
 
 MIB = 2**20
 ROWS = 2**20  # of 16 fp32 numbers: embedding and output layer have 64 MiB each
@@ -101,16 +101,3 @@ def test_the_limit_is_felt(tmp_path: Path, sources: dict[str, tuple[Path, Path]]
     """The same with blocks of a whole tensor does not get by."""
     done = run(sources["fsdp_dtensor"], tmp_path / "out", "torch_dist", 64 * MIB)
     assert done.returncode != 0 and "memory" in done.stderr, done.stderr[-2000:]
-
-
-def test_one_chunk_of_the_source_is_kept_at_a_time(tmp_path: Path) -> None:
-    from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
-
-    folder = tmp_path / "iter_0000001"
-    folder.mkdir()
-    tensor = from_tensor(torch.arange(64.0))
-    write_folder(folder, Contents({("x",): tensor}, {}), 64, lambda name, nbytes: None)
-    opened = DcpFolder.open(folder)
-    assert opened.pieces("x") == 4
-    assert torch.equal(opened.tensor("x").whole(), torch.arange(64.0))
-    assert opened._kept is not None and opened._kept[1].nbytes == 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,16 +35,47 @@ def changed(root: Path, **changes: float) -> Path:
     return save_fsdp(root, state)
 
 
-def test_convert_prints_what_it_did(
-    saved: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    target = tmp_path / "td"
-    assert main(["convert", str(saved), str(target), "--to", "torch_dist"]) == 0
+LAYER = "decoder.layers.1.self_attention.linear_qkv"
+TOLD: dict[str, tuple[str, int, tuple[str, ...], tuple[str, ...], str]] = {
+    "convert": (
+        "convert SAVED TMP/td --to torch_dist", 0,
+        ("fsdp_dtensor -> torch_dist: TMP/td/iter_0000003", "iteration 3, "), (), ""),
+    "convert of nothing": (
+        "convert TMP/no TMP/x --to torch_dist", 2, (), (),
+        "convert: TMP/no does not exist. Check the path\n"),
+    "a target that cannot be made": (
+        "convert SAVED SAVED/latest_checkpointed_iteration.txt/out --to torch_dist", 2, (), (),
+        "convert: .*SAVED/latest_checkpointed_iteration.txt.*\n"),
+    "inspect": (
+        "inspect SAVED", 0,
+        ("fsdp_dtensor, iteration 3", "world_size", "num_experts", "weights", "optimizer"),
+        ("linear_qkv",), ""),
+    "inspect of some keys": (
+        "inspect SAVED --keys --match layers.1.self_attention", 0,
+        (f"model.module.{LAYER}.weight", "32x16",
+         f"optimizer.state.module.module.module.{LAYER}.weight.exp_avg_sq"),
+        ("layers.0.", "param_to_group_meta"), ""),
+    "inspect of no checkpoint": (
+        "inspect TMP", 2, (), (),
+        "inspect: .*latest_checkpointed_iteration.txt does not exist.*\n"),
+}  # fmt: skip
+"""Words, status, what is printed and what not, and a pattern of what stderr has: no progress
+without a terminal."""
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_a_command_tells(name: str, saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    words, status, printed, absent, error = TOLD[name]
+
+    def put(text: str) -> str:
+        return text.replace("SAVED", str(saved)).replace("TMP", str(tmp_path))
+
+    assert main(put(words).split()) == status
     found = capsys.readouterr()
-    assert f"fsdp_dtensor -> torch_dist: {target}/iter_0000003" in found.out
-    assert "iteration 3, " in found.out
-    assert found.err == "", "no progress without a terminal"
-    assert (target / "iter_0000003" / "common.pt").is_file()
+    assert all(put(text) in found.out for text in printed), found.out
+    assert not any(text in found.out for text in absent), found.out
+    assert re.fullmatch(put(error), found.err), found.err
+    assert name != "convert" or (tmp_path / "td" / "iter_0000003" / "common.pt").is_file()
 
 
 def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Path) -> None:
@@ -69,35 +101,6 @@ def test_convert_prints_json(saved: Path, tmp_path: Path, capsys: Captured) -> N
     assert "linear_qkv.layer_norm_weight" in capsys.readouterr().out
 
 
-def test_convert_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: Captured) -> None:
-    assert main(["convert", str(tmp_path / "no"), str(tmp_path / "x"), "--to", "torch_dist"]) == 2
-    assert capsys.readouterr().err == f"convert: {tmp_path / 'no'} does not exist. Check the path\n"
-
-
-def test_a_target_that_cannot_be_made_is_told_in_a_line(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "file").write_text("x")
-    source = save_fsdp(tmp_path / "a", fsdp_state(Model()))
-    target = tmp_path / "file" / "out"
-    assert main(["convert", str(source), str(target), "--to", "torch_dist"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("convert: ") and str(tmp_path / "file") in told
-    assert told.count("\n") == 1
-
-
-def test_inspect_tells_who_saved_what(saved: Path, capsys: Captured) -> None:
-    assert main(["inspect", str(saved)]) == 0
-    text = capsys.readouterr().out
-    for line in ("fsdp_dtensor, iteration 3", "world_size", "num_experts", "weights", "optimizer"):
-        assert line in text
-    assert "linear_qkv" not in text
-    assert main(["inspect", str(saved), "--keys", "--match", "layers.1.self_attention"]) == 0
-    text = capsys.readouterr().out
-    assert "model.module.decoder.layers.1.self_attention.linear_qkv.weight" in text
-    assert "32x16" in text and "layers.0." not in text
-    moment = "optimizer.state.module.module.module.decoder.layers.1.self_attention.linear_qkv"
-    assert f"{moment}.weight.exp_avg_sq" in text and "param_to_group_meta" not in text
-
-
 def test_inspect_as_json_has_every_key(saved: Path, capsys: Captured) -> None:
     assert main(["inspect", str(saved / "iter_0000003"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -119,11 +122,6 @@ def test_inspect_shows_what_the_save_itself_noted(saved: Path, capsys: Captured)
     found = json.loads(capsys.readouterr().out)["saved_by"]
     assert (found["world_size"], found["tensor_model_parallel_size"]) == (8, 4)
     assert found["saved_at"].endswith("+00:00") and found["torch"] == torch.__version__
-
-
-def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "latest_checkpointed_iteration.txt does not exist" in capsys.readouterr().err
 
 
 def test_diff_of_the_same_is_the_same(saved: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -81,12 +81,6 @@ def test_every_option_of_a_script_has_help(script: str, monkeypatch: pytest.Monk
     assert parser.format_help()
 
 
-def test_an_option_without_help_is_found() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--silent")
-    assert options_without_help(parser) == hidden_defaults(parser) == ["--silent"]
-
-
 @pytest.mark.parametrize("words", REMOVED)
 def test_what_was_removed_is_refused_by_name(words: str, capsys: Captured) -> None:
     command, option = words.split()

@@ -9,7 +9,6 @@ All cells are compared with one computation on whole tensors, and so with each o
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state as ps
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
@@ -37,6 +34,7 @@ from tests.distributed.topologies import (
     TopologyTrainer,
     build_topology_trainer,
     case_for,
+    global_name,
     init_topology,
     run_schedule,
 )
@@ -98,7 +96,7 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
     assert_matrices_are_muons(trainer)
     if cell.topology.pp > 1:
         assert_matrices_are_muons(built(cell, strategy, tied=True))
-    names = global_names(trainer)
+    names = {local: (global_name(trainer, local), pair) for local, pair in trainer._pairs()}
     case, config = trainer.case, trainer.chunks[0].config
     reference = Reference(
         config, LR, DECAY, case.adam_eps, cell.clip, cell.dtype, orthogonalize=by_package,
@@ -138,27 +136,6 @@ def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
     groups = [group for group in trainer.optimizer.param_groups if "optimizer" in group]
     of_muon = {id(param) for group in groups for param in group["params"]}
     assert of_muon == {id(pair.sharded) for pair in pairs if rule_of(pair)} != set()
-
-
-def global_names(trainer: TopologyTrainer) -> dict[str, tuple[str, Any]]:
-    """By the trainer's name of a parameter, that in the whole model, and the pair."""
-    found = {}
-    for number, chunk in enumerate(trainer.chunks):
-        config = chunk.config
-        first = get_transformer_layer_offset(config, number if trainer.topology.vpp else None)
-        experts = (config.num_moe_experts or 0) // config.expert_model_parallel_size
-        before = experts * ps.get_expert_model_parallel_rank()
-        for pair in chunk.engine.pairs:
-            local = plain_name(pair.managed.fqns[0])
-            name = counted_on(counted_on(local, "layers", first), "local_experts", before)
-            found[f"{number}.{local}"] = (name, pair)
-    assert len({name for name, _ in found.values()}) == len(found)
-    return found
-
-
-def counted_on(name: str, what: str, before: int) -> str:
-    """With the number behind `what` in the name raised by those that other ranks have before."""
-    return re.sub(rf"(?<={what}\.)\d+", lambda at: str(int(at[0]) + before), name)
 
 
 def whole_shape(param: Any, name: str) -> list[int]:

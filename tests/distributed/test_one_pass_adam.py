@@ -19,7 +19,6 @@ from megatron_fsdp_adapter.optim.fused_adam import FusedAdamStep
 from megatron_fsdp_adapter.optim.multi_tensor import Update, chunks_of, is_aligned
 from tests.distributed.checks import check_run_bits, recorded_step
 from tests.distributed.fused_adam import (
-    FusedAdam,
     HostKernel,
     multi_tensor_adam,
     transformer_engine_optimizer,
@@ -102,13 +101,6 @@ def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own
         for row, other in zip(lists, expected, strict=True):
             assert all(map(torch.equal, row, other))
     assert not kernel.tables
-
-
-def test_the_function_that_a_fused_adam_calls_is_replaced_and_no_other() -> None:
-    made = FusedAdam([torch.nn.Parameter(torch.ones(3))])
-    adam = fused_adam.install(made)
-    assert adam is not None and made.multi_tensor_adam is adam
-    assert fused_adam.install(torch.optim.AdamW([torch.ones(3)])) is None
 
 
 def test_a_step_that_is_captured_is_an_error() -> None:

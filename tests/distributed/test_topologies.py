@@ -33,6 +33,7 @@ from tests.distributed.topologies import (
     build_chunk,
     build_topology_trainer,
     case_for,
+    global_name,
     init_topology,
     run_schedule,
     topology_step,
@@ -129,17 +130,6 @@ def test_topology(row: Variant, rank: int, seed: int) -> None:
 # The reference is itself what it should be.
 
 
-def _global_name(name: str, topology: Topology, num_layers: int) -> str:
-    """A parameter's name in the unsplit model; `name` begins with the number of the chunk."""
-    chunk, _, local = name.partition(".")
-    if not local.startswith("decoder.layers."):
-        return local
-    number, _, rest = local.removeprefix("decoder.layers.").partition(".")
-    stages = topology.pp * topology.num_chunks
-    stage = int(chunk) * topology.pp + ps.get_pipeline_model_parallel_rank()
-    return f"decoder.layers.{int(number) + stage * num_layers // stages}.{rest}"
-
-
 def _unsplit_gradients(
     topology: Topology, weights: dict[str, torch.Tensor], data_ranks: int
 ) -> dict[str, torch.Tensor]:
@@ -167,7 +157,7 @@ def test_pipelined_reference_is_the_unsplit_model(rank: int) -> None:
     weights, data_ranks = reference.weights(), ps.get_data_parallel_world_size()
     run_schedule(reference, 0)
     mine = {
-        _global_name(name, topology, case.num_layers): (weights[name], gradient)
+        global_name(reference, name): (weights[name], gradient)
         for name, gradient in reference.gradients().items()
     }
     whole = {name: value for part in everyones(mine) for name, value in part.items()}

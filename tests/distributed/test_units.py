@@ -18,8 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -385,30 +383,6 @@ def test_layers_are_joined_by_default_where_the_host_limits(config, ddp, joins):
 def layouts_of(rows: int, shards: int = 2) -> list[Any]:
     spec = ParamSpec(0, ("w",), (rows, 8), torch.bfloat16, True, row_granularity((rows, 8)))
     return [plan_group([spec], shards)]
-
-
-@given(
-    st.lists(st.integers(1, 60), min_size=2, max_size=6),
-    st.integers(0, 30_000),
-    st.sampled_from([ZERO_2, ZERO_3]),
-)
-def test_what_is_kept_is_within_the_budget_and_weights_come_first(sizes, budget, strategy):
-    units, row = [layouts_of(size) for size in sizes], STRATEGY_ROWS[strategy]
-    precision = Precision()
-    kept = unsharded_units(units, row, precision, budget)
-    assert 0 <= kept.nbytes <= budget and len(kept.rows) == len(units)
-    assert kept.grads == 0 or kept.weights > 0
-    if budget == 0:
-        assert set(kept.rows) == {row}
-    everything = unsharded_units(units, row, precision, 1 << 40)
-    assert {one.name for one in everything.rows} == {ZERO_1}
-    assert unsharded_units(units, row, precision, everything.nbytes) == everything
-    if everything.nbytes and kept.grads:  # no unit was left without weights that would have fitted
-        cost = {
-            at: unsharded_units([one, []], row, precision, 1 << 40).nbytes
-            for at, one in enumerate(units) if kept.rows[at].shard_weights
-        }
-        assert not cost or min(cost.values()) > 0
 
 
 def test_units_that_are_gathered_twice_come_before_those_gathered_once():

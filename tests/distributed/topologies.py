@@ -323,6 +323,24 @@ class TopologyTrainer:
             chunk.engine.main_weights_changed(loaded=True)
 
 
+def global_name(trainer: TopologyTrainer, name: str) -> str:
+    """The name in the unsplit model of a parameter whose name begins with the number of its chunk.
+    """
+    topology, (number, _, local) = trainer.topology, name.partition(".")
+    words = local.split(".")
+    if local.startswith("decoder.layers."):
+        vp_stage = int(number) if topology.vpp else None
+        offset = get_transformer_layer_offset(trainer.chunks[0].config, vp_stage)
+        words[2] = str(int(words[2]) + offset)
+    if "local_experts" in words:
+        at = words.index("local_experts") + 1
+        before = topology.experts // topology.ep * ps.get_expert_model_parallel_rank()
+        words[at] = str(int(words[at]) + before)
+    if trainer.case.tied and local == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    return ".".join(words)
+
+
 def local_of(value: Any) -> torch.Tensor:
     """A copy of this rank's part of a DTensor."""
     local: torch.Tensor = value._local_tensor.detach().clone()

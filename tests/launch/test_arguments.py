@@ -15,7 +15,6 @@ from launch_cases import parsed_arguments
 
 from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.options import validation
-from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 
 FSDP = ["--use-megatron-fsdp"]
 
@@ -189,11 +188,3 @@ def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
         validate(args, defaults="wrong")
     assert args.optimizer == "muon"
     assert seen == ["adam" if use_megatron_fsdp else "muon"] * 2
-
-
-def test_table_of_changes() -> None:
-    text = format_changes("sets", [Change("--a", None, 1, "because"), Change("--long", 1, 2, "so")])
-    assert text.splitlines() == [
-        "sets", "  --a     unset -> 1  because", "  --long  1 -> 2      so"
-    ]  # fmt: skip
-    assert format_changes("sets", []) == "sets: nothing to set"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from layout_cases import layouts, specs_of
+from layout_cases import specs_of
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import GroupLayout, plan_group
@@ -16,10 +14,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     Precision,
     bytes_between_steps,
     group_bytes,
-    held_by_rank,
     model_bytes,
-    unit_bytes,
-    updated_numel,
 )
 
 
@@ -106,35 +101,3 @@ def test_a_model_holds_the_root_unit_beside_the_two_largest() -> None:
     assert total == {"main weights": 10, "gathered weights": 55, "reduce bucket": 110}
     assert bytes_between_steps(total) == 10
     assert model_bytes({"main weights": 3}, [{"main weights": 4}]) == {"main weights": 7}
-
-
-@pytest.mark.parametrize(
-    ("name", "held"),
-    [
-        ("no_shard", 256 + 512 + 512 + 800),
-        ("optim", 256 + 128 + 512 + 32),
-        ("optim_grads", 256 + 128 + 32),
-        ("optim_grads_params", 128 + 32),
-    ],
-)
-def test_what_is_held_between_steps(name: str, held: int) -> None:
-    assert bytes_between_steps(BF16[name]) == held
-
-
-def test_a_unit_is_the_sum_of_its_groups() -> None:
-    layout, row = planned(torch.bfloat16), STRATEGIES["optim"]
-    one = group_bytes(layout, row, Precision(), 1)
-    both = unit_bytes([layout, layout], row, Precision(), 1)
-    assert both == {kind: 2 * count for kind, count in one.items()}
-
-
-@given(layouts())
-def test_optimizer_state_covers_every_element_once(layout: GroupLayout) -> None:
-    held, row = held_by_rank(layout), STRATEGIES["optim_grads_params"]
-    assert held == [updated_numel(layout, row, rank) for rank in range(layout.num_shards)]
-    assert sum(held) == layout.item_numel
-    assert max(held) <= layout.shard_numel
-    states = [group_bytes(layout, row, Precision(), rank) for rank in range(layout.num_shards)]
-    assert sum(state["optimizer state"] for state in states) == 8 * sum(
-        math.prod(spec.shape) for spec in layout.specs
-    )

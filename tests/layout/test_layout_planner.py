@@ -110,17 +110,6 @@ def test_never_more_padding_than_lcm_packing(
     assert len(layout.segments) <= max_segments
 
 
-@given(row_specs(), st.integers(2, 64), ALIGNMENTS)
-def test_padding_of_a_segment_is_bounded(specs: list, num_shards: int, align: int) -> None:
-    layout = plan_group(specs, num_shards, align=align)
-    for number, segment in enumerate(layout.segments):
-        items = [s for s, p in zip(specs, layout.placements, strict=True) if p.segment == number]
-        granularity = math.lcm(*(item.granularity for item in items))
-        bound = num_shards * math.lcm(granularity, align)
-        bound += sum(math.lcm(item.granularity, align) for item in items)
-        assert segment.numel - sum(item.numel for item in items) < bound
-
-
 def set_partitions(values: list[int]) -> Iterator[list[list[int]]]:
     if not values:
         yield []
@@ -198,21 +187,6 @@ def test_many_distinct_granularities_are_planned_fast() -> None:
     assert time.process_time() - start < 5.0
     assert layout.total_numel <= lcm_total(specs, 64, layout.align)
     assert layout.padding_numel < plan_group(specs, 64, max_segments=1).padding_numel
-
-
-def test_input_order_is_kept_where_it_costs_nothing() -> None:
-    layout = plan_group(specs_of(PUBLISHED["Llama-3 70B layer"]), 8)
-    offsets = [placement.offset for placement in layout.placements]
-    assert len(layout.segments) == 1 and offsets == sorted(offsets)
-
-
-def test_small_parameters_fill_the_gap_of_a_segment() -> None:
-    weights = [(30, 64), (30, 48)]
-    alone, biases = (
-        plan_group(specs_of(shapes), 4, max_segments=2)
-        for shapes in (weights, [*weights, (64,), (48,)])
-    )
-    assert biases.total_numel == alone.total_numel
 
 
 WHOLE = [(40, 80), (96, 100), (70, 100), (50, 64), (33,)]

@@ -28,7 +28,6 @@ from megatron_fsdp_adapter.planning import prediction
 from megatron_fsdp_adapter.planning.configurations import (
     ACTIVATIONS,
     Configuration,
-    at_its_most,
     groups,
     memory,
 )
@@ -92,14 +91,6 @@ def test_the_peak_is_what_was_measured(gpus, layers, strategy, copies, microbatc
     found = memory(spec, chosen, H200, microbatches)
     peak = sum(found.values()) / GIB - H200.gpu.reserved_gib
     assert peak == pytest.approx(measured, rel=0.04)
-
-
-def test_what_does_not_exist_at_once_is_not_added_up():
-    held = {"main weights": 10, "gradient shard": 5, "reduce bucket": 3, "gathered weights": 2}
-    assert sum(at_its_most(held, 4, again=False).values()) == 20
-    assert sum(at_its_most(held, 20, again=False).values()) == 32
-    assert at_its_most(held, 20, again=True)["gradient shard"] == 5
-    assert ACTIVATIONS not in at_its_most(held, 4, again=False)
 
 
 @pytest.mark.parametrize(
@@ -361,11 +352,3 @@ def test_models_of_hugging_face_have_megatrons_sizes(tmp_path):
     path.write_text(json.dumps({"hidden_size": 4}))
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         read_hugging_face(str(path))
-
-
-def test_stages_of_as_many_layers_take_as_long_wherever_they_are():
-    # The first one runs a backward and the forward of another microbatch in turn.
-    spec = replace(model_named("llama3-8b"), vocab_size=1024)
-    chosen = Configuration(8, Parallel(pipeline=8), "optim")
-    first, last = (prediction._stage(spec, chosen, H200, 32, stage)[0] for stage in (0, 7))
-    assert first == pytest.approx(last, rel=0.02)

@@ -83,11 +83,3 @@ def test_steps_by_the_sign_of_noise_are_left_out() -> None:
     assert torch.equal(one["bias"], torch.tensor([1.0, 0.0, 1.0, 0.0]))
     two = compare.significant_update(before, other, [gradient], 1e-3)
     assert torch.equal(one["bias"], two["bias"])
-
-
-def test_bounds_are_eps_times_the_stated_factor() -> None:
-    for dtype, factors in compare.FACTORS.items():
-        for quantity, factor in factors.items():
-            assert compare.bound(dtype, quantity, 3) == pytest.approx(
-                3 * factor * compare.EPS[dtype]
-            )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.checkpoint.training import load_model_state, model_state
-from tests.checkpoint.reshard_cases import _global_name, _tensor_parallel, _whole_of
+from tests.checkpoint.reshard_cases import _tensor_parallel, _whole_of
 from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -35,6 +35,7 @@ from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
     build_topology_trainer,
+    global_name,
     init_topology,
 )
 from tests.quantized.arithmetic import e4m3
@@ -164,7 +165,7 @@ def made(topology: Topology, recipe: str, seed: int) -> TopologyTrainer:
 def whole_weights(trainer: TopologyTrainer) -> dict[str, torch.Tensor]:
     """Main weights of the unsplit model, the same on every rank."""
     mine = [
-        (_global_name(trainer, name), _tensor_parallel(name), "weight", value)
+        (global_name(trainer, name), _tensor_parallel(name), "weight", value)
         for name, value in trainer.weights().items()
     ]
     whole = _whole_of(everyones(mine), trainer.case.swiglu)

@@ -59,25 +59,3 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert first.keys() == set(range(1, 8))
     parts = train(name + "parts", *flags, save, load, processes=2)
     _same(whole, parts, relative=0)
-
-
-@full
-def test_a_run_resumes_under_another_split_of_the_model(train: Train, tmp_path: Path) -> None:
-    """Saved by two data-parallel ranks, resumed by two tensor-parallel ones. The same padded
-    vocabulary, since padding takes part in the softmax."""
-    flags = (*FSDP, "--padded-vocab-size=512")
-    save, load = f"--save={tmp_path / 'saved'}", f"--load={tmp_path / 'saved'}"
-    whole = train("split-whole", *flags, processes=2)
-    train("split-parts", *flags, save, "--exit-interval=7", processes=2)
-    parts = train("split-parts", *flags, load, "--tensor-model-parallel-size=2", processes=2)
-    _same(whole, parts, relative=1e-3)
-
-
-@full
-def test_a_vocabulary_padded_to_another_length_is_resumed(train: Train, tmp_path: Path) -> None:
-    """257 rows are padded to 384, and to 512 with two tensor-parallel ranks."""
-    save, load = f"--save={tmp_path / 'saved'}", f"--load={tmp_path / 'saved'}"
-    first = train("padding", *FSDP, save, "--exit-interval=7", processes=2)
-    parts = train("padding", *FSDP, load, "--tensor-model-parallel-size=2", processes=2)
-    before, after = first[7]["loss"], parts[8]["loss"]
-    assert abs(after - before) < 0.5, (before, after)
