@@ -20,10 +20,12 @@ import contextlib
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.cli import machine, nodes, prove
@@ -35,6 +37,7 @@ from megatron_fsdp_adapter.megatron.compat import releases
 from megatron_fsdp_adapter.megatron.compat.table import ALL
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
+from megatron_fsdp_adapter.models import sources
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -73,12 +76,11 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     neither is given."""
     if given.script is None and not given.set:
         return None
-    args: Any
-    changes: list[Change]
+    changes: list[Change] = []
     if given.script is None:
         chosen = named_options(given.set)
         plain = {**validation.PLAIN_OPTIONS, **optimizer_options()}
-        args, changes = SimpleNamespace(**{**plain, **chosen}), []
+        args: Any = SimpleNamespace(**{**plain, **chosen})
     else:
         args = runner.parse_arguments(given.script, given.arguments)
         if not args.use_megatron_fsdp:
@@ -113,16 +115,25 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks. Collective."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    dist.destroy_process_group()
+    return found
+
+
 def examine_together(given: argparse.Namespace) -> dict[str, Any]:
     """The first rank's report with a comparison of all, on every rank. Raises ValueError with bad
     input of any rank. Collective."""
-    with nodes.joined():
-        try:
-            own: dict[str, Any] | str = examine(given)
-        except (ValueError, OSError) as error:
-            own = str(error)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (own, nodes.node(), nodes.variables(os.environ)))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        own: dict[str, Any] | str = examine(given)
+    except (ValueError, OSError) as error:
+        own = str(error)
+    every = gathered((own, nodes.node(), nodes.variables(os.environ)))
     wrong = next((found for found, _, _ in every if isinstance(found, str)), None)
     if wrong is not None:
         raise ValueError(wrong)
@@ -200,7 +211,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
                         help="an option by its name in Megatron's configs, again and again"
                         )  # fmt: skip
-    prove.add_arguments(parser)
+    sources.add_flags(parser.add_argument_group("with --prove"), prove.OPTIONS)
     parser.add_argument("script", nargs="?", type=Path, help="a training script of Megatron-LM")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")
     return parser

@@ -50,7 +50,6 @@ from .precision_options import (
     POLICY_OPTIONS,
     SWITCHES,
     UNFUSED,
-    matrices_of_muon,
     precision,
 )
 
@@ -114,11 +113,9 @@ def estimate(
     }
     for strategy in strategies:
         held = model.bytes_held(strategy, precision, rank)
-        held |= matrices_of_muon(model.layouts, precision)  # in its step
         found: dict[str, Any] = {
             "bytes": held,
             "between_steps": bytes_between_steps(held),
-            "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": most_bytes(held),
         }
         if model.budget:

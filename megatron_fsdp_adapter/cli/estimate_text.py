@@ -11,7 +11,6 @@ from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 TOTALS = {
     "held between steps": "between_steps",
-    "and gathered ahead": "gathered_ahead",
     "held at most": "peak",
 }
 """Total rows of the report -> their names in `estimate`'s values."""

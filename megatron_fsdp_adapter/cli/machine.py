@@ -12,10 +12,7 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.megatron.options.validation import CONNECTIONS
 
-
-def _is_on(value: str) -> bool:
-    return value.upper() not in ("", "0", "FALSE", "OFF", "N")
-
+OFF = ("", "0", "FALSE", "OFF", "N")
 
 VARIABLES: Mapping[str, tuple[str | None, str]] = {
     CONNECTIONS: ("1", "one hardware queue: communication waits for compute; rejected"),
@@ -38,7 +35,7 @@ def harmful_variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
         {"variable": name, "value": value, "effect": effect}
         for name, (harmful, effect) in VARIABLES.items()
         if (value := environment.get(name)) is not None
-        and (_is_on(value) if harmful is None else value.upper() == harmful)
+        and (value.upper() not in OFF if harmful is None else value.upper() == harmful)
     ]
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from megatron_fsdp_adapter.cli import machine
 
-TIMEOUT = timedelta(minutes=2)
 NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", machine.CONNECTIONS)
 """Prefixes of variables that concern communication."""
 
@@ -24,18 +18,6 @@ NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", machine.CONNECTIONS)
 def is_launched(environment: Mapping[str, str]) -> bool:
     """True if a launcher started this process as one of several ranks."""
     return "RANK" in environment and int(environment.get("WORLD_SIZE", "1")) > 1
-
-
-@contextlib.contextmanager
-def joined() -> Iterator[None]:
-    """Inside, there is a process group of all ranks, and each GPU's rank uses that GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def node() -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
-from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
-from megatron_fsdp_adapter.diagnostics.memory import MUONS_MATRICES, Moments, Precision
-from megatron_fsdp_adapter.optim.muon.plan import step_bytes
+from megatron_fsdp_adapter.diagnostics.memory import Moments, Precision
 
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 POLICY_OPTIONS = {
@@ -47,20 +45,6 @@ def is_muons(spec: ParamSpec) -> bool:
 
 MOMENTS: Mapping[str, Moments] = {"muon": (is_muons, 1)}
 """`optimizer` -> moments of the weights that Adam does not update."""
-
-
-def matrices_of_muon(
-    layouts: Sequence[GroupLayout], precision: Precision
-) -> dict[str, int]:
-    """Bytes of whole matrices that Muon holds in a step, if each parameter is one matrix. layouts:
-    those of all units."""
-    if precision.moments is None or precision.moments[0] is not is_muons:
-        return {}
-    groups = [
-        (layout.num_shards, [(s.shape[0], s.shape[1]) for s in layout.specs if is_muons(s)])
-        for layout in layouts
-    ]
-    return {MUONS_MATRICES: step_bytes(groups)}
 
 
 def precision(given: Mapping[str, Any]) -> Precision:

@@ -48,11 +48,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a proof."""
-    sources.add_flags(parser.add_argument_group("with --prove"), OPTIONS)
-
-
 def this_room(asked: int | None) -> Room:
     """The resources of this machine."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -88,7 +83,7 @@ def main(given: argparse.Namespace) -> int:
         recipe = read_recipe(given, named_options(given.set))
         room = this_room(given.ranks)
         shrunk = shrink(recipe.options, room, frozenset(given.keep))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         print(f"doctor --prove: {error}", file=sys.stderr)
         return 2
     if recipe.folder is not None:  # ranks import Megatron from it
@@ -107,5 +102,5 @@ def main(given: argparse.Namespace) -> int:
         if given.json:
             print(json.dumps(report.as_values(recipe, plan, rows), indent=2, default=str))
         else:
-            print(f"{report.render(plan, rows)}\n{report.verdict(rows)}", flush=True)
+            print(*report.lines_of(plan, rows), sep="\n", flush=True)
     return 0 if all(row.holds for row in rows) else 1

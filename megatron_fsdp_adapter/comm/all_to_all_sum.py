@@ -39,14 +39,11 @@ def sum_rows(
 def _by_torch(
     rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
+    total = torch.sum(rows, dim=0, dtype=torch.float32)
     if accumulate:
-        output.add_(torch.sum(rows, dim=0, dtype=torch.float32), alpha=scale)
-    elif output.dtype == torch.float32:
-        torch.sum(rows, dim=0, dtype=torch.float32, out=output)
-        if scale != 1.0:
-            output.mul_(scale)
+        output.add_(total, alpha=scale)
     else:
-        output.copy_(torch.sum(rows, dim=0, dtype=torch.float32).mul_(scale))
+        output.copy_(total.mul_(scale))
 
 
 @functools.cache

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.hooks import in_backward
-from ..core.engine.partition import UnitPlan
 from ..core.runtime.comm import Communicator, Pair
 
 REDUCE, BROADCAST = "reducing gradients", "broadcasting weights"
@@ -102,11 +101,6 @@ class NamedCommunicator(Communicator):
         return works and [NamedWork(work, partial(self._failed, launch)) for work in works]
 
 
-def ran_out_of_memory(error: RuntimeError) -> bool:
-    """True if `error` is an allocator's: torch has a class for CUDA's, and none for the CPU's."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def _size(nbytes: float) -> str:
     return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**20 else f"{nbytes:.0f} bytes"
 
@@ -119,14 +113,10 @@ REMEDY = (
 
 
 class FaultReport:
-    """Names what fails in one engine, from the moment that its plans are made.
+    """Names what fails in one engine. Holds it weakly. strategy: the name of the model's."""
 
-    Holds the plans until `engine_made`, and after that the engine weakly. strategy: the name of the
-    model's.
-    """
-
-    def __init__(self, plans: Sequence[UnitPlan], strategy: str) -> None:
-        self._plans, self._strategy = list(plans), strategy
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
@@ -136,7 +126,6 @@ class FaultReport:
     def engine_made(self, engine: FsdpEngine) -> None:
         """Takes the names of buffers and launches from `engine` from now on."""
         self._engine = weakref.ref(engine)
-        self._plans = []
         engine.runtime.on_out_of_memory = self.explain_allocation
 
     def unit_of(self, carries: str) -> str:
@@ -155,22 +144,18 @@ class FaultReport:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, the engine is made; running out of memory names the unit that was being built."""
+        """Inside, the engine is made."""
         try:
             yield
         except RuntimeError as error:
-            self._explain(f"the buffers of {self._being_built()}", error)
+            self._explain("the buffers of the wrapper at construction", error)
             raise
 
-    def _being_built(self) -> str:
-        for plan in self._plans:
-            entries = [entry for managed in plan.groups.values() for entry in managed]
-            if not all(hasattr(entry.param, "_fsdp_label") for entry in entries):
-                return f"unit {plan.name} at construction"
-        return "the wrapper at construction"
-
     def _explain(self, what: str, error: RuntimeError) -> None:
-        if not ran_out_of_memory(error):
+        # Of allocators' errors, torch has a class for CUDA's, and none for the CPU's.
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(
+            error
+        ):
             return
         raise type(error)(
             f"rank {dist.get_rank()}: no memory for {what} with the strategy {self._strategy}: "

@@ -39,7 +39,6 @@ TRANSPOSES = "transposes"
 QUANTIZED_COPIES = "quantized copies of weights"
 KEPT_SHARD = "shard of weights"
 STAGED = "staged optimizer state"
-MUONS_MATRICES = "matrices of Muon"
 IN_HOST_MEMORY = "offloaded optimizer"
 
 PERSISTENT = "persistent"
@@ -47,7 +46,6 @@ BACKWARD_TO_STEP = "backward to optimizer step"
 UNIT_IN_USE = "while the unit is in use"
 FORWARD_TO_BACKWARD = "forward to backward"
 IN_STEP = "while the unit is updated"
-IN_OPTIMIZER = "in the optimizer's step"
 ON_HOST = "in host memory"
 
 LIFE: Mapping[str, str] = {
@@ -66,7 +64,6 @@ LIFE: Mapping[str, str] = {
     QUANTIZED_COPIES: FORWARD_TO_BACKWARD,
     KEPT_SHARD: PERSISTENT,
     STAGED: IN_STEP,
-    MUONS_MATRICES: IN_OPTIMIZER,
     IN_HOST_MEMORY: ON_HOST,
 }
 """Kind -> its lifetime. Between steps, gradients zeroed, only the persistent kinds exist."""
@@ -336,17 +333,14 @@ def bytes_between_steps(held: Mapping[str, int]) -> int:
 
 def most_bytes(held: Mapping[str, int]) -> int:
     """Most bytes on the device at one time. Units are updated between backward and the end of the
-    next forward, so beside gathered weights, and not beside what a backward alone needs; Muon's
-    matrices are there beside neither."""
+    next forward, so beside gathered weights, and not beside what a backward alone needs."""
     lives = {
         life: sum(count for kind, count in held.items() if LIFE[kind] == life)
         for life in set(LIFE.values())
     }
     passes = lives[UNIT_IN_USE] + lives[FORWARD_TO_BACKWARD]
     updates = lives[IN_STEP] + held.get(GATHERED_WEIGHTS, 0)
-    return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(
-        passes, updates, lives[IN_OPTIMIZER]
-    )
+    return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(passes, updates)
 
 
 def _largest(kind: str, units: Iterable[Mapping[str, int]]) -> int:

@@ -43,13 +43,13 @@ class NullStream:
     """A no-op stream or event that has always finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        """No-op."""
 
     def __enter__(self) -> NullStream:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        pass
+        """No-op."""
 
     wait_stream = wait_event = wait = record = synchronize = __init__
 
@@ -65,7 +65,7 @@ _ONLY_STREAM = NullStream()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+    """No-op."""
 
 
 def _only_stream(*args: Any, **kwargs: Any) -> NullStream:

@@ -60,9 +60,10 @@ PLAIN = Quantization()
 def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
     """The quantization by Megatron's options. dtype: that of compute weights. Raises ValueError
     with option, value and remedy."""
-    for name in ("fp4", "fp4_format", "fp4_param", "fp4_param_gather"):
-        if options.get(name):
-            raise ValueError(f"{flag(name)}: FP4 is not modeled. Leave it out")
+    refuse(*(
+        (options.get(name), f"{flag(name)}: FP4 is not modeled. Leave it out")
+        for name in ("fp4", "fp4_format", "fp4_param", "fp4_param_gather")
+    ))  # fmt: skip
     recomputes = options.get("recompute_granularity") == "full"
     gathers = bool(options.get("fp8_param_gather") or options.get("fp8_param"))
     if not (gathers or options.get("fp8_format") or options.get("fp8")):

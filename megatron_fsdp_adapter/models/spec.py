@@ -29,6 +29,14 @@ _TYPES: Mapping[str, tuple[type, str]] = {
 _TOKENIZER_EXTRA = {"NullTokenizer": 1}
 
 
+def refuse(*checks: tuple[object, str]) -> None:
+    """Raises ValueError for the first check that fails. checks: what is true of bad input, and the
+    message."""
+    for is_wrong, message in checks:
+        if is_wrong:
+            raise ValueError(message)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Megatron's options that define a GPT's parameters and computation, with Megatron's defaults.
@@ -247,9 +255,11 @@ class Parallel:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "virtual", "expert"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} parallel size {getattr(self, name)}: must be at least 1")
+        sizes = {name: value for name, value in vars(self).items() if name != "recompute"}
+        refuse(*(
+            (size < 1, f"{name} parallel size {size}: must be at least 1")
+            for name, size in sizes.items()
+        ))  # fmt: skip
 
     @property
     def split(self) -> Parallel:
@@ -272,14 +282,6 @@ WHOLE = Parallel()
 def flag(name: str) -> str:
     """The command-line flag of an option."""
     return "--" + name.replace("_", "-")
-
-
-def refuse(*checks: tuple[object, str]) -> None:
-    """Raises ValueError for the first check that fails. checks: what is true of bad input, and the
-    message."""
-    for is_wrong, message in checks:
-        if is_wrong:
-            raise ValueError(message)
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:

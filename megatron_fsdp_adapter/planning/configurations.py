@@ -96,16 +96,13 @@ class Configuration:
     @property
     def engine(self) -> EngineConfig:
         """The engine config that the wrapper would pass."""
+        strategy = STRATEGIES[self.strategy]
+        # Domains of one rank, as in `with_single_rank_domains`.
+        whole = tuple(name for name, (ranks, _) in self.shards.items() if ranks == 1)
         return EngineConfig(
-            STRATEGIES[self.strategy], poison_buffers=False,
-            shard_outer=self.outer_optim and self.instances > 1, whole=self._whole, **self.slots,
+            strategy, poison_buffers=False, whole=whole if strategy.shard_grads else (),
+            shard_outer=self.outer_optim and self.instances > 1, **self.slots,
         )  # fmt: skip
-
-    @property
-    def _whole(self) -> tuple[str, ...]:
-        """Domains of one rank, as in `with_single_rank_domains`."""
-        shards = STRATEGIES[self.strategy].shard_grads
-        return tuple(kind for kind in self.shards if shards and self.shards[kind][0] == 1)
 
     @property
     def name(self) -> str:

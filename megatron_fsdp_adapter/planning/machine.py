@@ -27,7 +27,6 @@ class Gpu:
             kernels of a stream.
         sustained: slowdown of GEMMs by the power limit if they run all the time; busy: fraction of
             time from which on it applies, linearly.
-        source: the source of the numbers.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Gpu:
     kernel_us: float = 1.96
     sustained: float = 1.0
     busy: float = 0.75
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Network:
     hop_us: float = 1.0
     rail_hop_us: float = 8.0
     base_us: float = 15.0
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,50 +135,42 @@ def collective_seconds(
 
 def operation_seconds(kind: Kind, amount: float, gpu: Gpu, kernels: int = 1) -> float:
     """Seconds of an operation other than a collective, without contention."""
-    return amount / (_rate(kind, gpu) * 1e12) + kernels * gpu.kernel_us * 1e-6
-
-
-def _rate(kind: Kind, gpu: Gpu) -> float:
-    """The rate in TFLOP/s or TB/s."""
     rates = {
         Kind.PRODUCT: gpu.product_tflops,
         Kind.GROUPED: gpu.grouped_tflops,
         Kind.ATTENTION: gpu.attention_tflops,
     }
-    return rates.get(kind, gpu.memory_tbps)
+    rate = rates.get(kind, gpu.memory_tbps)  # TFLOP/s or TB/s
+    return amount / (rate * 1e12) + kernels * gpu.kernel_us * 1e-6
 
 
-_MEASURED = "kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md)"
-_SCALED = "vendor's peaks, scaled by the fractions that an H200 reaches; not measured"
-
-H200 = Gpu("H200", 140.0, 989.0, 690.0, 600.0, 430.0, 3.36, sustained=1.07, busy=0.72,
-    source=_MEASURED,
-)
+# By kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md).
+H200 = Gpu("H200", 140.0, 989.0, 690.0, 600.0, 430.0, 3.36, sustained=1.07, busy=0.72)
 GPUS: Mapping[str, Gpu] = {
     "h200": H200,
-    "h100": replace(
-        H200, name="H100", memory_gib=79.0, memory_tbps=2.35, source="as an H200; memory 3.35 TB/s"
-    ),
-    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 1370.0, 980.0, 5.6, source=_SCALED),
-    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 1510.0, 1090.0, 5.6, source=_SCALED),
+    # As an H200, with memory of 3.35 TB/s.
+    "h100": replace(H200, name="H100", memory_gib=79.0, memory_tbps=2.35),
+    # The vendor's peaks, scaled by the fractions that an H200 reaches; not measured.
+    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 1370.0, 980.0, 5.6),
+    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 1510.0, 1090.0, 5.6),
 }
 _HOPPER_LINK = {2: 238.0, 4: 298.0, 8: 320.0}
 _HOPPER_COPY = {2: 306.0, 4: 340.0, 8: 350.0}
 NETWORKS: Mapping[str, Network] = {
+    # 2 and 4 H200 measured (docs/performance.md); 8, and between hosts, assumed: 85% of the links.
     "nvlink4-ib400": Network(
         "8 GPUs of NVLink 4, 400 Gb/s InfiniBand a GPU", 8, _HOPPER_LINK, _HOPPER_COPY, 42.0,
-        source="2 and 4 H200 measured (docs/performance.md); 8, and between hosts, assumed: 85% of "
-        "the links",
     ),
+    # Scaled as the GPUs; not measured.
     "nvlink5-ib400": Network(
         "8 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU", 8,
         {n: 2 * gbps for n, gbps in _HOPPER_LINK.items()},
-        {n: 2 * gbps for n, gbps in _HOPPER_COPY.items()}, 42.0, source=_SCALED,
+        {n: 2 * gbps for n, gbps in _HOPPER_COPY.items()}, 42.0,
     ),
     "nvl72-ib400": Network(
         "72 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU", 72,
         {n: 2 * gbps for n, gbps in (_HOPPER_LINK | {72: 320.0}).items()},
-        {n: 2 * gbps for n, gbps in (_HOPPER_COPY | {72: 350.0}).items()}, 42.0, source=_SCALED,
+        {n: 2 * gbps for n, gbps in (_HOPPER_COPY | {72: 350.0}).items()}, 42.0,
     ),
 }
 NETWORK_OF = {

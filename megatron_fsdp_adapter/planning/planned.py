@@ -20,13 +20,11 @@ from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
 from megatron_fsdp_adapter.diagnostics.memory import (
-    GATHERED_WEIGHTS,
     QUANTIZED_COPIES,
     Precision,
     held_by_rank,
     held_bytes,
     quantized_both_ways,
-    unit_bytes,
 )
 from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization
 from megatron_fsdp_adapter.models.spec import (
@@ -143,18 +141,6 @@ class PlannedModel:
             copies = [quantized_both_ways(form, unit.linear_numel) for unit in self.units]
             held[QUANTIZED_COPIES] = max(copies) if self.quantized.recomputes else sum(copies)
         return held
-
-    def gathered_ahead(self, strategy: Strategy, precision: Precision) -> int:
-        """Bytes of the unsharded weights of the root unit and the first unit, which are gathered
-        right after the optimizer step, for the next forward. 0 with slots, which exist anyway."""
-        if self.slots["weight_slots"]:
-            return 0
-        rows, whole = self.kept(strategy, precision).rows, self.is_single_rank(strategy)
-        held = (
-            unit_bytes(self.units[at].layouts, rows[at], precision, 0, whole)
-            for at in (0, len(rows) - 1)
-        )
-        return sum(one.get(GATHERED_WEIGHTS, 0) for one in held)
 
 
 @lru_cache(maxsize=512)

@@ -123,6 +123,8 @@ def render(plan: Plan, top: int) -> str:
             f"{one.exposed_ms:,.1f}", one.limit,
         ))  # fmt: skip
     best = plan.predictions[0]
+    # Other purposes contain the products.
+    times = {name: ms for name, ms in best.spent.items() if name != "products"}
     lines = [
         f"{wanted.spec.name}: {wanted.spec.num_parameters / 1e9:,.1f}B parameters on "
         f"{wanted.gpus:,} {machine.gpu.name}; network: {machine.network.name}",
@@ -131,7 +133,7 @@ def render(plan: Plan, top: int) -> str:
         *(f"not counted: {line}" for line in wanted.spec.left_out),
         "", *aligned(rows), "",
         "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
-        "               time: " + _largest(_times(best.spent), 1.0, "ms"),
+        "               time: " + _largest(times, 1.0, "ms"),
         f"  Megatron-LM        {megatron_flags(wanted.spec, best.configuration)}",
         f"  Megatron-Bridge    {bridge_overrides(wanted.spec, best.configuration)}",
     ]  # fmt: skip
@@ -153,11 +155,6 @@ def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         (first if not more else f"{first}, and {len(more)} like it", reason)
         for reason, (first, *more) in names.items()
     ]
-
-
-def _times(spent: Mapping[str, float]) -> dict[str, float]:
-    """`spent` without "products", which other purposes contain."""
-    return {name: ms for name, ms in spent.items() if name != "products"}
 
 
 def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:

@@ -11,7 +11,7 @@ from itertools import product
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.models.sources import split_problems
-from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel
+from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel, refuse
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from .configurations import Configuration, memory
@@ -42,13 +42,13 @@ class Wanted:
     tries: int = 10
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("gpus", self.gpus), ("global-batch-size", self.global_batch), ("tries", self.tries)
-        ):  # fmt: skip
-            if value < 1:
-                raise ValueError(f"--{name} {value}: must be at least 1")
-        if not self.memory_gib > 0:
-            raise ValueError(f"--memory-gib {self.memory_gib}: must be above 0")
+        numbers = {
+            "gpus": self.gpus, "global-batch-size": self.global_batch, "tries": self.tries,
+        }  # fmt: skip
+        refuse(
+            *((n < 1, f"--{name} {n}: must be at least 1") for name, n in numbers.items()),
+            (not self.memory_gib > 0, f"--memory-gib {self.memory_gib}: must be above 0"),
+        )
 
 
 @dataclass(frozen=True)

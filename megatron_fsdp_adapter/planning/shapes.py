@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.models.spec import (
     number_of,
 )
 
-from .program import Kind
+from .program import Kind, Operation
 from .timed_modules import EXPERTS, UnitWork, Work
 
 BF16 = 2
@@ -95,7 +95,7 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 
 def layer_work(
     spec: ModelSpec, parallel: Parallel, tokens: float, number: int
-) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...], float]:
     """A rank's work of a layer's forward and backward for `tokens` tokens, and microseconds of the
     host."""
     tensor, moe, width = parallel.tensor, spec.is_moe(number), spec.active_ffn(number)
@@ -118,12 +118,12 @@ def layer_work(
     ]  # fmt: skip
     host = LAYER_HOST * (MOE_HOST if moe else 1.0)
     whole = tokens * spec.hidden_size * BF16
-    own: list[Work] = []
+    own: list[Operation] = []
     if tensor > 1:  # sequence parallelism: a gather and a reduction around attention and MLP
-        gathered = Work(Kind.ALL_GATHER, whole, "tensor")
-        own += [gathered, Work(Kind.REDUCE_SCATTER, whole, "tensor")] * 2
+        gathered = Work(Kind.ALL_GATHER, whole, group="tensor")
+        own += [gathered, Work(Kind.REDUCE_SCATTER, whole, group="tensor")] * 2
     if moe and parallel.expert > 1:
-        own += [Work(Kind.EXCHANGE, sent / tensor, EXPERTS)] * 2
+        own += [Work(Kind.EXCHANGE, sent / tensor, group=EXPERTS)] * 2
     forward += own
     backward = [*(forward if parallel.recompute else ()), *backward, *own]
     return tuple(forward), tuple(backward), host
@@ -135,7 +135,7 @@ HEAD_PASSES = 62.0
 
 def head_work(
     spec: ModelSpec, parallel: Parallel, tokens: float
-) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
     """Work of the output layer and the float32 loss."""
     logits = tokens * spec.embedding_rows / parallel.tensor
     products = 2 * logits * spec.hidden_size

@@ -45,6 +45,9 @@ PASSES = (
 """Passes of the optimizer over a rank's shards: bytes of an element, part of the step, and
 True if the host reads the result."""
 
+OUTSIDE_GRAPH = ("optimizer", "norm", "sync")
+"""Parts of a step that the host launches; a graph replays the others."""
+
 
 def _axis(name: str, group: Any) -> Axis:
     return Axis(name, group, tuple(dist.get_process_group_ranks(group)), 0)
@@ -141,15 +144,11 @@ def record_step(
         program = runtime.program
         del model, engine
     if chosen.graph:
-        program = replace(program, operations=tuple(_replayed(program)))
+        program = replace(program, operations=tuple(
+            one if one.part in OUTSIDE_GRAPH else replace(one, host=0.0)
+            for one in program.operations
+        ))  # fmt: skip
     return program
-
-
-def _replayed(program: Program) -> Iterator[Any]:
-    """Operations with host time only for the optimizer's part; a graph replays the others."""
-    outside = ("optimizer", "norm", "sync")
-    for operation in program.operations:
-        yield operation if operation.part in outside else replace(operation, host=0.0)
 
 
 def _build(

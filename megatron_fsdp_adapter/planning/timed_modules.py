@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 from megatron_fsdp_adapter.models.spec import is_layer
 
-from .program import Kind
+from .program import Kind, Operation
 from .timed_runtime import TimedRuntime
 
-
-@dataclass(frozen=True)
-class Work:
-    """An operation of a module on the compute stream. group: axis of a collective of the model
-    (tensor or expert parallel), which has a separate communicator."""
-
-    kind: Kind
-    amount: float
-    group: str = ""
-    kernels: int = 1
+Work = functools.partial(Operation, COMPUTE)
+"""An operation of a module on the compute stream. group: axis of a collective of the model (tensor
+or expert parallel), which has a separate communicator."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +33,8 @@ class UnitWork:
 
     name: str
     params: tuple[tuple[str, tuple[int, ...], str], ...]
-    forward: tuple[Work, ...] = ()
-    backward: tuple[Work, ...] = ()
+    forward: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
     host: float = 0.0
     backward_reads_weights: bool = True
 
@@ -69,7 +64,9 @@ class _Charged(torch.autograd.Function):
         for shape, dtype, write in ctx.params:
             if write is not None:
                 view = write()
-                ctx.module.writes(view.numel() * view.element_size())
+                # The GEMM writes into the bucket, in the bucket's dtype, not into a gradient of
+                # half the size.
+                ctx.module.runtime.write(Kind.MEMORY, view.nbytes, part="backward")
                 grads.append(None)
             else:
                 grads.append(torch.empty(shape, dtype=dtype, device="meta"))
@@ -81,13 +78,13 @@ class UnitModule(nn.Module):
 
     def __init__(self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype) -> None:
         super().__init__()
-        self.unit, self._runtime = unit, runtime
+        self.unit, self.runtime = unit, runtime
         for fqn, shape, _ in unit.params:
             empty = torch.empty(shape, dtype=dtype, device="meta")
             self.register_parameter(flat_name(fqn), nn.Parameter(empty))
 
     def charge(self, part: str) -> None:
-        runtime, unit = self._runtime, self.unit
+        runtime, unit = self.runtime, self.unit
         works = unit.forward if part == "forward" else unit.backward
         for work in works:
             runtime.spend(unit.host / len(works))
@@ -95,11 +92,6 @@ class UnitModule(nn.Module):
                 work.kind, work.amount, part=part, kernels=work.kernels, group=work.group,
                 channel=f"model {work.group}" if work.group else "",
             )  # fmt: skip
-
-    def writes(self, nbytes: int) -> None:
-        """Records that the GEMM writes into the bucket, in the bucket's dtype, not into a gradient
-        of half the size."""
-        self._runtime.write(Kind.MEMORY, nbytes, part="backward")
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return _Charged.apply(value, self, *self.parameters(recurse=False))  # type: ignore[no-any-return,no-untyped-call]

@@ -95,10 +95,7 @@ class TimedRuntime:
         finally:
             self._role = before
 
-    def launch(
-        self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
-    ) -> None:
-        self.submit(role, collective, *tasks)
+    launch = submit
 
     def record(self, role: str) -> tuple[int, ...]:
         self.spend(CALL)
@@ -128,11 +125,10 @@ class TimedRuntime:
             self.spend(CALL)
         flat.untyped_storage().resize_(0)
 
-    def synchronize(self) -> None:
+    def synchronize(self, event: Any = None) -> None:
         """No-op: nothing runs asynchronously."""
 
-    def abandon(self) -> None:
-        """No-op: nothing is pending."""
+    abandon = block = synchronize
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
         """A result for launch comparison: a number and its complement, so that ranks agree."""
@@ -140,9 +136,6 @@ class TimedRuntime:
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-    def block(self, event: Any) -> None:
-        """No-op: nothing runs asynchronously."""
 
     def is_capturing(self) -> bool:
         return False

@@ -78,14 +78,13 @@ def start(options: Options) -> torch.device:
         device = torch.device("cpu")
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
-    etp = options.get("expert_tensor_parallel_size")
     ps.initialize_model_parallel(
         tensor_model_parallel_size=options.get("tensor_model_parallel_size") or 1,
         pipeline_model_parallel_size=options.get("pipeline_model_parallel_size") or 1,
         virtual_pipeline_model_parallel_size=options.get("virtual_pipeline_model_parallel_size"),
         context_parallel_size=options.get("context_parallel_size") or 1,
         expert_model_parallel_size=options.get("expert_model_parallel_size") or 1,
-        expert_tensor_parallel_size=etp,
+        expert_tensor_parallel_size=options.get("expert_tensor_parallel_size"),
         num_distributed_optimizer_instances=options.get("num_distributed_optimizer_instances") or 1,
         create_gloo_process_groups=False,
     )
@@ -214,7 +213,6 @@ class Trainer:
 
     options: Options
     device: torch.device
-    config: TransformerConfig
     chunks: list[Any]
     optimizer: Any
     ours: bool
@@ -270,7 +268,7 @@ def build_trainer(options: Options, device: torch.device, ours: bool) -> Trainer
     chunks = [_wrap(options, config, model, ours, i) for i, model in enumerate(models)]
     optimizer = _optimizer(options, chunks, ours)
     wire_schedule(config, chunks, optimizer, aligned=len(chunks) > 1)
-    return Trainer(options, device, config, chunks, optimizer, ours)
+    return Trainer(options, device, chunks, optimizer, ours)
 
 
 def _wrap(options: Options, config: Any, model: Any, ours: bool, number: int) -> Any:

@@ -41,7 +41,7 @@ class Row:
     """One comparison: `quantity` of `run` in `step`.
 
     name: the worst parameter (empty for loss and norm); difference: its difference; remark: a
-    description of a difference beyond the bound; compared, differing: numbers of parameters.
+    description of a difference beyond the bound; compared: number of parameters.
     """
 
     run: str
@@ -52,7 +52,6 @@ class Row:
     name: str = ""
     remark: str = ""
     compared: int = 1
-    differing: int = 0
 
     @property
     def holds(self) -> bool:
@@ -106,7 +105,7 @@ def compare_tensors(
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
         return Row(run, step, quantity, math.inf, allowed, missing[0], "only one of the two has it",
-                   len(theirs), len(missing))  # fmt: skip
+                   len(theirs))  # fmt: skip
     total = sum(float(v.double().abs().sum()) for v in theirs.values())
     number = sum(v.numel() for v in theirs.values())
     floor = 1e-3 * total / max(number, 1)
@@ -116,7 +115,7 @@ def compare_tensors(
     difference, rows = gaps[worst]
     height = len(_as_rows(theirs[worst]))
     remark = described(bad, list(theirs), worst, rows, height) if bad else ""
-    return Row(run, step, quantity, difference, allowed, worst, remark, len(theirs), len(bad))
+    return Row(run, step, quantity, difference, allowed, worst, remark, len(theirs))
 
 
 def rank_of(row: Row) -> float:
@@ -160,15 +159,10 @@ def significant_update(
 def described(
     names: Sequence[str], everything: Sequence[str], worst: str, rows: Sequence[int], height: int
 ) -> str:
-    """Text that names the parameters that differ, and the rows of the worst, if not all."""
+    """Text with the number of parameters that differ, their units, and the rows of the worst, if
+    not all."""
     units = list(dict.fromkeys(unit_of(name) for name in names))
-    if len(names) == len(everything):
-        where = f"all {len(names)} parameters"
-    elif len(units) == 1:
-        inside = sum(unit_of(name) == units[0] for name in everything)
-        where = f"only {units[0]} ({len(names)} of its {inside} parameters)"
-    else:
-        where = f"{len(names)} of {len(everything)} parameters, in {', '.join(units[:4])}"
+    where = f"{len(names)} of {len(everything)} parameters, in {', '.join(units[:4])}"
     if not rows or len(rows) == height:
         return where
     return f"{where}; of {worst} rows {min(rows)} to {max(rows)} of {height}"

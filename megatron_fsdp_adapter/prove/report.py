@@ -31,12 +31,8 @@ def render_plan(recipe: Recipe, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def render(plan: Plan, rows: Sequence[Row]) -> str:
+def lines_of(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     """The table, one line for each quantity and step, and the verdict."""
-    return "\n".join(_lines(plan, rows))
-
-
-def _lines(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     dtype = narrowest(plan.shrunk.options)
     factors = ", ".join(f"{name} {value:g}" for name, value in compare.FACTORS[dtype].items())
     yield (
@@ -57,13 +53,9 @@ def _lines(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         )
         if not row.holds and row.remark:
             yield f"          {row.remark}"
-
-
-def verdict(rows: Sequence[Row]) -> str:
-    """The table in one line."""
     holds = sum(row.holds for row in rows)
     outcome = "proven" if holds == len(rows) else "DIFFERS (above)"
-    return f"doctor --prove: {holds} of {len(rows)} comparisons hold: {outcome}"
+    yield f"doctor --prove: {holds} of {len(rows)} comparisons hold: {outcome}"
 
 
 def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:

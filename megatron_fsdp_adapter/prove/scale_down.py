@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_adapter.megatron.options.settings import Change
+from megatron_fsdp_adapter.models.spec import refuse
 
 Options = Mapping[str, Any]
 
@@ -201,13 +202,9 @@ UNSUPPORTED: Mapping[str, Any] = {
 """Options of models that a proof cannot build, with the value that is allowed."""
 
 
-MODEL_AXES = AXES[:3]
-"""Axes that split the model, except its experts."""
-
-
-def ranks_over(options: Options, names: Sequence[str] = MODEL_AXES) -> int:
-    """The product of these axes' sizes."""
-    return math.prod(_number(options, name, 1) for name in names)
+def ranks_over(options: Options) -> int:
+    """The number of ranks over which the model is split, except its experts."""
+    return math.prod(_number(options, name, 1) for name in AXES[:3])
 
 
 def _number(options: Options, name: str, default: int) -> int:
@@ -224,13 +221,16 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
     Raises ValueError for names in `keep` that are no sizes, and for models that cannot be built.
     """
     unknown = sorted(keep - SIZES)
-    if unknown:
-        raise ValueError(
-            f"--keep {', '.join(unknown)}: not a size that a proof changes. Leave it out"
-        )
-    for name, allowed in UNSUPPORTED.items():
-        if options.get(name, allowed) not in (allowed, None):
-            raise ValueError(f"{name}={options[name]!r}: not supported by a proof. Leave it out")
+    refuse(
+        (unknown, f"--keep {', '.join(unknown)}: not a size that a proof changes. Leave it out"),
+        *(
+            (
+                options.get(name) not in (allowed, None),
+                f"{name}={options.get(name)!r}: not supported by a proof. Leave it out",
+            )
+            for name, allowed in UNSUPPORTED.items()
+        ),
+    )
     work = ScaledDown(dict(options), keep)
     for option, (when, value, reason) in DROPPED.items():
         if when(work.options, room):

@@ -64,7 +64,7 @@ def build_engine(
     runtime.synchronize()
     plans = laid_out(plans, domains, config)
     verify_same_model(subject, plans, config, domains)
-    report = FaultReport(plans, config.strategy.name)
+    report = FaultReport(config.strategy.name)
     with report.building():
         engine = make(
             module, plans, domains, config, runtime, report.communicator,

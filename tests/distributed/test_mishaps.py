@@ -190,7 +190,7 @@ def _runs_out(rank: int, world: int) -> None:
     _fails(loss.backward, said, mebibytes=20)  # the weight gradient, of 8 MiB, comes first
     _trains_on(model, x)
     again = _wide()
-    _fails(lambda: sharded(again), "no memory for the buffers of unit 1 at construction")
+    _fails(lambda: sharded(again), "no memory for the buffers of the wrapper at construction")
 
 
 def _trains_on(model: nn.Module, x: torch.Tensor) -> None:

@@ -43,14 +43,14 @@ LOOKS: dict[str, tuple[Any, Any, str | None]] = {
     "noise where the reference is zero": (
         {**tensors(), "zero": NOISE}, {**tensors(), "zero": ZEROS}, None),
     "a factor": (changed(lambda v: v * 0.5), tensors(),
-                 "all 6 parameters"),
+                 "6 of 6 parameters, in "),
     "one unit": (changed(torch.zeros_like, *NAMES[2:4]), tensors(),
-                 "only decoder.layers.1 (2 of its 2 parameters)"),
-    "a missing microbatch": (*SUMS, "all 6 parameters"),
+                 "2 of 6 parameters, in decoder.layers.1"),
+    "a missing microbatch": (*SUMS, "6 of 6 parameters, in "),
     "wrong rows": (changed(lambda v: v.roll(1, 0), NAMES[0]), tensors(),
-                   "only decoder.layers.0 (1 of its 2 parameters)"),
+                   "1 of 6 parameters, in decoder.layers.0"),
     "NaN": (changed(with_nan, NAMES[1]), tensors(),
-            f"only decoder.layers.0 (1 of its 2 parameters); of {NAMES[1]} rows 3 to 3 of 24"),
+            f"1 of 6 parameters, in decoder.layers.0; of {NAMES[1]} rows 3 to 3 of 24"),
     "a name that one lacks": (WITHOUT, tensors(), "only one of the two has it"),
 }  # fmt: skip
 

@@ -13,12 +13,10 @@ from megatron_fsdp_adapter.core.layout import plan_group
 from megatron_fsdp_adapter.optim.muon import owners
 from megatron_fsdp_adapter.optim.muon.matrices import Member, MuonParam, row_blocks
 from megatron_fsdp_adapter.optim.muon.plan import (
-    IN_FLIGHT,
     StagePlan,
     plan_stage,
     sent_before,
     stages_of,
-    step_bytes,
 )
 from tests.layout.layout_cases import specs_of
 
@@ -78,23 +76,6 @@ def test_rows_travel_ahead_within_the_limit(sizes: list[int], limit: int) -> Non
         flight = sum(sizes[number:sent])
         assert flight <= limit or sent == number + 1
         assert sent == len(sizes) or flight + sizes[sent] > limit, "it would have fitted"
-
-
-def test_a_step_takes_what_is_in_flight_and_the_largest_matrix() -> None:
-    assert step_bytes([]) == step_bytes([(2, [])]) == 0
-    # One matrix: its rows twice, in float32, whole, twice more, and four Gram matrices.
-    assert step_bytes([(2, [(10, 30)])]) == 2 * 300 + 2 * 300 + 2 * 300 + 4 * 300 + 8 * 100
-    layer = (2, [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-    few, many = (step_bytes([layer] * layers) for layers in (8, 80))
-    assert few == many <= IN_FLIGHT + 4 * 28672 * 4096 // 2 + 6 * 28672 * 4096 + 8 * 4096**2
-
-
-def test_what_few_ranks_exchange_takes_each_of_them_more() -> None:
-    """Experts on as many ranks as there are: each has the rows of whole matrices."""
-    experts = [(2048, 7168)] * 4
-    numel = 4 * 2048 * 7168
-    many, alone = (step_bytes([(64, [(64, 64)]), (ranks, experts)]) for ranks in (64, 1))
-    assert alone - many == pytest.approx((4 + 4) * numel * (1 - 1 / 64), rel=1e-3)
 
 
 # What travels, with tensors in the place of ranks.

@@ -48,28 +48,6 @@ def sent_before(sizes: Sequence[int], limit: int = IN_FLIGHT) -> tuple[int, ...]
     return tuple(found)
 
 
-def step_bytes(groups: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> int:
-    """Bytes that a rank takes in a step, at most, with products in half precision. groups: of each
-    group of each unit, the ranks that exchange its matrices, and their whole shapes. Counted are
-    rows in flight, on average; of the stage that is computed what is orthogonalized here, in
-    float32, and, if this rank owns all of it, all of it in the dtype of the wire; the largest
-    matrix twice, and four of its Gram matrix's size."""
-    stages = [
-        (ranks, [shapes[at] for at in range(part.start, part.stop)])
-        for ranks, shapes in groups for part in stages_of([a * b for a, b in shapes])
-    ]  # fmt: skip
-    if not stages:
-        return 0
-    numels = [sum(a * b for a, b in stage) for _, stage in stages]
-    sizes = [2 * 2 * numel // ranks for numel, (ranks, _) in zip(numels, stages, strict=True)]
-    flights = [sum(sizes[at:sent]) for at, sent in enumerate(sent_before(sizes))]
-    return max(
-        flight + 4 * numel // ranks + 2 * numel
-        + max(2 * 2 * a * b + 4 * 2 * min(a, b) ** 2 for a, b in stage)
-        for flight, numel, (ranks, stage) in zip(flights, numels, stages, strict=True)
-    )  # fmt: skip
-
-
 Runs = tuple[tuple[Run, ...], ...]
 """Runs for each rank of the exchange."""
 
