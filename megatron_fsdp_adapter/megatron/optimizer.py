@@ -254,7 +254,8 @@ def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, 
         state_dict[optimizer_state.STATE], own, params, self.halved_names
     )
     meta = optimizer_state.with_own_split(
-        state_dict[optimizer_state.META], self.optimizer.param_groups, self.param_to_name
+        optimizer_state.with_one_count(state_dict[optimizer_state.META]),
+        self.optimizer.param_groups, self.param_to_name,
     )  # fmt: skip
     original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
 

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.names import HALVES, GlobalNames, global_names
 from ..checkpoint.parts import join_parts, part_of
+from ..optim.state_init import COUNT
 
 STATE, META = "state", "param_to_group_meta"
 
@@ -106,6 +108,28 @@ def _joined_value(
             f"not {[type(part).__name__ for part in parts]}"
         )
     return join_parts(target, param.fsdp_layout_ref, parts)
+
+
+def with_one_count(meta: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Group options by parameter name, with the largest count of steps for all that have one.
+
+    All groups of one of Megatron's optimizers take every step. Checkpoints in which their counts
+    differ exist: with a fused Adam that counts no step of a group without parameters, ranks that
+    hold nothing of a group save that it has taken none."""
+    counts = {int(options[COUNT]) for options in meta.values() if COUNT in options}
+    if len(counts) < 2:
+        return {name: dict(options) for name, options in meta.items()}
+    most = max(counts)
+    if dist.get_rank() == 0:
+        print(
+            "optimizer state: parameter groups were saved with different step counts "
+            f"{sorted(counts)}. They continue with {most}",
+            flush=True,
+        )
+    return {
+        name: {**options, COUNT: most} if COUNT in options else dict(options)
+        for name, options in meta.items()
+    }
 
 
 def with_own_split(
