@@ -101,9 +101,13 @@ class UserLoopEngine(FsdpEngine):
             if id(pair) in self._frozen_late and pair.group.grad_state is not GradState.EMPTY:
                 pair.attach_grad()
         self._frozen_late.clear()
-        for pair in absent:
-            if id(pair.group) not in self._zeroed:
-                pair.drop_grad()
+        dropped = [pair for pair in absent if id(pair.group) not in self._zeroed]
+        for pair in dropped:
+            pair.drop_grad()
+        # A group of which all are absent has no gradients: the next backward need not add to any.
+        have = {id(pair.group) for pair in self.trained if pair.sharded.grad is not None}
+        for group in {pair.group for pair in dropped if id(pair.group) not in have}:
+            group.drop_grads(collected=False)
         self._given |= {id(pair): pair for pair in self.trained if pair.sharded.grad is pair.grad}
 
     def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:

@@ -435,3 +435,18 @@ def layers_frozen_in_turn(side: Side) -> None:
         for number, param in enumerate(params):
             param.requires_grad_(number % 2 == step % 2 if step < 2 else number > 5)
         side.step(model, optimizer, step)
+
+
+# Units that a step does not use.
+
+
+@loop
+def a_block_left_out_at_times(side: Side) -> None:
+    """Torch's optimizer, not passed to fully_shard_optimizer, clears the gradients that there are;
+    of the block that a step leaves out there are none."""
+    model = side.model()
+    optimizer = plain_sgd(model.parameters())
+    blocks = side.inner(model).blocks
+    for step in range(STEPS):
+        blocks.forward = blocks[1 - step % 2 :].forward
+        side.step(model, optimizer, step)
