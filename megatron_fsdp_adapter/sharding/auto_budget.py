@@ -85,13 +85,17 @@ class AutoBudgetEngine(FsdpEngine):
         return self._failures > before
 
     def recover(self) -> None:
-        """Forgets a pass that raised, on all ranks, or the others wait for this one.
+        """Forgets a pass that raised: one with gradients on all ranks, or the others wait for this
+        one, but an evaluation perhaps on this rank alone, behind its last gather.
 
-        Nothing is kept in the next step, nor in the one after it, for which the ranks agreed before
-        the pass. Then they keep what they agree on: nothing if one of them has run out of memory.
+        After a pass with gradients nothing is kept in the next step, nor in the one after it, for
+        which the ranks agreed before the pass. Then, and after an evaluation, they keep what they
+        agree on: nothing if one of them has run out of memory.
         """
+        with_gradients = self.counts_calls or self.backward.running
         super().recover()
-        self.agreed, self._has_raised = 0, True
+        if with_gradients:
+            self.agreed, self._has_raised = 0, True
         if self._has_failed():
             self.most = 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,8 @@ from megatron_fsdp_adapter.sharding.auto_budget import AutoBudgetEngine
 from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import Step
-from tests.distributed.gpt import Trainer, agree_on
+from tests.distributed.gpt import Trainer, agree_on, batches, forward_step
+from tests.distributed.habits import inner_model
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.test_units import ALL_GIB, EP2, EP2_CASE, KEPT_CASE, NEAR, WEIGHTS_GIB
 from tests.distributed.topologies import Topology, TopologyTrainer
@@ -82,6 +83,22 @@ def raises_in_step_5(trainer: Trainer, number: int, rank: int) -> Step:
     return train(trainer, number, rank)
 
 
+def raises_on_one_rank_in_an_evaluation(trainer: Trainer, number: int, rank: int) -> Step:
+    """Of our model, behind the last gather, before step 3."""
+    if number == 3 and isinstance(trainer.wrapper.engine, AutoBudgetEngine):
+
+        def fail(*_: Any) -> None:
+            if rank == 1:
+                raise ValueError("a batch of this rank")
+
+        data = batches(trainer.case, 9, rank, torch.device("cpu"))
+        handle = inner_model(trainer.wrapper).output_layer.register_forward_hook(fail)
+        with nullcontext() if rank == 0 else pytest.raises(ValueError), torch.no_grad():
+            forward_step(trainer.case, iter(data), trainer.wrapper)
+        handle.remove()
+    return train(trainer, number, rank)
+
+
 def _found(name: str, gib: float, kept: tuple[int, int, int], failing: range = range(0),
            on: Collection[int] = (1,), **more: Any) -> Variant:  # fmt: skip
     """Without `begin` four steps are as without a budget: two before memory is measured, one that
@@ -123,6 +140,9 @@ FOUND = (
            drive=raises_in_step_5, steps=9),
     _found("a pass raises", WEIGHTS_GIB, (6, 0, 39_192), drive=raises_in_step_5, steps=9,
            full=True),
+    _found("an evaluation raises on one rank", ALL_GIB, ALL_KEPT, steps=5,
+           begin=from_the_first_step, reference={"strategy": ZERO_1},
+           drive=raises_on_one_rank_in_an_evaluation),
     _found("nothing is spare", 8 / GIB, (0, 0, 0), full=True),
     *(
         Variant(

@@ -412,11 +412,11 @@ class FsdpEngine:
             group.drop_grads()
 
     def recover(self) -> None:
-        """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
-        self.backward.running = self.gather.forward_follows = False
+        """Forgets a forward or backward that raised: nothing is in flight or in use after."""
+        with_gradients, self.backward.running = self.counts_calls or self.backward.running, False
         self.running_root, self.in_flight = None, 0
         self.reduce.abandon(self.units)
-        self.gather.reshard_held()
+        self.gather.reshard_held(stay=not with_gradients)
 
     # What modules show. Main weights may be read and written while it is sharded parameters.
 

@@ -261,10 +261,12 @@ class GatherPipeline:
         """True if any unit is kept."""
         return any(self._held.values())
 
-    def reshard_held(self) -> None:
-        """Reshards every unit, also those that are kept: a pass raised."""
+    def reshard_held(self, stay: bool) -> None:
+        """Reshards every unit, also those that are held: a pass raised. Those that stay do if it is
+        an evaluation: it may not have raised on other ranks, where they stay."""
         self._held.clear()
-        self.microbatch_follows = False
+        self.forward_follows = False
+        self.microbatch_follows &= stay
         self.reshard_all()
 
     def reshard_unless_next(self, unit: Unit) -> None:
