@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import MODELS, Model, differences, fsdp_state, load_all, save_fsdp, shapes
+from convert_cases import MODELS, Model, differences, fsdp_state, load_all, save_fsdp
 
 from megatron_fsdp_adapter.checkpoint.convert import convert, detect_format
 from megatron_fsdp_adapter.cli.verify import examine
@@ -70,19 +70,6 @@ def _check_torch_dist(
         assert torch.equal(found[f"decoder.layers.{at}{fc2}"][(*place, 1)], expected.to(dtype))
 
 
-def test_modules_of_another_kind_get_other_names_and_the_same_values(tmp_path: Path) -> None:
-    """Core's layers with one module per expert, to Transformer Engine's with grouped experts."""
-    local = Model(experts=4)
-    before, found, after = trip(
-        tmp_path, fsdp_state(local),
-        ("fsdp_dtensor", {"style": {"fused_norms": True, "grouped_experts": True}}),
-        ("fsdp_dtensor", {"style": {"fused_norms": False, "grouped_experts": False}}),
-    )  # fmt: skip
-    wanted = shapes(local.but(te=True, grouped=True))
-    names = {k.removeprefix("model.module.") for k in found if k.startswith("model.")}
-    buffers = {n for n in names if n.endswith("expert_bias")}
-    assert {n.removesuffix("_w").removesuffix("_v") for n in names - buffers} == set(wanted)
-    assert differences(before, after) == []
 
 
 def test_weights_only_leaves_out_optimizer_scheduler_and_generators(tmp_path: Path) -> None:
