@@ -43,7 +43,8 @@ def data_parallel_groups(
         mesh that has others too.
 
     Raises:
-        ValueError: `mesh` has more dims, or a dim of several model-parallel ranks.
+        ValueError: `mesh` has more dims, dims without names, or a dim of several model-parallel
+            ranks.
     """
     if mesh is None:
         return dist.distributed_c10d._get_default_group(), None
@@ -61,6 +62,11 @@ def data_parallel_groups(
         raise ValueError(
             f"mesh={mesh}: {len(axes)} dims for data parallelism are not supported. Pass one dim "
             "(shards), two (replicas, shards), a process group, or dp_mesh_dims of fully_shard"
+        )
+    if mesh.ndim > 1 and not mesh.mesh_dim_names:
+        raise ValueError(
+            f"mesh={mesh}: its dims have no names, so tensor parallelism looks like replicas. Give "
+            "init_device_mesh mesh_dim_names"
         )
     return mesh.get_group(axes[-1]), mesh.get_group(axes[0]) if len(axes) == 2 else None
 

@@ -369,9 +369,13 @@ def _meshes(rank: int, world: int) -> None:
         groups = data_parallel_groups(mesh)
         assert tuple(group and group.size() for group in groups) == sizes
     for name, wrapped in (("fully_shard", ours), ("fully_shard_model", fully_shard_model)):
-        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(ValueError, match="its dim 'tp' has 2 ranks.*Pass the data-parallel"):
-            wrapped(model(), mesh=two), name
+        for names, message in (
+            (("dp", "tp"), "its dim 'tp' has 2 ranks.*Pass the data-parallel"),
+            (None, "its dims have no names.*Give init_device_mesh mesh_dim_names"),
+        ):
+            two = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            with pytest.raises(ValueError, match=message):
+                wrapped(model(), mesh=two), name
 
 
 def test_meshes_of_fsdp2() -> None:

@@ -54,7 +54,9 @@ def check_loops(
     of the others, in turn. outer: the size of an outer axis, if there is to be one; options: of
     `fully_shard_model`."""
     if outer:
-        options["mesh"] = init_device_mesh(device().type, (outer, world // outer))
+        options["mesh"] = init_device_mesh(
+            device().type, (outer, world // outer), mesh_dim_names=("replicas", "shards")
+        )
     problems = []
     for position, name in enumerate(names):
         reference = Side(rank, world, None)
