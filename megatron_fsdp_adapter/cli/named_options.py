@@ -76,4 +76,4 @@ def optimizer_options() -> dict[str, Any]:
     except ModuleNotFoundError:  # no megatron-core, which `bindings` reports
         return {}
     fields = core_api.optimizer_defaults()
-    return {name: value for name, value in fields.items() if name.startswith(support.MUON)}
+    return {name: value for name, value in fields.items() if name.startswith(support.EMERGING)}

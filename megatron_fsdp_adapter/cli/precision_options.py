@@ -33,7 +33,8 @@ SWITCHES = {
     "optimizer_cpu_offload": "as --chunked-optimizer-state-offload",
 }
 
-MATRICES_OF_ADAM = ("embedding", "output_layer", "router")
+EMBEDDINGS = ("embedding", "output_layer")
+MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
 """Matrices that Adam updates in a run with Muon."""
 
 
@@ -43,7 +44,15 @@ def is_muons(spec: ParamSpec) -> bool:
     return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
 
 
-MOMENTS: Mapping[str, Moments] = {"muon": (is_muons, 1)}
+def is_lions(spec: ParamSpec) -> bool:
+    """True for a weight that Lion updates, by the rule of `megatron/lion.py` with megatron-core
+    0.18 and later."""
+    return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
+
+
+MOMENTS: Mapping[str, Moments] = {
+    "muon": (is_muons, 1), "lion": (is_lions, 1),
+}  # fmt: skip
 """`optimizer` -> moments of the weights that Adam does not update."""
 
 

@@ -89,7 +89,7 @@ class Precision:
     state per element (Adam: two fp32 moments).
 
     offload: main weights and state are in host memory, and brought to the device unit by unit.
-    moments: of parameters that have others, as with Muon.
+    moments: of parameters that have others, as with Muon and Lion.
     """
 
     main: torch.dtype | None = torch.float32
@@ -102,7 +102,7 @@ class Precision:
     def __post_init__(self) -> None:
         if self.moments is not None and self.offload:
             raise ValueError(
-                "optimizer='muon' with its state in host memory: only the state of "
+                "optimizer='muon' or 'lion' with its state in host memory: only the state of "
                 "'adam' can be offloaded. Leave one of the two out"
             )
 

@@ -27,7 +27,7 @@ from ..megatron.options import capability
 from ..megatron.options.cuda_graphs import GRAPH_RULES
 from ..megatron.options.rules import Joined, problems
 from ..megatron.options.settings import RUNNER, Change, format_changes, settle
-from ..megatron.options.support import MUON, SCHEDULE_RULES
+from ..megatron.options.support import EMERGING, SCHEDULE_RULES
 from ..megatron.options.table import OPTIONS
 from ..megatron.options.validation import CONNECTIONS, launch_options, launch_problems
 
@@ -106,12 +106,13 @@ def hook_arguments(
 
 
 def validate(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
-    """Megatron-LM's validation of arguments, run with optimizer="adam" for Muon.
+    """Megatron-LM's validation of arguments, run with optimizer="adam" for optimizers of
+    `EMERGING`.
 
     It asserts that optimizers other than Adam and SGD have no sharded weights and use another
     format of checkpoints, which is not true here."""
     asked = args.optimizer
-    if not (getattr(args, "use_megatron_fsdp", False) and asked == MUON):
+    if not (getattr(args, "use_megatron_fsdp", False) and asked in EMERGING):
         return original(args, *positional, **named)
     args.optimizer = "adam"
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.engine.identity import ParamPair
-from ..optim.local_shards import UpdateRule
+from ..optim.local_shards import Options, UpdateRule
 from ..optim.muon.exchange import exchange_groups
 from ..optim.muon.matrices import row_blocks
 from ..optim.muon.newton_schulz import EPS, coefficients_of
@@ -22,9 +22,7 @@ from ..optim.muon.shards import MuonOptions, tensor_split
 from ..optim.muon.shards import muon as muon_rule
 from .options.support import HALF, MUON, SCALES
 
-MARK = "optimizer"
-"""Key of a parameter group's mark: the optimizer that it belongs to, as core marks groups of its
-own."""
+KIND = MUON
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 ROUTERS = ("Router",)
 """Classes, by name, whose weights are Adam's."""
@@ -109,14 +107,16 @@ attention, and latent attention, whose keys have a part of their own for positio
 # Core's optimizer.
 
 
-def rule_of(chunks: Sequence[Any], config: Any) -> UpdateRule:
+def rule_of(
+    chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
+) -> UpdateRule:
     """The update rule of an optimizer of which Muon has the groups that are marked."""
     around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options, split_qkv = _options(config), config.muon_split_qkv
     made = {ranks: group for c in chunks for ranks, group in c.muon_groups.items()}
     return muon_rule(
         [chunk.engine for chunk in chunks], made,
-        lambda group: options if group.get(MARK) == MUON else None,
+        lambda group: options if has_mark(group) else None,
         lambda pair: heights(around[id(pair.sharded)], split_qkv, pair),
     )  # fmt: skip
 

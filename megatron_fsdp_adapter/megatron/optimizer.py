@@ -22,11 +22,11 @@ from ..optim.memory import local_shards, park_state, take_state, trim
 from ..optim.residency import Residency
 from ..optim.step import adopt, initialize_state
 from ..sharding.problems import raise_problems
-from . import emerging, muon, optimizer_state
+from . import emerging, lion, optimizer_state
 from .inner_module import Chunks, for_ours, our_chunks, ours_among
 from .options.rules import Joined, is_on, problems
 from .options.settings import OPTIMIZER, settle
-from .options.support import CORES_OFFLOAD, OPTIMIZER_CONFIG_RULES
+from .options.support import CORES_OFFLOAD, LION, OPTIMIZER_CONFIG_RULES
 from .options.table import OFFLOAD
 
 # In the place of core's functions (`compat/table.py`).
@@ -50,6 +50,7 @@ def _param_groups(
         "Megatron's optimizer with FullyShardedDataParallel",
         [
             *dict.fromkeys(itertools.chain(*broken)),
+            *(lion.problems(given) if given.optimizer == LION else ()),
             *_precision_problems(given, ours),
             *_offload_problems(given, engines),
         ],
@@ -165,7 +166,7 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
     if asked is None:
         adopt(optimizer, begin, residency=Residency(engines, optimizer))
     else:
-        adopt(optimizer, begin, muon.rule_of(ours, asked))
+        adopt(optimizer, begin, emerging.rule_of(ours, asked))
 
 
 def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:

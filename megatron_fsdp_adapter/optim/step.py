@@ -2,7 +2,7 @@
 in front of the inner optimizer's own, and its state dict.
 
 A parameter group is updated by the inner optimizer, Adam's in a run of Megatron, or by a rule of
-this package, Muon's (`local_shards.UpdateRule`). So one optimizer holds all parameters,
+this package, Muon's or Lion's (`local_shards.UpdateRule`). So one optimizer holds all parameters,
 as core's own for sharded weights does; a gradient norm, clipping and a checkpoint know nothing of
 it. A step goes through parts, one for each unit where main weights and state are in host memory
 (`residency.py`). What the hook has updated the step that was asked for finds without parameters.

@@ -11,6 +11,8 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_fsdp_adapter.cli import precision_options
 from megatron_fsdp_adapter.diagnostics.memory import OPTIMIZER_STATE, Precision, group_bytes
+from megatron_fsdp_adapter.megatron.compat import core_api
+from megatron_fsdp_adapter.megatron.emerging import KINDS
 from megatron_fsdp_adapter.megatron.muon import FUSED, table
 from megatron_fsdp_adapter.megatron.muon import has as is_muons
 from megatron_fsdp_adapter.optim.muon.matrices import row_blocks
@@ -59,22 +61,27 @@ def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.de
     assert "decoder.layers.*.mlp.linear_fc1.weight 2 Muon: 40 x 24, 40 x 24" in rows
 
 
+@pytest.mark.parametrize("kind", ["muon", "lion"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_state_is_as_large_as_the_formula_says(one_rank: torch.device, strategy: str) -> None:
+def test_state_is_as_large_as_the_formula_says(
+    one_rank: torch.device, strategy: str, kind: str
+) -> None:
     """`estimate` goes by names, and comes to the same weights."""
-    trainer = build_trainer(CASE, strategy, one_rank, optimizer=MUON)
+    if kind != "muon" and not core_api.MAKES_EMERGING:
+        pytest.skip("this core has no such optimizer, or makes it of all weights")
+    trainer = build_trainer(CASE, strategy, one_rank, optimizer={"optimizer": kind})
     train_step(trainer, batches(CASE, 0, 0, one_rank))
     kept = trainer.optimizer.optimizer.state.values()
     values = [value for state in kept for name, value in state.items() if name != "step"]
     found = sum(value._local_tensor.nbytes for value in values)
     groups, row = trainer.wrapper.engine.groups, trainer.wrapper.engine.config.strategy
-    moments = precision_options.MOMENTS["muon"]
+    moments, decides = precision_options.MOMENTS[kind], KINDS[kind].has
     precision = Precision(moments=moments)
     expected = [group_bytes(g.layout, row, precision, 0)[OPTIMIZER_STATE] for g in groups]
     assert found == sum(expected)
     for pair in trainer.wrapper.engine.pairs:
         spec = pair.group.layout.specs[pair.index]
-        assert moments[0](spec) == is_muons(pair), spec.fqns
+        assert moments[0](spec) == decides(pair), spec.fqns
 
 
 def test_muon_and_state_in_host_memory_are_refused_by_the_formula() -> None:
@@ -190,6 +197,12 @@ def test_latent_attention_is_split_as_core_reads_it() -> None:
     assert FUSED["linear_kv_down_proj"](config) == (10, 4)
     assert FUSED["linear_qkv_down_proj"](config) == (12, 10, 4)
     assert FUSED["linear_kv"](config) == (3, 3)
+
+
+@pytest.mark.skipif(hasattr(OptimizerConfig, "lion_beta1"), reason="this core has it")
+def test_lion_is_refused_where_core_has_none(one_rank: torch.device) -> None:
+    with pytest.raises(ValueError, match="optimizer='lion': not in this megatron-core"):
+        build_trainer(CASE, "optim", one_rank, optimizer={"optimizer": "lion"})
 
 
 def test_a_fused_weight_that_is_none_is_refused(one_rank: torch.device) -> None:

@@ -40,7 +40,7 @@ OF_RECIPES = {"ddp": DDP_CONFIG_RULES, "model": MODEL_CONFIG_RULES,
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VALUES = (
     True, False, "unknown", 2, 1, -1, 0, 32, 0.5, 10, "optim", "no_shard", ["router"], ["moe"],
-    "full", "delayed", "local", "muon", "sgd", "full_iteration",
+    "full", "delayed", "local", "muon", "lion", "sgd", "full_iteration",
     "msc://bucket", 0.1, "auto",
 )  # fmt: skip
 """What options are tried with, the first that breaks a rule being taken."""

@@ -18,6 +18,7 @@ from megatron.core.optimizer import optimizer_config
 from megatron_fsdp_adapter.cli import doctor, machine, nodes
 from megatron_fsdp_adapter.megatron import core_support
 from megatron_fsdp_adapter.megatron.compat.table import installed
+from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from tests.ranks import rendezvous
 
 
@@ -79,16 +80,17 @@ class _WithItsName:
 
 
 @pytest.mark.parametrize("fields", [None, _WithOlderName, _WithItsName])
-def test_muon_is_judged_by_what_the_optimizer_config_has(
+def test_muon_and_lion_are_judged_by_what_the_optimizer_config_has(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, fields: Any
 ) -> None:
     """Of the core that is here, and of others, whatever their versions say."""
     if fields is not None:
         monkeypatch.setattr(optimizer_config, "OptimizerConfig", fields)
     makes_it = hasattr(optimizer_config.OptimizerConfig, "muon_nesterov")
-    found = report(capsys, "--set", "optimizer=muon", status=0 if makes_it else 1)
-    named = [line.split(":")[0] for line in found["configuration"]["refuses"]]
-    assert named == ([] if makes_it else ["optimizer='muon'"])
+    for kind in EMERGING:
+        found = report(capsys, "--set", f"optimizer={kind}", status=0 if makes_it else 1)
+        named = [line.split(":")[0] for line in found["configuration"]["refuses"]]
+        assert named == ([] if makes_it else [f"optimizer={kind!r}"])
     found = report(capsys, "--set", "optimizer=muon", "--set", "muon_scale_mode=none", status=1)
     named = [line.split(":")[0] for line in found["configuration"]["refuses"]]
     assert "muon_scale_mode='none' with optimizer='muon'" in named

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.checks import Step, check_run_bits, recorded_step
@@ -36,8 +36,31 @@ from tests.distributed.shared_ranks import on_ranks
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
 CPU = torch.device("cpu")
 
+LION_IN_CORE = hasattr(OptimizerConfig, "lion_beta1")
+"""Before 0.17 there is no such optimizer."""
+LION_BESIDE_ADAM = hasattr(core_optimizer, "_get_megatron_emerging_optimizer")
+"""From 0.18 on core's has Adam's betas, and matrices that are no embedding or output layer."""
+BETAS = {"adam_beta1": 0.8, "adam_beta2": 0.95, "lion_beta1": 0.9, "lion_beta2": 0.85}
+LION = {"optimizer": "lion", **BETAS}
+
 
 # Steps of whole weights.
+
+
+class Lion(torch.optim.Optimizer):
+    """Written down once more. Its updates are signs, which differ where sums in another order
+    differ by rounding: so whole weights are stepped with the gradients of the run itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first, second = self.defaults["betas"]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                average = self.state[weight].get("exp_avg", torch.zeros_like(weight))
+                direction = torch.sign(first * average + (1 - first) * weight.grad)
+                weight.copy_(weight * (1 - group["lr"] * group["weight_decay"]))
+                weight.sub_(group["lr"] * direction)
+                self.state[weight]["exp_avg"] = second * average + (1 - second) * weight.grad
 
 
 class FusedSGD(torch.optim.Optimizer):
@@ -59,6 +82,21 @@ class FusedSGD(torch.optim.Optimizer):
                 param.sub_(group["lr"] * buffer)
 
 
+def is_lions(name: str, weight: torch.Tensor) -> bool:
+    is_matrix = weight.dim() == 2 and not any(w in name for w in ("word_emb", "output_layer"))
+    return is_matrix or not LION_BESIDE_ADAM
+
+
+def of_lion(name: str, weight: Any, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """With the rate and decay of the run's parameter group."""
+    options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+    if not is_lions(name, weight):
+        betas = BETAS["adam_beta1"], BETAS["adam_beta2"]
+        return torch.optim.AdamW([weight], betas=betas, eps=CASE.adam_eps, **options)
+    kind = "adam" if LION_BESIDE_ADAM else "lion"
+    return Lion([weight], {**options, "betas": (BETAS[f"{kind}_beta1"], BETAS[f"{kind}_beta2"])})
+
+
 def of_sgd(name: str, weight: Any, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     keys = ("lr", "weight_decay", "momentum")
     return torch.optim.SGD([weight], **{key: group[key] for key in keys})
@@ -76,6 +114,10 @@ class Rule:
     made_by_core: type[torch.optim.Optimizer] | None = None
 
 
+def _lions_state(name: str, weight: torch.Tensor) -> list[str]:
+    return ["exp_avg"] if is_lions(name, weight) else ["exp_avg", "exp_avg_sq", "step"]
+
+
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 RULES: Mapping[str, Rule] = {
     "SGD with momentum": Rule(SGD, of_sgd, lambda *unused: ["momentum_buffer"], {"lr": 0.05}),
@@ -83,15 +125,21 @@ RULES: Mapping[str, Rule] = {
     **{name: Rule({**SGD, "sgd_momentum": momentum}, of_sgd,
                   lambda *unused: ["momentum_buffer"], {"lr": 0.05}, FusedSGD)
        for name, momentum in (("a fused SGD", 0.9), ("a fused SGD without momentum", 0.0))},
+    "Lion": Rule(LION, of_lion, _lions_state),
+    "Lion in bf16": Rule(LION, of_lion, _lions_state, {"bf16": True}),
 }  # fmt: skip
+OF_CORE = ("SGD", pytest.param("Lion", marks=pytest.mark.skipif(
+    not LION_IN_CORE, reason="this release has no optimizer 'lion'")))  # fmt: skip
 
 
+@pytest.mark.parametrize("of_core", OF_CORE)
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
 @on_ranks(seconds=300)
-def test_ranks_take_the_steps_of_whole_weights(rank: int, world: int) -> None:
+def test_ranks_take_the_steps_of_whole_weights(rank: int, world: int, of_core: str) -> None:
     device = init_megatron()
-    for name, rule in RULES.items():
-        for strategy in STRATEGIES[-1:] if rule.made_by_core else STRATEGIES:
+    for name, rule in ((name, rule) for name, rule in RULES.items() if of_core in name):
+        few = rule.case.get("bf16") or rule.made_by_core
+        for strategy in STRATEGIES[-1:] if few else STRATEGIES:
             made = rule.made_by_core or core_optimizer.SGD
             with mock.patch.object(core_optimizer, "SGD", made):
                 case = CASE.but(**rule.case)
@@ -102,15 +150,19 @@ def test_ranks_take_the_steps_of_whole_weights(rank: int, world: int) -> None:
                 some_are_empty = torch.tensor(float(any(not one.numel() for one in locals_)))
                 dist.all_reduce(some_are_empty)
                 assert some_are_empty, "a case that shows nothing about empty shards"
-    _refuses_for_muon(trainer.wrapper)
+    if of_core == "Lion":
+        _refuses_for_lion(trainer.wrapper)
 
 
-def _refuses_for_muon(wrapper: Any) -> None:
+def _refuses_for_lion(wrapper: Any) -> None:
     """What core would do otherwise, or cannot."""
-    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer", "fp16"):
-        options = optimizer_config(CASE, optimizer="muon")
-        setattr(options, name, True)
-        with pytest.raises(ValueError, match=rf"optimizer='muon'.*{name}=True"):
+    for name, value in (
+        ("optimizer_cpu_offload", True), ("use_precision_aware_optimizer", True), ("fp16", True),
+        ("adam_beta1" if LION_BESIDE_ADAM else "lion_beta1", 1.0),
+    ):  # fmt: skip
+        options = optimizer_config(CASE, **LION)
+        setattr(options, name, value)
+        with pytest.raises(ValueError, match=rf"optimizer='lion'.*{name}={value}"):
             get_megatron_optimizer(options, [wrapper], use_gloo_process_groups=False)
 
 
@@ -161,6 +213,7 @@ def _check_state(
 # alone, on the device and streamed: plain_state_loops.py.
 
 ONE_MICROBATCH = CASE.but(microbatches=1)
+KINDS = ("muon", *(["lion"] if LION_IN_CORE else []))
 
 ADAM = sys.modules[torch.optim.Adam.__module__]
 """The module of torch's function, which `torch.optim` hides."""
@@ -168,14 +221,14 @@ ADAM = sys.modules[torch.optim.Adam.__module__]
 Act = Callable[[Trainer, int], None]
 
 
-def _built(clip: float) -> Trainer:
+def _built(kind: str, clip: float) -> Trainer:
     case = ONE_MICROBATCH.but(clip=clip)
-    return build_trainer(case, "optim_grads_params", CPU, optimizer={"optimizer": "muon"})
+    return build_trainer(case, "optim_grads_params", CPU, optimizer={"optimizer": kind})
 
 
-def _run(clip: float, act: Act, rank: int) -> list[Step]:
+def _run(kind: str, clip: float, act: Act, rank: int) -> list[Step]:
     """Two steps, what `act` does, and two more."""
-    trainer = _built(clip)
+    trainer = _built(kind, clip)
     found = []
     for step in range(4):
         if step == 2:
@@ -224,7 +277,7 @@ ALIKE: Mapping[str, tuple[Act, Act]] = {
     "cleared state, as zeros": (_cleared, _zeroed),
 }  # fmt: skip
 """What is done, and what has the same bits afterwards. On all ranks; where Adam raises, what Muon
-has updated before stays so."""
+and Lion have updated before stays so."""
 
 
 @on_ranks(2, seconds=400)
@@ -232,17 +285,18 @@ def test_what_is_done_to_the_inner_optimizer_has_its_effect(rank: int) -> None:
     """A step that raised leaves the next one right; state that is cleared is zero; parameters that
     are taken out of groups are stepped no more."""
     init_megatron()
-    for what, (act, other) in ALIKE.items():
-        # Without clipping gradients are not copied; where Adam raises that matters.
-        for clip in (0.0, 0.05) if "at once" in what else (0.05,):
-            label = f"{what}, clip {clip}"
-            check_run_bits(_run(clip, act, rank), _run(clip, other, rank), label)
-    _has_fewer(rank)
+    for kind in KINDS:
+        for what, (act, other) in ALIKE.items():
+            # Without clipping gradients are not copied; where Adam raises that matters.
+            for clip in (0.0, 0.05) if "at once" in what and kind == "muon" else (0.05,):
+                label = f"{kind}, {what}, clip {clip}"
+                check_run_bits(_run(kind, clip, act, rank), _run(kind, clip, other, rank), label)
+        _has_fewer(rank, kind)
 
 
-def _has_fewer(rank: int) -> None:
+def _has_fewer(rank: int, kind: str) -> None:
     """Parameters that are taken out of groups are stepped no more."""
-    trainer = _built(0.05)
+    trainer = _built(kind, 0.05)
     train_step(trainer, batches(trainer.case, 0, rank, CPU))
     trainer.wrapper.stop_communication()
     groups = distributed_optimizer(trainer).optimizer.param_groups
@@ -255,4 +309,4 @@ def _has_fewer(rank: int) -> None:
     for params, values, stays in zip((taken, kept), before, (True, False), strict=True):
         both = zip(params, values, strict=True)
         same = [torch.equal(param._local_tensor, v) for param, v in both if v.numel()]
-        assert same == [stays] * len(same) and same
+        assert same == [stays] * len(same) and same, kind

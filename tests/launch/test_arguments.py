@@ -15,6 +15,7 @@ from launch_cases import parsed_arguments
 
 from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.options.support import EMERGING
 
 FSDP = ["--use-megatron-fsdp"]
 
@@ -161,10 +162,11 @@ def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks(
         megatron_lm.hook_arguments([], [], lambda: None, lambda: None)
 
 
-def test_muon_is_asked_for_where_this_megatron_lm_makes_it() -> None:
-    assert not validation.launch_problems(_complete(optimizer="muon", muon_nesterov=False), {})
-    [problem] = validation.launch_problems(_complete(optimizer="muon"), {})
-    assert problem.startswith("optimizer='muon': this Megatron-LM creates Muon by a function")
+@pytest.mark.parametrize("name", EMERGING)
+def test_muon_and_lion_are_asked_for_where_this_megatron_lm_makes_them(name: str) -> None:
+    assert not validation.launch_problems(_complete(optimizer=name, muon_nesterov=False), {})
+    [problem] = validation.launch_problems(_complete(optimizer=name), {})
+    assert problem.startswith(f"optimizer={name!r}: this Megatron-LM creates Muon by a function")
 
 
 @pytest.mark.parametrize("use_megatron_fsdp", [True, False])

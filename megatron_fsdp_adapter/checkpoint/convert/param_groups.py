@@ -18,8 +18,8 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import Shape
 from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingState, is_expert
 
 _STEP, _MEMBERS = "step", "params"
-_KIND, _MUON = "optimizer", "muon"
-"""The option that marks a parameter group's optimizer, and the only one that sets it."""
+_KIND, _BESIDE_ADAM = "optimizer", ("muon", "lion")
+"""The option that marks a parameter group's optimizer, and the optimizers that set it."""
 
 Groups = dict[str, Mapping[str, Any]]
 Steps = dict[str, torch.Tensor]
@@ -62,7 +62,8 @@ def from_optimizer_state(
 ) -> tuple[Groups, Steps]:
     """Name -> options of its group, and name -> step count if the optimizer is torch's Adam.
 
-    not_adams: names without Adam's second moment, which belong to groups marked for Muon, if any.
+    not_adams: names without Adam's second moment, which belong to groups marked for Muon or Lion,
+    if any.
 
     Raises ValueError if there are no groups, or if a parameter may belong to two that differ.
     """
@@ -75,9 +76,10 @@ def from_optimizer_state(
     steps: Steps = {}
     for name, shape in shapes.items():
         group = dict(_group_of(name, shape, name in not_adams, found, where))
-        if group.get(_KIND) == _MUON:
-            # Muon counts no steps; this format stores Adam's count in every group.
-            group.pop(_STEP, None)
+        if group.get(_KIND) in _BESIDE_ADAM:
+            group.pop(
+                _STEP, None
+            )  # Muon and Lion count no steps; this format stores Adam's count in every group
         # torch's Adam stores a float (from a tensor per parameter), fused Adam an int in the group.
         if isinstance(group.get(_STEP), float):
             steps[name] = torch.tensor(group.pop(_STEP), dtype=torch.float32)
@@ -108,7 +110,7 @@ def _group_of(
     rules = (
         lambda group: bool(group.get("is_expert_parallel")) == is_expert(name),
         lambda group: (group.get("wd_mult", 1.0) == 0.0) == undecayed,
-        lambda group: (group.get(_KIND) == _MUON) == not_adams,
+        lambda group: (group.get(_KIND) in _BESIDE_ADAM) == not_adams,
     )
     candidates = groups
     for rule in rules:

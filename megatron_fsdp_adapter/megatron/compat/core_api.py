@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core import optimizer as optimizer_package
 from megatron.core import parallel_state
 from megatron.core import utils as core_utils
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -108,6 +109,10 @@ def marks_whole_weights(linear: type) -> bool:
     whole as not split (0.19). Before, the mark of Transformer Engine stayed, which calls each
     weight split, and the norm counted such a weight once on each rank."""
     return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
+
+
+MAKES_EMERGING = hasattr(optimizer_package, "_get_megatron_emerging_optimizer")
+"""True if core has one function for all optimizers but Adam and SGD (0.18)."""
 
 
 def config_fields() -> set[str]:

@@ -237,10 +237,11 @@ def streams_all(config: Any) -> bool:
     )
 
 
-MUON = "muon"
-"""The supported one of core's emerging optimizers; its update is computed here. Others need whole
+LION, MUON = "lion", "muon"
+EMERGING = (LION, MUON)
+"""Supported ones of core's emerging optimizers; their updates are computed here. Others need whole
 matrices too, some with state of another shape (SOAP)."""
-OPTIMIZERS = ("adam", "sgd", MUON)
+OPTIMIZERS = ("adam", "sgd", *EMERGING)
 
 HALF = "medium"
 """The value of `muon_fp32_matmul_prec` for 16-bit GEMMs."""
@@ -290,7 +291,7 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer",
-        lambda config: config.optimizer == MUON and is_on(config, "fp16"),
+        lambda config: config.optimizer in EMERGING and is_on(config, "fp16"),
         "megatron-core does not support it with fp16=True. Use bf16, or 'adam'",
     ),
     Rule(

@@ -18,8 +18,8 @@ from .cuda_graphs import GRAPH_RULES
 from .rules import Joined, Rule, is_on, off, problems, unset
 from .settings import CKPT_FORMAT
 from .support import (
+    EMERGING,
     MODEL_CONFIG_RULES,
-    MUON,
     MUON_CHOICES,
     OPTIMIZER_CONFIG_RULES,
     SCHEDULE_RULES,
@@ -62,8 +62,8 @@ DTYPE_OPTIONS = (MAIN_PARAMS, MAIN_GRADS, GRAD_COMM, "exp_avg_dtype", "exp_avg_s
 
 MAKES_EMERGING = "muon_nesterov"
 """An argument of Megatron-LM and field of the optimizer config. In releases with this name
-Megatron-LM makes every optimizer as it makes Adam. Older releases call another function for
-Muon."""
+Megatron-LM makes every optimizer as it makes Adam. Older releases call another function for Muon,
+and have no config for Lion."""
 
 WEIGHT_HASH = "check_weight_hash_across_dp_replicas_interval"
 
@@ -84,10 +84,10 @@ def _no_weight_hash(section: str = "") -> Rule:
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
-        lambda args: args.optimizer == MUON
+        lambda args: args.optimizer in EMERGING
         and not hasattr(args, MAKES_EMERGING),
-        "this Megatron-LM creates Muon by a function that needs full matrices. Use 'adam', or "
-        "a release from 0.18 on",
+        "this Megatron-LM creates Muon by a function that needs full matrices, and has no Lion. "
+        "Use 'adam', or a release from 0.18 on",
     ),
     off(
         "use_torch_fsdp2",
@@ -167,8 +167,8 @@ _NVRX = "nvidia_resiliency_ext"
 BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.optimizer",
-        lambda cfg: cfg.optimizer.optimizer == MUON,
-        "Muon was not tested with recipes of Megatron-Bridge. Use 'adam'",
+        lambda cfg: cfg.optimizer.optimizer in EMERGING,
+        "Muon and Lion were not tested with recipes of Megatron-Bridge. Use 'adam'",
     ),
     Rule(
         "dist.use_torch_fsdp2",
