@@ -137,17 +137,16 @@ def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | No
 
 def lists_of(args: Sequence[Any]) -> list[int]:
     """Positions of arguments that are lists with DTensors."""
-    return [n for n, arg in enumerate(args) if isinstance(arg, (list, tuple)) and _dtensors(arg)]
+    return [
+        n for n, arg in enumerate(args)
+        if isinstance(arg, (list, tuple)) and any(isinstance(one, DTensor) for one in arg)
+    ]  # fmt: skip
 
 
 def _has_result(operands: Sequence[Any]) -> bool:
     """True if a cut operand has the shape, and so the rows, of the result."""
     shapes = {one.shape: is_cut(one) for one in operands if isinstance(one, DTensor)}
     return len(shapes) == 1 or shapes.get(torch.broadcast_shapes(*shapes), False)
-
-
-def _dtensors(values: Any) -> bool:
-    return any(isinstance(value, DTensor) for value in values)
 
 
 def _with_rows(operands: Sequence[Any], written: set[int]) -> list[Any] | None:

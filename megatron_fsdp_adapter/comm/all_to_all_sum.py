@@ -104,7 +104,7 @@ def launch(
     """`reduce_scatter` of each part, into the main gradients."""
     works = []
     for part in parts:
-        pairs = list(zip(part.shards, part.segments, strict=True))
+        pairs = list(zip(part.group.grad_segments, part.segments, strict=True))
         works += reduce_scatter(
             communicator, pairs, part.reduce.after, part.adds, part.receive, sum_rows
         )

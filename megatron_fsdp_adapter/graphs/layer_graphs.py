@@ -194,7 +194,7 @@ class LayerGraphs:
         is_training = current is not None and not current.is_eager and torch.is_grad_enabled()
         if current is None or not is_training or hooks.in_backward():
             return site.function(*args, **kwargs)
-        if _has_hooks_on_saved():
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]
             reason = "saved-tensor hooks are active, and a replay does not call them"
             return self._eagerly(site, reason, args, kwargs)
         tensors: list[torch.Tensor] = []
@@ -279,10 +279,6 @@ class LayerGraphs:
             return
         self._in_flight.remove(of)
         self._programs[of.index] = of.calls
-
-
-def _has_hooks_on_saved() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
 
 
 def _forget_graphs_in_cycles(layers: int) -> None:

@@ -23,7 +23,7 @@ def announcement(
     wrapper has set, and their values."""
     engine, axis = plan.config, plan.domains[DENSE].axis
     numel = sum(group.layout.item_numel for group in groups)
-    padding = sum(group.layout.padding_numel for group in groups)
+    padding = sum(group.layout.total_numel for group in groups) - numel
     text = (
         f"FullyShardedDataParallel: strategy {engine.strategy.name} over {axis.size} "
         f"ranks, {len(plan.units)} units ({', '.join(plan.classes)}, root), "

@@ -31,10 +31,10 @@ _ASKED = "emerging_config"
 
 
 KINDS: Mapping[str, Any] = {MUON: muon, LION: lion}
-"""`optimizer` -> the module that defines how one is made of sharded weights: KIND: the mark of its
-parameter groups. has: whether a weight is its, and not Adam's. make_groups: process groups for
-model chunks; collective, called on all ranks. rule_of: how parameter groups are updated, from model
-chunks, the config and the mark. table: what rank 0 prints, from model chunks and the config.
+"""`optimizer` -> the module that defines how one is made of sharded weights. has: whether a weight
+is its, and not Adam's. make_groups: process groups for model chunks; collective, called on all
+ranks. rule_of: how parameter groups are updated, from model chunks, the config and the mark. table:
+what rank 0 prints, from model chunks and the config.
 """
 
 
@@ -59,32 +59,27 @@ def as_adam(config: Any) -> Any:
 
 
 def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str, Any]]:
-    """Core's parameter groups split for one of them, with all that its step needs beside them.
+    """Core's parameter groups, each split in two, of Adam's parameters and of the others, on every
+    rank alike: also where one of them is empty here, as it need not be on another pipeline stage.
     Collective over the default group, as core asks for parameter groups, also those of experts, on
     every rank."""
     kind = KINDS[asked.optimizer]
     kind.make_groups(chunks)
     if dist.get_rank() == 0:
         print(kind.table(chunks, asked), flush=True)
-    return split_groups(groups, chunks, kind)
-
-
-def split_groups(groups: Groups, chunks: Sequence[Any], kind: Any) -> list[dict[str, Any]]:
-    """Splits every group in two, of Adam's parameters and of the others, on every rank alike: also
-    where one of them is empty here, as it need not be on another pipeline stage."""
     own = {id(p.sharded) for chunk in chunks for p in chunk.engine.pairs if kind.has(p)}
     split = []
     for group in groups:
         others = [param for param in group["params"] if id(param) not in own]
         marked = [param for param in group["params"] if id(param) in own]
-        split += [{**group, "params": others}, {**group, "params": marked, MARK: kind.KIND}]
+        split += [{**group, "params": others}, {**group, "params": marked, MARK: asked.optimizer}]
     return split
 
 
 def rule_of(chunks: Sequence[Any], asked: Any) -> UpdateRule:
-    """The update rule of an optimizer whose groups are those of `split_groups`."""
-    kind = KINDS[asked.optimizer]
-    return kind.rule_of(chunks, asked, lambda group: group.get(MARK) == kind.KIND)
+    """The update rule of an optimizer whose groups are those of `prepared`."""
+    name = asked.optimizer
+    return KINDS[name].rule_of(chunks, asked, lambda group: group.get(MARK) == name)
 
 
 # In the place of core's functions (`compat/table.py`).

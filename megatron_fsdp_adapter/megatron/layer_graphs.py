@@ -74,7 +74,8 @@ def captured_modules(
     for name, layer in module.named_modules():
         if not _is_layer(layer):
             continue
-        has_experts = _has_experts(layer)
+        # Tokens are dispatched in it: core's layers of experts hold a router.
+        has_experts = any(hasattr(child, "router") for child in layer.modules())
         if not parts and not has_experts:
             yield name, layer
             continue
@@ -98,11 +99,6 @@ def _parts_of(layer: nn.Module, asked: set[str], has_experts: bool) -> Iterator[
             continue
         if any(True for _ in found.parameters()):
             yield part
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    """True if tokens are dispatched in it: core's layers of experts hold a router."""
-    return any(hasattr(child, "router") for child in layer.modules())
 
 
 def take_off_managers(module: nn.Module) -> None:

@@ -16,7 +16,6 @@ from ..optim.local_shards import Options, UpdateRule
 from .compat import core_api
 from .options.support import LION
 
-KIND = LION
 OTHERS = "is_embedding_or_output_parameter"
 """Core's mark of matrices that are Adam's."""
 
@@ -70,5 +69,7 @@ def table(chunks: Sequence[Any], config: Any) -> str:
     ]
     names, found = _BETAS[core_api.MAKES_EMERGING], betas(config)
     used = ", ".join(f"{name} {beta:g}" for name, beta in zip(names, found, strict=True))
-    lions = sum(map(has, pairs))
-    return f"  Lion, as in megatron-core with {used}: {lions} of {len(pairs)} weights; Adam: others"
+    return (
+        f"  Lion, as in megatron-core with {used}: {sum(map(has, pairs))} of {len(pairs)} "
+        "weights; Adam: others"
+    )

@@ -20,9 +20,8 @@ from ..optim.muon.matrices import row_blocks
 from ..optim.muon.newton_schulz import EPS, coefficients_of
 from ..optim.muon.shards import MuonOptions, tensor_split
 from ..optim.muon.shards import muon as muon_rule
-from .options.support import HALF, MUON, SCALES
+from .options.support import HALF, SCALES
 
-KIND = MUON
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 ROUTERS = ("Router",)
 """Classes, by name, whose weights are Adam's."""

@@ -92,8 +92,9 @@ def _left_alone(source: Source) -> list[torch.Tensor]:
 
 
 def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[str, int]:
-    """Gives back memory of `kinds` and `more` storages, none of it pinned; the bytes of each
-    kind."""
+    """Gives back memory of `kinds` and `more` storages; the bytes of each kind. RuntimeError where
+    memory is pinned."""
+    _check_free(engine, kinds)
     if engine.stash is None:
         engine.stash = HostStash(engine.runtime, engine.away)
     if kinds and not engine.away:

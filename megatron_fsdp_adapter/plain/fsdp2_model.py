@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
-from ..core.engine.identity import in_place_of_shown
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -213,7 +212,7 @@ def shows_meta(module: Any) -> bool:
         made = distribute_tensor(
             like, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], src_data_rank=None
         )
-        shown: Any = in_place_of_shown(one.param, nn.Parameter(made, one.param.requires_grad))
+        shown: Any = one.shown_as(nn.Parameter(made, one.param.requires_grad))
         shown._fsdp_plain, vars(one.param)["_fsdp_shown"] = one.param, shown
         for owner, name in one.slots:
             owner._parameters[name] = shown

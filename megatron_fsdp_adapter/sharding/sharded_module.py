@@ -152,8 +152,10 @@ class ShardedStateDict(NotCopyable, nn.Module):
         """
         params = self._params_by_key()
         plain = super().state_dict(keep_vars=keep_vars)
+        quantized = self.engine.quantization
         for key, scaling in self._scalings(params).items():
-            plain[key] = scaling.record(self.engine.will_quantize(scaling.trained))
+            is_stale = quantized is not None and quantized.is_pending(scaling.trained)
+            plain[key] = scaling.record(is_stale)
         form = checkpoint_form(plain, self._checkpoint_names(params))
         state = values_of(form, params, plain)
         return state if keep_vars else {key: dequantized(value) for key, value in state.items()}

@@ -87,16 +87,6 @@ def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> N
         tensor.copy_(whole)
 
 
-def check_known(plans: Sequence[UnitPlan], quantized: QuantizedWeights | None) -> None:
-    """Raises ValueError if the plans have quantized weights and `quantized` is None."""
-    formats = {key.format.name for plan in plans for key in plan.groups if key.quantized}
-    if formats and quantized is None:
-        raise ValueError(
-            f"quantized=None: the plans have weights of formats {sorted(formats)}. Give the "
-            "engine the QuantizedWeights of the library that made them"
-        )
-
-
 def unit_slots(
     plans: Sequence[UnitPlan], config: EngineConfig, allocate: AllocateSlots
 ) -> list[tuple[Slot, Slot]]:

@@ -121,7 +121,6 @@ class FsdpEngine:
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
     ) -> None:
-        construction.check_known(plans, quantized)
         self.config, self.runtime = config, runtime
         runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -483,11 +482,6 @@ class FsdpEngine:
         self.gather.updates.settle()
         if self.quantization is not None and not self.switch.shows_unsharded:
             self.quantization.catch_up()
-
-    def will_quantize(self, trained: bool) -> bool:
-        """True if quantized weights, those that are trained or the others, are quantized again
-        before a forward reads them."""
-        return self.quantization is not None and self.quantization.is_pending(trained)
 
     @torch.no_grad()
     def sync_weights(self, wait: bool) -> None:

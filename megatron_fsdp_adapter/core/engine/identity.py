@@ -96,7 +96,7 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
                 as_dtensor(group.device_main.items(held)[index], group, index),
                 requires_grad=trainable,
             )
-            sharded = in_place_of_shown(managed.param, made)
+            sharded = managed.shown_as(made)
             if group.main_on_host:
                 # Gradients are on the device, and torch takes none of another device than its
                 # parameter: the DTensor still reports it.
@@ -106,15 +106,6 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
                 sharded.grad_dtype = grad.dtype  # type: ignore[attr-defined]
             pairs.append(ParamPair(managed, group, index, sharded, grad))
     return pairs
-
-
-def in_place_of_shown(unsharded: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
-    """`made`, or the parameter that was shown in its place before it had memory, which becomes what
-    `made` is: an optimizer may have it already."""
-    shown: nn.Parameter = vars(unsharded).pop("_fsdp_shown", made)
-    if shown is not made:
-        torch.utils.swap_tensors(shown, made)
-    return shown
 
 
 class ParameterSwitch:

@@ -81,6 +81,14 @@ class ManagedParam:
         with unchecked():
             return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
 
+    def shown_as(self, made: nn.Parameter) -> nn.Parameter:
+        """`made`, or the parameter that was shown in its place before it had memory, which becomes
+        what `made` is: an optimizer may have it already."""
+        shown: nn.Parameter = vars(self.param).pop("_fsdp_shown", made)
+        if shown is not made:
+            torch.utils.swap_tensors(shown, made)
+        return shown
+
     def spec(self, index: int, key: GroupKey) -> ParamSpec:
         """The layout planner's description of this parameter in the group of this key. Shards are
         cut between rows of dim 0, or granules of a quantized format."""

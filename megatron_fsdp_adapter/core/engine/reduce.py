@@ -234,13 +234,12 @@ class ReducePipeline:
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(group.grad_segments, 1.0 / self.domains[group.key.domain].scale)
                 group.grad_state = GradState.ACCUMULATED
-            elif self._is_repeated(group) and group.grad_state is GradState.FINISHED:
+            elif group.grad_state is GradState.FINISHED and self.repeats_outer and not (
+                group.keeps_grads or group.splits_outer
+            ):
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(group.grad_segments, 1.0 / group.domain.outer_size)
                 group.grad_state = GradState.REDUCED
-
-    def _is_repeated(self, group: ParamGroup) -> bool:
-        return self.repeats_outer and not group.keeps_grads and not group.splits_outer
 
     def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
         if any(

@@ -107,18 +107,13 @@ class Reduction:
 
     @functools.cached_property
     def _to_shards(self) -> Callable[[Sequence[torch.Tensor]], None]:
-        return copies_to(self.shards)
-
-    @property
-    def shards(self) -> Sequence[torch.Tensor]:
-        """This rank's part of the main gradients."""
-        return self.group.grad_segments
+        return copies_to(self.group.grad_segments)
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
         """The outputs of a reduce-scatter."""
         in_shard = self.reduce.into_shard and not self.adds
-        return self.shards if in_shard else self.results
+        return self.group.grad_segments if in_shard else self.results
 
     def receive(self, segment: torch.Tensor) -> torch.Tensor:
         """Memory for the pieces that other ranks send of a segment, of the segment's kind: NCCL
@@ -137,7 +132,7 @@ class Reduction:
     def finish(self) -> None:
         """After the reduction: scales what came out and puts it into the main gradients, or adds it
         to what they hold."""
-        reduce, shards = self.reduce, self.shards
+        reduce, shards = self.reduce, self.group.grad_segments
         if reduce.way.into_shards:
             return
         if self.group.reduced_hook is not None and self.group.domain.outer is None:

@@ -146,16 +146,6 @@ class GroupLayout:
         """Elements of all items, without padding."""
         return sum(spec.numel for spec in self.specs)
 
-    @property
-    def padding_numel(self) -> int:
-        """Elements of the full buffer that belong to no item."""
-        return self.total_numel - self.item_numel
-
-    @property
-    def padding_fraction(self) -> float:
-        """Padding over the elements of all items."""
-        return self.padding_numel / self.item_numel
-
     def item_range(self, index: int) -> FlatRange:
         """Item `index` in the full buffer."""
         start = self.placements[index].offset
