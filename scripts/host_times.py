@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import Rig, Setup, build, make_net, microbatch
+from tests.engine.engine_cases import Rig, build
 from tests.engine.pretended import pretended_world
+from tests.engine.small_model import Setup, make_net, microbatch
 
 
 def processor_time(step: Callable[[], None], steps: int) -> float:

@@ -11,10 +11,9 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine import saved_tensors
-from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
+from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.diagnostics.description import param_rows
 from megatron_fsdp_adapter.diagnostics.memory import (
     LIFE,
@@ -25,7 +24,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 )
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.sharding.same_model import model_lines
-from tests.engine.engine_cases import Rig, build, domains_of, units_of
+from tests.engine.engine_cases import Rig, build, units_of
 from tests.engine.pretended import pretended_world
 from tests.engine.small_model import Setup, make_net
 from tests.quantized.emulated import RECIPES, EmulatedTensor, Float8Tensor
@@ -182,17 +181,6 @@ def test_autograd_keeps_the_parameter_and_no_copy_of_it(world, monkeypatch):
     raw = {id(pair.unsharded) for pair in rig.engine.pairs}
     assert all(id(value) in raw for value in weights)
     assert not [v for v in kept if v.shape[-2:] in ((96, 32), (32, 96)) and type(v) is torch.Tensor]
-
-
-# Refusals.
-
-
-def test_quantized_weights_that_nobody_knows_are_refused(world):
-    setup = Setup(recipe="current")
-    model = make_net(setup)
-    plans = partition(model, units_of(model), domain_of=lambda *_: "dense", format_of=format_of)
-    with pytest.raises(ValueError, match=r"quantized=None.*per_tensor"):
-        FsdpEngine(model, plans, domains_of(setup), setup.config, HostRuntime())
 
 
 def test_ranks_compare_formats_and_buffers_say_which_plane_they_are(world):
