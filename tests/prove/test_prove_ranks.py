@@ -92,12 +92,12 @@ def test_a_rank_that_fails_or_hangs_ends_all_and_their_stacks_are_shown(
 
 
 FAULTS = [
-    (faults.scale_twice, "optim_grads_params", "gradients", "all "),
+    (faults.scale_twice, "optim_grads_params", "gradients", "^39 of 39 parameters"),
     (faults.lose_last_microbatch_of_a_unit, "optim_grads_params", "gradients",
-     "only decoder.layers.1"),
+     r"parameters, in decoder\.layers\.1$"),
     (faults.keep_old_weights, "optim", "loss", ""),
     (faults.load_rows_of_others, "optim_grads_params", "weights as loaded",
-     "only decoder.layers.1"),
+     r"parameters, in decoder\.layers\.1$"),
 ]  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_a_broken_engine_is_told_what_is_wrong(
     rows = prove(tmp_path, fault, data_parallel_sharding_strategy=strategy)
     first = next(row for row in rows if not row.holds)
     assert first.quantity == quantity
-    assert says in first.remark
+    assert re.search(says, first.remark), first.remark
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
