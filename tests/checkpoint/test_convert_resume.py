@@ -3,6 +3,7 @@ stock's."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def _save_stock(trainer: Any, folder: Path) -> None:
         folder.mkdir(parents=True)
         (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     dist.barrier()
-    state = {**_stock_state(trainer, is_loading=False), "iteration": STEPS}
+    case = trainer.case
+    args = Namespace(transformer_impl="local", swiglu=case.swiglu, bf16=case.bf16)
+    state = {**_stock_state(trainer, is_loading=False), "iteration": STEPS, "args": args}
     dist_checkpointing.save(state, str(folder))
     dist.barrier()
 
@@ -110,7 +113,7 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
 
     _on_first(lambda: convert(root / "again", root / "back", "fsdp_dtensor"))
     second = gpt.build_trainer(other, "optim_grads", device)
-    assert loaded(second, root / "back", iteration=0)["iteration"] == STEPS
+    assert loaded(second, root / "back", iteration=0, args=None)["iteration"] == STEPS
     returned = gpt.full_weights(second)
     different = [n for n in kept if not torch.equal(kept[n], returned[n])]
     assert different == [], different
