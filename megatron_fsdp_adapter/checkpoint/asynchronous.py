@@ -15,6 +15,7 @@ in the long calls that release it (copying, digests, file writes).
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import copy
 import sys
@@ -41,42 +42,37 @@ from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 class Writing:
     """A save that a thread is writing.
 
-    ranks: all of them, on a group that no other running save uses; asked: set by `finish`, which
-    raises the save's error.
+    asked: set by `finish`, which raises the save's error.
     """
 
     future: Future[Any]
     writer: SafeWriter
-    ranks: Coordinator
     asked: threading.Event = field(default_factory=threading.Event)
 
-    def is_over(self, blocking: bool) -> bool:
-        """True if all ranks have written, the same on each. Collective; blocking: waits."""
-        if blocking:
-            concurrent.futures.wait([self.future])
-            return True
-        everywhere = torch.tensor(int(self.future.done()))
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self.ranks.group)
-        return bool(everywhere)
+    @property
+    def is_over(self) -> bool:
+        """True if the thread of this rank is done. Local."""
+        return self.future.done()
 
-    def finish(self) -> None:
-        """Waits for the save. Collective; raises CheckpointError on every rank if it failed on
-        any."""
+    def finish(self, ranks: Coordinator) -> None:
+        """Waits for the save. Collective; raises CheckpointError on every rank if it failed on any.
+
+        ranks: all ranks, on a group that no other running save uses.
+        """
         self.asked.set()
-        self.ranks.run("writing the checkpoint in the background", self._result)
+        atexit.unregister(self._fail_the_process)
+        ranks.run(
+            "writing the checkpoint in the background", lambda: _result(self.future, self.writer)
+        )
 
-    def _result(self) -> None:
-        """Waits for the save; deletes the files of a failed one before raising its error.
+    def watch(self) -> None:
+        """Reports a failure that no `finish` call raises: on stderr when it happens, and by the
+        exit status of the process."""
+        # In the thread, as soon as it has failed.
+        self.future.add_done_callback(self._notify)
+        atexit.register(self._fail_the_process)
 
-        `discard` is called here too because a future wakes its waiters before it runs its
-        callbacks."""
-        concurrent.futures.wait([self.future])
-        if self.future.exception() is not None:
-            self.writer.discard()
-        self.future.result()
-
-    def report(self, done: Future[Any]) -> None:
-        """Prints a failure that no `finish` call raises, when it happens."""
+    def _notify(self, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
             return
@@ -88,6 +84,22 @@ class Writing:
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
+    def _fail_the_process(self) -> None:
+        """Makes Python exit with status 120 if the save failed and `finish` was never called.
+
+        Runs at exit, after Python has joined the thread. Python exits with 120 if it cannot flush a
+        standard stream, and no exit handler can set the status otherwise."""
+        if not self.future.done() or self.future.exception() is None:
+            return
+        stream, flush = sys.stderr, sys.stderr.flush
+
+        def flush_or_fail() -> None:
+            flush()
+            if sys.is_finalizing():
+                raise OSError(f"{self.writer.checkpoint_id} was not saved")
+
+        stream.flush = flush_or_fail  # type: ignore[method-assign]
+
 
 class AsyncSaver:
     """Background saves, one checkpoint at a time.
@@ -96,7 +108,7 @@ class AsyncSaver:
     same order. The context manager calls `close`. A process that ends without `close` still
     finishes the running save, because Python joins the thread. If it destroys its process groups
     first, that save is abandoned and the previous checkpoint stays. A failed save is reported on
-    stderr; a later `wait` or `close` raises its error.
+    stderr; without a later `wait` or `close` the process exits with status 120.
     """
 
     def __init__(self) -> None:
@@ -124,15 +136,14 @@ class AsyncSaver:
         self.wait()
         stored = begin_save(self.ranks, Path(root), iteration, state, keep_last)
         self._writing = self.start(
-            stored, lambda: make_writer(Path(root), iteration, keep_last, topology), self.ranks
+            stored, lambda: make_writer(Path(root), iteration, keep_last, topology)
         )
 
     def start(
-        self, stored: Mapping[str, Any], make_writer: Callable[[], SafeWriter], ranks: Coordinator
+        self, stored: Mapping[str, Any], make_writer: Callable[[], SafeWriter]
     ) -> Writing:
         """Copies a state, as torch DCP stores it, and starts writing it. For callers that check and
-        finish saves themselves: a second call overwrites the copy of the first. ranks: as in
-        `Writing`.
+        finish saves themselves: a second call overwrites the copy of the first.
 
         Raises on every rank if a rank has no memory for the copy; nothing is then written."""
         copied, _ = self.ranks.run(
@@ -146,21 +157,21 @@ class AsyncSaver:
             planner=torch_dcp.DefaultSavePlanner(),
             process_group=self.ranks.group,
         )
-        writing = Writing(future, writer, ranks)
-        future.add_done_callback(writing.report)
+        writing = Writing(future, writer)
+        writing.watch()
         return writing
 
     @property
     def busy(self) -> bool:
         """True while a save is running on this rank. Local."""
-        return self._writing is not None and not self._writing.future.done()
+        return self._writing is not None and not self._writing.is_over
 
     def wait(self) -> None:
         """Waits for the running save, if any. Raises CheckpointError on every rank, once, if it
         failed on any."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.finish()
+            writing.finish(self.ranks)
 
     def close(self) -> None:
         """Waits, then frees memory and process group, even if the save failed."""
@@ -180,6 +191,16 @@ class AsyncSaver:
             self.close()
         elif self._writing is not None:
             self._writing.future.exception()
+
+
+def _result(future: Future[Any], writer: SafeWriter) -> None:
+    """Waits for a save; deletes the files of a failed one before raising its error.
+
+    `discard` is called here too because a future wakes its waiters before it runs its callbacks."""
+    concurrent.futures.wait([future])
+    if future.exception() is not None:
+        writer.discard()
+    future.result()
 
 
 def host_copy(state: Mapping[str, Any], buffers: dict[str, torch.Tensor]) -> dict[str, Any]:

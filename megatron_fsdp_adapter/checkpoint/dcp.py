@@ -191,7 +191,8 @@ def make_writer(
     def publish(temporary: Path, _: Path) -> None:
         folders.publish(root, iteration, temporary, keep_last)
 
-    return SafeWriter(folders.final_folder(root, iteration), dict(topology or {}), publish)
+    folder = folders.final_folder(root, iteration)
+    return SafeWriter(folder, dict(topology or {}), iteration, publish)
 
 
 def _write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> None:

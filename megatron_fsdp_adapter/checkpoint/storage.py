@@ -42,25 +42,29 @@ from torch.futures import Future
 from megatron_fsdp_adapter.checkpoint import digests, folders, record
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties, portable
 
+Publish = Callable[[Path, Path], None]
+"""Renames a finished temporary folder (first argument) to its final name (second)."""
+
 
 class SafeWriter(FileSystemWriter):
     """Writes a checkpoint into a temporary folder and renames it once all of it is on disk.
 
-    folder: its final name; topology: values for the record (`record.topology_of`); publish: called
-    on the coordinator with the complete temporary folder and the final name; by default for saves
-    of Megatron's, which write the tracker themselves. `discard` deletes the files of a failed save.
+    folder: its final name; topology, iteration: values for the record (`record.topology_of`);
+    publish: called on the coordinator once the temporary folder is complete; by default only
+    renames it. `discard` deletes the files of a failed save.
     """
 
     def __init__(
         self,
         folder: Path,
         topology: dict[str, Any] | None = None,
-        publish: Callable[[Path, Path], None] = folders.publish_without_tracker,
+        iteration: int | None = None,
+        publish: Publish = folders.rename_into_place,
     ) -> None:
         # `complete_folder` syncs the files after they are flushed; torch syncs before.
         super().__init__(folder, sync_files=False)
         self._folder, self._publish = folder, publish
-        self._topology = topology or {}
+        self._topology, self._iteration = topology or {}, iteration
         self._temporary: Path | None = None
         self._discarding = threading.Lock()
 
@@ -99,8 +103,7 @@ class SafeWriter(FileSystemWriter):
         temporary = Path(self.path)
         with _unless_taken(temporary, self._folder):
             super().finish(metadata, with_shared_parts(metadata, results))
-            number = folders.iteration_of(self._folder)
-            record.write_record(temporary, len(results), number, self._topology)
+            record.write_record(temporary, len(results), self._iteration, self._topology)
             complete_folder(temporary, _file_digests(item for part in results for item in part))
         self._publish(temporary, self._folder)
         self._temporary = None

@@ -157,11 +157,14 @@ if sys.argv[2] == "asks":
 """
 
 
-@pytest.mark.parametrize(("asks", "told"), [("asks", 0), ("does not", 1)])
-def test_a_failure_that_nothing_waits_for_is_told(tmp_path: Path, asks: str, told: int) -> None:
+@pytest.mark.parametrize(("asks", "status", "told"), [("asks", 0, 0), ("does not", 120, 1)])
+def test_a_failure_that_nothing_waits_for_is_told_and_fails_the_process(
+    tmp_path: Path, asks: str, status: int, told: int
+) -> None:
+    """120 is Python's status for a failure after the last line of a program."""
     command = [sys.executable, "-W", "ignore", "-c", SILENT, str(tmp_path), asks]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     line = "iter_0000001 was not saved: the background write failed (rank 0: "
     assert done.stderr.count(line) == done.stderr.count("<lambda> on __main__ failed") == told
 
