@@ -31,6 +31,7 @@ import torch.distributed as dist
 from megatron_fsdp_adapter.cli import machine, nodes, prove
 from megatron_fsdp_adapter.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.cli.output import answer, base_parser
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.launcher import is_first_rank
 from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.compat import releases
@@ -118,10 +119,11 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
 def gathered(value: Any) -> list[Any]:
     """The values of all ranks. Collective."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    dist.destroy_process_group()
-    return found
+    try:
+        everyone = dist.distributed_c10d._get_default_group()
+        return [*Communicator(everyone, torch.device("cpu")).all_objects(value).values()]
+    finally:
+        dist.destroy_process_group()
 
 
 def examine_together(given: argparse.Namespace) -> dict[str, Any]:

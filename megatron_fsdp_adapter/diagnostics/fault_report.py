@@ -153,9 +153,8 @@ class FaultReport:
 
     def _explain(self, what: str, error: RuntimeError) -> None:
         # Of allocators' errors, torch has a class for CUDA's, and none for the CPU's.
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(
-            error
-        ):
+        on_cpu = "can't allocate memory" in str(error)
+        if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
             return
         raise type(error)(
             f"rank {dist.get_rank()}: no memory for {what} with the strategy {self._strategy}: "

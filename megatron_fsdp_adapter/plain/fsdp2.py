@@ -115,9 +115,10 @@ class ShardedModule(NotCopyable, FSDPModule):
         engine.gather.launch_unshard(unit)
         handle = UnshardHandle()
         handle.wait = functools.partial(engine.gather.wait_unshard, unit)  # type: ignore[method-assign]
-        if not async_op:
-            handle.wait()
-        return handle if async_op else None
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reshard(self) -> None:
         """Releases gathered weights; parameters are DTensors again between passes."""

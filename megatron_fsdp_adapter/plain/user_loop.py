@@ -105,9 +105,9 @@ class UserLoopEngine(FsdpEngine):
         for pair in dropped:
             pair.drop_grad()
         # A group of which all are absent has no gradients: the next backward need not add to any.
-        have = {id(pair.group) for pair in self.trained if pair.sharded.grad is not None}
-        for group in {pair.group for pair in dropped if id(pair.group) not in have}:
-            group.drop_grads(collected=False)
+        for group in {pair.group for pair in dropped}:
+            if all(pair.sharded.grad is None for pair in self.trained if pair.group is group):
+                group.drop_grads(collected=False)
         self._given |= {id(pair): pair for pair in self.trained if pair.sharded.grad is pair.grad}
 
     def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:

@@ -84,7 +84,7 @@ class AutoBudgetEngine(FsdpEngine):
         before, self._failures = self._failures, failed_allocations(self.runtime.device)
         return self._failures > before
 
-    def recover(self) -> None:
+    def recover(self) -> bool:
         """Forgets a pass that raised: one with gradients on all ranks, or the others wait for this
         one, but an evaluation perhaps on this rank alone, behind its last gather.
 
@@ -92,12 +92,12 @@ class AutoBudgetEngine(FsdpEngine):
         which the ranks agreed before the pass. Then, and after an evaluation, they keep what they
         agree on: nothing if one of them has run out of memory.
         """
-        with_gradients = self.counts_calls or self.backward.running
-        super().recover()
+        with_gradients = super().recover()
         if with_gradients:
             self.agreed, self._has_raised = 0, True
         if self._has_failed():
             self.most = 0
+        return with_gradients
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Between two steps: keeps as many units as was agreed on."""

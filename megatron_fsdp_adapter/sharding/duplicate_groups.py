@@ -19,9 +19,8 @@ def duplicate_group(
 ) -> dist.ProcessGroup | None:
     """A new group with the ranks of `group`, or None for None; collective over the default group.
     `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
-    return duplicate_ranks(
-        () if group is None else tuple(dist.get_process_group_ranks(group)), name, options
-    )
+    mine = () if group is None else tuple(dist.get_process_group_ranks(group))
+    return duplicate_ranks(mine, name, options)
 
 
 def duplicate_ranks(

@@ -34,10 +34,8 @@ OPTION = "init_model_with_meta_device"
 def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer | None:
     """`reset_parameters`, torch's name for it, or the `_reset_parameters` of its attention, where
     the module has one."""
-    name = next((
-        name for name in ("reset_parameters", "_reset_parameters")
-        if callable(getattr(module, name, None))
-    ), None)  # fmt: skip
+    names = ("reset_parameters", "_reset_parameters")
+    name = next((name for name in names if callable(getattr(module, name, None))), None)
     return None if name is None else lambda child, _: getattr(child, name)()
 
 

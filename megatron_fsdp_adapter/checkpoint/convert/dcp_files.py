@@ -240,6 +240,8 @@ class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
         self._paths = {dotted(path): path for path in (*tensors, *objects)}
         self._tensors = {dotted(path): tensor for path, tensor in tensors.items()}
         self._objects = {dotted(path): value for path, value in objects.items()}
+        if len(self._paths) != len(tensors) + len(objects):
+            raise ValueError("two values have the same dotted key")
         self._block_bytes = block_bytes
         self._nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self._progress = progress

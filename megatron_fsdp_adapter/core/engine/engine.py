@@ -410,12 +410,14 @@ class FsdpEngine:
         for group in self.groups:
             group.drop_grads()
 
-    def recover(self) -> None:
-        """Forgets a forward or backward that raised: nothing is in flight or in use after."""
+    def recover(self) -> bool:
+        """Forgets a forward or backward that raised: nothing is in flight or in use after. Returns
+        whether it was one with gradients."""
         with_gradients, self.backward.running = self.counts_calls or self.backward.running, False
         self.running_root, self.in_flight = None, 0
         self.reduce.abandon(self.units)
         self.gather.reshard_held(stay=not with_gradients)
+        return with_gradients
 
     # What modules show. Main weights may be read and written while it is sharded parameters.
 

@@ -323,8 +323,10 @@ class ReducePipeline:
             for group in ready
         ]
         if parts:
-            hooked = [part.run_hook for part in parts if part.group.reduced_hook is not None]
-            self.runtime.submit(REDUCE, lambda: self._communicate(parts), *hooked)
+            self.runtime.submit(
+                REDUCE, lambda: self._communicate(parts),
+                *(part.run_hook for part in parts if part.group.reduced_hook is not None),
+            )  # fmt: skip
 
     def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
         """Launches reductions over one axis."""
