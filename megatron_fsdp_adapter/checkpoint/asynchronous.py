@@ -15,25 +15,23 @@ in the long calls that release it (copying, digests, file writes).
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import copy
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.chunks import stored_alike
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, message_of
-from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer
+from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer, write
 from megatron_fsdp_adapter.checkpoint.state import mapped
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
@@ -42,63 +40,46 @@ from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 class Writing:
     """A save that a thread is writing.
 
-    asked: set by `finish`, which raises the save's error.
+    ranks: all of them, on a group that no other running save uses; asked: set by `finish`, which
+    raises the save's error. The future's thread deletes the files of a failed save.
     """
 
-    future: Future[Any]
-    writer: SafeWriter
-    asked: threading.Event = field(default_factory=threading.Event)
+    future: Future[None]
+    ranks: Coordinator
+    asked: threading.Event
 
-    @property
-    def is_over(self) -> bool:
-        """True if the thread of this rank is done. Local."""
-        return self.future.done()
+    def is_over(self, blocking: bool) -> bool:
+        """True if all ranks have written, the same on each. Collective; blocking: waits."""
+        if blocking:
+            concurrent.futures.wait([self.future])
+            return True
+        everywhere = torch.tensor(int(self.future.done()))
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self.ranks.group)
+        return bool(everywhere)
 
-    def finish(self, ranks: Coordinator) -> None:
-        """Waits for the save. Collective; raises CheckpointError on every rank if it failed on any.
-
-        ranks: all ranks, on a group that no other running save uses.
-        """
+    def finish(self) -> None:
+        """Waits for the save. Collective; raises CheckpointError on every rank if it failed on
+        any."""
         self.asked.set()
-        atexit.unregister(self._fail_the_process)
-        ranks.run(
-            "writing the checkpoint in the background", lambda: _result(self.future, self.writer)
-        )
+        self.ranks.run("writing the checkpoint in the background", self.future.result)
 
-    def watch(self) -> None:
-        """Reports a failure that no `finish` call raises: on stderr when it happens, and by the
-        exit status of the process."""
-        # In the thread, as soon as it has failed.
-        self.future.add_done_callback(self._notify)
-        atexit.register(self._fail_the_process)
 
-    def _notify(self, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            return
-        self.writer.discard()
-        if not self.asked.is_set():
+def _write(
+    stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator, asked: threading.Event
+) -> None:
+    """Writes a state; prints the error of a failed save, unless `asked` is set. Runs in the
+    thread, with no reference to the save's `Writing`: in a cycle with it the process group would
+    outlive `close`."""
+    try:
+        write(stored, writer, ranks)
+    except BaseException as error:
+        if not asked.is_set():
             print(
-                f"{self.writer.checkpoint_id} was not saved: the background write failed "
+                f"{writer.checkpoint_id} was not saved: the background write failed "
                 f"({message_of(error)}). The previous checkpoint is kept",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-
-    def _fail_the_process(self) -> None:
-        """Makes Python exit with status 120 if the save failed and `finish` was never called.
-
-        Runs at exit, after Python has joined the thread. Python exits with 120 if it cannot flush a
-        standard stream, and no exit handler can set the status otherwise."""
-        if not self.future.done() or self.future.exception() is None:
-            return
-        stream, flush = sys.stderr, sys.stderr.flush
-
-        def flush_or_fail() -> None:
-            flush()
-            if sys.is_finalizing():
-                raise OSError(f"{self.writer.checkpoint_id} was not saved")
-
-        stream.flush = flush_or_fail  # type: ignore[method-assign]
+        raise
 
 
 class AsyncSaver:
@@ -108,7 +89,7 @@ class AsyncSaver:
     same order. The context manager calls `close`. A process that ends without `close` still
     finishes the running save, because Python joins the thread. If it destroys its process groups
     first, that save is abandoned and the previous checkpoint stays. A failed save is reported on
-    stderr; without a later `wait` or `close` the process exits with status 120.
+    stderr; a later `wait` or `close` raises its error.
     """
 
     def __init__(self) -> None:
@@ -136,42 +117,35 @@ class AsyncSaver:
         self.wait()
         stored = begin_save(self.ranks, Path(root), iteration, state, keep_last)
         self._writing = self.start(
-            stored, lambda: make_writer(Path(root), iteration, keep_last, topology)
+            stored, lambda: make_writer(Path(root), iteration, keep_last, topology), self.ranks
         )
 
     def start(
-        self, stored: Mapping[str, Any], make_writer: Callable[[], SafeWriter]
+        self, stored: Mapping[str, Any], make_writer: Callable[[], SafeWriter], ranks: Coordinator
     ) -> Writing:
         """Copies a state, as torch DCP stores it, and starts writing it. For callers that check and
-        finish saves themselves: a second call overwrites the copy of the first.
+        finish saves themselves: a second call overwrites the copy of the first. ranks: as in
+        `Writing`.
 
         Raises on every rank if a rank has no memory for the copy; nothing is then written."""
         copied, _ = self.ranks.run(
             "copying the state", lambda: host_copy(stored, self._buffers)
         )
-        writer = make_writer()
-        future = self._thread.submit(
-            torch_dcp.save,
-            copied,
-            storage_writer=writer,
-            planner=torch_dcp.DefaultSavePlanner(),
-            process_group=self.ranks.group,
-        )
-        writing = Writing(future, writer)
-        writing.watch()
-        return writing
+        asked = threading.Event()
+        future = self._thread.submit(_write, copied, make_writer(), self.ranks, asked)
+        return Writing(future, ranks, asked)
 
     @property
     def busy(self) -> bool:
         """True while a save is running on this rank. Local."""
-        return self._writing is not None and not self._writing.is_over
+        return self._writing is not None and not self._writing.future.done()
 
     def wait(self) -> None:
         """Waits for the running save, if any. Raises CheckpointError on every rank, once, if it
         failed on any."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.finish(self.ranks)
+            writing.finish()
 
     def close(self) -> None:
         """Waits, then frees memory and process group, even if the save failed."""
@@ -191,16 +165,6 @@ class AsyncSaver:
             self.close()
         elif self._writing is not None:
             self._writing.future.exception()
-
-
-def _result(future: Future[Any], writer: SafeWriter) -> None:
-    """Waits for a save; deletes the files of a failed one before raising its error.
-
-    `discard` is called here too because a future wakes its waiters before it runs its callbacks."""
-    concurrent.futures.wait([future])
-    if future.exception() is not None:
-        writer.discard()
-    future.result()
 
 
 def host_copy(state: Mapping[str, Any], buffers: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def save_checkpoint(
     with coordination(group) as ranks:
         stored = begin_save(ranks, root, iteration, state, keep_last)
         writer = make_writer(root, iteration, keep_last, topology)
-        ranks.run("writing the checkpoint", lambda: _write(stored, writer, ranks))
+        ranks.run("writing the checkpoint", lambda: write(stored, writer, ranks))
     return folders.final_folder(root, iteration)
 
 
@@ -191,11 +191,11 @@ def make_writer(
     def publish(temporary: Path, _: Path) -> None:
         folders.publish(root, iteration, temporary, keep_last)
 
-    folder = folders.final_folder(root, iteration)
-    return SafeWriter(folder, dict(topology or {}), iteration, publish)
+    return SafeWriter(folders.final_folder(root, iteration), dict(topology or {}), publish)
 
 
-def _write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> None:
+def write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> None:
+    """Writes a state, as torch DCP stores it; deletes the files of a failed save. Collective."""
     try:
         torch_dcp.save(
             stored,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,31 +41,26 @@ from torch.futures import Future
 from megatron_fsdp_adapter.checkpoint import digests, folders, record
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties, portable
 
-Publish = Callable[[Path, Path], None]
-"""Renames a finished temporary folder (first argument) to its final name (second)."""
-
 
 class SafeWriter(FileSystemWriter):
     """Writes a checkpoint into a temporary folder and renames it once all of it is on disk.
 
-    folder: its final name; topology, iteration: values for the record (`record.topology_of`);
-    publish: called on the coordinator once the temporary folder is complete; by default only
-    renames it. `discard` deletes the files of a failed save.
+    folder: its final name; topology: values for the record (`record.topology_of`); publish: called
+    on the coordinator with the complete temporary folder and the final name; by default for saves
+    of Megatron's, which write the tracker themselves. `discard` deletes the files of a failed save.
     """
 
     def __init__(
         self,
         folder: Path,
         topology: dict[str, Any] | None = None,
-        iteration: int | None = None,
-        publish: Publish = folders.rename_into_place,
+        publish: Callable[[Path, Path], None] = folders.publish_without_tracker,
     ) -> None:
         # `complete_folder` syncs the files after they are flushed; torch syncs before.
         super().__init__(folder, sync_files=False)
         self._folder, self._publish = folder, publish
-        self._topology, self._iteration = topology or {}, iteration
+        self._topology = topology or {}
         self._temporary: Path | None = None
-        self._discarding = threading.Lock()
 
     @property
     def checkpoint_id(self) -> str:
@@ -103,7 +97,8 @@ class SafeWriter(FileSystemWriter):
         temporary = Path(self.path)
         with _unless_taken(temporary, self._folder):
             super().finish(metadata, with_shared_parts(metadata, results))
-            record.write_record(temporary, len(results), self._iteration, self._topology)
+            number = folders.iteration_of(self._folder)
+            record.write_record(temporary, len(results), number, self._topology)
             complete_folder(temporary, _file_digests(item for part in results for item in part))
         self._publish(temporary, self._folder)
         self._temporary = None
@@ -113,10 +108,9 @@ class SafeWriter(FileSystemWriter):
 
         Acts on the coordinator only, and only once. A folder that cannot be deleted is a warning,
         because the caller raises the save's error."""
-        with self._discarding:
-            temporary, self._temporary = self._temporary, None
-            if temporary is not None:
-                folders.remove_or_warn([temporary])
+        temporary, self._temporary = self._temporary, None
+        if temporary is not None:
+            folders.remove_or_warn([temporary])
 
 
 @contextmanager

@@ -140,8 +140,7 @@ def test_a_checkpoint_under_its_replaced_name_is_kept_by_saves_of_later_iteratio
     folder.rename(folders.replaced_name(folder))
     folders.fresh_name(folder).mkdir()
     if by_megatron:
-        writer = storage.SafeWriter(folders.final_folder(root, 3), {}, 3,
-                                    folders.publish_without_tracker)  # fmt: skip
+        writer = storage.SafeWriter(folders.final_folder(root, 3))
         torch_dcp.save(_state(3.0), storage_writer=writer)
         keep = None
     else:

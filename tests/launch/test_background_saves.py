@@ -17,7 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.checkpoint import CheckpointError, folders, load_checkpoint, storage
+from megatron_fsdp_adapter.checkpoint import (
+    CheckpointError,
+    asynchronous,
+    folders,
+    load_checkpoint,
+    storage,
+)
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import background_saves
@@ -250,5 +256,5 @@ def test_what_bridge_takes_by_name_is_ours(monkeypatch: pytest.MonkeyPatch) -> N
     patches.install(SAVES)
     assert saving.FileSystemWriterAsync is background_saves.Target
     assert saving.save_state_dict_async_plan.__func__ is background_saves.AsyncStrategy.plan
-    assert saving.save_state_dict_async_finalize is background_saves.Save.finish
+    assert saving.save_state_dict_async_finalize is asynchronous.Writing.finish
     assert state.get_async_strategy("nvrx")[1]["AsyncCallsQueue"] is background_saves.Queue

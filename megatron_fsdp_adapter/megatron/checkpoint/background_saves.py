@@ -17,48 +17,19 @@ one, never names a folder that is not complete.
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.asynchronous import AsyncSaver, Writing
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
 STRATEGY = "mcore"
 """The strategy whose table is completed: the other one's needs a package."""
-
-
-@dataclass(frozen=True)
-class Save:
-    """A save that is being written, as the training loop sees it.
-
-    ranks: all of them, on a group that the writing thread does not use: a save may be asked for
-    while the thread is in the midst of the next.
-    """
-
-    writing: Writing
-    ranks: Coordinator
-
-    def is_over(self, blocking: bool) -> bool:
-        """True if all ranks have written, the same on each. Collective; blocking: waits."""
-        if blocking:
-            concurrent.futures.wait([self.writing.future])
-            return True
-        everywhere = torch.tensor(int(self.writing.is_over))
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self.ranks.group)
-        return bool(everywhere)
-
-    def finish(self) -> None:
-        """Collective; CheckpointError on every rank if the save failed on any."""
-        self.writing.finish(self.ranks)
 
 
 class Target:
@@ -79,9 +50,9 @@ class Target:
                 "async_save out, or save to a folder"
             )
         self.folder = Path(path)
-        self.save: Save | None = None
+        self.save: Writing | None = None
 
-    def get_save_function_and_args(self) -> tuple[Save | None, None, tuple[()]]:
+    def get_save_function_and_args(self) -> tuple[Writing | None, None, tuple[()]]:
         """The parts of a request, the first of which `Queue` knows."""
         return self.save, None, ()
 
@@ -106,7 +77,7 @@ class Queue:
     def schedule_async_request(self, request: Any) -> int:
         """Queues a request; returns its number. What is not a save of ours is done at once."""
         frozen = request.freeze()
-        if not isinstance(frozen.async_fn, Save) and frozen.async_fn is not None:
+        if not isinstance(frozen.async_fn, Writing) and frozen.async_fn is not None:
             frozen.async_fn(*frozen.async_fn_args, **frozen.async_fn_kwargs)
         self._requests.append((self._next, frozen))
         self._next += 1
@@ -120,7 +91,7 @@ class Queue:
         finalized = []
         while self._requests:
             number, request = self._requests[0]
-            if isinstance(request.async_fn, Save) and not request.async_fn.is_over(blocking):
+            if isinstance(request.async_fn, Writing) and not request.async_fn.is_over(blocking):
                 break
             self._requests.popleft()
             for function in request.finalize_fns:
@@ -148,9 +119,8 @@ class AsyncStrategy:
         self, original: Callable[..., Any], topology: Callable[[], Mapping[str, Any]]
     ) -> None:
         self._original, self._topology = original, topology
-        self._background: AsyncSaver | None = None
-        self._ranks: Coordinator | None = None
-        self._last: Save | None = None
+        self._background: tuple[AsyncSaver, Coordinator] | None = None
+        self._last: Writing | None = None
 
     def __call__(self, async_strategy: str = STRATEGY, module: str | None = None) -> Any:
         """The strategy that was asked for, and our table, or what it has under `module`."""
@@ -161,7 +131,7 @@ class AsyncStrategy:
             "FileSystemWriterAsync": Target,
             "get_write_results_queue": _no_results,
             "save_state_dict_async_plan": self.plan,
-            "save_state_dict_async_finalize": Save.finish,
+            "save_state_dict_async_finalize": Writing.finish,
         }
         return async_strategy, ours if module is None else ours[module]
 
@@ -173,7 +143,7 @@ class AsyncStrategy:
         coordinator_rank: int = 0,
         planner: object = None,
         enable_cache: bool = False,
-    ) -> tuple[Save]:
+    ) -> tuple[Writing]:
         """Copies the state to the host and begins to write it; returns what
         `save_state_dict_async_finalize` takes. Collective. First waits for the save before, since
         there is memory for one copy. Only the first two arguments are used: which rank writes what
@@ -181,20 +151,12 @@ class AsyncStrategy:
         if self._last is not None:
             self._last.is_over(blocking=True)
         if self._background is None:
-            self._background = AsyncSaver()
-            self._ranks = Coordinator.of(dist.new_group(backend="gloo"))
-        assert self._ranks is not None
-        folder = storage_writer.folder
-        writing = self._background.start(
-            state_dict,
-            lambda: SafeWriter(
-                folder,
-                dict(self._topology()),
-                folders.iteration_of(folder),
-                folders.publish_without_tracker,
-            ),
+            # A save may be asked for while the thread is in the midst of the next.
+            self._background = AsyncSaver(), Coordinator.of(dist.new_group(backend="gloo"))
+        saver, ranks = self._background
+        storage_writer.save = self._last = saver.start(
+            state_dict, lambda: SafeWriter(storage_writer.folder, dict(self._topology())), ranks
         )
-        storage_writer.save = self._last = Save(writing, self._ranks)
         return (self._last,)
 
 

@@ -90,13 +90,7 @@ def torch_view(module: ModuleType, torch: Any) -> ModuleView:
     def writer(path: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not _is_local(path):
             return FileSystemWriter(path, *args, **kwargs)
-        folder = Path(path)
-        return SafeWriter(
-            folder,
-            _topology(module),
-            folders.iteration_of(folder),
-            folders.publish_without_tracker,
-        )
+        return SafeWriter(Path(path), _topology(module))
 
     def reader(path: Any, *args: Any, **kwargs: Any) -> FileSystemReader:
         if _is_local(path):

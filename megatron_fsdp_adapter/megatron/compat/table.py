@@ -205,7 +205,7 @@ SAVES = (
         for name, ours, how, why in (
             ("FileSystemWriterAsync", f"{_BACKGROUND}:Target", stands, "writes"),
             ("save_state_dict_async_plan", f"{_SAVES}:plan", makes, "plans"),
-            ("save_state_dict_async_finalize", f"{_BACKGROUND}:Save.finish", stands, "finishes"),
+            ("save_state_dict_async_finalize", f"{_BACKGROUND}:Writing.finish", stands, "finishes"),
         )
     ),
     _saves(BRIDGE, "open", "opens", "opens the tracker", default=builtins.open),
