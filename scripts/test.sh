@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # or each of the many processes recompiles torch and Megatron
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
-# Buffers hold NaN until somebody writes them: it changes no result (tests/engine/test_engine_scenarios.py),
-# and shows who reads what nobody wrote. 0 leaves it out.
+# New buffers hold NaN. This changes no result (tests/engine/test_engine_scenarios.py), and shows reads
+# of memory that was never written. 0 switches it off.
 export MEGATRON_FSDP_ADAPTER_POISON=${MEGATRON_FSDP_ADAPTER_POISON:-1}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 

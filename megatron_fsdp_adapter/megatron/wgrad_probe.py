@@ -1,11 +1,12 @@
 """Probes what a module with a fused weight gradient does to `main_grad`.
 
-Whether a fused product overwrites `main_grad` or adds to it depends on the module's class, on the
-precision and on the release of Transformer Engine: 2.11 asks the *quantized* weight for the flag
+A fused weight-gradient GEMM overwrites `main_grad` or adds to it, depending on the module's class,
+the precision and the release of Transformer Engine: 2.11 reads the flag from the *quantized* weight
 in some layers, which never has it; 2.20 reads the flag in forward. A bucket that is taken for
-overwritten and was added to holds garbage, silently. So a small module of each class
-runs once in a process, in each precision that the model computes in, on a `main_grad` whose
-content shows afterwards what was done to it. What was not seen to overwrite is zeroed first.
+overwritten, but was added to, contains wrong sums, without an error. So a small module of each
+class runs once per process, in each precision that the model computes in. The contents of its
+`main_grad` then show what the GEMM does. A bucket that is not known to be overwritten is zeroed
+first.
 
 Modules of a class without a row in `MAKERS` are taken to add, as Megatron's DDP takes them.
 """
