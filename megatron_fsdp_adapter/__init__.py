@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .megatron.options.ddp_config import DistributedDataParallelConfig
     from .megatron.process_groups import create_all_gather_groups
     from .optim.memory import release_memory, return_memory
+    from .plain.as_megatron_fsdp import use_as_megatron_fsdp
     from .plain.fsdp2 import fully_shard
     from .plain.fully_shard import fully_shard_model
-    from .plain.megatron_fsdp_package import use_as_megatron_fsdp
     from .plain.optimizer import fully_shard_optimizer
     from .plain.torch_fsdp import leave_fsdp2, use_as_fsdp2
     from .sharding.distributed_index import FSDPDistributedIndex
@@ -47,7 +47,7 @@ _HOMES = {
     "return_memory": "optim.memory",
     "uninstall": "launch.installation",
     "use_as_fsdp2": "plain.torch_fsdp",
-    "use_as_megatron_fsdp": "plain.megatron_fsdp_package",
+    "use_as_megatron_fsdp": "plain.as_megatron_fsdp",
 }
 
 __all__ = [

@@ -6,7 +6,7 @@
         model, optimizer, mesh, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[Block]
     )
 
-`use_as_megatron_fsdp` makes `import megatron_fsdp` give them. Arguments that have no effect are
+`as_megatron_fsdp` is a package of that name with them. Arguments that have no effect are
 `HINTS`; those that cannot be followed are refused where they are given.
 """
 
@@ -130,14 +130,14 @@ OF_EXPERTS = (
 def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
     """The units among `named`, classes of modules below `module`; warns of the others. ValueError
     for what is no class."""
-    unknown: Any = named if isinstance(named, str | type) else [
-        one for one in named or () if not classes_of(module, [one])
-    ]
+    if isinstance(named, str | type):
+        raise_problems(SUBJECT, unit_problems(module, named))
+    classes = [(one, classes_of(module, [one])) for one in named or ()]
+    unknown = [one for one, kinds in classes if not kinds]
     raise_problems(SUBJECT, unit_problems(module, unknown))
     below = list(module.modules())[1:]
-    kinds = [(one, classes_of(module, [one])) for one in named or ()]
-    found = [one for one, kind in kinds if any(isinstance(child, kind) for child in below)]
-    left = [one for one in named or () if one not in found]
+    found = [one for one, kinds in classes if any(isinstance(child, kinds) for child in below)]
+    left = [one for one, _ in classes if one not in found]
     if left:
         warn(
             f"{UNITS}={left}: no module below {type(module).__name__} is of these classes, so "
@@ -255,10 +255,7 @@ class MegatronFSDP(FullyShardedModel):
         self.engine.finish_grads()
 
     attach_grad_to_optimizer_state = finish_grad_sync
-
-    def zero_grad_buffer(self) -> None:
-        """Forgets all gradients."""
-        self.engine.zero_grads()
+    zero_grad_buffer = FullyShardedModel.zero_grad
 
     def install_optimized_model_weights(self) -> None:
         """The next forward reads the weights as they are now."""

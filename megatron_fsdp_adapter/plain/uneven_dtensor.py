@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
-from ..dtensor import Chunks, UnevenDTensor, chunks_of, even_chunks, is_replicated, whole_tensor
+from ..dtensor import Chunks, UnevenDTensor, known_chunks, whole_tensor
 
 
 def _chunks(dtensor: DTensor) -> Chunks:
-    shape = tuple(dtensor.shape)
-    if is_replicated(dtensor):
-        return Chunks(((tuple(0 for _ in shape), shape),) if dtensor.numel() else ())
-    chunks = chunks_of(dtensor) or even_chunks(dtensor)
-    if chunks is None or len(chunks.boxes) > 1:
+    """The block that this rank has, if any; ValueError if it has several, or its place is unknown.
+    """
+    chunks = known_chunks(dtensor)
+    if len(chunks.boxes) > 1:
         raise ValueError(
-            f"dtensor={shape}, {dtensor.placements}: its rows on this rank are unknown, or more "
+            f"dtensor={tuple(dtensor.shape)}, {dtensor.placements}: its rows on this rank are more "
             "than one block. Pass a DTensor of a sharded model's state dict"
         )
     return chunks
@@ -37,10 +37,8 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
     """`state_dict`, whose DTensors torch DCP can save and load as they are."""
-    for value in state_dict.values():
-        if isinstance(value, dict):
-            preprocess_state_dict_for_uneven_dtensor(value)
-        elif isinstance(value, DTensor):
+    for value in tree_leaves(state_dict):
+        if isinstance(value, DTensor):
             _chunks(value)
     return state_dict
 

@@ -292,7 +292,7 @@ def test_signatures_are_those_of_the_package() -> None:
 
 
 IMPORTS = """
-from megatron_fsdp import MegatronFSDP, fully_shard, __version__
+from megatron_fsdp import DistributedDataParallelConfig, MegatronFSDP, fully_shard, __version__
 from megatron_fsdp.fully_shard import fully_shard_model, ShardingStrategy
 from megatron_fsdp.uneven_dtensor import gather_uneven_dtensor_to_full_tensor
 from megatron_fsdp.utils import FSDPDistributedIndex
