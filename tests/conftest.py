@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,25 @@ def shared_ranks(request: pytest.FixtureRequest) -> Any:
     from tests.distributed.shared_ranks import SharedRanks
 
     return SharedRanks(request.session.items)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Two ranks, of which only this one exists."""
+    from tests.engine.pretended import pretended_world
+
+    with pretended_world(2):
+        yield
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A gloo world of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(optionalhook=True)

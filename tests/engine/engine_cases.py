@@ -233,10 +233,6 @@ def domains_of(setup: Setup) -> dict[str, Any]:
     return dict(index.domains)
 
 
-def domain_of(setup: Setup, fqn: str) -> str:
-    return EXPERT if setup.split and ".down." in fqn else DENSE
-
-
 def writer_of(setup: Setup, managed: ManagedParam) -> WgradProtocol:
     kinds = (FusedLinear, EmulatedLinear)
     fused = isinstance(managed.slots[0][0], kinds) and managed.param.ndim == 2
@@ -262,7 +258,7 @@ def build(
     plans = partition(
         model,
         {} if setup.one_unit else units_of(model),
-        domain_of=lambda param, fqn: domain_of(setup, fqn),
+        domain_of=lambda param, fqn: EXPERT if setup.split and ".down." in fqn else DENSE,
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
         writer_of=lambda managed: writer_of(setup, managed),
         format_of=format_of,

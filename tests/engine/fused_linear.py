@@ -60,6 +60,42 @@ class FusedProduct(torch.autograd.Function):
         return grad @ weight, left_to_autograd(weight, by_weight, ctx.early)
 
 
+class HabitualProduct(torch.autograd.Function):
+    """`FusedProduct` with any habit in what it asks of a weight, and of which one. As
+    `module/linear.py` of Transformer Engine writes gradients: 2.11 "asks in backward", 2.20.2 "asks
+    in forward" and takes the function then too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.habit = weight, habit
+        ctx.early = getattr(weight, "overwrite_main_grad", False)
+        ctx.getter = getattr(weight, "get_main_grad", None)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        weight, (x, saved) = ctx.weight, ctx.saved_tensors
+        by_weight, main = grad.flatten(0, -2).t() @ x.flatten(0, -2), weight.main_grad
+        if hasattr(weight, "__fsdp_param__"):
+            asks_early = ctx.habit in ("asks in forward", "always overwrites")
+            main = ctx.getter() if asks_early else weight.get_main_grad()
+        if ctx.habit == "writes nothing":
+            return grad @ weight, by_weight, None
+        overwrites = {
+            "asks in backward": getattr(weight, "overwrite_main_grad", False),
+            "asks what it saved": getattr(saved, "overwrite_main_grad", False),
+            "asks in forward": ctx.early,
+            "asks for the flag in forward": ctx.early,
+            "asks the quantized weight": False,
+            "adds": False,
+            "always overwrites": True,
+        }
+        write = main.copy_ if overwrites[ctx.habit] else main.add_
+        write(by_weight)
+        return grad @ weight, None, None
+
+
 class FusedLinear(nn.Linear):
     """`nn.Linear` by way of `FusedProduct`, except where its weight is frozen."""
 

@@ -86,8 +86,7 @@ class PretendCommunicator(Communicator):
     def _all_reduce_max(self, tensor: torch.Tensor, same: torch.Tensor) -> None:
         tensor.mul_(1)
 
-    def _broadcast(self, tensor: torch.Tensor, same: torch.Tensor) -> None:
-        tensor.mul_(1)
+    _broadcast = _all_reduce_max
 
 
 class Work:

@@ -36,6 +36,7 @@ def play(script: str, rig: Any) -> None:
     more, last         of the step's microbatches more follow; the next one is the last
     forward 1          of a microbatch; backward, drop: of the oldest in flight, or of none
     failing A 2 in B   does B, in which the forward or backward A of layer 2 raises
+    caches 1           layers keep what they make of weights from one forward to the next; or not
     """
     losses = []
     for line in script.split("; "):
@@ -55,6 +56,9 @@ def play(script: str, rig: Any) -> None:
             with pytest.raises(Exploded):
                 play(" ".join(given[3:]).replace(" and ", "; "), rig)
             rig.model.explode = None
+        elif verb == "caches":
+            for layer in rig.model.layers:
+                layer.caches, layer.cached = given == ["1"], None
         else:
             getattr(rig, verb)(*(WORDS[one] if one in WORDS else int(one) for one in given))
 
@@ -71,15 +75,6 @@ def inner_module_called(rig: Loop) -> None:
     rig.finish()
     rig.optimizer_step()
     rig.step()
-
-
-def gradients_late(rig: Loop) -> None:
-    """The second microbatch uses what the first has made of weights: those nodes are older than its
-    own, so that autograd comes to them when the units are done."""
-    for caches in (True, True, False):
-        for layer in rig.model.layers:
-            layer.caches, layer.cached = caches, None
-        rig.step(microbatches=2)
 
 
 def gathered_while_main_weights_are_shown(rig: Any) -> None:
@@ -146,6 +141,9 @@ SCRIPTS = {
                        "zero; forward_backward; finish; load; optimizer_step",
     # Their updates are the last ones, and nothing gathers them.
     "layers_left_out": "path 01; step; step; step",
+    # The second microbatch uses what the first has made of weights: those nodes are older than its
+    # own, so that autograd comes to them when the units are done.
+    "gradients_late": "caches 1; step 2; caches 1; step 2; caches 0; step 2",
     # Each is said to be the last, and after the second the gradients are finished.
     "further_backwards": f"{FURTHER}; {FURTHER}",
     # After a step, with gathers in flight; with gradients; behind an evaluation; not to the end.
@@ -155,7 +153,7 @@ SCRIPTS = {
 }  # fmt: skip
 EVENTS: dict[str, Callable[[Any], None]] = {
     **{name: functools.partial(play, script) for name, script in SCRIPTS.items()},
-    "inner_module_called": inner_module_called, "gradients_late": gradients_late,
+    "inner_module_called": inner_module_called,
     "gathered_while_shown": gathered_while_main_weights_are_shown,
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +39,6 @@ class Answer:
     note: str = "none"
 
 
-@dataclass(slots=True)
-class Slim:
-    hidden: torch.Tensor
-
-
 class Plain:
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden, self.me = hidden, self
@@ -51,7 +46,7 @@ class Plain:
 
 OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "dataclass": Answer,
-    "dataclass with slots": Slim,
+    "dataclass with slots": make_dataclass("Slim", ["hidden"], slots=True),
     "object": Plain,
     "list of dataclasses in a dict": lambda hidden: {"all": [1, Answer(hidden)]},
     "dataclass of an object": lambda hidden: Answer(Plain(hidden)),  # type: ignore[arg-type]

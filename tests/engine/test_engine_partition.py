@@ -123,10 +123,6 @@ def test_units_say_whether_their_backward_reads_weights():
     assert [plan.backward_reads_weights for plan in plans] == [False, True, True]
 
 
-class _Own(nn.Embedding):
-    pass
-
-
 def _table(**attributes: Any) -> nn.Module:
     table = nn.Embedding(5, 3)
     for name, value in attributes.items():
@@ -143,7 +139,7 @@ def _hooked() -> nn.Module:
 LOOKS_UP: dict[str, tuple[nn.Module, bool]] = {
     "an embedding": (nn.Embedding(5, 3, padding_idx=1), True),
     "one with dropout": (nn.Sequential(nn.Embedding(5, 3), nn.Dropout()), True),
-    "a class of its own": (_Own(5, 3), False),
+    "a class of its own": (type("Own", (nn.Embedding,), {})(5, 3), False),
     "parametrized": (weight_norm(nn.Embedding(5, 3)), False),
     "with a hook": (_hooked(), False),
     "with a forward": (_table(forward=lambda rows: rows), False),

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
 from tests.engine.engine_cases import Rig, build
-from tests.engine.pretended import pretended_world
-from tests.engine.scenarios import ZERO_3
+from tests.engine.scenarios import ZERO_3, play
 from tests.engine.small_model import Setup
 
 FAR = LOOKAHEAD + 5
@@ -68,11 +67,9 @@ def test_what_is_expected_after_a_request(name):
 
 
 def begun() -> Rig:
-    """Inside a pretended world: behind a step, in a microbatch that is not the last."""
+    """Behind a step, in a microbatch that is not the last."""
     rig = build(Setup(ZERO_3))
-    rig.step()
-    rig.zero()
-    rig.last(False)
+    play("step; zero; more", rig)
     return rig
 
 
@@ -80,25 +77,23 @@ def gathered(rig: Rig) -> bool:
     return any(name.endswith(".weight") for name in rig.allocated())
 
 
-def test_with_a_forward_in_flight_its_backward_comes_next():
+def test_with_a_forward_in_flight_its_backward_comes_next(two_ranks):
     """As in a pipeline: nothing is gathered for a forward that may not come."""
-    with pretended_world(2):
-        rig = begun()
-        one, other = rig.loss(0), rig.loss(1)
-        rig.runtime.log.clear()
-        one.backward()
-        rig.last(True)
-        other.backward()
-        assert not any(entry.what == "all_gather embedding" for entry in rig.runtime.log)
-        assert not gathered(rig)
+    rig = begun()
+    one, other = rig.loss(0), rig.loss(1)
+    rig.runtime.log.clear()
+    one.backward()
+    rig.last(True)
+    other.backward()
+    assert not any(entry.what == "all_gather embedding" for entry in rig.runtime.log)
+    assert not gathered(rig)
 
 
-def test_what_was_gathered_for_a_forward_that_did_not_come_is_outdated():
+def test_what_was_gathered_for_a_forward_that_did_not_come_is_outdated(two_ranks):
     """A caller that ends the step after a microbatch that was not said to be the last."""
-    with pretended_world(2):
-        rig = begun()
-        rig.loss(0).backward()
-        assert gathered(rig)
-        rig.finish()
-        rig.optimizer_step()
-        assert not gathered(rig)
+    rig = begun()
+    rig.loss(0).backward()
+    assert gathered(rig)
+    rig.finish()
+    rig.optimizer_step()
+    assert not gathered(rig)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron_fsdp_adapter.core.engine import hooks
 from megatron_fsdp_adapter.core.engine.buffer_pool import plan_slots
 from megatron_fsdp_adapter.core.topology import DENSE
-from tests.engine.engine_cases import buffers_of, build, built
-from tests.engine.pretended import PretendCommunicator, pretended_world
+from tests.engine.engine_cases import buffers_of, built
+from tests.engine.pretended import PretendCommunicator
 from tests.engine.scenarios import EVENTS, ZERO_1, ZERO_3
 from tests.engine.small_model import Layer, Setup
 
@@ -114,9 +114,8 @@ def test_kept_gradients_are_not_received_in_memory_of_slots():
             seen.add(tuple(one.untyped_storage().data_ptr() in slots for one in both))
             return super().all_to_all(*both)
 
-    with pretended_world(2):
-        setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
-        rig = build(setup, None, Watched)
+    setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
+    with built(setup, None, Watched) as rig:
         of_units = [group.bucket_slot.memory for group in rig.engine.groups]
         slots.update(memory.data_ptr() for memory in of_units if memory is not None)
         slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())

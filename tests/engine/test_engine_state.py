@@ -19,7 +19,6 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, storage_byt
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
 from tests.engine import schedule
 from tests.engine.engine_cases import Rig, buffers_of, build, built, streamed_buffers
-from tests.engine.pretended import pretended_world
 from tests.engine.scenarios import INSTANCES, ZERO_1, ZERO_3
 from tests.engine.small_model import Loop, Setup, microbatch
 
@@ -29,12 +28,6 @@ LEGAL = {
     ("READY", "SHARDED"),
     ("GATHERING", "SHARDED"),
 }
-
-
-@pytest.fixture
-def world():
-    with pretended_world(2):
-        yield
 
 
 def test_the_table_has_the_legal_transitions_only():
@@ -80,7 +73,7 @@ READS = {
 
 
 @pytest.mark.parametrize("strategy", [ZERO_1, ZERO_3])
-def test_reading_a_resharded_parameter_names_it(world, strategy):
+def test_reading_a_resharded_parameter_names_it(two_ranks, strategy):
     """With kept weights the values are there, but older than the main weights."""
     rig = build(Setup(strategy))
     rig.step(sync=False)
@@ -91,7 +84,7 @@ def test_reading_a_resharded_parameter_names_it(world, strategy):
             pytest.fail(f"{name} reads it")
 
 
-def test_metadata_of_a_resharded_parameter_can_be_read(world):
+def test_metadata_of_a_resharded_parameter_can_be_read(two_ranks):
     rig = build(Setup())
     param = resharded(rig)
     assert isinstance(param, ReshardedParameter)
@@ -104,7 +97,7 @@ def test_metadata_of_a_resharded_parameter_can_be_read(world):
     assert isinstance(param, nn.Parameter) and torch.is_tensor(param)
 
 
-def test_gathered_parameters_count_writes_and_call_no_python(world):
+def test_gathered_parameters_count_writes_and_call_no_python(two_ranks):
     """While a unit computes no function of Python's is called for its parameters, and afterwards
     they are guarded."""
     rig = build(Setup())
@@ -132,7 +125,7 @@ def test_gathered_parameters_count_writes_and_call_no_python(world):
     assert copied.sum() == param.numel() and param.sum() != param.numel()
 
 
-def test_a_module_called_outside_its_unit_is_refused(world):
+def test_a_module_called_outside_its_unit_is_refused(two_ranks):
     """A child of a unit, which has no hooks of its own, sees resharded weights."""
     rig = build(Setup())
     rig.step()
@@ -160,7 +153,9 @@ def test_a_backward_after_the_reduction_is_an_error(strategy, options):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_optimizer_has_gradients_from_the_end_of_backwards_to_their_zeroing(world, strategy):
+def test_the_optimizer_has_gradients_from_the_end_of_backwards_to_their_zeroing(
+    two_ranks, strategy
+):
     rig = build(Setup(strategy))
     for _ in range(2):
         rig.forward_backward(2)
@@ -174,7 +169,7 @@ def test_the_optimizer_has_gradients_from_the_end_of_backwards_to_their_zeroing(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("path", [[0, 2], None], ids=["some layers", "no backward"])
-def test_units_that_no_backward_reached_have_gradients_of_zero(world, strategy, path):
+def test_units_that_no_backward_reached_have_gradients_of_zero(two_ranks, strategy, path):
     rig = build(Setup(strategy))
     if path is not None:
         rig.model.path = path
@@ -186,7 +181,7 @@ def test_units_that_no_backward_reached_have_gradients_of_zero(world, strategy, 
         assert grad.isfinite().all() and not (unused and grad.any())
 
 
-def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(world):
+def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(two_ranks):
     rig = build(Setup(frozen=True))
     rig.step()
     frozen = [pair for pair in rig.engine.pairs if not pair.unsharded.requires_grad]
@@ -196,13 +191,10 @@ def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(world):
         assert not pair.sharded.requires_grad and not hasattr(pair.group, "bucket")
 
 
-# Exceptions.
-
-
 # What is shown.
 
 
-def test_the_tree_shows_one_identity_or_the_other(world):
+def test_the_tree_shows_one_identity_or_the_other(two_ranks):
     rig = build(Setup(tied=True))
     pair = next(p for p in rig.engine.pairs if len(p.managed.fqns) == 2)
     assert pair.managed.fqns == ("embedding.weight", "head.weight")
@@ -217,7 +209,7 @@ def test_the_tree_shows_one_identity_or_the_other(world):
     assert rig.model.embedding.weight is rig.model.head.weight is pair.sharded
 
 
-def test_raw_parameters_are_views_of_one_storage_for_life(world):
+def test_raw_parameters_are_views_of_one_storage_for_life(two_ranks):
     """Also of the same address: backward reads what forward saved."""
     rig = build(Setup())
     storages = [pair.unsharded.untyped_storage()._cdata for pair in rig.engine.pairs]
@@ -228,7 +220,7 @@ def test_raw_parameters_are_views_of_one_storage_for_life(world):
     assert [pair.unsharded.storage_offset() for pair in rig.engine.pairs] == offsets
 
 
-def test_nothing_transient_is_alive_behind_an_evaluation_and_between_steps(world):
+def test_nothing_transient_is_alive_behind_an_evaluation_and_between_steps(two_ranks):
     rig = build(Setup())
     kinds = {name: name.rpartition(".")[2] for name, _ in buffers_of(rig.engine)}
     main, grads = ({name for name in kinds if kinds[name] == kind} for kind in ("main", "grad"))
@@ -243,7 +235,9 @@ def test_nothing_transient_is_alive_behind_an_evaluation_and_between_steps(world
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_after_a_part_of_a_schedule_that_raises_the_next_step_is_like_any_other(world, strategy):
+def test_after_a_part_of_a_schedule_that_raises_the_next_step_is_like_any_other(
+    two_ranks, strategy
+):
     rig = build(Setup(strategy, scheduled=True))
     passes = schedule.Passes(rig, 0)
     passes.forward(0)
@@ -260,7 +254,7 @@ def test_after_a_part_of_a_schedule_that_raises_the_next_step_is_like_any_other(
 # Main weights in host memory, and those of domains of one rank.
 
 
-def test_the_first_units_are_loaded_when_the_backwards_are_over(world):
+def test_the_first_units_are_loaded_when_the_backwards_are_over(two_ranks):
     """Behind nothing that the backward does; they go when no step follows, or main weights are
     written."""
     rig = build(Setup(adam=True, offload=True))
@@ -288,21 +282,21 @@ def test_the_first_units_are_loaded_when_the_backwards_are_over(world):
      {"recipe": "current"}],
     ids=str,
 )  # fmt: skip
-def test_main_weights_that_are_compute_weights_or_quantized_stay_on_the_device(world, changes):
+def test_main_weights_that_are_compute_weights_or_quantized_stay_on_the_device(two_ranks, changes):
     for strategy in (ZERO_1, ZERO_3):
         for group in build(Setup(strategy, adam=True, offload=True, **changes)).engine.groups:
             stays = group.main_dtype == group.key.dtype or group.key.quantized is not None
             assert group.main_on_host == (group.key.requires_grad and not stays)
 
 
-def test_main_weights_of_one_rank_in_the_compute_dtype_are_the_compute_weights(world):
+def test_main_weights_of_one_rank_in_the_compute_dtype_are_the_compute_weights(two_ranks):
     rig = build(Setup(split=True, whole=True, main_params=None))
     shared = {group.key.domain: group.main is group.weights[0] for group in rig.engine.groups}
     assert shared == {DENSE: False, EXPERT: True}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_looking_for_gradients_that_are_not_finite_reads_each_buffer_once(world, strategy):
+def test_looking_for_gradients_that_are_not_finite_reads_each_buffer_once(two_ranks, strategy):
     """Off it costs nothing, and on the parameters are looked at in place of segments."""
     found = []
     for check_by in (None, "unit", "parameter"):

@@ -78,22 +78,13 @@ def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, 
 def test_evaluations_before_and_after_a_forward_delay_no_reduction():
     """Of units that keep gradients, and of those that do not."""
     found = []
-    for evaluates in (False, True):
-        with built(SCENARIOS["kept"].setup(ZERO_3)) as rig:
-            with rig.watch():
-                rig.step()
-                rig.zero()
-                if evaluates:
-                    rig.evaluate()
-                loss = rig.loss()
-                if evaluates:
-                    rig.evaluate()
-                rig.runtime.log.clear()
-                loss.backward()
-            found.append([
-                line for line in schedule(rig.runtime)
-                if line.startswith(("reduce ", "compute backward "))
-            ])  # fmt: skip
+    for evaluate in ("", "evaluate; "):
+        with built(SCENARIOS["kept"].setup(ZERO_3)) as rig, rig.watch():
+            play(f"step; zero; {evaluate}forward 0; {evaluate}backward", rig)
+        found.append([
+            line for line in schedule(rig.runtime)
+            if line.startswith(("reduce ", "compute backward "))
+        ])  # fmt: skip
     assert found[0] == found[1]
 
 

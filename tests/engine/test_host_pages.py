@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +30,7 @@ def test_a_view_keeps_it() -> None:
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_all_its_pages_are_there_and_go_with_it() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ class Diary:
 
     def __init__(self) -> None:
         self.runtime, self.lines = HostRuntime(), list[str]()
+        self.synchronize, self.abandon = self.runtime.synchronize, self.runtime.abandon
         self.events: dict[str, Any] = {}
 
     def work(self, name: str) -> Any:
@@ -46,12 +48,6 @@ class Diary:
 
     def wait(self, role: str, event: str = "last") -> None:
         self.runtime.wait(role, self.events[event])
-
-    def synchronize(self) -> None:
-        self.runtime.synchronize()
-
-    def abandon(self) -> None:
-        self.runtime.abandon()
 
 
 QUEUES: dict[str, tuple[list[tuple[str, ...] | tuple[Any, ...]], str]] = {
@@ -131,21 +127,16 @@ def test_a_task_that_raises_is_raised_where_it_is_waited_for():
 
 
 def test_a_wait_that_is_interrupted_starts_nothing_twice():
-    diary = Diary()
-
-    def wait() -> None:
-        diary.lines.append("wait late")
-        if diary.lines.count("wait late") == 1:
-            raise KeyboardInterrupt
-
-    diary.work = lambda name: SimpleNamespace(wait=wait)  # type: ignore[method-assign]
-    diary.submit(GATHER, "late", 1)
+    diary, late = Diary(), mock.Mock(side_effect=[KeyboardInterrupt, None])
+    task = mock.Mock(return_value=[SimpleNamespace(wait=late)])
+    diary.runtime.submit(GATHER, task)
     diary.submit(GATHER, "b")
     diary.record(GATHER)
     with pytest.raises(KeyboardInterrupt):
         diary.wait(COMPUTE)
+    assert diary.lines == []
     diary.wait(COMPUTE)
-    assert diary.lines == ["start late", "wait late", "wait late", "start b"]
+    assert (diary.lines, task.call_count, late.call_count) == (["start b"], 1, 2)
 
 
 def test_storage_comes_and_goes():
@@ -207,44 +198,35 @@ def test_a_group_of_one_launches_nothing(monkeypatch):
         assert torch.equal(source, target)
 
 
+COALESCED = ["coalesced", "coalesced().__enter__", *["_all_gather"] * 2, "coalesced().__exit__"]
+
+
 @pytest.mark.parametrize(
     ("backend", "method", "launched", "returned"),
     [
-        ("gloo", "all_gather", "_all_gather async, _all_gather async", 2),
-        ("gloo", "reduce_scatter", "_reduce_scatter async, _reduce_scatter async", 2),
-        ("gloo", "all_reduce", "all_reduce async, all_reduce async", 2),
-        ("nccl", "all_gather", "begin, _all_gather enqueued, _all_gather enqueued, end", 0),
+        ("gloo", "all_gather", ["_all_gather"] * 2, 2),
+        ("gloo", "reduce_scatter", ["_reduce_scatter"] * 2, 2),
+        ("gloo", "all_reduce", ["all_reduce"] * 2, 2),
+        ("nccl", "all_gather", COALESCED, 0),
     ],
 )
 def test_gloo_gives_works_and_nccl_coalesces_in_the_order_of_the_stream(
     monkeypatch, backend, method, launched, returned
 ):
-    calls: list[str] = []
-
-    def collective(name: str) -> Any:
-        def call(*tensors: Any, group: Any, async_op: bool) -> str:
-            calls.append(f"{name} {'async' if async_op else 'enqueued'}")
-            return name
-
-        return call
-
-    @contextlib.contextmanager
-    def coalesced(**options: Any) -> Any:
-        calls.append("begin")
-        yield
-        calls.append("end")
-
+    told = mock.MagicMock()
     monkeypatch.setattr(comm, "is_stream_ordered", lambda *_: STREAM_ORDERED[backend])
     for owner, name in ((comm, "_all_gather"), (comm, "_reduce_scatter"), (dist, "all_reduce")):
-        monkeypatch.setattr(owner, name, collective(name))
-    monkeypatch.setattr(comm, "_coalescing_manager", coalesced)
+        monkeypatch.setattr(owner, name, getattr(told, name))
+    monkeypatch.setattr(comm, "_coalescing_manager", told.coalesced)
     with pretended_world(2):
         two = Communicator(dist.group.WORLD, torch.device("cpu"))
         one = torch.zeros(4) if method == "all_reduce" else (torch.zeros(4), torch.zeros(4))
         assert len(getattr(two, method)([one, one])) == returned
-        assert ", ".join(calls) == launched
+        assert [name for name, _, _ in told.mock_calls] == launched
         getattr(two, method)([one])
-        assert calls[-1] == launched.split(", ")[1], "alone it is not coalesced"
+    assert told.mock_calls[-1][0] == launched[-2], "alone it is not coalesced"
+    asked = {given["async_op"] for _, _, given in told.mock_calls if "async_op" in given}
+    assert asked == {backend == "gloo"}
 
 
 @pytest.mark.parametrize("is_known", (False, True))

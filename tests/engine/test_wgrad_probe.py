@@ -33,46 +33,9 @@ from megatron_fsdp_adapter.megatron.wgrad_probe import (
     observed,
     read_by_operations,
 )
+from tests.engine.fused_linear import HabitualProduct
 
 CPU = torch.device("cpu")
-
-
-class _Product(torch.autograd.Function):
-    """As `module/linear.py` of Transformer Engine writes gradients: 2.11 "asks in backward", 2.20.2
-    "asks in forward" and takes the function then too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.habit = weight, habit
-        ctx.early = getattr(weight, "overwrite_main_grad", False)
-        ctx.getter = getattr(weight, "get_main_grad", None)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        weight, by_weight = ctx.weight, grad.t() @ ctx.saved_tensors[0]
-        saved = ctx.saved_tensors[1]
-        main = weight.main_grad
-        if hasattr(weight, "__fsdp_param__"):
-            asks_early = ctx.habit in ("asks in forward", "always overwrites")
-            main = ctx.getter() if asks_early else weight.get_main_grad()
-        overwrites = {
-            "asks in backward": getattr(weight, "overwrite_main_grad", False),
-            "asks what it saved": getattr(saved, "overwrite_main_grad", False),
-            "asks in forward": ctx.early,
-            "asks for the flag in forward": ctx.early,
-            "asks the quantized weight": False,
-            "adds": False,
-            "always overwrites": True,
-        }
-        if ctx.habit == "writes nothing":
-            return grad @ weight, by_weight, None
-        if overwrites[ctx.habit]:
-            main.copy_(by_weight)
-        else:
-            main.add_(by_weight)
-        return grad @ weight, None, None
 
 
 class Fusing(nn.Module):
@@ -86,7 +49,7 @@ class Fusing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight, habit in zip(self.weights, self.habits, strict=True):
-            x = _Product.apply(x, weight, habit)
+            x = HabitualProduct.apply(x, weight, habit)
         return x * self.norm
 
 
@@ -133,27 +96,29 @@ def test_looking_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_histories_of_transformer_engine_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_histories_of_transformer_engine_are_as_before(
+    monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
     """In both of the forms that its tables have had."""
 
     class Tables:
         __slots__ = ("autocast_depth", "fp8_tensors_recompute_buffer", "global_amax_buffer")
 
-    for nested in (False, True):
-        tables = Tables()
-        tables.global_amax_buffer, tables.autocast_depth = {"key": [1]}, 3
-        tables.fp8_tensors_recompute_buffer = [2]
-        manager = SimpleNamespace(quantization_state=tables) if nested else tables
-        module = SimpleNamespace(FP8GlobalStateManager=manager)
-        monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
-        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace())
-        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", module)
-        with wgrad_probe._te_histories_kept():
-            tables.global_amax_buffer["key"].append(7)
-            tables.global_amax_buffer["other"] = [8]
-            tables.fp8_tensors_recompute_buffer.append(9)
-        assert tables.global_amax_buffer == {"key": [1]} and tables.autocast_depth == 3
-        assert tables.fp8_tensors_recompute_buffer == [2]
+    tables = Tables()
+    tables.global_amax_buffer, tables.autocast_depth = {"key": [1]}, 3
+    tables.fp8_tensors_recompute_buffer = [2]
+    manager = SimpleNamespace(quantization_state=tables) if nested else tables
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    fp8 = SimpleNamespace(FP8GlobalStateManager=manager)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", fp8)
+    with wgrad_probe._te_histories_kept():
+        tables.global_amax_buffer["key"].append(7)
+        tables.global_amax_buffer["other"] = [8]
+        tables.fp8_tensors_recompute_buffer.append(9)
+    assert tables.global_amax_buffer == {"key": [1]} and tables.autocast_depth == 3
+    assert tables.fp8_tensors_recompute_buffer == [2]
 
 
 def test_a_recipe_reduces_nothing_while_looking() -> None:
@@ -173,15 +138,13 @@ def test_a_recipe_reduces_nothing_while_looking() -> None:
     assert wgrad_probe.without_reductions(tensorwise) is tensorwise
 
 
-class _Base(nn.Module):
-    __module__ = "transformer_engine.pytorch.module.layernorm_linear"
-    __qualname__ = __name__ = "LayerNormLinear"
+_Base = type(
+    "LayerNormLinear", (nn.Module,),
+    {"__module__": "transformer_engine.pytorch.module.layernorm_linear"},
+)  # fmt: skip
 
 
-_Base.__name__ = "LayerNormLinear"
-
-
-class ColumnParallel(_Base):
+class ColumnParallel(_Base):  # type: ignore[misc, valid-type]
     pass
 
 
@@ -305,9 +268,7 @@ def test_products_that_no_kernel_writes_are_refused(makers: dict[str, Maker]) ->
     assert looks(nn.Linear(2, 2), torch.float16) == UNKNOWN
 
 
-@dataclass
-class _Owner:
-    fuse_wgrad_accumulation: bool = True
+OWNER = SimpleNamespace(fuse_wgrad_accumulation=True)
 
 
 def _managed(*owners: Any, frozen: bool = False, ndim: int = 2) -> ManagedParam:
@@ -329,13 +290,13 @@ WRITERS = {
 
 @pytest.mark.parametrize("seen", WRITERS)
 def test_what_was_not_seen_to_overwrite_is_cleared_first(seen: Observed) -> None:
-    assert grad_writer(_managed(_Owner()), lambda *asked: seen) is WRITERS[seen]
+    assert grad_writer(_managed(OWNER), lambda *asked: seen) is WRITERS[seen]
 
 
 def test_who_neither_adds_nor_overwrites_is_refused() -> None:
     for seen in (Observed(False), Observed(False, False, True)):
-        with pytest.raises(ValueError, match="_Owner neither adds .* Set gradient_accum"):
-            grad_writer(_managed(_Owner()), lambda *asked, s=seen: s)
+        with pytest.raises(ValueError, match="SimpleNamespace neither adds .* Set gradient_accum"):
+            grad_writer(_managed(OWNER), lambda *asked, s=seen: s)
 
 
 def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
@@ -347,13 +308,13 @@ def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "options"),
-    [(SimpleNamespace(), {}), (_Owner(), {"frozen": True}), (_Owner(), {"ndim": 1}),
-     (_Owner(fuse_wgrad_accumulation=False), {})],
+    [(SimpleNamespace(), {}), (OWNER, {"frozen": True}), (OWNER, {"ndim": 1}),
+     (SimpleNamespace(fuse_wgrad_accumulation=False), {})],
 )  # fmt: skip
 def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write(
     owner: Any, options: dict[str, Any]
 ) -> None:
     looks = mock.Mock()
     assert grad_writer(_managed(owner, **options), looks) is WgradProtocol.AUTOGRAD
-    assert grad_writer(_managed(_Owner()), None) is WgradProtocol.AUTOGRAD
+    assert grad_writer(_managed(OWNER), None) is WgradProtocol.AUTOGRAD
     looks.assert_not_called()
