@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.distributed.gpt import STRATEGIES, Trainer, build_trainer
+from tests.engine.pretended import pretended_world
 from tests.on_the_cpu import cpu_mode_inside
 from tests.one_rank import as_one_of_many
 
@@ -35,7 +35,5 @@ def trainer(request: pytest.FixtureRequest, one_rank: torch.device) -> Trainer:
 @pytest.fixture
 def four_fake_ranks() -> Iterator[None]:
     """Rank 0 of four ranks of which the others do not exist: whatever waits for them is wrong."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    with cpu_mode_inside():
+    with pretended_world(4), cpu_mode_inside():
         yield
-    dist.destroy_process_group()

@@ -46,39 +46,21 @@ def no_collectives(monkeypatch: pytest.MonkeyPatch, four_fake_ranks: None) -> It
         parallel_state.destroy_model_parallel()
 
 
-def groups(**ranks: list[int]) -> ProcessGroupCollection:
-    """A collection for a world of four data-parallel ranks, with some groups replaced."""
+def groups(**ranks: list[int] | None) -> ProcessGroupCollection:
+    """A collection for a world of four data-parallel ranks, with some groups replaced, or without
+    those that are None."""
     everyone, alone = [0, 1, 2, 3], [0]
     chosen = {"dp": everyone, "dp_cp": everyone, "intra_dp_cp": everyone, "expt_dp": everyone,
               "tp": alone, "pp": alone, "cp": alone, "ep": alone, "mp": alone, **ranks}  # fmt: skip
     collection = ProcessGroupCollection()
     for name, members in chosen.items():
-        setattr(collection, name, dist.new_group(members))
+        if members is not None:
+            setattr(collection, name, dist.new_group(members))
     return collection
 
 
-def without(name: str) -> ProcessGroupCollection:
-    collection = groups()
-    delattr(collection, name)
-    return collection
-
-
-class Frozen(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.requires_grad_(False)
-
-
-class OnTwoDevices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.here, self.there = nn.Linear(3, 3), nn.Linear(3, 3, device="meta")
-
-
-class WithExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(3, 3)])
+def frozen() -> nn.Module:
+    return nn.Linear(3, 3).requires_grad_(False)
 
 
 def compiled_in_place() -> nn.Module:
@@ -126,7 +108,7 @@ BAD: dict[str, Bad] = {
     ),
     "no data-parallel group": Bad(
         ("pg_collection.dp_cp is missing", "Pass a ProcessGroupCollection that has it"),
-        groups=lambda: without("dp_cp"),
+        groups=lambda: groups(dp_cp=None),
     ),
     "no groups at all": Bad(
         ("pg_collection=None", "parallel_state.initialize_model_parallel()"), groups=lambda: None
@@ -168,12 +150,14 @@ BAD: dict[str, Bad] = {
         ddp={"megatron_fsdp_main_params_dtype": torch.bfloat16},
     ),
     "no trainable parameter": Bad(
-        ("module=Frozen has no trainable parameter", "Set requires_grad"), module=Frozen
+        ("module=Linear has no trainable parameter", "Set requires_grad"), module=frozen
     ),
     "no parameter": Bad(("module=GELU has no trainable parameter",), module=nn.GELU),
     "a parameter on the meta device": Bad(
         ("there.weight is on the meta device", "Set init_model_with_meta_device=True"),
-        module=OnTwoDevices,
+        module=lambda: nn.ModuleDict(
+            {"here": nn.Linear(3, 3), "there": nn.Linear(3, 3, device="meta")}
+        ),
     ),
     "another device than the parameters'": Bad(
         ("device=meta", "are on cpu", "leave the argument out"), options={"device": "meta"}
@@ -184,10 +168,11 @@ BAD: dict[str, Bad] = {
     ),
     "module compiled by its method": Bad(
         ("module 0: compiled modules are not tested", "Wrap the original module"),
-        module=lambda: compiled_in_place(),
+        module=compiled_in_place,
     ),
     "expert parameters without a group for them": Bad(
-        ("kind 'expert'", "Pass expt_dp"), module=WithExperts, groups=lambda: without("expt_dp")
+        ("kind 'expert'", "Pass expt_dp"), groups=lambda: groups(expt_dp=None),
+        module=lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3)])}),
     ),
 }
 
@@ -224,7 +209,7 @@ def test_all_problems_are_listed_at_once() -> None:
         (),
         ddp={"data_parallel_sharding_strategy": "zero3", "fp8_param_gather": True},
         config={"enable_autocast": True},
-        module=Frozen,
+        module=frozen,
         groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
         options={"fsdp_unit_modules": [nn.Conv2d, nn.LSTM], "device": "meta"},
     )

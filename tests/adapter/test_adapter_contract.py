@@ -42,11 +42,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 DEVICE = torch.device("cpu")
 
 
-@pytest.fixture
-def sharded() -> Trainer:
-    return build_trainer(CASE, "optim_grads_params", DEVICE)
-
-
 def data(number: int = 0) -> list[torch.Tensor]:
     return batches(CASE, number, 0, DEVICE)
 
@@ -68,13 +63,13 @@ def shown(trainer: Trainer) -> str:
 # Depth and attributes.
 
 
-def test_attributes_that_megatron_must_find_on_the_model(sharded: Trainer) -> None:
+def test_attributes_that_megatron_must_find_on_the_model(trainer: Trainer) -> None:
     """`get_attr_wrapped_model` takes them from the first level that has them (trap S4)."""
     names = {
         "pre_process", "decoder", "share_embeddings_and_output_weights", "set_input_tensor",
         "model_type", "xattn_needed", "pg_collection", "build_schedule_plan", "vp_stage",
     }  # fmt: skip
-    for level in (sharded.wrapper, sharded.wrapper.module):
+    for level in (trainer.wrapper, trainer.wrapper.module):
         assert {name for name in names if hasattr(level, name)} == set()
 
 
@@ -301,7 +296,8 @@ def test_weights_of_the_last_step_are_never_read_in_silence(trainer: Trainer) ->
     with pytest.raises(RuntimeError, match="not gathered"):
         raw.sum()
     trainer.wrapper.start_param_sync(force_sync=True)
-    assert torch.equal(raw.detach(), _main_weight(trainer, raw))
+    pair = next(pair for pair in trainer.wrapper.engine.pairs if pair.unsharded is raw)
+    assert torch.equal(raw.detach(), full_all({"main": pair.sharded})["main"])
 
 
 def test_a_step_in_a_graph_is_an_error_as_its_replays_outdate_nothing(trainer: Trainer) -> None:
@@ -312,11 +308,6 @@ def test_a_step_in_a_graph_is_an_error_as_its_replays_outdate_nothing(trainer: T
         pytest.raises(RuntimeError, match="Take the step outside of the graph"),
     ):
         buffer.copy_main_weights_to_model_weights()
-
-
-def _main_weight(trainer: Trainer, raw: nn.Parameter) -> torch.Tensor:
-    pair = next(pair for pair in trainer.wrapper.engine.pairs if pair.unsharded is raw)
-    return full_all({"": pair.sharded})[""]
 
 
 def test_units_by_default_and_by_name() -> None:

@@ -64,7 +64,8 @@ def test_keys_and_names(bf16: bool) -> None:
 
 
 def test_values_are_dtensors_over_the_main_weights(trainer: Trainer) -> None:
-    """A load in place writes through them; they know their place in a checkpoint."""
+    """Those of the moment (trap C2: a state dict made at construction was saved for the rest of the
+    run). A load in place writes through them; they know their place in a checkpoint."""
     train_step(trainer, data())
     state = trainer.wrapper.state_dict()
     params = dict(trainer.wrapper.module.named_parameters())
@@ -87,17 +88,6 @@ def test_state_dict_of_any_module_below_shows_optimizer_parameters(trainer: Trai
         state = module.state_dict()
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
         assert tensors and all(isinstance(value, DTensor) for value in tensors)
-
-
-def test_values_are_those_of_the_moment(trainer: Trainer) -> None:
-    """Trap C2: a state dict made at construction was saved for the rest of the run."""
-    first = values(trainer.wrapper.state_dict())
-    train_step(trainer, data())
-    second = values(trainer.wrapper.state_dict())
-    assert any(not torch.equal(first[key], second[key]) for key in first)
-    trainer.wrapper.stop_communication()
-    for name, param in trainer.wrapper.module.named_parameters():
-        assert torch.equal(second[name], param._local_tensor)
 
 
 DEPTHS: dict[str, Callable[[str], str]] = {

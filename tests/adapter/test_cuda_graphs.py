@@ -32,13 +32,6 @@ CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
 CPU = torch.device("cpu")
 
 
-def capturing_trainer(strategy: str) -> tuple[Trainer, Any]:
-    """And what stands for `is_current_stream_capturing` of torch 2.11 and 2.13: a flag `now`."""
-    trainer, flag = build_trainer(CASE, strategy, CPU), SimpleNamespace(now=False)
-    trainer.wrapper.captures = FullIterationGraphs(trainer.wrapper.engine, lambda: flag.now)
-    return trainer, flag
-
-
 def capture(trainer: Trainer, flag: Any, step: int) -> None:
     """As core does: gradients are forgotten outside, all microbatches and the end inside."""
     trainer.wrapper.zero_grad_buffer()
@@ -54,8 +47,10 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
     """What the training loop does around a replay, which itself runs no Python and gathers by
     itself. Evaluations may be captured, too. Not even an eager step that forgets gradients takes
     their storage: the next replay writes to the same addresses."""
-    trainer, flag = capturing_trainer(strategy)
+    # What stands for `is_current_stream_capturing` of torch 2.11 and 2.13: a flag `now`.
+    trainer, flag = build_trainer(CASE, strategy, CPU), SimpleNamespace(now=False)
     engine = trainer.wrapper.engine
+    trainer.wrapper.captures = FullIterationGraphs(engine, lambda: flag.now)
     free_run(trainer, 0, 1, CPU)
     engine.quantization = mock.MagicMock(at_once=False)
     engine.quantization.is_pending.return_value = False

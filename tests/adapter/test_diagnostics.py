@@ -4,13 +4,11 @@ report of a failure."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.core.config import STRATEGIES
@@ -65,22 +63,15 @@ def test_long_lists_of_ranks_are_abbreviated() -> None:
 # The report of a failure raises nothing of its own.
 
 
-@pytest.fixture
-def two_fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setitem(comm.STREAM_ORDERED, "fake", True)
-    monkeypatch.setattr(building, "verify_same_model", lambda *_: None)
-    monkeypatch.setattr(fault_report, "timeout_of", lambda *_: 60.0)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_broadcast_that_fails_after_the_first_unit_is_named(
-    two_fake_ranks: None, monkeypatch: pytest.MonkeyPatch, strategy: str
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     """Before: "data_ptr reads parameter ..., whose weights are not gathered", an error of the
     error's own, since looking for the name read parameters of units that were resharded."""
+    monkeypatch.setitem(comm.STREAM_ORDERED, "fake", True)
+    monkeypatch.setattr(building, "verify_same_model", lambda *_: None)
+    monkeypatch.setattr(fault_report, "timeout_of", lambda *_: 60.0)
     carried: list[torch.Tensor] = []
 
     def broadcast(tensor: torch.Tensor, *_: Any, **__: Any) -> None:

@@ -27,21 +27,16 @@ GRID = {  # of rank 0 in eight ranks
 }  # fmt: skip
 
 
-class Sizes:
-    """The sizes of `GRID`."""
-
-    tensor_model_parallel_size = 2
-    pipeline_model_parallel_size = 2
-    context_parallel_size = 2
-    expert_model_parallel_size = 2
-    expert_tensor_parallel_size = 1
-
-    def __init__(self, num_moe_experts: int | None) -> None:
-        self.num_moe_experts = num_moe_experts
+SIZES = {
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2,
+    "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+}  # fmt: skip
+"""Those of `GRID`."""
 
 
 def problems(num_moe_experts: int | None = 4, **ranks: tuple[int, ...]) -> str:
-    return "\n".join(group_problems.group_problems(Sizes(num_moe_experts), {**GRID, **ranks}))
+    config = SimpleNamespace(**SIZES, num_moe_experts=num_moe_experts)
+    return "\n".join(group_problems.group_problems(config, {**GRID, **ranks}))
 
 
 def test_a_grid_has_no_problem(one_rank: torch.device) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp_adapter.sharding.module_problems import module_problems
@@ -86,16 +84,12 @@ def test_a_parameter_that_no_buffer_can_hold_is_an_early_error(name: str) -> Non
         assert str(caught.value).count("\n  - ") <= 2
 
 
-def test_a_parameter_that_is_a_dtensor_is_an_early_error() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        model = Odd(distribute_tensor(torch.ones(4, 3), mesh, [Replicate()]))
-        for shards in (fully_shard_model, fully_shard):
-            with pytest.raises(ValueError, match=r"parameter odd .* it is a DTensor.*parallelize"):
-                shards(model)
-    finally:
-        dist.destroy_process_group()
+def test_a_parameter_that_is_a_dtensor_is_an_early_error(two_ranks: None) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = Odd(distribute_tensor(torch.ones(4, 3), mesh, [Replicate()]))
+    for shards in (fully_shard_model, fully_shard):
+        with pytest.raises(ValueError, match=r"parameter odd .* it is a DTensor.*parallelize"):
+            shards(model)
 
 
 GOOD: dict[str, Callable[[], nn.Module]] = {

@@ -136,14 +136,11 @@ def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) 
 # Options of activation offload.
 
 
-LAYERS = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23)
-
-
 def _wrap(device: torch.device, **options: Any) -> FullyShardedDataParallel:
-    model = build_model(LAYERS, device)
+    model = build_model(CASE.but(num_layers=2), device)
     for name, value in options.items():
         setattr(model.config, name, value)
-    return FullyShardedDataParallel(model.config, ddp_config(LAYERS, "optim_grads_params"), model)
+    return FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
 
 
 def test_offload_of_layers_is_accepted_where_core_has_it(one_rank: torch.device) -> None:

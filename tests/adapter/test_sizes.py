@@ -48,15 +48,15 @@ def ours(options: dict[str, Any]) -> list[list[int]] | None:
         return None
 
 
-def _choices() -> list[dict[str, Any]]:
-    found = [
+def test_layers_of_stages_are_those_that_core_builds_and_what_it_refuses_is_refused() -> None:
+    choices = [
         {"num_layers": layers, "pipeline_model_parallel_size": stages,
          "virtual_pipeline_model_parallel_size": virtual,
          "num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
         for layers, stages, virtual, first, last in product(
             range(1, 13), (2, 3, 4), (None, 2, 3), (None, 1, 2, 4), (None, 1, 2, 4))
     ]  # fmt: skip
-    found += [
+    choices += [
         {"num_layers": layers, "pipeline_model_parallel_size": stages,
          "virtual_pipeline_model_parallel_size": virtual,
          "account_for_embedding_in_pipeline_split": embedding,
@@ -64,11 +64,6 @@ def _choices() -> list[dict[str, Any]]:
         for layers, stages, virtual, embedding, loss in product(
             range(1, 13), (2, 3, 4), (None, 2, 3), (False, True), (False, True))
     ]  # fmt: skip
-    return found
-
-
-def test_layers_of_stages_are_those_that_core_builds_and_what_it_refuses_is_refused() -> None:
-    choices = _choices()
     differ = [one for one in choices if ours(one) != layers_of_core(one)]
     assert not differ
     built = [one for one in choices if ours(one)]

@@ -88,10 +88,11 @@ def test_every_parameter_of_a_model_is_marked_on_both_identities(one_rank: torch
     for name, shown in wrapper.named_parameters():
         assert shown._tensor_parallel_mode == shown.orig_param._tensor_parallel_mode
         modes[name.removeprefix("module.module.")] = shown._tensor_parallel_mode
-    layer_name = "decoder.layers.0"
-    assert modes["embedding.word_embeddings.weight"] == "column"
-    assert modes[f"{layer_name}.self_attention.linear_proj.weight"] == "row"
-    assert modes[f"{layer_name}.self_attention.linear_proj.bias"] == "replicated"
-    assert modes[f"{layer_name}.mlp.linear_fc1.bias"] == "column"
-    assert modes[f"{layer_name}.input_layernorm.weight"] == "replicated"
-    assert modes["output_layer.weight"] == "column"
+    assert modes.items() >= {
+        "embedding.word_embeddings.weight": COLUMN,
+        "decoder.layers.0.self_attention.linear_proj.weight": ROW,
+        "decoder.layers.0.self_attention.linear_proj.bias": WHOLE,
+        "decoder.layers.0.mlp.linear_fc1.bias": COLUMN,
+        "decoder.layers.0.input_layernorm.weight": WHOLE,
+        "output_layer.weight": COLUMN,
+    }.items()
