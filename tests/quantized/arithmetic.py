@@ -50,19 +50,7 @@ def scales_of(amaxes: torch.Tensor, powers: bool = False, epsilon: float = 0.0) 
     return torch.tensor(found).view(amaxes.shape)
 
 
-def rounded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return weight.to(dtype).float()
-
-
 # One scale for 128 x 128.
-
-
-def block_amax(weight: torch.Tensor) -> torch.Tensor:
-    """(ceil(M / 128), ceil(K / 128))."""
-    rows, columns = weight.shape
-    padded = torch.zeros(up(rows, 128), up(columns, 128))
-    padded[:rows, :columns] = weight.abs().nan_to_num(0.0, math.inf)
-    return padded.view(up(rows, 128) // 128, 128, up(columns, 128) // 128, 128).amax((1, 3))
 
 
 def spread(blocks: torch.Tensor, shape: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
@@ -72,10 +60,14 @@ def spread(blocks: torch.Tensor, shape: tuple[int, int], rows: int, columns: int
 
 
 def block128(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes and inverse scales of a whole weight."""
-    shape = (weight.shape[0], weight.shape[1])
-    scale = scales_of(block_amax(weight), True)
-    return e4m3(weight * spread(scale, shape, 128, 128)), 1.0 / scale
+    """Bytes and inverse scales of a whole weight; those are of shape ceil(M / 128), ceil(K / 128).
+    """
+    rows, columns = weight.shape
+    padded = torch.zeros(up(rows, 128), up(columns, 128))
+    padded[:rows, :columns] = weight.abs().nan_to_num(0.0, math.inf)
+    blocks = padded.view(up(rows, 128) // 128, 128, up(columns, 128) // 128, 128)
+    scale = scales_of(blocks.amax((1, 3)), True)
+    return e4m3(weight * spread(scale, (rows, columns), 128, 128)), 1.0 / scale
 
 
 # One scale (E8M0) for 32 elements.

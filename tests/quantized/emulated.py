@@ -12,6 +12,7 @@ write in place into a weight goes to a copy of its values; there are no workspac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -164,7 +165,7 @@ def whole_fields(
     value: torch.Tensor, quantizer: EmulatedQuantizer, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The fields of a whole weight: the reference."""
-    weight, recipe = math.rounded(value.detach(), dtype), quantizer.recipe
+    weight, recipe = value.detach().to(dtype).float(), quantizer.recipe
     if recipe == "block128":
         data, inverse = math.block128(weight)
         padded = torch.ones(scales_shape(tuple(weight.shape)))
@@ -291,32 +292,16 @@ def quantize_linears(
 
 
 class CountingParams(TransformerEngineParams):
-    """finished: how often quantizers of weights have; written: how often planes of a group that
-    does not keep its shard were written."""
+    """finished: how often quantizers of weights have."""
 
-    def __init__(self) -> None:
-        self.finished, self.written = 0, 0
+    finished = 0
 
     def quantizers(self, weights: Sequence[QuantizedWeight]) -> Quantizers:
         found = super().quantizers(weights)
         for made, _ in found:
-            self._count(made)
+            made.finish = functools.partial(self._finished, made.finish)  # type: ignore[method-assign]
         return found
 
-    def _count(self, made: Any) -> None:
-        finish, writer = made.finish, made.writer
-
-        def finished() -> None:
-            self.finished += 1
-            finish()
-
-        def counted(chosen: Sequence[QuantizedWeight]) -> Callable[[], None]:
-            write = writer(chosen)
-
-            def written() -> None:
-                self.written += 1
-                write()
-
-            return written
-
-        made.finish, made.writer = finished, counted
+    def _finished(self, finish: Callable[[], None]) -> None:
+        self.finished += 1
+        finish()

@@ -87,12 +87,10 @@ class PlainQuantizedRig(Loop):
         for name, param in self.params.items():
             if name in self.quantized:
                 if param.requires_grad or frozen:
-                    quantize_whole(param, self.main[name].to(self.main_dtype(param)))
+                    dtype = torch.float32 if param.requires_grad else param.dtype
+                    quantize_whole(param, self.main[name].to(dtype))
             else:
                 param.copy_(self.main[name])
-
-    def main_dtype(self, param: torch.Tensor) -> torch.dtype:
-        return torch.float32 if param.requires_grad else param.dtype
 
     def weights(self) -> dict[str, Any]:
         return {name: value.clone() for name, value in self.main.items()}

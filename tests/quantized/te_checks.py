@@ -59,10 +59,8 @@ class Shard:
     def _rows(self, recipe: str, main: torch.Tensor, start: int, stop: int) -> OwnRows:
         shape, flat = tuple(main.shape), main.view(-1)[start:stop].clone()
         numel = flat.numel()
-        planes = [self._plane(numel, flat)]
-        if recipe != "mxfp8":
-            return OwnRows(shape, start, flat, tuple(planes))
-        planes += [self._plane(size, flat) for size in (numel, numel // 32, numel // 32)]
+        sizes = [numel, numel, numel // 32, numel // 32] if recipe == "mxfp8" else [numel]
+        planes = [self._plane(size, flat) for size in sizes]
         return OwnRows(shape, start, flat, tuple(planes))
 
     def check_untouched(self) -> None:

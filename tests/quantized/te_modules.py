@@ -14,7 +14,7 @@ from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.quantized.weights import QuantizedWeight
 from tests.quantized.te_checks import place, same
-from tests.quantized.te_weights import KNOWS, cut, data_of, te_params, te_quantize
+from tests.quantized.te_weights import KNOWS, cut, data_of, derived, te_params, te_quantize
 
 FORMATS = {"current": PER_TENSOR, "delayed": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8}
 
@@ -125,10 +125,6 @@ class Modules:
 MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
-def _derived(param: Any) -> Any:
-    return getattr(param, "_transpose", None) if hasattr(param, "_data") else param._columnwise_data
-
-
 class Pointed:
     """The quantized weights of a module in memory as the engine has it: one buffer of bytes, and
     main weights of all rows."""
@@ -189,7 +185,7 @@ def modules_compute_from_buffers(rank: int, world: int, recipe: str, name: str) 
             given = x.clone().requires_grad_()
             out = modules.call(module, given)
             if module is ours:
-                seen.append([_derived(param) is None for param in pointed.params])
+                seen.append([derived(param) is None for param in pointed.params])
             out.float().pow(2).sum().backward()
             grads: list[Any] = [param.grad for param in module.parameters()]
             results.append([out, given.grad, *grads])

@@ -247,9 +247,13 @@ def test_a_layout_has_one_format_and_its_alignment_and_granules():
 
 
 @pytest.mark.parametrize(
-    ("format", "numbers"),
-    [(plain(torch.bfloat16), 2.0), (plain(torch.float32), 4.0), (PER_TENSOR, 1.0), (BLOCK128, 1.0),
-     (MXFP8, 2.0625)],
+    ("format", "numbers", "kept"),
+    [(plain(torch.bfloat16), 2.0, (False, False)), (plain(torch.float32), 4.0, (False, False)),
+     (PER_TENSOR, 1.0, (False, True)), (BLOCK128, 1.0, (False, True)),
+     (MXFP8, 2.0625, (True, True))],
 )  # fmt: skip
-def test_bytes_an_element(format, numbers):
+def test_bytes_an_element_and_whether_shards_are_kept(format, numbers, kept):
+    """Of weights that are trained, and of frozen ones: what those stand for is their main weight,
+    which rounds to other scales than they have."""
     assert format.nbytes(1024) == numbers * 1024
+    assert (format.keeps_shards(True), format.keeps_shards(False)) == kept

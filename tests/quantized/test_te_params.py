@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
@@ -39,13 +38,6 @@ pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 def te(request: pytest.FixtureRequest) -> Iterator[Path]:
     with standing_in(request.param):
         yield request.param
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def make(recipe: str, shape: tuple[int, int] = SHAPE) -> Any:
@@ -90,7 +82,7 @@ def test_fields_are_planes_and_follow_memory_that_comes_and_goes(te: Path, recip
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, recipe: str) -> None:
-    param, original = make(recipe), None
+    param = make(recipe)
     original = type(param)
     set_classes([(param, KNOWS.guard_class(original))])
     assert tuple(param.shape) == SHAPE and param.dtype == torch.bfloat16 and param.requires_grad
