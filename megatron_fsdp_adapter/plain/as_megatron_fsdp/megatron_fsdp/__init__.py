@@ -1,4 +1,4 @@
-"""Of megatron_fsdp_adapter: the names of the package `megatron_fsdp`."""
+"""The names of the package `megatron_fsdp`, from megatron_fsdp_adapter."""
 
 from typing import Any
 
