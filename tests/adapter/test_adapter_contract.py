@@ -53,13 +53,6 @@ def backward(trainer: Trainer, tokens: torch.Tensor | None = None) -> None:
     loss_func(output)[0].backward()
 
 
-def shown(trainer: Trainer) -> str:
-    """The identity that `named_parameters()` shows, which must be one for all."""
-    kinds = {isinstance(p, DTensor) for _, p in trainer.wrapper.named_parameters()}
-    assert len(kinds) == 1
-    return "optimizer" if kinds.pop() else "raw"
-
-
 # Depth and attributes.
 
 
@@ -137,9 +130,11 @@ EVENTS: dict[str, tuple[Callable[[Trainer], Any], str]] = {
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_identity_after_each_event(trainer: Trainer, event: str) -> None:
+    """Which `named_parameters()` shows: one for all."""
     act, expected = EVENTS[event]
     act(trainer)
-    assert shown(trainer) == expected
+    kinds = {isinstance(p, DTensor) for _, p in trainer.wrapper.named_parameters()}
+    assert kinds == {expected == "optimizer"}
 
 
 def test_optimizer_parameters_are_made_once(trainer: Trainer) -> None:

@@ -187,12 +187,11 @@ def test_a_group_of_one_launches_nothing(monkeypatch):
     monkeypatch.setattr(comm, "is_stream_ordered", lambda group, device: False)
     with pretended_world(1):
         one = Communicator(dist.group.WORLD, torch.device("cpu"))
-        source, target = torch.arange(3.0), torch.zeros(3)
-        assert one.all_gather([(target, source)]) == []
-        assert torch.equal(target, source)
-        target.zero_()
-        assert one.reduce_scatter([(target, source)]) == []
-        assert torch.equal(target, source)
+        source = torch.arange(3.0)
+        for collective in (one.all_gather, one.reduce_scatter):
+            target = torch.zeros(3)
+            assert collective([(target, source)]) == []
+            assert torch.equal(target, source)
         assert one.all_reduce([source]) == [] and one.all_gather([(source, source)]) == []
         one.broadcast(source)
         assert torch.equal(source, target)
