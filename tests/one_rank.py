@@ -9,7 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from megatron_fsdp_adapter.sharding import building
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """A gloo world of this process alone, without a launcher."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @contextmanager

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tests.distributed.gpt import init_megatron
-from tests.one_rank import as_one_of_many
+from tests.one_rank import as_one_of_many, world_of_one
 
 # Spawned ranks import the helper modules of these folders by name.
 HERE = Path(__file__).parent
@@ -18,13 +17,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
 
 
 @pytest.fixture
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A gloo world of this process alone, without a launcher."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    with as_one_of_many():
+def one_rank() -> Iterator[None]:
+    with world_of_one(), as_one_of_many():
         yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from checkpoint_cases import same
 from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
-from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import DRIVERS, LM
 from tests.distributed.gpt import Case, Trainer, build_trainer
+from tests.stand_ins import stand_ins
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
@@ -46,15 +46,14 @@ def _load_base_checkpoint(
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    module = ModuleType(LM)
-    module.preprocess_fsdp_dtensor_state_dict = preprocess_fsdp_dtensor_state_dict
-    module._load_base_checkpoint = _load_base_checkpoint
-    module.get_load_checkpoint_path_by_args = lambda args: args.load
-    monkeypatch.setitem(sys.modules, LM, module)
-    patches.install(DRIVERS)
-    yield module
-    patches.uninstall(DRIVERS)
+def driver() -> Iterator[ModuleType]:
+    names = {
+        "preprocess_fsdp_dtensor_state_dict": preprocess_fsdp_dtensor_state_dict,
+        "_load_base_checkpoint": _load_base_checkpoint,
+        "get_load_checkpoint_path_by_args": lambda args: args.load,
+    }
+    with stand_ins({LM: names}, DRIVERS) as made:
+        yield made[LM]
 
 
 @pytest.fixture

@@ -43,38 +43,44 @@ def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
 @pytest.mark.parametrize("written", (["--ckpt-format", "torch_dist"], ["--ckpt-format=torch_dist"]))
 def test_what_the_user_wrote_is_refused_and_not_overwritten(written: list[str]) -> None:
     args = parsed_arguments()
-    changes = megatron_lm.complete(args, [*FSDP, *written])
-    assert args.ckpt_format == "torch_dist"
-    assert "--ckpt-format" not in {change.option for change in changes}
+    megatron_lm.complete(args, [*FSDP, *written])
     [problem] = validation.launch_problems(args, {})
     assert problem.startswith("ckpt_format='torch_dist': ")
 
 
-def test_bf16_reduction_becomes_the_dtype_on_the_wire() -> None:
-    args = _complete(grad_reduce_in_bf16=True)
-    assert args.megatron_fsdp_grad_comm_dtype is torch.bfloat16
+OFFLOAD = {
+    "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True,
+    "use_torch_optimizer_for_cpu_offload": True,
+}  # fmt: skip
+"""As a user of Megatron-LM gives it, with what Megatron-LM asks for beside it."""
+SET_RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16 reduction is the dtype on the wire": (
+        {"grad_reduce_in_bf16": True}, {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
+    # With --bf16 Megatron otherwise asks the DDP config for gradients in float32. Of the flag that
+    # is added, and of 0.17's own.
+    **{f"gradients in bf16 are told to Megatron too, {option} {given}": (
+        {"bf16": True, f"megatron_fsdp_{option}_dtype": given}, {"grad_reduce_in_bf16": True})
+       for option in ("grad_comm", "main_grads") for given in (torch.bfloat16, "bf16")},
+    "core's flag for offload of the optimizer is ours": (
+        {**OFFLOAD, "optimizer_offload_fraction": 1.0},
+        {"chunked_optimizer_state_offload": True, **dict.fromkeys(OFFLOAD, False)}),
+    "split models may be saved": (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "save": "x"}, {}),
+    # 0.19 fills these fields with the tensor-parallel sizes.
+    "weights that tensor parallelism alone splits": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+         "tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_num_weight_shards": 1},
+        {}),
+}  # fmt: skip
+"""What is given, and what arguments are then."""
+
+
+@pytest.mark.parametrize("name", SET_RIGHT)
+def test_what_is_given_is_set_right_and_accepted(name: str) -> None:
+    changed, expected = SET_RIGHT[name]
+    args = _complete(**changed)
+    assert {option: getattr(args, option) for option in expected} == expected
     assert validation.launch_problems(args, {}) == []
-
-
-@pytest.mark.parametrize("given", [torch.bfloat16, "bf16"], ids=["added flag", "0.17's own flag"])
-@pytest.mark.parametrize("option", ["grad_comm", "main_grads"])
-def test_gradients_in_bf16_are_told_to_megatron_too(given: object, option: str) -> None:
-    """With --bf16 it otherwise asks the DDP config for gradients in float32."""
-    args = parsed_arguments(bf16=True, **{f"megatron_fsdp_{option}_dtype": given})
-    megatron_lm.complete(args, [*FSDP, "--megatron-fsdp-grad-comm-dtype", "bf16"])
-    assert args.grad_reduce_in_bf16 and validation.launch_problems(args, {}) == []
-
-
-def test_cores_flag_for_offload_of_the_optimizer_becomes_ours() -> None:
-    """As a user of Megatron-LM gives it, with what Megatron-LM asks for beside it."""
-    beside = {"overlap_cpu_optimizer_d2h_h2d": True, "use_torch_optimizer_for_cpu_offload": True}
-    args = _complete(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, **beside)
-    assert args.chunked_optimizer_state_offload is True
-    assert not any(getattr(args, name) for name in ("optimizer_cpu_offload", *beside))
-    assert validation.launch_problems(args, {}) == []
-    part = _complete(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-    [problem] = validation.launch_problems(part, {})
-    assert problem.startswith("optimizer_offload_fraction=0.5: ") and "Use 1.0" in problem
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,12 @@ def test_cores_flag_for_offload_of_the_optimizer_becomes_ours() -> None:
         ({"fp4": "e2m1", "fp4_recipe": "custom"}, "fp4_recipe='custom'"),
         ({"fp4": "e2m1", "fp4_param": True}, "fp4_param=True"),
         ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'"),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+         "optimizer_offload_fraction=0.5"),
         ({"optimizer": "soap"}, "optimizer='soap'"),
+        ({"tensor_parallel_num_weight_shards": 4}, "tensor_parallel_num_weight_shards=4"),
+        ({"expert_tensor_parallel_num_weight_shards": 4},
+         "expert_tensor_parallel_num_weight_shards=4"),
         ({"ddp_reduce_scatter_with_fp32_accumulation": True},
          "reduce_scatter_with_fp32_accumulation=True"),
         ({"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"],
@@ -99,20 +110,6 @@ def test_rules_of_the_configs_apply_to_arguments(changed: dict[str, Any], named:
     """Under the names that arguments have, or their values: the rules themselves are of configs."""
     found = validation.launch_problems(_complete(**changed), {})
     assert any(line.startswith(f"{named}: ") for line in found), found
-
-
-def test_split_models_may_be_saved_and_loaded() -> None:
-    changed = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "save": "x"}
-    assert validation.launch_problems(_complete(**changed), {}) == []
-
-
-def test_weights_that_tensor_parallelism_alone_splits_are_accepted() -> None:
-    """0.19 fills these fields with the tensor-parallel sizes."""
-    fields = {"tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_num_weight_shards": 1}
-    split = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    assert validation.launch_problems(_complete(**split, **fields), {}) == []
-    found = validation.launch_problems(_complete(**{**fields, **dict.fromkeys(fields, 4)}), {})
-    assert [line.partition("=")[0] for line in found] == list(fields)
 
 
 def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:

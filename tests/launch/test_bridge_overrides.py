@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,44 +45,42 @@ def test_a_recipe_is_set_right(nothing_is_installed: mock.Mock, capsys: Any) -> 
     assert apply_fsdp_overrides(cfg, environment=environment) == [], "a second time sets nothing"
 
 
-@pytest.mark.parametrize("half", ("dist", "ddp"))
-def test_one_of_the_two_switches_is_completed(half: str, capsys: Any) -> None:
-    cfg = recipe(**{f"{half}__use_megatron_fsdp": True})
-    assert validation.bridge_problems(cfg, {})[0].startswith("dist.use_megatron_fsdp=")
-    apply_fsdp_overrides(cfg, environment={})
-    assert cfg.dist.use_megatron_fsdp and cfg.ddp.use_megatron_fsdp
-    other = {"dist": "ddp", "ddp": "dist"}[half]
-    assert f"{other}.use_megatron_fsdp" in capsys.readouterr().out
-
-
-def test_options_are_set_as_asked_for() -> None:
-    cfg = recipe()
-    apply_fsdp_overrides(
-        cfg, "optim_grads", outer_strategy="optim", num_optimizer_instances=2,
-        grad_comm_dtype=torch.bfloat16, environment={},
-    )  # fmt: skip
-    assert cfg.ddp.data_parallel_sharding_strategy == "optim_grads"
-    assert cfg.ddp.outer_dp_sharding_strategy == "optim"
-    assert cfg.ddp.num_distributed_optimizer_instances == 2
-    assert cfg.ddp.megatron_fsdp_grad_comm_dtype is torch.bfloat16
+BF16_REDUCTION = {
+    "ddp.megatron_fsdp_grad_comm_dtype": torch.bfloat16, "ddp.grad_reduce_in_fp32": False,
     # Mixed precision would set it again when training starts.
-    assert not cfg.ddp.grad_reduce_in_fp32 and not cfg.mixed_precision.grad_reduce_in_fp32
+    "mixed_precision.grad_reduce_in_fp32": False,
+}  # fmt: skip
+SET: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "as asked for": (
+        {}, {"strategy": "optim_grads", "outer_strategy": "optim", "num_optimizer_instances": 2,
+             "grad_comm_dtype": torch.bfloat16},
+        {"ddp.data_parallel_sharding_strategy": "optim_grads",
+         "ddp.outer_dp_sharding_strategy": "optim", "ddp.num_distributed_optimizer_instances": 2,
+         **BF16_REDUCTION}, ""),
+    "core's offload of the optimizer is ours": (
+        {"optimizer__optimizer_cpu_offload": True, "optimizer__optimizer_offload_fraction": 1.0},
+        {}, {"ddp.chunked_optimizer_state_offload": True, "optimizer.optimizer_cpu_offload": False},
+        "optimizer.optimizer_cpu_offload"),
+    # As some of Megatron-Bridge's own recipes: the wire dtype is set, and float32 left on.
+    "a recipe that reduces in bf16 itself": (
+        {"ddp__megatron_fsdp_grad_comm_dtype": torch.bfloat16}, {}, BF16_REDUCTION,
+        "mixed_precision.grad_reduce_in_fp32"),
+    # One of the two switches is completed.
+    **{f"{one}.use_megatron_fsdp": (
+        {f"{one}__use_megatron_fsdp": True}, {},
+        {"dist.use_megatron_fsdp": True, "ddp.use_megatron_fsdp": True},
+        f"{other}.use_megatron_fsdp") for one, other in (("dist", "ddp"), ("ddp", "dist"))},
+}  # fmt: skip
+"""What a recipe has, what is asked for, what the recipe has then, and what is printed."""
 
 
-def test_cores_offload_of_the_optimizer_becomes_ours(capsys: Any) -> None:
-    cfg = recipe(optimizer__optimizer_cpu_offload=True, optimizer__optimizer_offload_fraction=1.0)
-    apply_fsdp_overrides(cfg, environment={})
-    assert cfg.ddp.chunked_optimizer_state_offload and not cfg.optimizer.optimizer_cpu_offload
-    assert "optimizer.optimizer_cpu_offload" in capsys.readouterr().out
-
-
-def test_a_recipe_that_reduces_in_bf16_itself_no_longer_asks_for_float32(capsys: Any) -> None:
-    """As some of Megatron-Bridge's own recipes: the wire dtype is set, and float32 left on."""
-    cfg = recipe(ddp__megatron_fsdp_grad_comm_dtype=torch.bfloat16)
-    apply_fsdp_overrides(cfg, environment={})
-    assert cfg.ddp.megatron_fsdp_grad_comm_dtype is torch.bfloat16
-    assert not cfg.ddp.grad_reduce_in_fp32 and not cfg.mixed_precision.grad_reduce_in_fp32
-    assert "mixed_precision.grad_reduce_in_fp32" in capsys.readouterr().out
+@pytest.mark.parametrize("name", SET)
+def test_options_are_set_and_told(name: str, capsys: Any) -> None:
+    changed, asked, expected, printed = SET[name]
+    cfg = recipe(**changed)
+    apply_fsdp_overrides(cfg, **asked, environment={})
+    assert {path: operator.attrgetter(path)(cfg) for path in expected} == expected
+    assert printed in capsys.readouterr().out
 
 
 BREAKING: dict[str, dict[str, Any]] = {
@@ -184,8 +183,10 @@ def test_all_problems_are_one_error() -> None:
     assert str(caught.value).count("\n  - ") == 5
 
 
-def test_a_forgotten_format_is_a_problem_where_the_overrides_were_not_applied() -> None:
+def test_what_is_forgotten_is_a_problem_where_the_overrides_were_not_applied() -> None:
     cfg = recipe(checkpoint__save="x", dist__use_megatron_fsdp=True, ddp__use_megatron_fsdp=True)
+    half = validation.bridge_problems(recipe(dist__use_megatron_fsdp=True), {})
+    assert half[0].startswith("dist.use_megatron_fsdp=")
     found = validation.bridge_problems(cfg, {})
     assert any(line.startswith("checkpoint.ckpt_format='torch_dist': ") for line in found)
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import builtins
 import json
 import shutil
-import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
-from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LM, SAVES
+from tests.one_rank import world_of_one
+from tests.stand_ins import opener_of, save_as_megatron, stand_ins
 
 
 class StorageClient:
@@ -39,36 +39,20 @@ OPENERS = {"open_file": open, "maybe_msc": StorageClient()}
 """The global by which Megatron-LM opens the tracker: until 0.18, and from 0.19 on."""
 
 
-def opener_of(module: types.ModuleType) -> Any:
-    """The function by which the module opens the tracker now."""
-    if hasattr(module, "maybe_msc"):
-        return module.maybe_msc.open
-    return module.open_file if hasattr(module, "open_file") else module.open
-
-
 @pytest.fixture(params=OPENERS)
-def modules(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, types.ModuleType]]:
+def modules(request: pytest.FixtureRequest) -> Iterator[dict[str, types.ModuleType]]:
     """Stand-ins with the globals that the real modules have."""
-    made = {name: types.ModuleType(name) for name in (LM, BRIDGE)}
-    for name, module in made.items():
-        module.torch, module.shutil = torch, shutil  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
+    common = {"torch": torch, "shutil": shutil}
     arguments = SimpleNamespace(tensor_model_parallel_size=2, outer_dp_sharding_strategy=None)
-    made[LM].get_args = lambda: arguments  # type: ignore[attr-defined]
-    setattr(made[LM], request.param, OPENERS[request.param])
-    patches.install(SAVES)
-    yield made
-    patches.uninstall(SAVES)
+    own = {"get_args": lambda: arguments, request.param: OPENERS[request.param]}
+    with stand_ins({LM: {**common, **own}, BRIDGE: common}, SAVES) as made:
+        yield made
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def one_rank() -> Iterator[None]:
+    with world_of_one():
+        yield
 
 
 def test_only_these_modules_see_it(modules: dict[str, types.ModuleType]) -> None:
@@ -86,21 +70,15 @@ def test_a_save_as_megatron_does_it(
 ) -> None:
     module, root = modules[name], tmp_path / "root"
     for iteration in (1, 2, 2):
-        folder = folders.final_folder(root, iteration)
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {"w": torch.full((4,), float(iteration))}
-        checkpoint = module.torch.distributed.checkpoint
-        writer = checkpoint.FileSystemWriter(str(folder))
-        checkpoint.save(state_dict=state, storage_writer=writer)
-        with opener_of(module)(root / folders.TRACKER, "w") as file:
-            file.write(str(iteration))
+        save_as_megatron(module, root, iteration, {"w": torch.full((4,), float(iteration))})
+    folder = folders.final_folder(root, 2)
     assert sorted(path.name for path in root.iterdir()) == [
         "iter_0000001", "iter_0000002", folders.TRACKER,
     ]  # fmt: skip
     iteration, loaded = load_checkpoint(root, {"w": torch.zeros(4)})
-    assert verify.examine(folders.final_folder(root, 2))["intact"]
+    assert verify.examine(folder)["intact"]
     assert iteration == 2 and bool((loaded["w"] == 2).all())
-    found = record.read_record(folders.final_folder(root, 2))
+    found = record.read_record(folder)
     assert found is not None and found["iteration"] == 2
     assert found["topology"] == ({"tensor_model_parallel_size": 2} if name == LM else {})
     # A newer format is told there too.
@@ -122,9 +100,7 @@ def test_a_save_that_fails_leaves_no_half_under_the_name(
     folder.mkdir()
     checkpoint = modules[LM].torch.distributed.checkpoint
 
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    fails = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(digests, "write_digests", fails)
     with pytest.raises(torch.distributed.checkpoint.CheckpointException, match="No space left"):
         checkpoint.save({"w": torch.ones(3)}, storage_writer=checkpoint.FileSystemWriter(folder))
@@ -137,8 +113,7 @@ def test_a_save_that_fails_leaves_no_half_under_the_name(
     assert sorted(path.name for path in tmp_path.glob("*iter*")) == ["iter_0000006"]
 
 
-def killed(_: object) -> None:
-    raise RuntimeError("killed")
+killed = mock.Mock(side_effect=RuntimeError("killed"))
 
 
 def test_a_tracker_is_replaced_as_a_whole(
@@ -197,7 +172,7 @@ def test_addresses_are_left_to_megatron(
     modules: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's storage client has no rename."""
-    seen = []
-    monkeypatch.setattr(megatron_saves, "FileSystemWriter", lambda path: seen.append(path))
+    writer = mock.Mock()
+    monkeypatch.setattr(megatron_saves, "FileSystemWriter", writer)
     modules[LM].torch.distributed.checkpoint.FileSystemWriter("msc://bucket/iter_0000001")
-    assert seen == ["msc://bucket/iter_0000001"]
+    writer.assert_called_once_with("msc://bucket/iter_0000001")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,23 +42,20 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_model_with_the_flag_is_built_after_install(
     plugin: Any, monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(plugin, "install", lambda: calls.append("install"))
+    monkeypatch.setattr(plugin, "install", install := mock.Mock())
     assert "verl" not in sys.modules and not patches.is_installed(plugin.BUILD)
     before = len(sys.meta_path)
     module = importlib.import_module("verl.utils.megatron_utils")
     assert len(sys.meta_path) == before - 1
     config = SimpleNamespace(use_megatron_fsdp=asked)
     assert module.make_megatron_module(config, None, None, bridge=3) == (config, 3)
-    assert calls == ["install"] * asked
+    assert install.call_count == asked
 
 
 def test_an_error_of_install_reaches_the_builder(
     plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsupported() -> None:
-        raise RuntimeError("there is no such name")
-
+    unsupported = mock.Mock(side_effect=RuntimeError("there is no such name"))
     monkeypatch.setattr(plugin, "install", unsupported)
     module = importlib.import_module("verl.utils.megatron_utils")
     with pytest.raises(RuntimeError, match="no such name"):
