@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import data_mesh, plan, same, sharded_tensors
+from checkpoint_cases import data_mesh, names, plan, same, sharded_tensors
+from convert_cases import Evil
 from launch import run_ranks
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.tensor import DTensor, Shard
@@ -31,22 +32,15 @@ def _state(number: float = 1.0) -> dict[str, Any]:
     return {"model": {"w": torch.full((4,), number), "b": torch.full((2, 3), number)}, "step": 1}
 
 
-def _saved(root: Path, *iterations: int) -> Path:
-    for iteration in iterations:
-        save_checkpoint(root, iteration, _state(float(iteration)))
-    return root
-
-
 def test_missing_root(one_rank: None, tmp_path: Path) -> None:
-    for call in (lambda p: load_checkpoint(p, _state()), latest_iteration):
+    load = functools.partial(load_checkpoint, state=_state())
+    for call in (load, functools.partial(load, iteration=3), latest_iteration):
         with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
             call(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
-        load_checkpoint(tmp_path / "nowhere", _state(), iteration=3)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("arguments", "named"),
     [
         ({"iteration": -1}, "iteration=-1"),
         ({"iteration": 1.5}, "iteration=1.5"),
@@ -58,10 +52,10 @@ def test_missing_root(one_rank: None, tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_to_save(
-    one_rank: None, tmp_path: Path, arguments: dict[str, Any], names: str
+    one_rank: None, tmp_path: Path, arguments: dict[str, Any], named: str
 ) -> None:
     call = {"iteration": 1, "state": _state(), "keep_last": None, **arguments}
-    with pytest.raises(ValueError, match=names):
+    with pytest.raises(ValueError, match=named):
         save_checkpoint(tmp_path / "root", **call)
     assert not (tmp_path / "root").exists()
     (tmp_path / "root").write_text("")
@@ -70,8 +64,9 @@ def test_bad_arguments_to_save(
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="init_process_group"):
-        save_checkpoint(tmp_path, 1, _state())
+    for call in (functools.partial(save_checkpoint, tmp_path, 1, _state()), AsyncSaver):
+        with pytest.raises(ValueError, match="init_process_group"):
+            call()
 
 
 def test_a_sharded_dtensor_without_chunks_is_refused(one_rank: None, tmp_path: Path) -> None:
@@ -114,31 +109,34 @@ def test_keep_last(one_rank: None, tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, _state())[1]["model"]["w"][0] == 30.0
 
 
-def test_a_save_killed_between_its_renames_leaves_the_old_one(
-    one_rank: None, tmp_path: Path
-) -> None:
-    root = _saved(tmp_path, 2)
-    folders.final_folder(root, 2).rename(folders.replaced_name(folders.final_folder(root, 2)))
-    folders.fresh_name(folders.final_folder(root, 2)).mkdir()
+@pytest.fixture
+def replaced(one_rank: None, tmp_path: Path) -> Path:
+    """A root as a save of iteration 2 leaves it that is killed between its renames."""
+    save_checkpoint(tmp_path, 2, _state(2.0))
+    folder = folders.final_folder(tmp_path, 2)
+    folder.rename(folders.replaced_name(folder))
+    folders.fresh_name(folder).mkdir()
+    return tmp_path
+
+
+def test_a_save_killed_between_its_renames_leaves_the_old_one(replaced: Path) -> None:
+    root = replaced
     assert same(load_checkpoint(root, _state())[1], _state(2.0))
     # As far as the next save gets if it is killed too.
     folders.prepare_folder(folders.final_folder(root, 2))
     assert same(load_checkpoint(root, _state())[1], _state(2.0))
     save_checkpoint(root, 2, _state(5.0))
-    assert sorted(p.name for p in root.iterdir()) == ["iter_0000002", folders.TRACKER]
+    assert names(root) == ["iter_0000002", folders.TRACKER]
     assert same(load_checkpoint(root, _state())[1], _state(5.0))
 
 
 @pytest.mark.parametrize("by_megatron", [False, True])
 @pytest.mark.parametrize("keep", [None, 2, 1])
 def test_a_checkpoint_under_its_replaced_name_is_kept_by_saves_of_later_iterations(
-    one_rank: None, tmp_path: Path, by_megatron: bool, keep: int | None
+    replaced: Path, by_megatron: bool, keep: int | None
 ) -> None:
     """It is complete, and `keep_last` counts it as any other."""
-    root = _saved(tmp_path, 2)
-    folder = folders.final_folder(root, 2)
-    folder.rename(folders.replaced_name(folder))
-    folders.fresh_name(folder).mkdir()
+    root = replaced
     if by_megatron:
         writer = storage.SafeWriter(folders.final_folder(root, 3))
         torch_dcp.save(_state(3.0), storage_writer=writer)
@@ -146,7 +144,7 @@ def test_a_checkpoint_under_its_replaced_name_is_kept_by_saves_of_later_iteratio
     else:
         save_checkpoint(root, 3, _state(3.0), keep_last=keep)
     kept = ["iter_0000003"] if keep == 1 else ["iter_0000002", "iter_0000003"]
-    assert sorted(p.name for p in root.iterdir()) == [*kept, folders.TRACKER]
+    assert names(root) == [*kept, folders.TRACKER]
     if keep != 1:
         assert same(load_checkpoint(root, _state(), iteration=2)[1], _state(2.0))
 
@@ -178,20 +176,10 @@ def test_everything_is_on_disk_before_it_gets_its_name(
     assert events[named + 1 :] == ["root", f"-> {folders.TRACKER}", "root"]
 
 
-def _made(breaks: bool) -> Fragile:
+def _made(breaks: bool) -> None:
+    """What unpickling does."""
     if breaks:
         raise ImportError("gone")
-    return Fragile(breaks)
-
-
-@dataclass
-class Fragile:
-    """What another process may be unable to unpickle."""
-
-    breaks: bool
-
-    def __reduce__(self) -> Any:
-        return _made, (self.breaks,)
 
 
 def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
@@ -213,42 +201,44 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     partial["model"] = {n: t for i, (n, t) in enumerate(poisoned.items()) if i % 2 == rank}
     _, loaded = load_checkpoint(f"{work}/a", partial)
     assert loaded["rng"] == rank
-    names = [n for i, n in enumerate(poisoned) if i % 2 == rank]
-    assert all(same(loaded["model"][n], tensors[n]) for n in names)
+    assert all(same(loaded["model"][n], tensors[n]) for n in partial["model"])
     del partial["model"]["norm" if rank == 1 else "embedding"]
     with pytest.raises(ValueError, match=r"not in the state \(2\)") as error:
         load_checkpoint(f"{work}/a", partial)
     assert "model.norm" in str(error.value) and "model.embedding" in str(error.value)
 
-    # A state that only one rank cannot save.
-    state = {"model": tensors, "bad": {1: 2} if rank == 1 else {"1": 2}}
-    with pytest.raises(ValueError, match="rank 1: the state cannot be saved"):
-        save_checkpoint(f"{work}/a", 2, state)
-    with pytest.raises(ValueError, match="ranks disagree"):
-        save_checkpoint(f"{work}/a", 2 + rank, {"model": tensors})
-    assert latest_iteration(f"{work}/a") == 1
-
-    # A value that one rank cannot pickle, or that cannot be unpickled there.
+    # What is in the place of a value that is loaded is not pickled.
     lock = threading.Lock()
-    state = {"model": tensors, "rng": PerRank(lock if rank == 1 else 0)}
-    with pytest.raises(CheckpointError, match="rank 1: TypeError: cannot pickle '_thread.lock'"):
-        save_checkpoint(f"{work}/a", 2, state)
-    with AsyncSaver() as saver, pytest.raises(CheckpointError, match="'_thread.lock'"):
-        saver.save(f"{work}/a", 2, state)
     asked = {"model": poisoned, "rng": PerRank(lock)}
     assert load_checkpoint(f"{work}/a", asked)[1]["rng"] == rank
-    save_checkpoint(f"{work}/c", 1, {"rng": PerRank(Fragile(rank == 1))})
-    with pytest.raises(CheckpointError, match="rank 1: ImportError: gone"):
-        load_checkpoint(f"{work}/c", {"rng": PerRank()})
+    save_checkpoint(f"{work}/c", 1, {"rng": PerRank(Evil(_made, rank == 1))})
 
-    # A rank that does not see the folder, as with a root that is not shared.
-    root = f"{work}/a" if rank == 0 else f"{work}/local"
-    with pytest.raises(FileNotFoundError, match=r"rank 1: .*local does not exist"):
-        load_checkpoint(root, {"model": poisoned, "rng": PerRank()})
-    # Overlapping chunks: two ranks claim the same rows.
+    locked = {"model": tensors, "rng": PerRank(lock if rank == 1 else 0)}
     both = sharded_tensors(layout, 0, mesh, torch.float32)
-    with pytest.raises(RuntimeError, match="Failed to validate global plan"):
-        save_checkpoint(f"{work}/b", 1, {"model": {**both, "x": tensors["fc"]}})
+    refused: tuple[tuple[type[Exception], str, Any], ...] = (
+        # A state that only one rank cannot save.
+        (ValueError, "rank 1: the state cannot be saved", lambda: save_checkpoint(
+            f"{work}/a", 2, {"model": tensors, "bad": {1: 2} if rank == 1 else {"1": 2}})),
+        (ValueError, "ranks disagree",
+         lambda: save_checkpoint(f"{work}/a", 2 + rank, {"model": tensors})),
+        # A value that one rank cannot pickle, or that cannot be unpickled there.
+        (CheckpointError, "rank 1: TypeError: cannot pickle '_thread.lock'",
+         lambda: save_checkpoint(f"{work}/a", 2, locked)),
+        (CheckpointError, "rank 1: ImportError: gone",
+         lambda: load_checkpoint(f"{work}/c", {"rng": PerRank()})),
+        # A rank that does not see the folder, as with a root that is not shared.
+        (FileNotFoundError, r"rank 1: .*local does not exist", lambda: load_checkpoint(
+            f"{work}/{('a', 'local')[rank]}", {"model": poisoned, "rng": PerRank()})),
+        # Overlapping chunks: two ranks claim the same rows.
+        (RuntimeError, "Failed to validate global plan", lambda: save_checkpoint(
+            f"{work}/b", 1, {"model": {**both, "x": tensors["fc"]}})),
+    )  # fmt: skip
+    for error_type, match, call in refused:
+        with pytest.raises(error_type, match=match):
+            call()
+    with AsyncSaver() as saver, pytest.raises(CheckpointError, match="'_thread.lock'"):
+        saver.save(f"{work}/a", 2, locked)
+    assert latest_iteration(f"{work}/a") == 1
     dist.barrier()
 
 

@@ -62,21 +62,17 @@ def reset(trainer: Trainer) -> None:
             state.amax_history.zero_()
 
 
-def by_megatron(driver: ModuleType) -> Any:
-    """Its function, with strict loading, whose state goes to the wrapper."""
+@pytest.fixture(params=("by us", "by Megatron"))
+def load(request: pytest.FixtureRequest, driver: ModuleType) -> Any:
+    def by_us(trainer: Trainer, folder: Path) -> None:
+        loaded(trainer, folder.parent)
 
-    def load(trainer: Trainer, folder: Path) -> None:
+    def by_megatron(trainer: Trainer, folder: Path) -> None:
+        """Its function, with strict loading, whose state goes to the wrapper."""
         state = drivers._load(driver, folder, drivers._asked(trainer), strict=True)
         trainer.wrapper.load_state_dict(state["model"])
 
-    return load
-
-
-@pytest.fixture(params=("by us", "by Megatron"))
-def load(request: pytest.FixtureRequest, driver: ModuleType) -> Any:
-    if request.param == "by us":
-        return lambda trainer, folder: loaded(trainer, folder.parent)
-    return by_megatron(driver)
+    return {"by us": by_us, "by Megatron": by_megatron}[request.param]
 
 
 def test_a_load_takes_what_is_there_with_the_history_that_fits(

@@ -6,7 +6,7 @@ by name.
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -40,7 +40,8 @@ def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...
     trainer = build_topology_trainer(topology, case, "optim_grads_params")
     inner = trainer.chunks[0].module
     saved, params = inner.state_dict_for_save_checkpoint(), inner.state_dict()
-    with patch.multiple(dist, **dict.fromkeys(("all_gather_object", "all_gather"), _forbidden)):
+    forbidden = Mock(side_effect=AssertionError("the split communicates"))
+    with patch.multiple(dist, all_gather_object=forbidden, all_gather=forbidden):
         found, _ = core.handle_swiglu_in_state_dict(inner, saved, None)
     assert found.keys() == saved.keys()
     places = []
@@ -61,10 +62,6 @@ def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...
     if tp == 1:
         _check_loads(inner)
     return places
-
-
-def _forbidden(*_: Any, **__: Any) -> None:
-    raise AssertionError("the split communicates")
 
 
 def _check_loads(inner: Any) -> None:
@@ -139,7 +136,9 @@ def test_gather_uneven_dtensor_to_full_tensor() -> None:
 def test_gather_refuses_another_device(one_rank: None) -> None:
     with pytest.raises(ValueError, match="target_device=meta"):
         megatron_names.gather_uneven_dtensor_to_full_tensor(_one_param(), torch.device("meta"))
-    with pytest.raises(ValueError, match="not a DTensor"):
-        megatron_names.gather_uneven_dtensor_to_full_tensor(torch.zeros(2))
-    with pytest.raises(ValueError, match="not a DTensor"):
-        megatron_names.uneven_dtensor_to_full_tensor(torch.zeros(2))
+    for gather in (
+        megatron_names.gather_uneven_dtensor_to_full_tensor,
+        megatron_names.uneven_dtensor_to_full_tensor,
+    ):
+        with pytest.raises(ValueError, match="not a DTensor"):
+            gather(torch.zeros(2))

@@ -17,11 +17,6 @@ def source(tmp_path: Path) -> Path:
     return save_fsdp(tmp_path / "a", fsdp_state(Model()))
 
 
-def is_finished(target: Path) -> bool:
-    """Whether what is there is taken for a result."""
-    return (target / folders.TRACKER).exists()
-
-
 def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> None:
     blocks = 0
 
@@ -37,7 +32,7 @@ def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> Non
     assert blocks == 9
     assert not list(tmp_path.glob("b/*")) and not list(tmp_path.glob("*tmp*"))
     convert(source, tmp_path / "b", "torch_dist")
-    assert is_finished(tmp_path / "b")
+    assert (tmp_path / "b" / folders.TRACKER).exists()
 
 
 def test_what_a_killed_conversion_left_is_no_result_of_another(

@@ -210,12 +210,10 @@ def test_unusable_input_is_one_clear_error(
 
 
 def test_a_target_that_is_taken_is_left_alone(tmp_path: Path) -> None:
-    fsdp(tmp_path / "a")
-    with pytest.raises(ValueError, match="is not empty"):
-        convert(tmp_path / "a", tmp_path / "a", "torch_dist")
-    a_file(tmp_path / "b")
-    with pytest.raises(ValueError, match="is a file"):
-        convert(tmp_path / "a", tmp_path / "b", "torch_dist")
+    source, file = fsdp(tmp_path / "a"), a_file(tmp_path / "b")
+    for target, message in ((source, "is not empty"), (file, "is a file")):
+        with pytest.raises(ValueError, match=message):
+            convert(source, target, "torch_dist")
 
 
 @pytest.mark.parametrize(

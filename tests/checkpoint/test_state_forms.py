@@ -3,6 +3,7 @@ tells them apart."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from tests.distributed.gpt import Case, Trainer, build_trainer
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 # As on the second of two pipeline stages with a layer each.
 LAST = GlobalNames(renumbered={"layers.0": "1"})
-KEYS = ("layers.0.a", "layers.0.b")
+TWO = GlobalNames(renumbered={"layers.0": "1", "layers.1": "2"})
+KEYS, BOTH = ["layers.0.a", "layers.0.b"], ["layers.0.a", "layers.1.a"]
 
 
 @pytest.fixture
@@ -33,30 +35,30 @@ def trainer(device: torch.device) -> Trainer:
     return build_trainer(CASE.but(bf16=True), "no_shard", device)
 
 
+FORMS: dict[str, tuple[Any, list[str], list[str], int | None]] = {
+    "of the module": (LAST, KEYS, KEYS, 0),
+    "of a checkpoint": (LAST, KEYS, ["layers.1.a", "layers.1.b"], 1),
+    # Layers 1 and 2 of the model are 0 and 1 here: key 1 is in both forms.
+    "all keys decide, of a checkpoint": (TWO, BOTH, ["layers.1.a", "layers.2.a"], 1),
+    "all keys decide, of the module": (TWO, BOTH, BOTH, 0),
+    "either": (TWO, BOTH, ["layers.1.a"], None),
+    "a key that means the same in both is no question": (
+        LAST, ["layers.0.a", "embedding"], ["embedding"], 0),
+}  # fmt: skip
+"""Names of a checkpoint, the module's keys, those that are given, and which form they are of."""
+
+
 @pytest.mark.parametrize("depth", ["", "module."])
-def test_either_form_is_known_by_its_keys(depth: str) -> None:
-    forms = (module_form(KEYS), checkpoint_form(KEYS, LAST))
-    for form in forms:
-        chosen, keys = chosen_form(forms, [depth + key for key in form])
-        assert chosen == form
-        assert keys == {depth + key: key for key in form}
-
-
-def test_all_keys_decide_where_some_are_in_both_forms() -> None:
-    """Layers 1 and 2 of the model are 0 and 1 here: key 1 is in both forms."""
-    names = GlobalNames(renumbered={"layers.0": "1", "layers.1": "2"})
-    own = ["layers.0.a", "layers.1.a"]
-    forms = (module_form(own), checkpoint_form(own, names))
-    assert chosen_form(forms, ["layers.1.a", "layers.2.a"])[0] == forms[1]
-    assert chosen_form(forms, own)[0] == forms[0]
-    with pytest.raises(ValueError, match="fit both names"):
-        chosen_form(forms, ["layers.1.a"])
-
-
-def test_a_key_that_means_the_same_in_both_forms_is_no_question() -> None:
-    own = ["layers.0.a", "embedding"]
-    forms = (module_form(own), checkpoint_form(own, LAST))
-    assert chosen_form(forms, ["embedding"])[1] == {"embedding": "embedding"}
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_known_by_its_keys(name: str, depth: str) -> None:
+    names, own, given, number = FORMS[name]
+    forms, asked = (module_form(own), checkpoint_form(own, names)), [depth + key for key in given]
+    if number is None:
+        with pytest.raises(ValueError, match="fit both names"):
+            chosen_form(forms, asked)
+    else:
+        chosen, keys = chosen_form(forms, asked)
+        assert chosen == forms[number] and keys == dict(zip(asked, given, strict=True))
 
 
 def test_a_half_that_is_missing_or_misshaped_is_named(trainer: Trainer) -> None:
@@ -154,14 +156,10 @@ def test_a_vocabulary_has_a_size_and_no_more_rows_than_its_table(one_rank: None)
 # Optimizer state.
 
 
-class _Param:
-    def __init__(self, ref: LayoutRef) -> None:
-        self.fsdp_layout_ref = ref
-
-
 def test_halves_of_optimizer_state_are_both_there_and_sharded(one_rank: None) -> None:
     value, ref = _fc(0)
-    own, params, halved = {"fc": {"exp_avg": value}}, {"fc": _Param(ref)}, frozenset({"fc"})
+    params = {"fc": SimpleNamespace(fsdp_layout_ref=ref)}
+    own, halved = {"fc": {"exp_avg": value}}, frozenset({"fc"})
     cut = in_pieces(own, params, halved)
     assert list(cut) == ["fc_w", "fc_v"]
     assert joined(cut, own, params, halved)["fc"]["exp_avg"] is value
