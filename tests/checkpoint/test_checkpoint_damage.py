@@ -318,21 +318,6 @@ def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[s
     assert main(["verify", str(folder)]) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["nowhere"], "nowhere does not exist"),
-        (["root", "--iteration", "7"], "iter_0000007 does not exist"),
-        (["root/iter_0000001", "--iteration", "2"], "is iteration 1, not 2"),
-    ],
-)
-def test_verify_of_nothing(
-    root: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", str(root.parent / arguments[0]), *arguments[1:]]) == 2
-    assert told in capsys.readouterr().err
-
-
 def _overgrown(content: bytes) -> bool:
     """Whether the pickle has its reader set aside tables of gigabytes, as torch's own does."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from unittest import mock
 
 import pytest
 
@@ -24,9 +25,7 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(monkeypatch, capsys):
 
 
 def test_a_pipe_that_breaks_elsewhere_is_an_error(monkeypatch, tmp_path):
-    def broken(argv):
-        raise BrokenPipeError("of a peer")
-
+    broken = mock.Mock(side_effect=BrokenPipeError("of a peer"))
     monkeypatch.setattr("megatron_fsdp_adapter.cli.estimate.main", broken)
     with (tmp_path / "out").open("w") as output:
         monkeypatch.setattr(sys, "stdout", output)

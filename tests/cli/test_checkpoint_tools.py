@@ -58,6 +58,13 @@ TOLD: dict[str, tuple[str, int, tuple[str, ...], tuple[str, ...], str]] = {
     "inspect of no checkpoint": (
         "inspect TMP", 2, (), (),
         "inspect: .*latest_checkpointed_iteration.txt does not exist.*\n"),
+    "diff of the same": ("diff SAVED SAVED", 0, ("diff: the same\n",), (), ""),
+    "verify of nothing": ("verify TMP/nowhere", 2, (), (), "verify: .*nowhere does not exist.*\n"),
+    "verify of no such iteration": (
+        "verify SAVED --iteration 7", 2, (), (), "verify: .*iter_0000007 does not exist.*\n"),
+    "verify of another iteration": (
+        "verify SAVED/iter_0000003 --iteration 2", 2, (), (),
+        "verify: .*is iteration 3, not 2.*\n"),
 }  # fmt: skip
 """Words, status, what is printed and what not, and a pattern of what stderr has: no progress
 without a terminal."""
@@ -122,12 +129,6 @@ def test_inspect_shows_what_the_save_itself_noted(saved: Path, capsys: Captured)
     found = json.loads(capsys.readouterr().out)["saved_by"]
     assert (found["world_size"], found["tensor_model_parallel_size"]) == (8, 4)
     assert found["saved_at"].endswith("+00:00") and found["torch"] == torch.__version__
-
-
-def test_diff_of_the_same_is_the_same(saved: Path, tmp_path: Path, capsys: Captured) -> None:
-    changed(tmp_path / "b")
-    assert main(["diff", str(saved), str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out == "diff: the same\n"
 
 
 def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -> None:

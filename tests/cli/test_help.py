@@ -109,4 +109,6 @@ def test_usage_and_version_go_to_stdout(capsys: Captured) -> None:
     assert main(["--version"]) == 0 and main(["--help"]) == 0
     found = capsys.readouterr()
     assert found.out.startswith(f"megatron_fsdp_adapter {__version__}\nusage:") and not found.err
-    assert main(["nothing"]) == 2 and "usage:" in capsys.readouterr().err
+    for words in ([], ["nothing"]):
+        assert main(words) == 2 and "usage:" in capsys.readouterr().err
+    assert main(["absent.py"]) == 2 and "no such script: absent.py" in capsys.readouterr().err

@@ -110,11 +110,3 @@ def test_a_broken_engine_is_told_what_is_wrong(
     first = next(row for row in rows if not row.holds)
     assert first.quantity == quantity
     assert re.search(says, first.remark), first.remark
-
-
-def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--prove"]) == 2
-    assert doctor.main(["--prove", str(tmp_path / "absent.py")]) == 2
-    assert doctor.main(["--prove", "--preset=llama3-8b", "--keep=bf16"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["doctor --prove"] * 3
