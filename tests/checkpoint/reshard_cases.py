@@ -103,7 +103,7 @@ def whole_state(trainer: TopologyTrainer) -> Whole:
         {}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
     )  # makes the state
     adam = trainer.optimizer.optimizer.state
-    values = {"weight": trainer.weights()}
+    values = {"weight": trainer.params()}
     for moment in ("exp_avg", "exp_avg_sq"):
         values[moment] = full_values(
             trainer._pairs(), lambda pair, m=moment: local_of(adam[pair.sharded][m])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,13 +35,17 @@ class Step:
     weights: Tensors
 
 
-def recorded_step(trainer: Trainer, data: list[torch.Tensor]) -> Step:
-    """A training step; collective."""
-    loss = forward_backward(trainer, data)
+def finished(trainer: Any, loss: float) -> Step:
+    """The optimizer's step behind backwards of that loss; collective."""
     gradients = trainer.gradients()
     success, norm, _ = trainer.optimizer.step()
     assert success, "the optimizer skipped the step"
     return Step(loss, float(norm), gradients, trainer.params())
+
+
+def recorded_step(trainer: Trainer, data: list[torch.Tensor]) -> Step:
+    """A training step; collective."""
+    return finished(trainer, forward_backward(trainer, data))
 
 
 def free_run(trainer: Trainer, rank: int, steps: int, device: torch.device) -> list[Step]:

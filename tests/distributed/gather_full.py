@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fsdp_adapter.checkpoint.names import split_depth
+from tests.distributed.groups import everyones
 
 Named = Sequence[tuple[str, Any]]
 """(name, pair of unsharded and sharded parameter of the engine)."""
@@ -47,8 +48,7 @@ def full_values(
     for groups, local in by_groups.items():
         mine = {name: value.cpu() for name, value in local.items()}
         for group in groups:
-            pieces: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(pieces, mine, group=group)
+            pieces = everyones(mine, group)
             mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
         found |= {name: value.to(local[name].device) for name, value in mine.items()}
     return {name: found[name].view(pair.unsharded.shape) for name, pair in named if name in found}

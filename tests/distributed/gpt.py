@@ -184,10 +184,19 @@ class Trainer:
         """Full float32 weights by name, the same on every rank; collective."""
         return full_weights(self)
 
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Sets the main weights of ours to full `weights`."""
+        self.wrapper.load_state_dict(dict(weights))
+
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Full reduced float32 gradients by name, the same on every rank; collective. Valid
-        between the end of the backwards and the optimizer's step."""
-        return ddp_gradients(self) if self.strategy is None else our_gradients(self)
+        """Full reduced float32 gradients by name, the same on every rank, zero where no rank of
+        stock DDP holds the reduced value; collective. Valid between the end of the backwards and
+        the optimizer's step."""
+        named = named_parameters(self)
+        if self.strategy is not None:
+            return full_all({name: param.grad for name, param in named if param.requires_grad})
+        found = put_together(named, self.optimizer, lambda p, rows: p.main_grad.reshape(-1)[rows])
+        return {name: grad.cpu() for name, grad in found.items()}
 
 
 def agree_on(chunks: Sequence[Any], nbytes: int) -> None:
@@ -328,24 +337,34 @@ def step_from_dicts(
     return forward_step(case, iter([next(iterator)["tokens"]]), model, return_schedule_plan)
 
 
-def forward_backward(
-    trainer: Trainer, data: list[torch.Tensor], forward_only: bool = False
+def run_passes(
+    trainer: Any, data: list[torch.Tensor], forward_only: bool = False, schedule: Any = None
 ) -> float:
-    """Core's schedule over the microbatches; the mean loss over microbatches and ranks."""
-    case = trainer.case
+    """Core's schedule, or another, over the microbatches; this rank's mean loss, 0 but on the last
+    stage."""
+    case, chunks = trainer.case, trainer.chunks
+    iterators = [iter([{"tokens": tokens} for tokens in data]) for _ in chunks]
     if not forward_only:
-        trainer.wrapper.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
-    reports = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, case),
-        data_iterator=iter(data),
-        model=[trainer.wrapper],
+    reports = (schedule or get_forward_backward_func())(
+        forward_step_func=functools.partial(step_from_dicts, case),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(data),
         seq_length=case.seq,
         micro_batch_size=case.batch,
         forward_only=forward_only,
     )
-    loss = torch.stack([report["loss"] for report in reports]).mean()
+    return float(torch.stack([r["loss"] for r in reports]).mean()) if reports else 0.0
+
+
+def forward_backward(
+    trainer: Trainer, data: list[torch.Tensor], forward_only: bool = False
+) -> float:
+    """`run_passes`; the mean loss over microbatches and ranks."""
+    loss = torch.tensor(run_passes(trainer, data, forward_only), device=data[0].device)
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
 
@@ -389,14 +408,10 @@ def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Main weights, float32."""
     if trainer.strategy is not None:
         trainer.wrapper.stop_communication()
         return full_all(dict(named_parameters(trainer)))
-    return ddp_main_weights(trainer)
-
-
-def ddp_main_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Stock main weights, float32."""
     trainer.wrapper.start_param_sync(force_sync=True)
     whole = {name: p.detach().float().cpu().clone() for name, p in named_parameters(trainer)}
     if trainer.case.dtype != torch.float32:
@@ -413,23 +428,3 @@ def distributed_optimizer(trainer: Trainer) -> Any:
     """The one `DistributedOptimizer`; stock DDP's comes in a chain of one."""
     [found] = optimizers_of(trainer.optimizer)
     return found
-
-
-def ddp_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Stock reduced gradients, full, by name; zero where no rank holds the reduced value."""
-    found = put_together(
-        named_parameters(trainer), trainer.optimizer,
-        lambda param, rows: param.main_grad.reshape(-1)[rows],
-    )  # fmt: skip
-    return {name: grad.cpu() for name, grad in found.items()}
-
-
-def our_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Our reduced gradients, full, by name."""
-    named = named_parameters(trainer)
-    return full_all({name: param.grad for name, param in named if param.requires_grad})
-
-
-def load_weights(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
-    """Sets the main weights of ours to full `weights`."""
-    trainer.wrapper.load_state_dict(weights)

@@ -3,8 +3,9 @@ sharded or not. Sizes are uneven on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,17 +62,18 @@ STEPS = 4
 LR = 0.05
 
 
+@dataclass
 class Side:
     """What a training loop is given, sharded or not. `strategy`, None on the unsharded side, tells
     on which one it runs; there a loss is the mean over all ranks' data."""
 
-    def __init__(
-        self, rank: int, world: int, strategy: str | None, options: Mapping[str, Any] | None = None
-    ) -> None:
-        self.rank, self.world, self.strategy, self.options = rank, world, strategy, options or {}
-        self.dtype = torch.float32
-        self.models: list[nn.Module] = []
-        self.numbers: list[float] = []
+    rank: int
+    world: int
+    strategy: str | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    models: list[nn.Module] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
 
     def model(self, module: nn.Module | None = None, **options: Any) -> Any:
         """A module, sharded on that side."""
@@ -84,6 +86,11 @@ class Side:
             module = fully_shard_model(module, **options)
         self.models.append(module)
         return module
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Whose data this side trains on by itself."""
+        return range(self.world) if self.strategy is None else [self.rank]
 
     def inner(self, model: Any) -> Any:
         """The user's own module."""
@@ -108,15 +115,12 @@ class Side:
         optimizer.step()
         optimizer.zero_grad()
 
-    def mean(self, of_rank: Callable[[int], torch.Tensor], without: int = 0) -> torch.Tensor:
-        """A loss: this rank's, or all ranks' but the first `without`, divided by all."""
-        if self.strategy is not None:
-            return of_rank(self.rank)
-        losses = [of_rank(rank) for rank in range(without, self.world)]
-        return torch.stack(losses).sum() / self.world
-
     def loss(self, model: nn.Module, step: int, microbatch: int = 0, without: int = 0) -> Any:
-        return self.mean(lambda rank: model(tokens(step, microbatch, rank)), without)
+        """This rank's, or all ranks' but the first `without`, divided by all."""
+        if self.strategy is not None:
+            return model(tokens(step, microbatch, self.rank))
+        losses = [model(tokens(step, microbatch, rank)) for rank in self.ranks[without:]]
+        return torch.stack(losses).sum() / self.world
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         return nullcontext() if self.strategy is None else model.no_sync()
@@ -138,12 +142,13 @@ class Side:
         self.numbers.append(value.item())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Of all models, whole, by number and name; collective."""
+        """Of all models, whole, by number and name, a scalar as one row; collective."""
         found = {}
         for number, model in enumerate(self.models):
             state = {n.removeprefix("module."): v for n, v in model.state_dict().items()}
             full = state if self.strategy is None else full_all(state)
-            found.update({f"{number} {name}": value.clone() for name, value in full.items()})
+            for name, value in full.items():
+                found[f"{number} {name}"] = value.reshape(value.shape or (1,)).clone()
         return found
 
 

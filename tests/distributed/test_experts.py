@@ -240,7 +240,7 @@ def note_calls(trainer: Any) -> None:
 def parts_are_called(ours: Any, reference: Any, strategy: str) -> None:
     """And an evaluation gives the reference's loss."""
     assert ours.topology is not EP2 or ours.seen == {"self_attention"}, "parts are called"
-    ours.load(reference.weights())
+    ours.load(reference.params())
     losses = [run_schedule(one, 9, forward_only=True) for one in (ours, reference)]
     check_loss(*losses, "evaluation")
 

@@ -41,7 +41,7 @@ def _numbers(trainer: TopologyTrainer) -> tuple[list[float], Any]:
         found += [taken.loss, taken.norm, run_schedule(trainer, 90 + step, forward_only=True)]
         for chunk in trainer.chunks:
             chunk.train()
-    return found, trainer.weights()
+    return found, trainer.params()
 
 
 def _has_accumulator(param: torch.nn.Parameter) -> bool:

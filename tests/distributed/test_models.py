@@ -40,7 +40,6 @@ from tests.distributed.variants import (
     marked,
     train,
     unchanged,
-    weights_of,
 )
 
 SIZES: dict[str, Any] = {
@@ -161,7 +160,7 @@ def second_is_too_large(trainer: Any, number: int, rank: int) -> Step:
     loss = forward_backward(trainer, batches(trainer.case, number, rank, torch.device("cpu")))
     taken = bool(trainer.optimizer.step()[0])
     assert taken == (number != 1), number
-    return Step(loss, float(taken), {}, weights_of(trainer))
+    return Step(loss, float(taken), {}, trainer.params())
 
 
 def later(name: str, fields: dict[str, Any], tied: bool = False, **changes: Any) -> Variant:

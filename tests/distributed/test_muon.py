@@ -8,9 +8,10 @@ All cells are compared with one computation on whole tensors, and so with each o
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.megatron.muon import has as rule_of
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
-from tests.distributed.checks import check_norm
+from tests.distributed.checks import check_norm, check_same_bits
 from tests.distributed.gather_full import plain_name
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.groups import everyones
@@ -59,24 +60,10 @@ class Cell:
     """Of one topology, under some strategies; fields of the DDP config and of the optimizer's."""
 
     topology: Topology
-    strategies: Iterable[str] = ("optim_grads_params",)
+    strategies: Iterable[str] = STRATEGIES[-1:]
     ddp: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=lambda: BF16)
     clip: float = UNCLIPPED
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if "muon_fp32_matmul_prec" in self.options else torch.bfloat16
-
-    @property
-    def is_exact(self) -> bool:
-        return self.clip == UNCLIPPED
-
-
-def check(rank: int, world: int, cells: Iterable[Cell], steps: int) -> None:
-    for cell in cells:
-        for strategy in cell.strategies:
-            check_strategy(cell, strategy, steps)
 
 
 def built(cell: Cell, strategy: str, tied: bool) -> TopologyTrainer:
@@ -98,8 +85,9 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
         assert_matrices_are_muons(built(cell, strategy, tied=True))
     names = {local: (global_name(trainer, local), pair) for local, pair in trainer._pairs()}
     case, config = trainer.case, trainer.chunks[0].config
+    dtype = torch.bfloat16 if cell.options is BF16 else torch.float32
     reference = Reference(
-        config, LR, DECAY, case.adam_eps, cell.clip, cell.dtype, orthogonalize=by_package,
+        config, LR, DECAY, case.adam_eps, cell.clip, dtype, orthogonalize=by_package,
         coefficients=coefficients_of("quintic", 5),
     )  # fmt: skip
     params = {name: pair.unsharded for name, pair in names.values()}
@@ -116,15 +104,15 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
         assert done
         check_norm(float(norm), norm_of_all(params, step), f"{cell}, {strategy}")
         wanted = reference.step(params, wanted, gradients, float(norm))
-    found = trainer.weights()
+    found = trainer.params()
     for local, (name, pair) in names.items():
         label = f"{cell}, {strategy}: {name}"
         error = float((found[local] - wanted[name]).abs().max())
-        if not is_muons(name, pair.unsharded):
-            assert error <= 1e-5, f"{label} is off by {error:.1e}"
-        else:
+        allowed = 1e-5
+        if is_muons(name, pair.unsharded):
             largest = LR * max(pair.unsharded.shape) ** 0.5
-            assert error <= (0 if cell.is_exact else ROUNDING * largest), f"{label}: {error:.1e}"
+            allowed = 0 if cell.clip == UNCLIPPED else ROUNDING * largest
+        assert error <= allowed, f"{label} is off by {error:.1e}"
 
 
 def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
@@ -167,51 +155,41 @@ HYBRID = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy"
 REPLICAS = {**HYBRID, "outer_dp_sharding_strategy": "no_shard"}
 DP, EXPERTS = Topology("dp"), Topology("experts", experts=4)
 
-TWO_RANKS = (
-    Cell(DP, ("no_shard", "optim_grads_params")),
-    Cell(DP, ("optim",), options=FP32, clip=0.1),
-    *(Cell(TOPOLOGIES[name]) for name in ("tp2", "ep2", "pp2")),
-)
-
-
-@on_ranks(2, seconds=400)
-def test_two_ranks_of_data_tensors_experts_and_stages_step_bit_for_bit_alike(
-    rank: int, world: int
-) -> None:
-    """Clipped, but for rounding."""
-    check(rank, world, TWO_RANKS, 2)
-
-
-NAMES = {
-    1: (), 2: ("tp2", "tp2-sp", "ep2", "pp2", "cp2"), 3: (),
-    4: ("tp2", "tp2-sp", "ep2", "ep4", "ep2-etp2", "pp2", "pp2-vpp2", "tp2-pp2", "ep2-pp2", "cp2"),
+BUDGET = "fsdp_unsharded_budget_gib"
+AXES: Mapping[int, tuple[tuple[Topology, Mapping[str, Any]], ...]] = {
+    1: (),
+    2: tuple((TOPOLOGIES[name], {}) for name in ("tp2", "tp2-sp", "ep2", "pp2", "cp2")),
+    3: (),
+    4: (
+        *((topology, {}) for topology in TOPOLOGIES.values()),  # of ep4 a domain of one rank
+        *((topology, ddp) for topology in (DP, EXPERTS, TOPOLOGIES["tp2"])
+          for ddp in (HYBRID, REPLICAS)),
+        (DP, {BUDGET: 1.0}), (DP, {BUDGET: 3e-5}), (DP, {"fsdp_double_buffer": True}),
+        (TOPOLOGIES["ep2"], {"megatron_fsdp_enable_fine_grained_param_gather": True}),
+    ),
 }  # fmt: skip
-"""Of topologies, by the number of ranks, beside data parallelism alone and, on four ranks, what
-`FOUR_RANKS` has. Of ep4 a domain of one rank."""
-FOUR_RANKS: tuple[tuple[Topology, Mapping[str, Any]], ...] = (
-    *((topology, ddp) for topology in (DP, EXPERTS, TOPOLOGIES["tp2"])
-      for ddp in (HYBRID, REPLICAS)),
-    (DP, {"fsdp_unsharded_budget_gib": 1.0}), (DP, {"fsdp_unsharded_budget_gib": 3e-5}),
-    (TOPOLOGIES["ep2"], {"megatron_fsdp_enable_fine_grained_param_gather": True}),
-    (DP, {"fsdp_double_buffer": True}),
-)  # fmt: skip
+"""By the number of ranks, beside data parallelism and experts alone."""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("options", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("world", NAMES)
-@on_ranks(seconds=500)
-def test_every_split_under_every_strategy_steps_bit_for_bit_alike(
-    rank: int, world: int, options: dict[str, Any]
-) -> None:
-    strategies = STRATEGIES if world < 4 else STRATEGIES[-1:]
-    topologies = (EXPERTS, *(TOPOLOGIES[name] for name in NAMES[world]))
-    cells = [Cell(DP, STRATEGIES, {}, options)]
-    cells += [Cell(topology, strategies, {}, options) for topology in topologies]
-    for topology, ddp in FOUR_RANKS if world == 4 else ():
-        of_instances = topology == DP and ddp == HYBRID
-        cells.append(Cell(topology, STRATEGIES if of_instances else strategies, ddp, options))
-    check(rank, world, tuple(cells), 5)
+def cells() -> Iterator[Any]:
+    """Numbers of ranks and of steps with a cell; those of two steps run without --full."""
+    yield 2, 2, Cell(DP, STRATEGIES[::3])
+    yield 2, 2, Cell(DP, ("optim",), options=FP32, clip=0.1)
+    for name in ("tp2", "ep2", "pp2"):
+        yield 2, 2, Cell(TOPOLOGIES[name])
+    for (world, axes), options in itertools.product(AXES.items(), (BF16, FP32)):
+        for topology, ddp in ((DP, {}), (EXPERTS, {}), *axes):
+            every = world < 4 or (topology is DP and ddp in ({}, HYBRID))
+            cell = Cell(topology, STRATEGIES if every else STRATEGIES[-1:], ddp, options)
+            yield pytest.param(world, 5, cell, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("world", "steps", "cell"), list(cells()))
+@on_ranks(seconds=400)
+def test_every_split_under_every_strategy_steps_bit_for_bit_alike(steps: int, cell: Cell) -> None:
+    """Clipped, but for rounding."""
+    for strategy in cell.strategies:
+        check_strategy(cell, strategy, steps)
 
 
 # Plain modules, with `torch.optim.Muon`.
@@ -243,17 +221,26 @@ def trained(side: Side) -> dict[str, torch.Tensor]:
     return side.weights()
 
 
-def check_strategies(rank: int, world: int) -> None:
+WORLDS = [2, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 3, 4))]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks()
+def test_plain_modules_have_the_weights_of_one_process_and_the_same_bits_under_every_strategy(
+    rank: int, world: int
+) -> None:
+    """But for bf16."""
     expected = trained(Side(rank, world, None))
     first, *others = [trained(Side(rank, world, strategy)) for strategy in STRATEGIES]
-    for name, value in expected.items():
-        # An update has entries of 1 at most, times what its shape gives, and is off by bf16.
-        error = float((first[name] - value).abs().max())
-        assert error < STEPS * PLAIN_LR * 1.6 * 0.03, (name, error)
-        assert all(torch.equal(first[name], other[name]) for other in others), name
+    # An update has entries of 1 at most, times what its shape gives, and is off by bf16.
+    torch.testing.assert_close(first, expected, rtol=0, atol=STEPS * PLAIN_LR * 1.6 * 0.03)
+    for other in others:
+        check_same_bits(other, first, "another strategy")
 
 
-def given_gradients(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks()
+def test_plain_modules_have_the_same_bits_on_any_ranks(rank: int, world: int) -> None:
     """Steps with gradients that are set, not computed."""
     side = Side(rank, world, "optim_grads_params")
     model, module, generator = side.model(net()), net(), torch.Generator().manual_seed(7)
@@ -279,19 +266,6 @@ def given_gradients(rank: int, world: int) -> None:
     found = side.weights()
     for name, value in weights.items():
         assert not of_blocks(name, value) or torch.equal(found[f"0 {name}"], value), name
-
-
-FULL = [pytest.param(world, marks=pytest.mark.full) for world in (1, 3, 4)]
-
-
-@pytest.mark.parametrize("world", [2, *FULL])
-@on_ranks(seconds=400)
-def test_plain_modules_have_the_weights_of_one_process_and_the_same_bits_on_any_ranks(
-    rank: int, world: int
-) -> None:
-    """The first, on gradients of their own, but for bf16; the bits with given ones."""
-    check_strategies(rank, world)
-    given_gradients(rank, world)
 
 
 def test_what_cannot_be_stepped_is_refused(one_rank: None) -> None:

@@ -26,7 +26,6 @@ from tests.distributed.variants import (
     differ_by_rank,
     marked,
     unchanged,
-    weights_of,
 )
 
 KEPT_GRADS = (ZERO_0, ZERO_1)
@@ -41,7 +40,7 @@ def scaled_step(trainer: Any, number: int, rank: int) -> Step:
     loss = forward_backward(trainer, batches(trainer.case, number, rank, device))
     trainer.optimizer.step()
     scale = trainer.optimizer.get_loss_scale().item()
-    return Step(loss, scale, {}, weights_of(trainer))
+    return Step(loss, scale, {}, trainer.params())
 
 
 SPOILER = Spoiler("decoder.layers.0.mlp.linear_fc1.weight")

@@ -5,8 +5,11 @@ a CPU. In plain loops: test_plain_loops.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ import torch
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.sharding import building, unit_copies
 from tests.adapter.test_bridge_weights import Task, standing_in
-from tests.distributed.checks import Step
+from tests.distributed.checks import Step, check_same_bits
 from tests.distributed.fused_adam import precision_aware, transformer_engine_optimizer
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -25,11 +28,9 @@ from tests.distributed.gpt import (
     distributed_optimizer,
     forward_backward,
     init_megatron,
-    load_weights,
     optimizer_config,
     train_step,
 )
-from tests.distributed.launch import run_ranks
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import TOPOLOGIES, TopologyTrainer, run_schedule
 from tests.distributed.variants import Variant, compare, marked, train
@@ -128,28 +129,9 @@ ROWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", marked(ROWS))
-@on_ranks()
-def test_steps_have_the_bits_of_steps_without_offload(row: Variant, rank: int, seed: int) -> None:
-    compare(row, rank, seed)
-
-
 # What a loop does around steps whose updates go on.
 
-FP16 = {"bf16": False, "fp16": True}
 Habit = Callable[[Trainer, int], Any]
-HABITS: dict[Habit, Mapping[str, Any]] = {}
-"""What changes in the case."""
-
-
-def habit(**changes: Any) -> Callable[[Habit], Habit]:
-    """Puts it into the table."""
-
-    def add(function: Habit) -> Habit:
-        HABITS[function] = changes
-        return function
-
-    return add
 
 
 def _data(trainer: Trainer, number: int) -> list[torch.Tensor]:
@@ -171,7 +153,6 @@ def _evaluation(trainer: Trainer, number: int = 50) -> float:
     return forward_backward(trainer, _data(trainer, number), forward_only=True)
 
 
-@habit(**FP16)
 def _overflows(trainer: Trainer, number: int) -> Any:
     """A step that is left out changes nothing."""
     found = _step(trainer, number)
@@ -179,13 +160,11 @@ def _overflows(trainer: Trainer, number: int) -> Any:
     forward_backward(trainer, _data(trainer, number + 10))
     for param in trainer.wrapper.parameters():
         param.grad._local_tensor.fill_(float("inf"))
-    left_out = trainer.optimizer.step()
-    after = trainer.params()
-    assert left_out[0] is False and all(torch.equal(after[name], before[name]) for name in before)
+    assert trainer.optimizer.step()[0] is False
+    check_same_bits(trainer.params(), before, "left out")
     return found, float(trainer.optimizer.get_loss_scale()), _evaluation(trainer)
 
 
-@habit()
 def _norm_is_large(trainer: Trainer, number: int) -> Any:
     found, config = _step(trainer, number), distributed_optimizer(trainer).config
     config.grad_norm_skip_threshold = 0.0
@@ -195,7 +174,6 @@ def _norm_is_large(trainer: Trainer, number: int) -> Any:
     return found, left_out
 
 
-@habit(tied=True, recompute="full-1")
 def _zeros_are_counted(trainer: Trainer, number: int) -> Any:
     config = distributed_optimizer(trainer).config
     config.log_num_zeros_in_grad = True
@@ -204,7 +182,6 @@ def _zeros_are_counted(trainer: Trainer, number: int) -> Any:
     return found
 
 
-@habit()
 def _goes_back(trainer: Trainer, number: int) -> Any:
     """To what was saved right after a step, from one step later."""
     found, inner = _step(trainer, number), distributed_optimizer(trainer)
@@ -218,11 +195,10 @@ def _goes_back(trainer: Trainer, number: int) -> Any:
     weights = {name: value.clone() for name, value in trainer.params().items()}
     _step(trainer, number + 10)
     inner.load_state_dict({"state": state, "param_to_group_meta": meta})
-    load_weights(trainer, weights)
+    trainer.load(weights)
     return found
 
 
-@habit(clip=0.0)
 def _memory_goes(trainer: Trainer, number: int) -> Any:
     found = _step(trainer, number)
     released = release_memory(trainer.wrapper, trainer.optimizer)
@@ -236,7 +212,6 @@ def _is_offloaded(trainer: Trainer) -> bool:
     return any(group.main_on_host for group in trainer.wrapper.engine.groups)
 
 
-@habit()
 def _exports(trainer: Trainer, number: int) -> Any:
     """Exported tensors are the main weights: after a step, which has left them on the device, after
     a load, and after memory was away."""
@@ -247,7 +222,7 @@ def _exports(trainer: Trainer, number: int) -> Any:
         assert all(group.main_on_host for group in groups)
         assert not any(s is g.main.segments(g.held) for s, g in zip(sources, groups, strict=True))
     _check_export(trainer)
-    load_weights(trainer, {name: value * 0.5 for name, value in trainer.params().items()})
+    trainer.load({name: value * 0.5 for name, value in trainer.params().items()})
     _check_export(trainer)
     release_memory(trainer.wrapper, trainer.optimizer, keep="main_weights")
     dict(export_weights(trainer.wrapper))
@@ -259,19 +234,15 @@ def _exports(trainer: Trainer, number: int) -> Any:
 def _check_export(trainer: Trainer) -> None:
     mains = {name.removeprefix("module."): value for name, value in trainer.params().items()}
     for dtype in (BF16, None):
-        found = dict(export_weights(trainer.wrapper, dtype=dtype))
-        assert found.keys() == mains.keys()
-        for name, value in found.items():
-            assert torch.equal(value, mains[name].to(value.dtype)), (dtype, name)
+        wanted = {name: value.to(dtype or value.dtype) for name, value in mains.items()}
+        check_same_bits(dict(export_weights(trainer.wrapper, dtype=dtype)), wanted, str(dtype))
 
 
-@habit()
 def _steps_twice(trainer: Trainer, number: int) -> Any:
     """With gradients that the first step has clipped."""
     return _step(trainer, number), trainer.optimizer.step()
 
 
-@habit(tied=True)
 def _cores_offload(trainer: Trainer, number: int) -> Any:
     """Of state and gradients, for reinforcement learning."""
     found, inner = _step(trainer, number), distributed_optimizer(trainer)
@@ -282,45 +253,48 @@ def _cores_offload(trainer: Trainer, number: int) -> Any:
     return found
 
 
-def _trained(habit: Habit, ddp: dict[str, Any], strategy: str) -> tuple[list[Any], Any]:
-    case = CASE.but(**{"clip": 0.05, **HABITS[habit]})
-    trainer = build_trainer(case, strategy, CPU, ddp=ddp)
+@contextmanager
+def pretended_streams(runtime: type[RecordingRuntime] = RecordingRuntime) -> Iterator[None]:
+    with mock.patch.object(building, "make_runtime", lambda device: runtime()):
+        yield
+
+
+def _around(habit: Habit, trainer: Any, number: int, rank: int) -> Step:
+    """What is found in a step, with a habit in the two in the middle; weights in the end."""
     with trainer.wrapper.engine.runtime.watch():
-        numbers = [_step(trainer, 0), habit(trainer, 1), habit(trainer, 2), _step(trainer, 3)]
-    return numbers, trainer.params()
+        found: Any = (_step if number in (0, 3) else habit)(trainer, number)
+    return Step(found, 0.0, {}, trainer.params() if number == 3 else {})
 
 
-def _compare(rank: int, world: int, strategies: Iterable[str], names: Iterable[str]) -> None:
-    building.make_runtime = lambda device: RecordingRuntime()  # type: ignore[assignment]
-    init_megatron()
-    for strategy in strategies:
-        for habit in (one for one in HABITS if one.__name__ in names):
-            expected, weights = _trained(habit, {}, strategy)
-            found, mine = _trained(habit, OFFLOAD, strategy)
-            said = f"{strategy}, {habit.__name__}"
-            assert repr(found) == repr(expected), said
-            assert not any(value.isnan().any() for value in weights.values()), said
-            assert all(torch.equal(mine[name], weights[name]) for name in weights), said
+def _habit(habit: Habit, world: int, **changes: Any) -> Variant:
+    """On one rank under ZeRO-3; on two where gathered weights stay and where they are freed."""
+    return _row(
+        f"{habit.__name__.strip('_')}, {world} ranks", {"clip": 0.05, **changes}, world=world,
+        strategies=STRATEGIES[-1:] if world == 1 else STRATEGIES[1::2], steps=4,
+        around=pretended_streams, drive=partial(_around, habit),
+    )  # fmt: skip
 
 
-NAMES = tuple(function.__name__ for function in HABITS)
-BETWEEN_STEPS = ("_overflows", "_memory_goes", "_exports")
+HABITS = (
+    _habit(_overflows, 2, bf16=False, fp16=True),
+    _habit(_norm_is_large, 1),
+    _habit(_zeros_are_counted, 1, tied=True, recompute="full-1"),
+    _habit(_goes_back, 1),
+    _habit(_memory_goes, 2, clip=0.0),
+    _habit(_exports, 2),
+    _habit(_steps_twice, 1),
+    _habit(_cores_offload, 1, tied=True),
+)
+EVERYWHERE = tuple(
+    row.but(f"{row.name}, every strategy on two", world=2, strategies=STRATEGIES, full=True)
+    for row in HABITS
+)
 
 
-def test_whatever_a_loop_does_around_steps_has_the_bits_of_steps_that_wait() -> None:
-    names = [name for name in NAMES if name not in BETWEEN_STEPS]
-    run_ranks(_compare, 1, STRATEGIES[-1:], names, timeout=400.0)
-
-
-def test_what_is_written_and_read_between_steps_on_two_ranks() -> None:
-    """A step that is left out, memory that goes, exports and loads; where gathered weights stay,
-    and where they are freed."""
-    run_ranks(_compare, 2, STRATEGIES[1::2], BETWEEN_STEPS, timeout=400.0)
-
-
-@pytest.mark.full
-def test_habits_on_two_ranks_under_every_strategy() -> None:
-    run_ranks(_compare, 2, STRATEGIES, NAMES, timeout=400.0)
+@pytest.mark.parametrize("row", marked((*ROWS, *HABITS, *EVERYWHERE)))
+@on_ranks()
+def test_steps_have_the_bits_of_steps_without_offload(row: Variant, rank: int, seed: int) -> None:
+    compare(row, rank, seed)
 
 
 # Who reads or writes what the updates of a step that has returned still write or read.
@@ -383,7 +357,7 @@ READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
     "export of bf16": (lambda t: _read(dict(export_weights(t.wrapper)).values()), False),
     "bridge, cached tasks": (_by_bridge, True),
     "bridge, load": (_load_by_bridge, True),
-    "load": (lambda t: load_weights(t, t.wrapper.test_began), True),
+    "load": (lambda t: t.load(t.wrapper.test_began), True),
     "release": (_released, False),
     "evaluation": (lambda t: _evaluation(t, 9), False),
     "another step": (lambda t: t.optimizer.step(), False),
@@ -392,37 +366,27 @@ READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
 """What comes after a step, and whether it is a race where the host does not wait."""
 
 
-def _races(
-    rank: int, world: int, runtime: type[RecordingRuntime], *options: dict[str, Any]
-) -> dict[str, str]:
-    """Readers that race, with what; the last options are tried with all of them, others with what
-    comes before a step."""
-    building.make_runtime = lambda device: runtime()  # type: ignore[assignment]
-    init_megatron()
-    found = {}
-    cells = [(name, options[-1]) for name in READERS]
-    cells += [("evaluation before a step", ddp) for ddp in options[:-1]]
-    for name, ddp in cells:
-        trainer = build_trainer(CASE, "optim_grads_params", CPU, ddp=ddp)
-        trainer.wrapper.test_began = trainer.params()
-        try:
-            with trainer.wrapper.engine.runtime.watch():
-                for number in range(2):
-                    _step(trainer, number)
-                READERS[name][0](trainer)
-                _step(trainer, 2)
-        except RaceError as error:
-            found[name if ddp is options[-1] else f"{name} {ddp}"] = str(error)
-    return found
+CELLS = [*((name, OFFLOAD) for name in READERS), ("evaluation before a step", {})]
 
 
 @pytest.mark.parametrize("runtime", [RecordingRuntime, DoesNotBlock])
-def test_everybody_waits_for_updates_behind_a_step(runtime: type[RecordingRuntime]) -> None:
-    (found,) = run_ranks(_races, 1, runtime, {}, OFFLOAD)
-    expected = {name for name, (_, races) in READERS.items() if races and runtime is DoesNotBlock}
-    assert set(found) == expected, found
-    for text in found.values():
-        assert "without waiting for store" in text or "without waiting for update" in text
+@pytest.mark.parametrize(("name", "ddp"), CELLS)
+@on_ranks(1)
+def test_everybody_waits_for_updates_behind_a_step(
+    name: str, ddp: dict[str, Any], runtime: type[RecordingRuntime]
+) -> None:
+    init_megatron()
+    read, races = READERS[name]
+    with pretended_streams(runtime):
+        trainer = build_trainer(CASE, "optim_grads_params", CPU, ddp=ddp)
+    trainer.wrapper.test_began = trainer.params()
+    is_told = races and runtime is DoesNotBlock
+    said = pytest.raises(RaceError, match="without waiting for (store|update)")
+    with said if is_told else nullcontext(), trainer.wrapper.engine.runtime.watch():
+        for number in range(2):
+            _step(trainer, number)
+        read(trainer)
+        _step(trainer, 2)
 
 
 # What it cannot do.

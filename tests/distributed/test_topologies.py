@@ -154,7 +154,7 @@ def test_pipelined_reference_is_the_unsplit_model(rank: int) -> None:
     init_topology(topology)
     case = case_for(topology)
     reference = build_topology_trainer(topology, case, None)
-    weights, data_ranks = reference.weights(), ps.get_data_parallel_world_size()
+    weights, data_ranks = reference.params(), ps.get_data_parallel_world_size()
     run_schedule(reference, 0)
     mine = {
         global_name(reference, name): (weights[name], gradient)

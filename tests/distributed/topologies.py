@@ -20,7 +20,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,8 +36,8 @@ from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
 from tests.distributed.gather_full import full_values, plain_name
 
-from .checks import Step
-from .gpt import Case, Trainer, batches, ddp_config, optimizer_config, set_rates, step_from_dicts
+from .checks import Step, finished
+from .gpt import Case, Trainer, batches, ddp_config, optimizer_config, run_passes, set_rates
 from .groups import use_groups
 
 
@@ -286,7 +285,7 @@ class TopologyTrainer:
     optimizer: Any
     strategy: str | None
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def params(self) -> dict[str, torch.Tensor]:
         """What this rank has of each weight, whole over data-parallel ranks; collective."""
         if self.strategy is None:
             return {n: p.detach().clone() for n, p in self.named_parameters()}
@@ -347,14 +346,6 @@ def local_of(value: Any) -> torch.Tensor:
     return local
 
 
-def _ddp_config(
-    case: Case, strategy: str | None, options: Mapping[str, Any]
-) -> DistributedDataParallelConfig:
-    if strategy is not None:
-        return ddp_config(case, strategy, options)
-    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-
-
 def build_topology_trainer(
     topology: Topology,
     case: Case,
@@ -372,7 +363,9 @@ def build_topology_trainer(
     models = [build_chunk(topology, case, config, i) for i in range(topology.num_chunks)]
     for model in models:
         change(model)
-    wrapper = _ddp_config(case, strategy, ddp)
+    wrapper = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    if strategy is not None:
+        wrapper = ddp_config(case, strategy, ddp)
     return wrapped(topology, case, models, strategy, wrapper, optimizer_options, **wrapper_options)
 
 
@@ -404,32 +397,12 @@ def wrapped(
 def run_schedule(
     trainer: TopologyTrainer | Trainer, step: int, forward_only: bool = False, schedule: Any = None
 ) -> float:
-    """Forwards and backwards of a step; this rank's mean loss, 0 but on the last stage. `schedule`
-    in place of core's."""
-    case = trainer.case
+    """`run_passes` on the data of a step."""
     device = next(trainer.chunks[0].parameters()).device
-    data = batches(case, step, ps.get_data_parallel_rank(), device)
-    iterators = [iter([{"tokens": tokens} for tokens in data]) for _ in trainer.chunks]
-    if not forward_only:
-        for chunk in trainer.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-    reports = (schedule or get_forward_backward_func())(
-        forward_step_func=functools.partial(step_from_dicts, case),
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=trainer.chunks if len(iterators) > 1 else trainer.chunks[0],
-        num_microbatches=len(data),
-        seq_length=case.seq,
-        micro_batch_size=case.batch,
-        forward_only=forward_only,
-    )
-    return float(torch.stack([r["loss"] for r in reports]).mean()) if reports else 0.0
+    data = batches(trainer.case, step, ps.get_data_parallel_rank(), device)
+    return run_passes(trainer, data, forward_only, schedule)
 
 
 def topology_step(trainer: TopologyTrainer, step: int, schedule: Any = None) -> Step:
     """A training step, by core's schedule or another; collective."""
-    loss = run_schedule(trainer, step, schedule=schedule)
-    gradients = trainer.gradients()
-    success, norm, _ = trainer.optimizer.step()
-    assert success, "the optimizer skipped the step"
-    return Step(loss, float(norm), gradients, trainer.weights())
+    return finished(trainer, run_schedule(trainer, step, schedule=schedule))

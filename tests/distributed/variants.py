@@ -44,7 +44,6 @@ from .gpt import (
     batches,
     build_model,
     init_megatron,
-    load_weights,
     make_trainer,
 )
 from .groups import use_groups
@@ -272,27 +271,14 @@ def _step_problems(
 ) -> Iterator[tuple[str, str]]:
     how = COMPARE[row.compare] if isinstance(row.compare, str) else row.compare
     row.plain.start()
-    weights = weights_of(reference) if how.each_step else {}
+    weights = reference.params() if how.each_step else {}
     expected = row.drive(reference, number, rank)
     row.start()
     for strategy, trainer in ours.items():
         if weights:
-            load(trainer, weights)
+            trainer.load(weights)
         found = row.drive(trainer, number, rank)
         try:
             (how.later if number else how.first)(found, expected, f"step {number}")
         except AssertionError as error:  # on one rank, perhaps: the others go on
             yield strategy, f"{error} ({trainer.case})"
-
-
-def weights_of(trainer: AnyTrainer) -> Mapping[str, torch.Tensor]:
-    """Whole main weights; collective."""
-    return trainer.weights() if isinstance(trainer, TopologyTrainer) else trainer.params()
-
-
-def load(trainer: AnyTrainer, weights: Mapping[str, torch.Tensor]) -> None:
-    """Sets our main weights."""
-    if isinstance(trainer, TopologyTrainer):
-        trainer.load(weights)
-    else:
-        load_weights(trainer, dict(weights))

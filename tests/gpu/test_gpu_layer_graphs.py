@@ -153,7 +153,7 @@ def same_bits(rank: int, world: int, name: str) -> str:
 
 def _topology_numbers(trainer: TopologyTrainer) -> tuple[list[float], dict[str, torch.Tensor]]:
     steps = [topology_step(trainer, step) for step in range(STEPS)]
-    return [value for step in steps for value in (step.loss, step.norm)], trainer.weights()
+    return [value for step in steps for value in (step.loss, step.norm)], trainer.params()
 
 
 def pipeline_same_bits(rank: int, world: int, name: str) -> str:

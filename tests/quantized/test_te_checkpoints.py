@@ -166,7 +166,7 @@ def whole_weights(trainer: TopologyTrainer) -> dict[str, torch.Tensor]:
     """Main weights of the unsplit model, the same on every rank."""
     mine = [
         (global_name(trainer, name), _tensor_parallel(name), "weight", value)
-        for name, value in trainer.weights().items()
+        for name, value in trainer.params().items()
     ]
     whole = _whole_of(everyones(mine), trainer.case.swiglu)
     return {name: entry["weight"] for name, entry in whole.items()}
@@ -187,7 +187,7 @@ def records_of(trainer: TopologyTrainer) -> dict[str, torch.Tensor]:
 
 
 def check_bytes(trainer: TopologyTrainer, recipe: str, where: str) -> int:
-    weights, checked = trainer.weights(), 0
+    weights, checked = trainer.params(), 0
     for number, chunk in enumerate(trainer.chunks):
         for name, param in gathered(chunk.engine):
             main, label = weights[f"{number}.{name}"], f"{where}, {name}"

@@ -27,7 +27,6 @@ from tests.distributed.gpt import (
     batches,
     build_trainer,
     init_megatron,
-    load_weights,
     plain_name,
     train_step,
 )
@@ -90,7 +89,7 @@ def through_bridge(trainer: Trainer, weights: Weights) -> None:
 
 
 PATHS: dict[str, Callable[[Trainer, Weights], Any]] = {
-    "the wrapper": load_weights,
+    "the wrapper": Trainer.load,
     "the module that was wrapped": lambda t, w: model_of(t).load_state_dict(w, strict=False),
     "one layer": one_layer,
     "torch's set_model_state_dict": with_torch,
