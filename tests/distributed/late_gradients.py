@@ -1,21 +1,19 @@
-"""Plain models and loops in which gradients arrive late, or gradients of inputs are asked for: each
-as a model and a way to run the forwards and backwards of one step."""
+"""Plain models and loops in which gradients reach a parameter after its unit seemed done, or those
+of inputs are asked for: each as a model and a way to run the forwards and backwards of one step.
+Which tensors of outputs and of containers are noticed: tests/engine/test_engine_hooks.py."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
-from tests.distributed.checks import check_weights
-from tests.distributed.gpt import full_all
+from tests.distributed.plain import Loop, Side
 
 WIDTH, ROWS, STEPS, LR = 6, 5, 3, 0.01
 
@@ -129,23 +127,17 @@ def saliency_between(model: nn.Module, step: int, rank: int, no_sync: NoSync) ->
             loss.backward()
 
 
-def saliency_of_the_trained_pass(
+def saliency_with_frozen_layers(
     model: nn.Module, step: int, rank: int, no_sync: NoSync
 ) -> None:
+    """Of the pass that is trained; layers are frozen after they were wrapped."""
+    for name, param in model.named_parameters():
+        if "blocks.1" in name:
+            param.requires_grad_(False)
     x = inputs(step, 0, rank).requires_grad_()
     loss = loss_of(model, x)
     [grad] = torch.autograd.grad(loss, x, retain_graph=True)
     (loss * (1 + grad.square().sum())).backward()
-
-
-def saliency_of_frozen_layers(
-    model: nn.Module, step: int, rank: int, no_sync: NoSync
-) -> None:
-    """Frozen after they were wrapped."""
-    for name, param in model.named_parameters():
-        if "blocks.1" in name:
-            param.requires_grad_(False)
-    saliency_of_the_trained_pass(model, step, rank, no_sync)
 
 
 def gradient_penalty(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
@@ -228,64 +220,33 @@ def checkpointed(
     _again(model, x.clone(), use_reentrant).backward()
 
 
-@dataclass(frozen=True)
-class Habit:
-    model: type[Chain] = Chain
-    drive: Drive = plainly
-
-
-HABITS: dict[str, Habit] = {
-    "teacher first": Habit(drive=teacher_first),
-    "microbatches in one autocast": Habit(drive=microbatches_in_one_context),
-    "evaluation in between": Habit(Repeating, evaluation_in_between),
-    "saliency between backwards": Habit(drive=saliency_between),
-    "saliency with frozen layers": Habit(drive=saliency_of_frozen_layers),
-    "gradient penalty": Habit(drive=gradient_penalty),
-    "forces": Habit(Forces, evaluated_too),
-    "slope between units": Habit(SlopeBetweenUnits, evaluated_too),
-    "slope inside of units": Habit(TakesSlopes),
-    "all of it computed again": Habit(drive=checkpointed),
-    "all of it computed again, not reentrant": Habit(
-        drive=functools.partial(checkpointed, use_reentrant=False)
-    ),
-}
-
-
-def _seeded(kind: type[Chain]) -> Chain:
+def _trained(side: Side, kind: type[Chain] = Chain, drive: Drive = plainly) -> None:
+    """Steps with gradients that are averaged over the ranks."""
     torch.manual_seed(3)
-    return kind()
-
-
-def reference(habit: Habit, world: int) -> dict[str, torch.Tensor]:
-    """The unsharded module, its gradients averaged over the ranks."""
-    model = _seeded(habit.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR / world)
+    model = side.model(kind(), fsdp_unit_modules=[kind.block])
+    optimizer = side.optimizer(torch.optim.SGD(model.parameters(), lr=LR / len(side.ranks)))
     for step in range(STEPS):
-        for rank in range(world):
-            habit.drive(model, step, rank, nullcontext)
+        for rank in side.ranks:
+            drive(model, step, rank, functools.partial(side.no_sync, model))
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def sharded(habit: Habit, rank: int, strategy: str, **options: Any) -> dict[str, torch.Tensor]:
-    """The same, sharded: full weights; collective."""
-    kind = habit.model
-    model = fully_shard_model(
-        _seeded(kind), fsdp_unit_modules=[kind.block],
-        data_parallel_sharding_strategy=strategy, **options,
-    )  # fmt: skip
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=LR))
-    for step in range(STEPS):
-        habit.drive(model, step, rank, model.no_sync)
-        optimizer.step()
-        optimizer.zero_grad()
-    values = {name.removeprefix("module."): v for name, v in model.state_dict().items()}
-    return full_all(values)
-
-
-def check_habit(name: str, rank: int, world: int, strategies: Iterable[str]) -> None:
-    """Trains with it under the strategies, to the weights of the unsharded module."""
-    expected = reference(HABITS[name], world)
-    for strategy in strategies:
-        check_weights(sharded(HABITS[name], rank, strategy), expected, strategy, 2e-5)
+LATE_LOOPS: dict[str, Loop] = {
+    name: functools.partial(_trained, **how)
+    for name, how in {
+        "teacher first": {"drive": teacher_first},
+        "microbatches in one autocast": {"drive": microbatches_in_one_context},
+        "evaluation in between": {"kind": Repeating, "drive": evaluation_in_between},
+        "saliency between backwards": {"drive": saliency_between},
+        "saliency with frozen layers": {"drive": saliency_with_frozen_layers},
+        "gradient penalty": {"drive": gradient_penalty},
+        "forces": {"kind": Forces, "drive": evaluated_too},
+        "slope between units": {"kind": SlopeBetweenUnits, "drive": evaluated_too},
+        "slope inside of units": {"kind": TakesSlopes},
+        "all of it computed again": {"drive": checkpointed},
+        "all of it computed again, not reentrant": {
+            "drive": functools.partial(checkpointed, use_reentrant=False)
+        },
+    }.items()
+}

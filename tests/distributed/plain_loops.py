@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.distributed.late_gradients import LATE_LOOPS
 from tests.distributed.plain import LR, STEPS, Loop, Make, Side, net, plain_sgd
 from tests.distributed.plain_state_loops import STATE_LOOPS
 
@@ -25,13 +26,48 @@ OPTIMIZERS: Mapping[str, Make] = {
     "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
 }
 
-LOOPS: dict[str, Loop] = {**STATE_LOOPS}
+LOOPS: dict[str, Loop] = {**STATE_LOOPS, **LATE_LOOPS}
 
 
 def loop(function: Loop) -> Loop:
     """Puts it into the table, by its name."""
     LOOPS[function.__name__] = function
     return function
+
+
+Act = Callable[[Side, Any, Any, int], Any]
+"""Of (side, model, optimizer, number of the step)."""
+
+
+def nothing(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """Does nothing."""
+
+
+def zero_grad(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+
+
+def _trained(
+    side: Side, make: Make = plain_sgd, wraps: bool = True, backwards: int = 1,
+    before: Act = nothing, between: Act = nothing, changed: Act = nothing,
+    clear: Act = zero_grad, after: Act = nothing,
+) -> None:
+    """Steps with something before them, between a forward and its backward, after each backward,
+    and after the step. wraps: by fully_shard_optimizer; clear: in place of the optimizer's."""
+    model = side.model()
+    optimizer = make(model.parameters())
+    if wraps:
+        optimizer = side.optimizer(optimizer)
+    for step in range(STEPS):
+        before(side, model, optimizer, step)
+        for microbatch in range(backwards):
+            loss = side.loss(model, step, microbatch)
+            between(side, model, optimizer, step)
+            loss.backward()
+            changed(side, model, optimizer, step)
+        optimizer.step()
+        clear(side, model, optimizer, step)
+        after(side, model, optimizer, step)
 
 
 # Gradients that are cleared, replaced, scaled and clipped, and ranks that have none.
@@ -64,112 +100,100 @@ def optimizers_of_torch(side: Side) -> None:
         _microbatches(side, make, 2, None)
 
 
-@loop
-def optimizers_over_dtensors(side: Side) -> None:
-    """Of torch, not passed to fully_shard_optimizer, whose steps read rows or whole tensors;
-    gradients are cleared after or before."""
-    for make in (
-        OPTIMIZERS["AdamW"], functools.partial(plain_sgd, foreach=False), OPTIMIZERS["Rprop"],
-    ):  # fmt: skip
-        model = side.model()
-        optimizer = make(model.parameters())
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            side.step(model, optimizer, step)
-
-
-def _to_none(model: Any) -> None:
+def _to_none(side: Side, model: Any, optimizer: Any, step: int) -> None:
     for param in model.parameters():
         param.grad = None
 
 
-@loop
-def gradients_that_a_module_clears(side: Side) -> None:
-    """Or the program, one by one."""
-    for clear in (_to_none, lambda model: side.inner(model).zero_grad()):
-        for step, model, optimizer in side.steps():
-            side.loss(model, step).backward()
-            optimizer.step()
-            clear(model)
+def _inner_clears(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    side.inner(model).zero_grad()
 
 
-@loop
-def cleared_between_forward_and_backward(side: Side) -> None:
-    for step, model, optimizer in side.steps():
-        loss = side.loss(model, step)
-        optimizer.zero_grad() if step % 2 else model.zero_grad()
-        loss.backward()
-        optimizer.step()
+def _clears_one_of_both(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad() if step % 2 else model.zero_grad()
 
 
-@loop
-def gradients_that_are_thrown_away(side: Side) -> None:
-    """After microbatches, and after a backward."""
-    for step, model, optimizer in side.steps():
+def _thrown_away(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """Gradients of a microbatch, and of a whole backward."""
+    with side.no_sync(model):
+        side.loss(model, step, 7).backward()
+    optimizer.zero_grad()
+    side.loss(model, step, 8).backward()
+    _to_none(side, model, optimizer, step)
+
+
+def _some_taken_away(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """Other parameters' in every step, of the same unit and of others."""
+    for param in list(model.parameters())[step % 3 :: 3]:
+        param.grad = None
+
+
+def _halved(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    for param in model.parameters():
+        param.grad = param.grad * 0.5
+
+
+def _evaluated_and_clipped(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    known = [*map(id, optimizer.param_groups[0]["params"])]
+    with torch.no_grad():
+        side.note(side.loss(model, step, 1))
+    for module in (model, side.inner(model)):
+        assert [*map(id, module.parameters())] == known
+    side.note(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+
+def _evaluated(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    with torch.inference_mode():
+        side.note(side.loss(model, step, 2))
+
+
+def _clipped(side: Side, model: Any, optimizer: Any, step: int, norm_type: float) -> None:
+    """By torch and by the model, in turn."""
+    if step % 2 and norm_type < float("inf"):
+        params = model.parameters()
+        side.note(nn.utils.clip_grad_norm_(params, 0.05, norm_type, foreach=step != 3))
+    else:
+        side.clip(model, 0.05, norm_type)
+
+
+def _two_nested(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    with side.no_sync(model):
         with side.no_sync(model):
-            side.loss(model, step, 7).backward()
-        optimizer.zero_grad()
-        side.loss(model, step, 8).backward()
-        _to_none(model)
-        side.step(model, optimizer, step)
+            side.loss(model, step, 1).backward()
+        side.loss(model, step, 2).backward()
 
 
-@loop
-def some_gradients_taken_away(side: Side) -> None:
-    """Other parameters in every step, of the same unit and of others."""
-    for step, model, optimizer in side.steps():
-        side.loss(model, step).backward()
-        for param in list(model.parameters())[step % 3 :: 3]:
-            param.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _replaced(side: Side, microbatches: int) -> None:
-    for step, model, optimizer in side.steps():
-        for microbatch in range(microbatches):
-            side.loss(model, step, microbatch).backward()
-            for param in model.parameters():
-                param.grad = param.grad * 0.5
-        optimizer.step()
-        optimizer.zero_grad()
+def _block_left_out(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """Of a block that a step leaves out there are no gradients."""
+    blocks = side.inner(model).blocks
+    blocks.forward = blocks[1 - step % 2 :].forward
 
 
 LOOPS |= {
-    "gradients_replaced": functools.partial(_replaced, microbatches=1),
-    "gradients_replaced_between_backwards": functools.partial(_replaced, microbatches=2),
+    name: functools.partial(_trained, **how)
+    for name, how in {
+        # Optimizers of torch, not passed to fully_shard_optimizer, step on rows or whole tensors.
+        "AdamW_over_dtensors": {"make": OPTIMIZERS["AdamW"], "wraps": False, "before": zero_grad},
+        "SGD_over_dtensors": {"make": functools.partial(plain_sgd, foreach=False), "wraps": False},
+        "Rprop_over_dtensors": {"make": OPTIMIZERS["Rprop"], "wraps": False},
+        "a_block_left_out_at_times": {"wraps": False, "before": _block_left_out},
+        "gradients_that_the_program_clears": {"clear": _to_none},
+        "gradients_that_a_module_clears": {"clear": _inner_clears},
+        "cleared_between_forward_and_backward": {"between": _clears_one_of_both, "clear": nothing},
+        "gradients_that_are_thrown_away": {"before": _thrown_away},
+        "some_gradients_taken_away": {"changed": _some_taken_away},
+        "gradients_replaced": {"changed": _halved},
+        "gradients_replaced_between_backwards": {"changed": _halved, "backwards": 2},
+        "clipped_after_an_evaluation": {"changed": _evaluated_and_clipped, "after": _evaluated},
+        **{
+            f"clipped_by_norm_{norm}": {"changed": functools.partial(_clipped, norm_type=norm)}
+            for norm in (float("inf"), 1.0, 2.0, 3.0)
+        },
+        "nested_no_sync": {
+            "make": OPTIMIZERS["AdamW"], "before": _two_nested, "after": _evaluated,
+        },
+    }.items()
 }
-
-
-@loop
-def clipped_after_an_evaluation(side: Side) -> None:
-    for step, model, optimizer in side.steps():
-        before = list(map(id, model.parameters()))
-        side.loss(model, step).backward()
-        with torch.no_grad():
-            side.note(side.loss(model, step, 1))
-        for module in (model, side.inner(model)):
-            assert list(map(id, module.parameters())) == before
-        side.note(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.inference_mode():
-            side.note(side.loss(model, step, 2))
-
-
-@loop
-def clipped_by_norms(side: Side) -> None:
-    """By torch and by the model, in turn."""
-    for norm_type in (float("inf"), 1.0, 2.0, 3.0):
-        for step, model, optimizer in side.steps():
-            side.loss(model, step).backward()
-            if step % 2 and norm_type < float("inf"):
-                params = model.parameters()
-                side.note(nn.utils.clip_grad_norm_(params, 0.05, norm_type, foreach=step != 3))
-            else:
-                side.clip(model, 0.05, norm_type)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @loop
@@ -206,16 +230,6 @@ def a_module_inside_is_called(side: Side) -> None:
     optimizer = side.sgd(model.parameters())
     for step in range(STEPS):
         side.step(side.inner(model)[0] if step % 2 else model, optimizer, step)
-
-
-@loop
-def nested_no_sync(side: Side) -> None:
-    for step, model, optimizer in side.steps():
-        with side.no_sync(model):
-            with side.no_sync(model):
-                side.loss(model, step, 1).backward()
-            side.loss(model, step, 2).backward()
-        side.step(model, optimizer, step)
 
 
 # Several optimizers, and steps of other kinds.
@@ -336,11 +350,12 @@ class Cautious(torch.optim.SGD):
         return result
 
 
-@loop
-def a_step_that_calls_its_base(side: Side) -> None:
+def _cautious(params: Iterable[Any]) -> torch.optim.Optimizer:
     plain_sgd([nn.Parameter(torch.ones(1))])  # torch hooks the base's step when one is made
-    for step, model, optimizer in side.steps(lambda params: Cautious(params, lr=LR)):
-        side.step(model, optimizer, step)
+    return Cautious(params, lr=LR)
+
+
+LOOPS["a_step_that_calls_its_base"] = functools.partial(_trained, make=_cautious)
 
 
 @loop
@@ -367,16 +382,10 @@ def _scale(params: Iterable[Any], factor: float) -> None:
         param.mul_(factor)
 
 
-@loop
-def initialized_after_wrapping(side: Side) -> None:
-    for step, model, optimizer in side.steps():
-        if step == 0:
-            model.apply(lambda module: _scale(module.parameters(recurse=False), 0.5))
-        loss = side.loss(model, step)
-        side.note(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def _initialized(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """After wrapping."""
+    if step == 0:
+        model.apply(lambda module: _scale(module.parameters(recurse=False), 0.5))
 
 
 @loop
@@ -399,54 +408,41 @@ def averaged_weights_evaluated(side: Side) -> None:
                 param.copy_(value)
 
 
-@loop
-def clamped(side: Side) -> None:
+def _clamped(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """After each step, and after the evaluation that follows it."""
-    for step, model, optimizer in side.steps():
-        side.step(model, optimizer, step)
-        for bound in (0.4, 0.3):
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.clamp_(-bound, bound)
-                side.note(side.loss(model, step, 1))
+    for bound in (0.4, 0.3):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-bound, bound)
+            side.note(side.loss(model, step, 1))
 
 
-@loop
-def frozen_between_backwards(side: Side) -> None:
-    """Of one step: gradients of the first stay, and the optimizer takes them."""
-    for step, model, optimizer in side.steps():
-        block = side.inner(model).blocks[0]
-        with side.no_sync(model):
-            side.loss(model, step).backward()
-        block.requires_grad_(False)
+def _frozen_later(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """For the second backward of a step: gradients of the first stay, and the optimizer takes them.
+    """
+    with side.no_sync(model):
         side.loss(model, step, 1).backward()
-        block.requires_grad_(True)
-        optimizer.step()
-        optimizer.zero_grad()
+    side.inner(model).blocks[0].requires_grad_(False)
 
 
-@loop
-def layers_frozen_in_turn(side: Side) -> None:
-    """By lists of before; half of each unit's parameters, and whole units."""
-    model = side.model()
-    params = list(model.parameters())
-    optimizer = side.optimizer(torch.optim.AdamW(params, lr=0.01, weight_decay=0.3))
-    for step in range(STEPS):
-        for number, param in enumerate(params):
-            param.requires_grad_(number % 2 == step % 2 if step < 2 else number > 5)
-        side.step(model, optimizer, step)
+def _trained_again(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    side.inner(model).blocks[0].requires_grad_(True)
 
 
-# Units that a step does not use.
+def _frozen_in_turn(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """By a list of before; half of each unit's parameters, and whole units."""
+    for number, param in enumerate(optimizer.param_groups[0]["params"]):
+        param.requires_grad_(number % 2 == step % 2 if step < 2 else number > 5)
 
 
-@loop
-def a_block_left_out_at_times(side: Side) -> None:
-    """Torch's optimizer, not passed to fully_shard_optimizer, clears the gradients that there are;
-    of the block that a step leaves out there are none."""
-    model = side.model()
-    optimizer = plain_sgd(model.parameters())
-    blocks = side.inner(model).blocks
-    for step in range(STEPS):
-        blocks.forward = blocks[1 - step % 2 :].forward
-        side.step(model, optimizer, step)
+LOOPS |= {
+    "layers_frozen_in_turn": functools.partial(
+        _trained, before=_frozen_in_turn,
+        make=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.3),
+    ),
+    "initialized_after_wrapping": functools.partial(_trained, before=_initialized),
+    "clamped": functools.partial(_trained, after=_clamped),
+    "frozen_between_backwards": functools.partial(
+        _trained, before=_frozen_later, changed=_trained_again
+    ),
+}  # fmt: skip

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.plain import megatron_fsdp as door
 from megatron_fsdp_adapter.plain import uneven_dtensor
-from tests.distributed.launch import run_ranks
-from tests.distributed.plain import Block, net, tokens
+from tests.distributed.checks import check_same_bits
+from tests.distributed.groups import everyones
+from tests.distributed.plain import Block, Side, net, tokens
+from tests.distributed.shared_ranks import on_ranks
 
 BF16 = torch.bfloat16
 STEPS, MICROBATCHES = 3, 2
@@ -51,64 +55,60 @@ def sharded(world: int, module: nn.Module | None = None, **options: Any) -> tupl
     return door.fully_shard(module, adam(module), mesh_of(world), **given)
 
 
-def _last_syncs(model: Any, microbatch: int) -> Any:
-    model.set_model_auto_sync(microbatch == MICROBATCHES - 1)
-    return model(tokens_of(model, microbatch))
+Loop = Callable[[Any, torch.Tensor, bool], Any]
+"""The loss of a microbatch: of (model, tokens, whether it is the last one)."""
 
 
-def _never(model: Any, microbatch: int) -> Any:
+def _last_syncs(model: Any, given: torch.Tensor, is_last: bool) -> Any:
+    model.set_model_auto_sync(is_last)
+    return model(given)
+
+
+def _never(model: Any, given: torch.Tensor, is_last: bool) -> Any:
     """The optimizer's step completes gradients."""
     model.set_model_auto_sync(False)
-    return model(tokens_of(model, microbatch))
+    return model(given)
 
 
-def _no_sync(model: Any, microbatch: int) -> Any:
-    if microbatch < MICROBATCHES - 1:
-        with model.no_sync():
-            loss = model(tokens_of(model, microbatch))
-            loss.backward()
-        return loss.detach()
-    return model(tokens_of(model, microbatch))
-
-
-def tokens_of(model: Any, microbatch: int) -> torch.Tensor:
-    return tokens(model.at_step, microbatch, model.of_rank)
-
-
-Loop = Callable[[Any, int], Any]
+def _no_sync(model: Any, given: torch.Tensor, is_last: bool) -> Any:
+    if is_last:
+        return model(given)
+    with model.no_sync():
+        loss = model(given)
+        loss.backward()
+    return loss.detach()
 
 
 def train(model: Any, optimizer: Any, rank: int, loop: Loop, first: int = 0) -> list[float]:
     losses = []
-    model.of_rank = rank
-    for model.at_step in range(first, first + STEPS):
+    for step in range(first, first + STEPS):
         for microbatch in range(MICROBATCHES):
-            loss = loop(model, microbatch)
+            is_last = microbatch == MICROBATCHES - 1
+            loss = loop(model, tokens(step, microbatch, rank), is_last)
             if loss.requires_grad:
                 loss.backward()
             losses.append(loss.item())
             if loop is not _never:
                 complete = all(param.grad is not None for param in model.parameters())
-                assert complete == (microbatch == MICROBATCHES - 1), microbatch
+                assert complete == is_last, microbatch
         optimizer.step(sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)
         optimizer.zero_grad(zero_grad_buffer=True)
     return losses
 
 
-def reference(world: int, steps: int = STEPS) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Losses of each rank's data, and weights, of one process without sharding."""
-    module = net()
+def reference(world: int) -> Side:
+    """What one process without sharding has found."""
+    side = Side(0, world, None)
+    module = side.model(net())
     optimizer = adam(module)
-    losses: list[list[float]] = [[] for _ in range(world)]
-    for step in range(steps):
+    for step in range(STEPS):
         for microbatch in range(MICROBATCHES):
-            for rank in range(world):
-                loss = module(tokens(step, microbatch, rank))
-                (loss / world).backward()
-                losses[rank].append(loss.item())
+            loss = side.loss(module, step, microbatch)
+            loss.backward()
+            side.note(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {name: param.detach() for name, param in module.named_parameters()}
+    return side
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -122,20 +122,20 @@ def near(found: Any, expected: Any, say: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6, msg=lambda s: f"{say}: {s}")
 
 
-def _numbers(rank: int, world: int) -> None:
-    losses, weights = reference(world)
-    for number, name in enumerate(["no_shard", "optim", "optim_grads", "optim_grads_params"]):
-        for strategy, loop in ((number, _last_syncs), (name, _no_sync), (name, _never)):
-            model, optimizer = sharded(world, zero_dp_strategy=strategy)
-            assert model.data_parallel_sharding_strategy == name
-            say = (strategy, loop.__name__)
-            near(train(model, optimizer, rank, loop), losses[rank], say)
-            found = whole(model)
-            for key, value in weights.items():
-                near(found[key].reshape(value.shape), value, (*say, key))
+@pytest.mark.parametrize(("number", "name"), [*enumerate(STRATEGIES)])
+@on_ranks(2)
+def test_loops_written_for_megatron_fsdp(rank: int, world: int, number: int, name: str) -> None:
+    known = reference(world)
+    for strategy, loop in ((number, _last_syncs), (name, _no_sync), (name, _never)):
+        model, optimizer = sharded(world, zero_dp_strategy=strategy)
+        assert model.data_parallel_sharding_strategy == name
+        losses = everyones(train(model, optimizer, rank, loop))
+        near([sum(each) / world for each in zip(*losses, strict=True)], known.numbers, loop)
+        near({f"0 {key}": value for key, value in whole(model).items()}, known.weights(), loop)
 
 
-def _sums_and_scales(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sums_and_scales(rank: int, world: int) -> None:
     """The sum over ranks where losses are per token, and what `scale_gradients` makes of it."""
     grads = []
     for per_token in (False, True):
@@ -149,7 +149,8 @@ def _sums_and_scales(rank: int, world: int) -> None:
     near(*grads, "sums")
 
 
-def _dtypes(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_dtypes_of_gradients(rank: int, world: int) -> None:
     """Gradients in the parameters' dtype, unless it is asked for another."""
     for module, grads, expected in ((net(), None, torch.float32), (net(BF16), None, BF16),
                                     (net(BF16), torch.float32, torch.float32)):  # fmt: skip
@@ -160,29 +161,27 @@ def _dtypes(rank: int, world: int) -> None:
         assert found == {expected} and {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def _checkpoints(rank: int, world: int, folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_by_torch(rank: int, world: int, root: Path) -> None:
     """A fresh optimizer's state dict is what DCP loads into; training goes on bit for bit."""
     model, optimizer = sharded(world)
     untouched = whole(model)
     near(untouched["head.weight"], net().head.weight.detach(), "state is made without a step")
     train(model, optimizer, rank, _last_syncs)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(states), checkpoint_id=folder)
+    dcp.save(uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(states), checkpoint_id=root)
     expected = train(model, optimizer, rank, _last_syncs, first=7)
-    zeros = net()
-    for param in zeros.parameters():
-        nn.init.zeros_(param)
-    other, resumed = sharded(world, zeros)
+    other, resumed = sharded(world)
     states = {"model": other.state_dict(), "optimizer": resumed.state_dict()}
-    dcp.load(states, checkpoint_id=folder)
+    dcp.load(states, checkpoint_id=root)
     other.load_state_dict(states["model"], strict=False)
     resumed.load_state_dict(states["optimizer"])
     assert train(other, resumed, rank, _last_syncs, first=7) == expected
-    for name, value in whole(model).items():
-        assert torch.equal(whole(other)[name], value), name
+    check_same_bits(whole(other), whole(model), "resumed")
 
 
-def _optimizers(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_state_of_optimizers(rank: int, world: int) -> None:
     """State from the start, of all of torch's that step on rows; groups stay what they were."""
     for make in (torch.optim.Adam, torch.optim.RAdam, torch.optim.NAdam, torch.optim.RMSprop,
                  torch.optim.Adadelta, torch.optim.Adamax, torch.optim.Adagrad):  # fmt: skip
@@ -197,7 +196,8 @@ def _optimizers(rank: int, world: int) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
-def _members(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_members(rank: int, world: int) -> None:
     model, _ = sharded(world)
     assert door.find_megatron_fsdp(SimpleNamespace(module=model)) is model
     assert next(model.parameters())._megatron_fsdp_model is model
@@ -212,7 +212,7 @@ def _members(rank: int, world: int) -> None:
         getattr(model, name)()
     with model.mixed_precision_context(door.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):
         compiled = torch.compile(model, backend="eager")
-        with pytest.warns(UserWarning, match="torch.compile") if rank == 0 else _nothing():
+        with pytest.warns(UserWarning, match="torch.compile") if rank == 0 else nullcontext():
             compiled(tokens(0, 0, rank)).backward()
     model.finish_grad_sync()
     assert all(param.grad is not None for param in model.parameters())
@@ -223,25 +223,6 @@ def _members(rank: int, world: int) -> None:
     attention = nn.Sequential(nn.MultiheadAttention(8, 2, device="meta"))
     started = door.fully_shard_model(attention, init_model_with_meta_device=True)
     assert not any(value.isnan().any() for value in whole(started).values())
-
-
-def _nothing() -> Any:
-    return pytest.MonkeyPatch.context()
-
-
-def _all(rank: int, world: int, folder: str) -> None:
-    _checkpoints(rank, world, folder)
-    for part in (_numbers, _sums_and_scales, _dtypes, _optimizers, _members):
-        part(rank, world)
-
-
-def test_loops_written_for_megatron_fsdp(tmp_path: Path) -> None:
-    run_ranks(_all, 2, str(tmp_path / "checkpoint"))
-
-
-def _experts(module: Any) -> Any:
-    module.head.weight.allreduce = False
-    return door.fully_shard_model(module)
 
 
 def _on(mesh_dims: tuple[str, ...] = ("dp",), **options: Any) -> Callable[[Any], Any]:
@@ -262,7 +243,10 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "graph": ("cuda_graph_mode=True", _on(cuda_graph_mode=True)),
     "expert mesh": ("expt_device_mesh", _on(expt_device_mesh=object())),
     "hybrid group": ("hybrid_fsdp_group", _on(hybrid_fsdp_group=object())),
-    "experts": ("experts", _experts),
+    "experts": (
+        "experts",
+        lambda m: (setattr(m.head.weight, "allreduce", False), door.fully_shard_model(m)),
+    ),
     "unit": ("Blok", _on(fsdp_unit_modules=["Blok"])),
     "one unit": ("Put it into a list", _on(fsdp_unit_modules=Block)),
     "dtype": (

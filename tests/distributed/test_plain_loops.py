@@ -4,8 +4,9 @@ memory or layers are compiled."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,36 +15,26 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp_adapter.core.config import STRATEGIES
-from tests.distributed.launch import run_ranks
-from tests.distributed.plain import STEPS, Block, Side, device, net
+from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
+from tests.distributed.checks import check_same_bits, check_weights
+from tests.distributed.late_gradients import LATE_LOOPS
+from tests.distributed.plain import Block, Side, device, net
 from tests.distributed.plain_loops import LOOPS
+from tests.distributed.shared_ranks import on_ranks
 
-WEIGHTS = 2e-5
-"""Relative, of a weight tensor's norm after the steps of a loop."""
-
-NEEDS_KEPT_WEIGHTS = ("a_rank_without_data",)
-"""Where weights are sharded all ranks gather them in each forward."""
-
-NEEDS_SHARDED_GRADS = ("an_optimizer_every_other_step", "gradients_replaced_between_backwards")
-"""Several backwards outside of `no_sync`, or an optimizer's gradients kept for a later one."""
-
-NEEDS_KEPT_GRADS = ("a_rank_without_microbatches",)
-"""Where gradients are sharded all ranks reduce them in each backward."""
+NEEDS: Mapping[str, Callable[[Strategy], bool]] = {
+    # Where weights are sharded all ranks gather them in each forward.
+    "a_rank_without_data": lambda row: not row.shard_weights,
+    # Where gradients are sharded all ranks reduce them in each backward.
+    "a_rank_without_microbatches": lambda row: not row.shard_grads,
+    # Several backwards outside of `no_sync`, or an optimizer's gradients kept for a later one.
+    "an_optimizer_every_other_step": lambda row: row.shard_grads,
+    "gradients_replaced_between_backwards": lambda row: row.shard_grads,
+}
+"""What a strategy has to be for a loop to run."""
 
 ALL_STRATEGIES = ("microbatches_and_clipping",)
 """Not only the one that shards most and one of the others."""
-
-
-def strategies_of(name: str) -> list[str]:
-    """Under which a loop can run."""
-    return [
-        strategy
-        for strategy, row in STRATEGIES.items()
-        if not (name in NEEDS_SHARDED_GRADS and not row.shard_grads)
-        and not (name in NEEDS_KEPT_GRADS and row.shard_grads)
-        and not (name in NEEDS_KEPT_WEIGHTS and row.shard_weights)
-    ]
 
 
 def check_loops(
@@ -62,65 +53,48 @@ def check_loops(
         reference = Side(rank, world, None)
         LOOPS[name](reference)
         expected = reference.weights()
-        *others, most = strategies_of(name)
+        can = NEEDS.get(name, lambda row: True)
+        *others, most = [strategy for strategy, row in STRATEGIES.items() if can(row)]
         in_turn = others[position % len(others) :][:1]
         for strategy in (*(others if every or name in ALL_STRATEGIES else in_turn), most):
             side = Side(rank, world, strategy, options)
             try:
                 LOOPS[name](side)
+                assert side.numbers == pytest.approx(reference.numbers, rel=1e-5, abs=1e-7)
+                check_weights(side.weights(), expected, "after the loop", 2e-5)
             except Exception as error:  # told with the others, by name
                 problems.append(f"{name}, {strategy}: {type(error).__name__}: {error}")
-                continue
-            problems += [f"{name}, {strategy}, {line}" for line in _differences(side, expected)]
-            if side.numbers != pytest.approx(reference.numbers, rel=1e-5, abs=1e-7):
-                problems.append(f"{name}, {strategy}: {side.numbers} != {reference.numbers}")
     assert not problems, "\n".join(problems)
 
 
-def _differences(side: Side, expected: Mapping[str, torch.Tensor]) -> list[str]:
-    found = side.weights()
-    assert found.keys() == expected.keys()
-    lines = []
-    for name, value in expected.items():
-        error = float((found[name] - value).norm() / value.norm())
-        if not error <= WEIGHTS:
-            lines.append(f"{name}: off by {error:.1e}")
-    return lines[:3]
-
-
 @pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.full)))
-def test_loops_train_to_the_same_weights(every: bool) -> None:
-    run_ranks(functools.partial(check_loops, every=every), 2, list(LOOPS), timeout=400)
+@on_ranks(2, seconds=400)
+def test_loops_train_to_the_same_weights(rank: int, world: int, every: bool) -> None:
+    check_loops(rank, world, LOOPS, every=every)
 
 
-def test_one_rank_trains_like_a_single_process() -> None:
-    run_ranks(check_loops, 1, ALL_STRATEGIES)
+@on_ranks(1)
+def test_one_rank_trains_like_a_single_process(rank: int, world: int) -> None:
+    """A read of released memory is seen at once."""
+    check_loops(rank, world, (*ALL_STRATEGIES, *LATE_LOOPS))
 
 
 @pytest.mark.full
-def test_loops_on_three_ranks() -> None:
-    names = ("a_rank_without_data", "clipped_by_norms", "some_gradients_taken_away")
-    run_ranks(check_loops, 3, names, timeout=400)
+@on_ranks(3, seconds=400)
+def test_loops_on_three_ranks(rank: int, world: int) -> None:
+    clipped = [name for name in LOOPS if "clipped_by_norm" in name]
+    check_loops(rank, world, ("a_rank_without_data", "some_gradients_taken_away", *clipped))
 
 
-def _outer(rank: int, world: int) -> None:
-    names = ("a_rank_without_data", "a_rank_without_microbatches", *ALL_STRATEGIES)
-    for strategy in ("no_shard", "optim"):
-        check_loops(rank, world, names, outer=2, outer_dp_sharding_strategy=strategy)
-
-
-def test_loops_with_an_outer_axis() -> None:
+@pytest.mark.parametrize("strategy", ("no_shard", "optim"))
+@on_ranks(4, seconds=400)
+def test_loops_with_an_outer_axis(rank: int, world: int, strategy: str) -> None:
     """A rank without data meets the others in the order in which they reduce over either axis."""
-    run_ranks(_outer, 4, timeout=400)
+    names = ("a_rank_without_data", "a_rank_without_microbatches", *ALL_STRATEGIES)
+    check_loops(rank, world, names, outer=2, outer_dp_sharding_strategy=strategy)
 
 
 # The same bits.
-
-
-def _bits(side: Side, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    LOOPS[name](side)
-    return side.numbers, side.weights()
-
 
 OFFLOADED = (
     "scheduled_clipped_and_written", "steps_that_raise", "state_changed_by_hand",
@@ -128,91 +102,89 @@ OFFLOADED = (
 )  # fmt: skip
 
 
-def _offloaded(rank: int, world: int) -> None:
-    for strategy in STRATEGIES:
-        for name in OFFLOADED:
-            sides = [
-                Side(rank, world, strategy, {"chunked_optimizer_state_offload": on})
-                for on in (False, True)
-            ]
-            for side in sides:
-                side.dtype = torch.bfloat16
-            (numbers, weights), (found, ours) = (_bits(side, name) for side in sides)
-            assert found == numbers, (strategy, name)
-            for key, value in weights.items():
-                assert torch.equal(ours[key], value), (strategy, name, key)
-
-
-def test_loops_have_the_same_bits_with_the_optimizer_in_host_memory() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, seconds=400)
+def test_loops_have_the_same_bits_with_the_optimizer_in_host_memory(
+    rank: int, world: int, strategy: str
+) -> None:
     """A step that raised leaves nothing on the device."""
-    run_ranks(_offloaded, 2, timeout=400)
+    for name in OFFLOADED:
+        stays, goes = (
+            Side(rank, world, strategy, {"chunked_optimizer_state_offload": on}, torch.bfloat16)
+            for on in (False, True)
+        )
+        for side in (stays, goes):
+            LOOPS[name](side)
+        assert goes.numbers == stays.numbers, name
+        check_same_bits(goes.weights(), stays.weights(), name)
 
 
-def _compiled(layers: nn.Sequential, as_function: bool, again: bool = False, **how: Any) -> None:
-    """Compiles each layer, in place or by one that stands in for it. again: layers that are
-    computed again in backward."""
-    for number, layer in enumerate(layers):
+def _in_place(module: Any, again: bool = False, **how: Any) -> Any:
+    """Compiles each layer. again: layers that are computed again in backward."""
+    for number, layer in enumerate(module.blocks):
         if again:
-            layers[number] = layer = checkpoint_wrapper(layer)
-        if as_function:
-            layers[number] = torch.compile(layer, backend="aot_eager", **how)  # type: ignore[assignment]
-        else:
-            layer.compile(backend="aot_eager", **how)
+            module.blocks[number] = layer = checkpoint_wrapper(layer)
+        layer.compile(backend="aot_eager", **how)
+    return module
 
 
-COMPILED: dict[str, tuple[bool, bool, dict[str, Any], dict[str, Any]]] = {
-    "as torchtitan does": (True, False, {"fullgraph": True}, {}),
-    "ZeRO-2": (True, False, {}, {"data_parallel_sharding_strategy": "optim_grads"}),
-    "by a function": (True, True, {"fullgraph": True}, {}),
-    "by a function, units inside": (True, True, {}, {"fsdp_unit_modules": [Block, nn.Embedding]}),
-    "with recomputation": (True, False, {"again": True}, {}),
-    "layers of one unit": (True, False, {}, {"fsdp_unit_modules": []}),
-    "after wrapping": (False, False, {}, {}),
-    "by a function after wrapping": (False, True, {}, {}),
-    "the whole model": (True, True, {}, {}),
-}
-"""Whether before wrapping, whether by torch.compile(layer), its options and those of wrapping."""
+def _by_function(module: Any, **how: Any) -> Any:
+    """Puts what stands for a compiled layer in the place of each."""
+    for number, layer in enumerate(module.blocks):
+        module.blocks[number] = torch.compile(layer, backend="aot_eager", **how)
+    return module
 
 
-def _trains_compiled(side: Side, name: str) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and weights after steps of two microbatches and an evaluation; "" compiles nothing."""
-    before, as_function, how, options = COMPILED.get(name, (False, False, {}, {}))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    module: Any = net()
-    layers = module.blocks
-    if "whole" in name:
-        module = torch.compile(module, backend="aot_eager")
-    elif before:
-        _compiled(layers, as_function, **how)
-    model = side.model(module, **{"fsdp_unit_modules": None, **options})
-    if name and not before:
-        _compiled(layers, as_function, **how)
-    optimizer = side.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    for step in range(STEPS - 1):
-        with model.no_sync():
-            side.loss(model, step, 0).backward()
-        loss = side.loss(model, step, 1)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            side.numbers += [loss.item(), side.loss(model, step, 2).item()]
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert bool(name) == bool(graphs), "layers were compiled"
-    return side.numbers, list(side.weights().values())
+def _unchanged(module: Any) -> Any:
+    return module
 
 
-def _compiled_layers(rank: int, world: int) -> None:
-    made = functools.partial(Side, rank, world, "optim_grads_params")
-    losses, weights = _trains_compiled(made(), "")
-    for name in COMPILED:
-        found = _trains_compiled(made(), name)
-        assert found[0] == losses, name
-        assert all(map(torch.equal, found[1], weights)), name
+@dataclass
+class Compiled(Side):
+    """With something done to each module before it is wrapped, and after."""
+
+    before: Callable[[Any], Any] = _unchanged
+    after: Callable[[Any], Any] = _unchanged
+
+    def model(self, module: nn.Module | None = None, **options: Any) -> Any:
+        made = super().model(self.before(net()), **options)
+        self.after(self.inner(made))
+        return made
 
 
-def test_layers_that_are_compiled_train_to_the_same_bits() -> None:
+COMPILED: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any], dict[str, Any]]] = {
+    "as torchtitan does": (partial(_in_place, fullgraph=True), _unchanged, {}),
+    "ZeRO-2": (
+        partial(_in_place, fullgraph=True), _unchanged,
+        {"data_parallel_sharding_strategy": "optim_grads"},
+    ),
+    "by a function": (partial(_by_function, fullgraph=True), _unchanged, {}),
+    "by a function, units inside": (
+        _by_function, _unchanged, {"fsdp_unit_modules": [Block, nn.Embedding]},
+    ),
+    "with recomputation": (partial(_in_place, again=True), _unchanged, {}),
+    "layers of one unit": (_in_place, _unchanged, {"fsdp_unit_modules": []}),
+    "after wrapping": (_unchanged, _in_place, {}),
+    "by a function after wrapping": (_unchanged, _by_function, {}),
+    "the whole model": (partial(torch.compile, backend="aot_eager"), _unchanged, {}),
+}  # fmt: skip
+"""What is done before wrapping, and after, and options of wrapping."""
+
+
+
+@on_ranks(2, seconds=400)
+def test_layers_that_are_compiled_train_to_the_same_bits(rank: int, world: int) -> None:
     """Before or after wrapping, as a method or a function. What is gathered and reduced is outside
     of the graphs. aot_eager computes with the operations of an eager run."""
-    run_ranks(_compiled_layers, 2, timeout=400)
+    eager = Compiled(rank, world, "optim_grads_params", {"fsdp_unit_modules": None})
+    LOOPS["nested_no_sync"](eager)
+    for name, (before, after, more) in COMPILED.items():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        options = {**eager.options, **more}
+        side = Compiled(rank, world, eager.strategy, options, before=before, after=after)
+        LOOPS["nested_no_sync"](side)
+        assert side.numbers == eager.numbers, name
+        both = zip(side.weights().values(), eager.weights().values(), strict=True)
+        assert all(torch.equal(*values) for values in both), name
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "layers were compiled"
