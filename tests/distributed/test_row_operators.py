@@ -3,6 +3,8 @@ whole tensors, also where a rank has no rows of one."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import get_total_norm
 
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.dtensor import UnevenDTensor
@@ -30,6 +33,14 @@ def _counted(p: Any) -> torch.Tensor:
     return torch.arange(p.numel(), dtype=p.dtype, device=p.device).view(p.shape) / 7
 
 
+def _norm(order: float, foreach: bool | None, p: Any, *unused: Whole) -> torch.Tensor:
+    """Of a tensor, or of two, by torch's function."""
+    return p.norm(order) if foreach is None else get_total_norm([p, p * 2], order, foreach=foreach)
+
+
+NORMS = (2.0, 3.5, 0.0, -1.0, float("inf"), -float("inf"))
+"""Orders; torch knows no norm of an empty tensor for the last three."""
+
 READ: dict[str, Callable[[Any, Whole, Whole], Any]] = {
     "mean": lambda p, even, everywhere: p.abs().mean(),
     "deviation": lambda p, even, everywhere: p.std(),
@@ -49,6 +60,10 @@ READ: dict[str, Callable[[Any, Whole, Whole], Any]] = {
     "where": lambda p, even, everywhere: torch.where(p > 0, p, even(_counted(p))),
     "a list": lambda p, even, everywhere: torch._foreach_mul([p, p * 2], 3)[1] + p,
     "new": lambda p, even, everywhere: p.new_ones(p.shape) + p,
+    **{
+        f"norm of order {order}, {foreach=}": functools.partial(_norm, order, foreach)
+        for order, foreach in itertools.product(NORMS, (None, True, False))
+    },
 }
 
 
