@@ -108,15 +108,3 @@ def measure(
         trainer.wrapper.engine.main_weights_changed()  # as a load does: nothing stays gathered
         points[f"{step}: at rest"] = baseline.live_bytes()
     return points
-
-
-def measure_all(
-    rank: int, world: int, cases: list[tuple[Case, dict[str, Any]]], strategies: list[str]
-) -> dict[tuple[int, str], dict[str, int]]:
-    """`measure` of every case with its fields of the DDP config (by its number) under every
-    strategy."""
-    return {
-        (number, strategy): measure(rank, world, case, strategy, ddp=ddp)
-        for number, (case, ddp) in enumerate(cases)
-        for strategy in strategies
-    }

@@ -18,6 +18,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from tests.distributed import gpt
+from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -52,8 +53,7 @@ def storages(*wrappers: Any) -> set[int]:
 
 def same(found: Run, expected: Run, label: str) -> None:
     assert found[0] == expected[0], f"{label}: {found[0]} != {expected[0]}"
-    for name, value in expected[1].items():
-        assert torch.equal(found[1][name], value), f"{label}: {name}"
+    check_same_bits(found[1], expected[1], label)
 
 
 def train(

@@ -18,6 +18,7 @@ from megatron_fsdp_adapter import (
     fully_shard_optimizer,
 )
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from tests.distributed.checks import check_same_bits
 from tests.distributed.plain import Block, net, tokens
 from tests.distributed.shared_ranks import on_ranks
 
@@ -52,13 +53,12 @@ def test_fp32_parameters_computed_with_in_bf16_train_like_fsdp2(rank: int, world
         ours = fully_shard_model(
             _module(), None, [Block], mixed_precision_policy=POLICY, **options
         )
-        _check(ours, dict(_module().named_parameters()), f"{name}, before")
+        check_same_bits(ours.full_state_dict(), _module().state_dict(), f"{name}, before")
         optimizer = fully_shard_optimizer(torch.optim.AdamW(ours.parameters(), lr=1e-2))
         assert _losses(ours, optimizer, rank) == expected, name
-        _check(ours, weights, name)
+        check_same_bits(ours.full_state_dict(), weights, name)
         assert {p.dtype for p in ours.parameters()} == {FP32}
-        exported = dict(export_weights(ours, dtype=FP32))
-        assert all(torch.equal(exported[key], weights[key]) for key in weights), name
+        check_same_bits(dict(export_weights(ours, dtype=FP32)), weights, f"{name}, exported")
 
 
 def _losses(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
@@ -70,12 +70,3 @@ def _losses(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> list[flo
         optimizer.zero_grad()
         found.append(loss.item())
     return found
-
-
-def _check(ours: Any, weights: Any, label: str) -> None:
-    """The parameters of `ours` are these weights, bit for bit."""
-    found = dict(ours.named_parameters())
-    assert len(found) == len(weights)
-    for name, value in weights.items():
-        whole = found[f"module.{name}"].full_tensor()
-        assert torch.equal(whole, value.detach()), f"{label}: {name}"

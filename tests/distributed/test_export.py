@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,6 @@ from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
 from megatron_fsdp_adapter.sharding import unit_copies
 from tests.distributed.gpt import Case
 from tests.distributed.groups import everyones
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net, tokens
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
@@ -120,7 +120,10 @@ def expected(model: FullyShardedModel, dtype: torch.dtype | None) -> dict[str, t
     }
 
 
-def _of_the_whole_model(world: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@on_ranks()
+def test_exported_tensors_are_those_of_the_whole_model(world: int, strategy: str) -> None:
     cells = itertools.product(mesh_options(world, strategy), (torch.float32, BF16))
     for options, computes in cells:
         model, optimizer = sharded(strategy, computes, **options)
@@ -133,13 +136,6 @@ def _of_the_whole_model(world: int, strategy: str) -> None:
                 assert_same(from_shards(export_shards(model, dtype=dtype)), wanted, label)
         first = next(iter(export_weights(model)))[0]
         assert first == "embedding.weight" or first.startswith("blocks.0")
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-@on_ranks(seconds=400)
-def test_exported_tensors_are_those_of_the_whole_model(world: int) -> None:
-    for strategy in STRATEGIES:
-        _of_the_whole_model(world, strategy)
 
 
 class _Counted(ShardedBuffer):
@@ -163,9 +159,10 @@ class _Counted(ShardedBuffer):
         cls.alive -= nbytes
 
 
-def _bounded(rank: int, world: int) -> None:
-    _chosen()
-    unit_copies.ShardedBuffer = _Counted  # type: ignore[misc]
+@on_ranks(2)
+@mock.patch.object(unit_copies, "ShardedBuffer", _Counted)
+def test_two_units_exist_at_a_time() -> None:
+    """And what the caller keeps."""
     model, _ = sharded("optim_grads_params")
     sizes = [
         sum(g.layout.total_numel * (2 if g.key.dtype.is_floating_point else 4) for g in unit.groups)
@@ -188,7 +185,8 @@ def _bounded(rank: int, world: int) -> None:
     assert _Counted.alive <= whole and len(kept) == len(names)
 
 
-def _chosen() -> None:
+@on_ranks(2)
+def test_only_what_changed_is_exported_if_asked_for() -> None:
     model, optimizer = sharded("optim_grads_params")
     everything = [name for name, _ in export_weights(model, which="changed")]
     frozen = {"blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.0.codes"}
@@ -207,11 +205,6 @@ def _chosen() -> None:
     assert list(dict(export_weights(model, which="trained"))) == trained
     assert [name for name, _ in export_weights(model, which="changed")] == everything
     assert list(dict(export_weights(model, which="changed"))) == list(changed)
-
-
-def test_two_units_exist_at_a_time_and_only_what_changed_is_exported_if_asked_for() -> None:
-    """And what the caller keeps."""
-    run_ranks(_bounded, 2, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +244,7 @@ FOUR = (
     Topology("ep2-dp2", ep=2, experts=4), Topology("tp2-dp2", tp=2),
     Topology("ep2-etp2", tp=2, ep=2, etp=2, sp=True, experts=4, dispatcher="allgather"),
 )  # fmt: skip
-INSTANCES = (Topology("dp4-experts", experts=2),)
+INSTANCES = Topology("dp4-experts", experts=2)
 
 
 def gpt(
@@ -298,44 +291,34 @@ def _check(run: TopologyTrainer, label: str) -> None:
     assert_same(stage, {name: whole[name] for name in stage}, f"{label} stage")
 
 
-def _gpt_exports(
-    topologies: Iterable[Topology], strategies: Any, instances: int = 1
-) -> None:
-    for topology, strategy in itertools.product(topologies, strategies):
-        run = gpt(topology, strategy, instances)
-        run_schedule(run, 0)
-        assert run.optimizer.step()[0]
-        _check(run, f"{topology.name} {strategy}")
-        run_schedule(run, 1, forward_only=True)
-        _check(run, f"{topology.name} {strategy}, behind an evaluation")
-
-
 SHARDED_GRADS = tuple(STRATEGIES)[2:]
+RUN = [(2, topology, strategy, 1) for topology in TWO for strategy in SHARDED_GRADS]
+"""Without --full."""
+CELLS = [
+    *((2, topology, strategy, 1) for topology in TWO for strategy in STRATEGIES),
+    *((4, topology, strategy, 1) for topology in FOUR for strategy in STRATEGIES),
+    *((4, INSTANCES, strategy, 2) for strategy in SHARDED_GRADS),
+]
 
 
-@on_ranks(2, seconds=600)
-def test_two_ranks_export_what_a_checkpoint_has() -> None:
-    _gpt_exports(TWO, SHARDED_GRADS)
-    _left_alone()
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("world", "topologies", "strategies", "instances"),
-    [(2, TWO, tuple(STRATEGIES), 1), (4, FOUR, tuple(STRATEGIES), 1),
-     (4, INSTANCES, SHARDED_GRADS, 2)],
-    ids=["two ranks", "four ranks", "instances"],
-)  # fmt: skip
-@on_ranks(seconds=1800)
+    ("world", "topology", "strategy", "instances"),
+    [pytest.param(*cell, marks=[pytest.mark.full] * (cell not in RUN)) for cell in CELLS],
+)
+@on_ranks()
 def test_ranks_export_what_a_checkpoint_has(
-    topologies: Any, strategies: Any, instances: int
+    topology: Topology, strategy: str, instances: int
 ) -> None:
-    _gpt_exports(topologies, strategies, instances)
+    run = gpt(topology, strategy, instances)
+    run_schedule(run, 0)
+    assert run.optimizer.step()[0]
+    _check(run, "after a step")
+    run_schedule(run, 1, forward_only=True)
+    _check(run, "behind an evaluation")
 
 
-def _left_alone() -> None:
-    """Modules that are left alone are exported like sharded ones."""
-
+@on_ranks(2)
+def test_modules_that_are_left_alone_are_exported_like_sharded_ones() -> None:
     def freeze(model: torch.nn.Module) -> None:
         model.decoder.layers[0].requires_grad_(False)
 

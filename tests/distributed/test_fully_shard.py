@@ -3,11 +3,12 @@ promise beside the weights that loops train to (test_plain_loops.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import io
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ from megatron_fsdp_adapter import (
     fully_shard_optimizer,
 )
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, net, tokens
+from tests.distributed.shared_ranks import on_ranks
 
 BF16 = torch.bfloat16
+KEPT_GRADS = [name for name, row in STRATEGIES.items() if not row.shard_grads]
+SHARDED_GRADS = [name for name, row in STRATEGIES.items() if row.shard_grads]
 
 
 def sharded(strategy: str, module: nn.Module | None = None, **options: Any) -> Any:
@@ -122,11 +125,11 @@ def test_what_cannot_work_is_an_error(
         use(sharded(strategy))
 
 
-def _second_backward(rank: int, strategy: str) -> None:
-    """Without `no_sync`, where gradients are kept. The text tells a user without Megatron what to
-    do; a loop that does so goes on. With sharded gradients it counts (`plain_loops.py`)."""
-    if STRATEGIES[strategy].shard_grads:
-        return
+@pytest.mark.parametrize("strategy", KEPT_GRADS)
+@on_ranks(2)
+def test_a_second_backward_needs_no_sync_where_gradients_are_kept(rank: int, strategy: str) -> None:
+    """The text tells a user without Megatron what to do; a loop that does so goes on. With sharded
+    gradients it counts (`plain_loops.py`)."""
     model = sharded(strategy)
     params = list(model.parameters())
     model(tokens(0, 0, rank)).backward()
@@ -142,9 +145,10 @@ def _second_backward(rank: int, strategy: str) -> None:
 # What holds on two ranks, under every strategy.
 
 
-def _explicit_sync(rank: int, strategy: str) -> None:
-    """Without automatic synchronization gradients appear when they are asked for: by `sync`, by
-    `finish_grad_sync`, or by the step."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_appear_when_they_are_asked_for(rank: int, strategy: str) -> None:
+    """Without automatic synchronization: by `sync`, by `finish_grad_sync`, or by the step."""
     model = sharded(strategy, sync_model_each_microbatch=False)
     optimizer = sgd(model.parameters())
     before = model.full_state_dict()
@@ -163,27 +167,27 @@ def _explicit_sync(rank: int, strategy: str) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def _gradients_that_are_not_finite(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_that_are_not_finite(rank: int, strategy: str) -> None:
     """On one rank, they are in the norm of all, as with torch. A maximum over ranks drops NaN."""
     model = sharded(strategy)
-    for bad in (torch.nan, torch.inf):
-        for where in range(2):
-            for norm_type in (torch.inf, 1.0, 2.0):
-                model(tokens(0, 0, rank)).backward()
-                if rank == where or strategy == "no_shard":
-                    grads = [p.grad._local_tensor for p in model.parameters()]
-                    next(grad for grad in grads if grad.numel()).view(-1)[0] = bad
-                norm = model.clip_grad_norm_(1.0, norm_type)
-                same = norm.isnan() if bad is torch.nan else norm.isinf()
-                assert same and norm.shape == (), (bad, where, norm_type, norm)
-                model.zero_grad()
+    for cell in itertools.product((torch.nan, torch.inf), range(2), (torch.inf, 1.0, 2.0)):
+        bad, where, norm_type = cell
+        model(tokens(0, 0, rank)).backward()
+        if rank == where or strategy == "no_shard":
+            grads = [p.grad._local_tensor for p in model.parameters()]
+            next(grad for grad in grads if grad.numel()).view(-1)[0] = bad
+        norm = model.clip_grad_norm_(1.0, norm_type)
+        torch.testing.assert_close(norm, torch.tensor(bad), equal_nan=True, msg=str(cell))
+        model.zero_grad()
 
 
-def _memory_of_cleared_gradients(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", SHARDED_GRADS)
+@on_ranks(2)
+def test_memory_of_cleared_gradients(rank: int, strategy: str) -> None:
     """Shards of gradients go with the last gradient in them: at once with the sharded optimizer's
     `zero_grad`, with the next forward otherwise."""
-    if not STRATEGIES[strategy].shard_grads:
-        return
     model = sharded(strategy)
     params = list(model.parameters())
     first, second = sgd(params[::2]), sgd(params[1::2])
@@ -202,30 +206,11 @@ def _memory_of_cleared_gradients(rank: int, strategy: str) -> None:
     assert not any(buffer.allocated for buffer in buffers)
 
 
-def _units_are_told_by_the_first_rank(rank: int, strategy: str) -> None:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        fully_shard_model(net(), data_parallel_sharding_strategy=strategy)
+@on_ranks(2)
+def test_units_are_told_by_the_first_rank(rank: int) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        fully_shard_model(net())
     assert len(printed.getvalue().splitlines()) == (rank == 0)
-
-
-PROMISES = (
-    _units_are_told_by_the_first_rank, _second_backward, _explicit_sync,
-    _gradients_that_are_not_finite, _memory_of_cleared_gradients,
-)  # fmt: skip
-
-
-def _promises(rank: int, world: int) -> None:
-    for strategy in STRATEGIES:
-        for promise in PROMISES:
-            try:
-                promise(rank, strategy)
-            except BaseException as error:
-                raise AssertionError(f"{promise.__name__}, {strategy}: {error}") from error
-
-
-def test_gradients_writes_and_memory_are_what_plain_loops_rely_on() -> None:
-    run_ranks(_promises, 2, timeout=400)
 
 
 # One rank, or no process group.
@@ -242,8 +227,7 @@ UNITS: Mapping[str, tuple[Any, list[str], str]] = {
 @pytest.mark.parametrize("name", UNITS)
 def test_units_of_classes_that_are_not_given_or_given_as_strings(one_rank: None, name: str) -> None:
     classes, units, said = UNITS[name]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with redirect_stdout(io.StringIO()) as printed:
         model = fully_shard_model(net(), fsdp_unit_modules=classes)
     assert [unit.name for unit in model.engine.units] == units
     assert said in printed.getvalue() and bool(printed.getvalue()) == bool(said)

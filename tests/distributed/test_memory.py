@@ -4,10 +4,11 @@ is deleted frees them, without the cycle collector (traps L1, D7)."""
 from __future__ import annotations
 
 import gc
+import io
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import MappingProxyType
 from typing import Any
 
@@ -35,8 +36,8 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.launch import run_ranks
-from tests.distributed.memory import measure_all
+from tests.distributed.memory import measure
+from tests.distributed.shared_ranks import on_ranks
 from tests.engine.engine_cases import buffers_of
 
 BASE = Case(positions="learned_absolute", microbatches=2)
@@ -67,20 +68,17 @@ def flags(
     }
     tied = "--no-" if case.tied else "--"
     words = [str(word) for pair in options.items() for word in pair]
-    switches = [f"--{name.replace('_', '-')}" for name in ddp]
-    return [*words, f"{tied}untie-embeddings-and-output-weights", *switches, "--json"]
+    for name, value in ddp.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return [*words, f"{tied}untie-embeddings-and-output-weights", "--json"]
 
 
 def estimated(
-    case: Case,
-    world: int,
-    rank: int,
-    capsys: Any,
-    ddp: Mapping[str, Any] = MappingProxyType({}),
+    case: Case, world: int, rank: int, ddp: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    capsys.readouterr()
-    assert estimate.main(flags(case, world, rank, ddp)) == 0
-    return json.loads(capsys.readouterr().out)
+    with redirect_stdout(io.StringIO()) as said:
+        assert estimate.main(flags(case, world, rank, ddp)) == 0
+    return json.loads(said.getvalue())
 
 
 def expected_points(
@@ -110,42 +108,44 @@ def expected_points(
     }
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full), 4])
-def test_live_bytes_equal_the_formula_and_the_estimate(world, capsys):
+FULL = pytest.mark.full
+CELLS = [
+    *((1, case, ddp) for case, ddp in CASES),
+    *(pytest.param(2, case, ddp, marks=FULL) for case, ddp in (*CASES, *IN_SLOTS)),
+    *((4, case, ddp) for case, ddp in CASES[1:3]),
+]
+
+
+@pytest.mark.parametrize(("world", "case", "ddp"), CELLS)
+@on_ranks(whole=True, seconds=300)
+def test_live_bytes_equal_the_formula_and_the_estimate(
+    rank: int, world: int, case: Case, ddp: dict[str, Any]
+) -> None:
     """Of every rank, for tied and untied weights, in float32 and bfloat16, with Adam's state; on
     two ranks in fixed slots too, and on four tied in float32 and untied in bfloat16."""
-    cases = {1: CASES, 2: [*CASES, *IN_SLOTS], 4: CASES[1:3]}[world]
-    measured = run_ranks(
-        measure_all, world, cases, list(STRATEGIES), timeout=300, whole=True
-    )
-    for rank, found in enumerate(measured):
-        for number, (case, ddp) in enumerate(cases):
-            report = estimated(case, world, rank, capsys, ddp)
-            for strategy in STRATEGIES:
-                points = found[number, strategy]
-                ahead = points["first: zeroed"] - points["first: at rest"]
-                expected = expected_points(strategy, report, ddp, ahead)
-                assert points == expected, (case, ddp, strategy, rank)
+    report = estimated(case, world, rank, ddp)
+    for strategy in STRATEGIES:
+        points = measure(rank, world, case, strategy, ddp)
+        ahead = points["first: zeroed"] - points["first: at rest"]
+        assert points == expected_points(strategy, report, ddp, ahead), strategy
 
 
 OFFLOADED = {"chunked_optimizer_state_offload": True}
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_offloaded_state_is_counted_where_it_is(bf16, capsys):
+@on_ranks(2, whole=True, seconds=300)
+def test_offloaded_state_is_counted_where_it_is(rank: int, world: int, bf16: bool) -> None:
     """On the host both memories are one: what is there is the sum of both. Once gradients are
     reduced, two units are loaded for the step."""
     case = BASE.but(bf16=bf16)
-    measured = run_ranks(measure_all, 2, [(case, OFFLOADED)], list(STRATEGIES), timeout=300)
-    for rank, found in enumerate(measured):
-        report = estimated(case, 2, rank, capsys, OFFLOADED)["strategies"]
-        for strategy, held in report.items():
-            at_rest = held["between_steps"] + held["bytes"][IN_HOST_MEMORY]
-            points = found[0, strategy]
-            assert points["second: at rest"] == points["wrapped"] == at_rest, strategy
-            grads = held["bytes"].get(GRADIENT_SHARD, 0)
-            staged = points["second: reduced"] - (at_rest + grads)
-            assert 0 < staged <= held["bytes"][STAGED], strategy
+    for strategy, held in estimated(case, world, rank, OFFLOADED)["strategies"].items():
+        at_rest = held["between_steps"] + held["bytes"][IN_HOST_MEMORY]
+        points = measure(rank, world, case, strategy, OFFLOADED)
+        assert points["second: at rest"] == points["wrapped"] == at_rest, strategy
+        grads = held["bytes"].get(GRADIENT_SHARD, 0)
+        staged = points["second: reduced"] - (at_rest + grads)
+        assert 0 < staged <= held["bytes"][STAGED], strategy
 
 
 # Deleting the model.
@@ -173,7 +173,10 @@ def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
     return left
 
 
-def _delete_gpt(rank: int, world: int) -> None:
+@on_ranks(2, whole=True)
+def test_deleting_a_trained_gpt_and_its_optimizer_frees_the_engines_storage(rank: int) -> None:
+    """What Megatron's training script puts into the config is taken away first: bound methods of
+    wrapper and optimizer, which refer back to the config, a cycle of its own."""
     device = init_megatron()
     for strategy in STRATEGIES:
         with without_collector():
@@ -189,9 +192,3 @@ def _delete_gpt(rank: int, world: int) -> None:
             del trainer
             left = still_there(storages)
             assert not left, (strategy, left)
-
-
-def test_deleting_a_trained_gpt_and_its_optimizer_frees_the_engines_storage() -> None:
-    """What Megatron's training script puts into the config is taken away first: bound methods of
-    wrapper and optimizer, which refer back to the config, a cycle of its own."""
-    run_ranks(_delete_gpt, 2)

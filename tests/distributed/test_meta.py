@@ -21,7 +21,6 @@ from megatron_fsdp_adapter.megatron.core_init import core_initializers
 from megatron_fsdp_adapter.sharding.materialize import initialize
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
-    STRATEGIES,
     Case,
     ddp_config,
     full_all,
@@ -31,12 +30,13 @@ from tests.distributed.gpt import (
 from tests.distributed.memory import live_bytes
 from tests.distributed.shared_ranks import on_ranks
 
+CASE = Case(heads=4, vocab=54)
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
-    "dense": (Case(), {}),
-    "tied, learned positions": (Case(tied=True, positions="learned_absolute"), {}),
-    "bf16, SwiGLU": (Case(bf16=True, swiglu=True, bias=False), {}),
+    "dense": (CASE, {}),
+    "tied, learned positions": (CASE.but(tied=True, positions="learned_absolute"), {}),
+    "bf16, SwiGLU": (CASE.but(bf16=True, swiglu=True, bias=False), {}),
     "experts, a shared one with a gate": (
-        Case(bias=False, bf16=True),
+        CASE.but(bias=False, bf16=True),
         {
             "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20,
             "moe_shared_expert_intermediate_size": 12,
@@ -77,36 +77,28 @@ def _wrapped(case: Case, options: dict[str, Any], strategy: str, meta: bool) -> 
     return FullyShardedDataParallel(model.config, ddp_config(case, strategy), model)
 
 
-@on_ranks(2)
-def test_weights_are_those_of_a_start_without_the_meta_device() -> None:
-    """Bit for bit, with the same marks on the parameters; a plain module starts unit by unit."""
-    init_megatron()
-    for name, (case, options) in CASES.items():
-        for strategy in ("optim", "optim_grads_params") if name == "dense" else STRATEGIES[-1:]:
-            ours, expected = (_wrapped(case, options, strategy, meta) for meta in (True, False))
-            attributes = [
-                [sorted(vars(pair.unsharded)) for pair in one.engine.pairs]
-                for one in (ours, expected)
-            ]
-            assert attributes[0] == attributes[1], name
-            weights = [full_all(dict(one.named_parameters())) for one in (ours, expected)]
-            check_same_bits(weights[0], weights[1], f"{name}, {strategy}")
-    _plain()
+STARTS = (
+    ("dense", "optim", 1), *((name, "optim_grads_params", 1) for name in CASES),
+    *(pytest.param(name, "optim_grads_params", 2, marks=pytest.mark.full)
+      for name in ("dense", "bf16, SwiGLU")),
+)  # fmt: skip
+"""Cases, strategies, and numbers of tensor-parallel ranks, each with its pieces of weights."""
 
 
-@pytest.mark.full
+@pytest.mark.parametrize(("name", "strategy", "tensor"), STARTS)
 @on_ranks(2)
-def test_tensor_parallel_weights_are_those_of_a_start_without_the_meta_device() -> None:
-    """With tensor parallelism each rank takes its pieces of the same whole weights."""
-    init_megatron(tensor_model_parallel_size=2)
-    for name in ("dense", "bf16, SwiGLU"):
-        case, options = CASES[name]
-        options = {**options, "tensor_model_parallel_size": 2}
-        case = case.but(heads=4, vocab=54)
-        wrappers = [_wrapped(case, options, "optim_grads_params", meta) for meta in (True, False)]
-        for ours, expected in zip(*(w.engine.pairs for w in wrappers), strict=True):
-            local = [pair.sharded._local_tensor for pair in (ours, expected)]
-            assert torch.equal(*local), f"{name}, {ours.managed.fqns[0]}"
+def test_weights_are_those_of_a_start_without_the_meta_device(
+    name: str, strategy: str, tensor: int
+) -> None:
+    """Bit for bit, with the same marks on the parameters."""
+    init_megatron(tensor_model_parallel_size=tensor)
+    case, options = CASES[name]
+    options = {**options, "tensor_model_parallel_size": tensor}
+    wrappers = [_wrapped(case, options, strategy, meta) for meta in (True, False)]
+    for ours, expected in zip(*(wrapper.engine.pairs for wrapper in wrappers), strict=True):
+        assert sorted(vars(ours.unsharded)) == sorted(vars(expected.unsharded))
+        local = [pair.sharded._local_tensor for pair in (ours, expected)]
+        assert torch.equal(*local), ours.managed.fqns[0]
 
 
 class Unfilled(MegatronModule):
@@ -202,7 +194,8 @@ class Tied(nn.Module):
         return self.head(hidden)
 
 
-def _plain() -> None:
+@on_ranks(2)
+def test_a_plain_module_starts_unit_by_unit() -> None:
     states, losses = [], []
     for meta in (True, False):
         torch.manual_seed(5)

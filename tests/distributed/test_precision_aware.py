@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
+from tests.distributed.checks import check_same_bits
 from tests.distributed.fused_adam import FusedAdam, precision_aware, transformer_engine_optimizer
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -48,18 +49,13 @@ def _trainer(strategy: str, policy: dict[str, Any], device: torch.device, **opti
         )  # fmt: skip
 
 
-def _named(trainer: Trainer, attribute: str) -> dict[str, Any]:
-    named = trainer.wrapper.named_parameters()
-    return {plain_name(name): getattr(param, attribute) for name, param in named}
-
-
 def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data: Any) -> None:
     """Clipping and the step are those on whole tensors, bit for bit."""
     forward_backward(trainer, data)
     params = dict(trainer.wrapper.named_parameters())
     for param in params.values():
         assert param.grad is param.decoupled_grad  # type: ignore[attr-defined]
-    grads = full_all(_named(trainer, "decoupled_grad"))
+    grads = full_all({plain_name(name): param.decoupled_grad for name, param in params.items()})
     exact = torch.stack([grad.double().norm() for grad in grads.values()]).norm().item()
     success, norm, _ = trainer.optimizer.step()
     # Core's kernel for machines without TE takes the norm of a tensor in the tensor's dtype.
@@ -69,8 +65,7 @@ def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data:
     for name, param in plain.items():
         param.decoupled_grad = (grads[name] * (CASE.clip / (norm + 1e-6))).to(grads[name].dtype)
     whole.step()
-    for name, value in trainer.params().items():
-        assert torch.equal(value, plain[name]), name
+    check_same_bits(trainer.params(), plain, "the step on whole tensors")
 
 
 BY_TURNS = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,8 +40,8 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.groups import everyones
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import tokens
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.test_export import assert_same, mesh_options, sharded, train
 from tests.engine.engine_cases import buffers_of
 from tests.quantized import emulated
@@ -87,28 +87,26 @@ def _cycle(model: Any, optimizer: Any) -> None:
     return_memory(model, optimizer)
 
 
-def _plain_trains_on(rank: int, world: int) -> None:
-    for strategy in STRATEGIES:
-        flat, *hybrid = mesh_options(world, strategy)
-        cells = [(flat, torch.float32), *((options, torch.bfloat16) for options in (flat, *hybrid))]
-        for options, computes in cells:
-            plain, without = sharded(strategy, computes, **options)
-            model, optimizer = sharded(strategy, computes, **options)
-            for step in range(4):
-                for one, stepper in ((plain, without), (model, optimizer)):
-                    train(one, stepper, step)
-                    if step == 1:
-                        with torch.no_grad():
-                            one(tokens(step, 1, rank))  # gathered ahead, and not used
-                if step < 3:
-                    _cycle(model, optimizer)
-            label = f"{strategy} {options} {computes}"
-            assert_same(state_of(model, optimizer), state_of(plain, without), label)
-
-
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-def test_training_of_a_plain_module_goes_on_bit_for_bit(world: int) -> None:
-    run_ranks(_plain_trains_on, world, timeout=600)
+@on_ranks()
+def test_training_of_a_plain_module_goes_on_bit_for_bit(
+    rank: int, world: int, strategy: str
+) -> None:
+    flat, *hybrid = mesh_options(world, strategy)
+    cells = [(flat, torch.float32), *((options, torch.bfloat16) for options in (flat, *hybrid))]
+    for options, computes in cells:
+        plain, without = sharded(strategy, computes, **options)
+        model, optimizer = sharded(strategy, computes, **options)
+        for step in range(4):
+            for one, stepper in ((plain, without), (model, optimizer)):
+                train(one, stepper, step)
+                if step == 1:
+                    with torch.no_grad():
+                        one(tokens(step, 1, rank))  # gathered ahead, and not used
+            if step < 3:
+                _cycle(model, optimizer)
+        assert_same(state_of(model, optimizer), state_of(plain, without), f"{options} {computes}")
 
 
 USES: dict[str, Callable[[Any, Any], Any]] = {
@@ -278,26 +276,16 @@ def by_core(trainer: Trainer, data: Any) -> None:
 def _verl() -> ModuleType:
     """Names and parameters of `verl.utils.megatron_utils` (checked against 0.9.1, and the real one
     by tests/integration/test_verl.py). None is to be called for what is sharded here."""
-
-    def offload_megatron_model_to_cpu(models: Any) -> None:
-        raise AssertionError("verl's own: parameters would lose their buffers")
-
-    def load_megatron_model_to_gpu(
-        models: Any, load_grad: bool = True, load_frozen_params: bool = True
-    ) -> None:
-        raise AssertionError("verl's own")
-
-    def offload_megatron_optimizer(optimizers: Any) -> None:
-        raise AssertionError("verl's own")
-
-    def load_megatron_optimizer(optimizers: Any) -> None:
-        raise AssertionError("verl's own")
-
-    def get_megatron_module_device(models: Any) -> str:
-        return "the device"
-
-    module = ModuleType(VERL)
-    vars(module).update({n: f for n, f in locals().items() if n != "module"})
+    module, own = ModuleType(VERL), "verl's own: parameters would lose their buffers"
+    vars(module).update(
+        offload_megatron_model_to_cpu=lambda models: pytest.fail(own),
+        load_megatron_model_to_gpu=lambda models, load_grad=True, load_frozen_params=True: (
+            pytest.fail(own)
+        ),
+        offload_megatron_optimizer=lambda optimizers: pytest.fail(own),
+        load_megatron_optimizer=lambda optimizers: pytest.fail(own),
+        get_megatron_module_device=lambda models: "the device",
+    )
     return module
 
 
@@ -324,45 +312,46 @@ def by_verl(trainer: Trainer, data: Any) -> None:
 
 
 WAYS = (by_ours, by_core, by_verl)
+CELLS = [
+    (world, strategy, name)
+    for world in (2, 1) for strategy in STRATEGIES for name in VARIANTS
+    if name != "slots" or strategy == "optim_grads_params"
+]  # fmt: skip
+RUN = [
+    *((2, strategy, "plain") for strategy in STRATEGIES),
+    (2, "optim_grads_params", "slots"), (1, "optim_grads_params", "left alone"),
+]  # fmt: skip
+"""Cells that run without --full."""
 
 
-def _gpt_trains_on(
-    rank: int, world: int, strategies: Iterable[str], variants: Iterable[str]
+@pytest.mark.parametrize(
+    ("world", "strategy", "variant"),
+    [pytest.param(*cell, marks=[pytest.mark.full] * (cell not in RUN)) for cell in CELLS],
+)
+@on_ranks(seconds=300)
+def test_training_of_a_gpt_goes_on_bit_for_bit(
+    rank: int, world: int, strategy: str, variant: str
 ) -> None:
     device = init_megatron()
-    cells = [(strategy, name) for strategy in strategies for name in variants
-             if name != "slots" or strategy == "optim_grads_params"]  # fmt: skip
-    for strategy, name in cells:
-        plain, trainer = (build_trainer(CASE, strategy, device, **VARIANTS[name]) for _ in range(2))
-        for step in range(4):
-            data = batches(CASE, step, rank, device)
-            one, other = train_step(plain, data), train_step(trainer, data)
-            assert one == other, (strategy, name, step)
-            forward_backward(plain, data, forward_only=True)
-            for wrapper in (plain.wrapper, trainer.wrapper):
-                wrapper.start_param_sync()
-            if step < 3:
-                WAYS[step](trainer, data)
-        found, wanted = (
-            {**one.params(), **dict(enumerate(states(distributed_optimizer(one).optimizer)))}
-            for one in (trainer, plain)
-        )
-        assert_same(found, wanted, f"{strategy} {name}")  # type: ignore[arg-type]
+    plain, trainer = (build_trainer(CASE, strategy, device, **VARIANTS[variant]) for _ in range(2))
+    for step in range(4):
+        data = batches(CASE, step, rank, device)
+        assert train_step(plain, data) == train_step(trainer, data), step
+        forward_backward(plain, data, forward_only=True)
+        for wrapper in (plain.wrapper, trainer.wrapper):
+            wrapper.start_param_sync()
+        if step < 3:
+            WAYS[step](trainer, data)
+    found, wanted = (
+        {**one.params(), **dict(enumerate(states(distributed_optimizer(one).optimizer)))}
+        for one in (trainer, plain)
+    )
+    assert_same(found, wanted, "in the end")  # type: ignore[arg-type]
 
 
-def test_training_of_a_gpt_goes_on_bit_for_bit() -> None:
-    run_ranks(_gpt_trains_on, 2, tuple(STRATEGIES), ("plain", "slots"), timeout=600)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-def test_training_of_a_gpt_goes_on_bit_for_bit_in_variants(world: int) -> None:
-    run_ranks(_gpt_trains_on, world, tuple(STRATEGIES), tuple(VARIANTS), timeout=1800)
-
-
-def _left_alone(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_weights_that_are_left_alone_go_and_return() -> None:
     """Quantized weights go without a copy of their values."""
-    _gpt_trains_on(rank, world, ("optim_grads_params",), ("left alone",))
     device, made = init_megatron(), []
 
     def quantize(model: torch.nn.Module) -> None:
@@ -403,10 +392,6 @@ class MXFP8Tensor(emulated.MXFP8Tensor):
         return super().dequantize(dtype)
 
 
-def test_weights_that_are_left_alone_go_and_return() -> None:
-    run_ranks(_left_alone, 1)
-
-
 @dataclass
 class _Spec:
     """As verl's, of what is set."""
@@ -416,7 +401,10 @@ class _Spec:
     contributes: bool = True
 
 
-def _rows(rank: int, world: int, copies: int) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+@on_ranks(2)
+def test_each_element_of_a_weight_is_in_the_rows_that_one_rank_sends(copies: int) -> None:
+    """By verl's export. With its own code: tests/integration/test_verl.py."""
     instances = {"num_distributed_optimizer_instances": copies}
     device = init_megatron(**instances)
     probe = SimpleNamespace(is_expert=False)
@@ -431,9 +419,3 @@ def _rows(rank: int, world: int, copies: int) -> None:
         for pair, *rows in zip(pairs, *everyones(mine), strict=True):
             sent = sum(count for count, contributes in rows if contributes)
             assert sent == pair.unsharded.numel(), (strategy, pair.managed.fqns)
-
-
-@pytest.mark.parametrize("copies", [1, 2])
-def test_each_element_of_a_weight_is_in_the_rows_that_one_rank_sends(copies: int) -> None:
-    """By verl's export. With its own code: tests/integration/test_verl.py."""
-    run_ranks(_rows, 2, copies)

@@ -39,7 +39,10 @@ def _marked(trainer: Any) -> list[torch.Tensor]:
     ]
 
 
-def _check_sums(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_sums_over_tensor_parallel_ranks_are_in_the_dtype_of_main_gradients(strategy: str) -> None:
+    """Bit for bit: the reduction over the data-parallel axis alone is in bf16."""
     init_topology(TOPOLOGY)
     case = case_for(TOPOLOGY, microbatches=3)
     trainer = build_topology_trainer(TOPOLOGY, case, strategy, ddp=IN_BF16)
@@ -61,12 +64,3 @@ def _check_sums(strategy: str) -> None:
         assert torch.equal(found, sum(piece[index] for piece in pieces)), "the sum is another one"
     lossy = [grad for grad in after if not torch.equal(grad.bfloat16().float(), grad)]
     assert lossy, "a sum in bf16 would have been the same"
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_sums_over_tensor_parallel_ranks_are_in_the_dtype_of_main_gradients(strategy: str) -> None:
-    """Bit for bit: the reduction over the data-parallel axis alone is in bf16."""
-    _check_sums(strategy)
-
-

@@ -7,11 +7,9 @@ expert as data parallelism or a world of one, of which nothing is sharded.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -45,10 +43,9 @@ from tests.distributed.checks import (
     check_step,
 )
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
-from tests.distributed.launch import run_ranks
 from tests.distributed.memory import measure
 from tests.distributed.shared_ranks import on_ranks
-from tests.distributed.test_memory import flags
+from tests.distributed.test_memory import estimated, flags
 from tests.distributed.test_topologies import feed_two_experts
 from tests.distributed.topologies import (
     Topology,
@@ -233,17 +230,10 @@ def test_a_world_of_one_trains_as_ddp(row: Variant, rank: int, seed: int) -> Non
     compare(row, rank, seed)
 
 
-@contextmanager
-def printed() -> Iterator[io.StringIO]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        yield said
-
-
 @on_ranks(2)
 def test_domains_of_one_rank_are_told(rank: int) -> None:
     init_topology(EP2)
-    with printed() as said:
+    with redirect_stdout(io.StringIO()) as said:
         build_topology_trainer(EP2, case_for(EP2), ZERO_2)
     expected = "unsharded on one rank: expert parameters" in said.getvalue()
     assert expected == (rank == 0), said.getvalue()
@@ -343,7 +333,7 @@ MANY = Case(num_layers=24, microbatches=1, clip=1e9)
 def test_layers_are_joined_by_default_and_that_is_told(rank: int) -> None:
     """Steps have the bits of units of their own (`JOINED`), and so have checkpoints
     (tests/checkpoint/test_resume.py)."""
-    with printed() as said:
+    with redirect_stdout(io.StringIO()) as said:
         joined = build_trainer(MANY, ZERO_3, init_megatron())
     assert layers_of(joined) == [
         f"decoder.layers.{number} to decoder.layers.{number + 1}" for number in range(0, 24, 2)
@@ -351,13 +341,16 @@ def test_layers_are_joined_by_default_and_that_is_told(rank: int) -> None:
     assert ("layers are joined by 2 to units of " in said.getvalue()) == (rank == 0)
 
 
-@pytest.mark.parametrize("name", ("an offloaded optimizer", "units of the caller's"))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"ddp": {"chunked_optimizer_state_offload": True}},
+        {"fsdp_unit_modules": [TransformerLayer]},
+    ),
+    ids=("an offloaded optimizer", "units of the caller's"),
+)
 @on_ranks(2)
-def test_layers_stay_apart_where_larger_units_would_do_harm(rank: int, name: str) -> None:
-    if name == "an offloaded optimizer":
-        options: dict[str, Any] = {"ddp": {"chunked_optimizer_state_offload": True}}
-    else:
-        options = {"fsdp_unit_modules": [TransformerLayer]}
+def test_layers_stay_apart_where_larger_units_would_do_harm(options: dict[str, Any]) -> None:
     assert len(layers_of(build_trainer(MANY, ZERO_3, init_megatron(), **options))) == 24
 
 
@@ -413,40 +406,28 @@ def test_a_strategy_that_shards_nothing_has_nothing_to_keep():
         unsharded_units([layouts_of(8)], STRATEGY_ROWS[ZERO_3], Precision(), -1)
 
 
-def _measured(rank: int, world: int) -> tuple[dict[str, int], list[str]]:
-    """Live bytes with a budget, and what wrappers of some budgets have printed."""
-    device, case, texts = init_megatron(), Case(**KEPT_CASE), []
+def _told(gib: float) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        build_trainer(Case(**KEPT_CASE), ZERO_3, init_megatron(), ddp={BUDGET: gib})
+    return said.getvalue()
+
+
+@on_ranks(2)
+def test_budgets_take_what_estimate_says(rank: int, world: int) -> None:
+    case, found = Case(**KEPT_CASE), []
     points = measure(rank, world, case, ZERO_3, ddp={BUDGET: SOME_GIB})
-    for gib in (0.0, WEIGHTS_GIB, SOME_GIB, ALL_GIB):
-        with printed() as said:
-            build_trainer(case, ZERO_3, device, ddp={BUDGET: gib})
-        texts.append(said.getvalue())
-    return points, texts
-
-
-def test_budgets_take_what_estimate_says(capsys):
-    measured = run_ranks(_measured, 2)
-    for rank, (points, _) in enumerate(measured):
-        report = estimated(rank, SOME_GIB, capsys)["strategies"][ZERO_3]
-        assert points["second: at rest"] == report["between_steps"]
-        assert 0 < report["kept"]["gradients"] < report["kept"]["weights"] == 7
-    said = measured[0][1]
-    assert "unsharded over a step" not in said[0]
-    for text, gib in zip(said[1:], (WEIGHTS_GIB, SOME_GIB, ALL_GIB), strict=True):
-        kept = estimated(0, gib, capsys)["strategies"][ZERO_3]["kept"]
-        expected = f"weights of {kept['weights']} and gradients of {kept['gradients']} of 7 units"
-        assert expected in text
-    assert "weights of 6 and gradients of 0" in said[1], said[1]
+    assert "unsharded over a step" not in _told(0.0)
+    for gib in (WEIGHTS_GIB, SOME_GIB, ALL_GIB):
+        report = estimated(case, world, rank, {BUDGET: gib})["strategies"][ZERO_3]
+        weights, gradients = (report["kept"][kind] for kind in ("weights", "gradients"))
+        said = f"weights of {weights} and gradients of {gradients} of 7 units"
+        assert (said in _told(gib)) == (rank == 0)
+        found.append((weights, gradients))
+        if gib == SOME_GIB:
+            assert points["second: at rest"] == report["between_steps"]
+    assert found[0] == (6, 0) and found[1][0] == 7 and 0 < found[1][1] < 7
 
 
 def test_a_budget_that_is_found_cannot_be_estimated(capsys):
-    words = [f"--{BUDGET.replace('_', '-')}", AUTO]
-    assert estimate.main([*flags(Case(**KEPT_CASE), 2, 0), *words]) == 2
+    assert estimate.main(flags(Case(**KEPT_CASE), 2, 0, {BUDGET: AUTO})) == 2
     assert "Give the number of GiB that the run has printed" in capsys.readouterr().err
-
-
-def estimated(rank: int, gib: float, capsys: Any) -> dict[str, Any]:
-    capsys.readouterr()
-    words = [f"--{BUDGET.replace('_', '-')}", repr(gib)]
-    assert estimate.main([*flags(Case(**KEPT_CASE), 2, rank), *words]) == 0
-    return json.loads(capsys.readouterr().out)
