@@ -6,7 +6,7 @@ The models are wrapped afterwards, and their weights put together by rules of th
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,14 +20,15 @@ from torch import nn
 
 from megatron_fsdp_adapter.checkpoint.convert.conversion import convert
 from megatron_fsdp_adapter.megatron import peft_base_weights
-from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
 from megatron_fsdp_adapter.megatron.peft_base_weights import WHOLE, load_plain, place_in
 from tests.checkpoint.convert_cases import Evil, save_fsdp
 from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
 from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
+from tests.distributed.checks import check_same_bits
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import build_topology_trainer
+from tests.stand_ins import stand_ins
 
 
 def small(*split: Any, **sizes: Any) -> Split:
@@ -69,21 +70,20 @@ def check_splits(
     whole = {n: v["weight"] for n, v in torch.load(f"{root}/{source.name}.pt").items()}
     for target in targets:
         for folder in (saved, plain):
-            found = into_plain(folder, target)
-            assert found.keys() == whole.keys()
-            for name, value in whole.items():
-                assert torch.equal(found[name], value), (target.name, folder, name)
+            check_same_bits(into_plain(folder, target), whole, f"{target.name} {folder}")
 
 
-def test_tied_embeddings_biases_and_pipelines(tmp_path: Path) -> None:
-    """From tensor parallelism to pipelines, and to the split it came from; both formats."""
-    targets = (small(2, ZERO1, pp=2), small(2, ZERO3, tp=2))
-    run_ranks(check_splits, 2, str(tmp_path), DENSE, targets)
-
-
-def test_experts_and_gated_layers(tmp_path: Path) -> None:
-    targets = (small(2, ZERO3, ep=2), small(2, ZERO1, tp=2, ep=1))
-    run_ranks(check_splits, 2, str(tmp_path), EXPERTS, targets)
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [(DENSE, (small(2, ZERO1, pp=2), small(2, ZERO3, tp=2))),
+     (EXPERTS, (small(2, ZERO3, ep=2), small(2, ZERO1, tp=2, ep=1)))],
+    ids=["tied embeddings and biases", "experts and gated layers"],
+)  # fmt: skip
+def test_weights_go_to_other_splits(
+    tmp_path: Path, source: Split, targets: tuple[Split, ...]
+) -> None:
+    """From tensor parallelism to others, and to the split it came from; both formats."""
+    run_ranks(check_splits, 2, str(tmp_path), source, targets)
 
 
 def check_misfits(rank: int, world: int, root: str) -> list[str]:
@@ -116,9 +116,8 @@ class _Plain(nn.Module):
 
 
 @pytest.fixture
-def bridge(monkeypatch: pytest.MonkeyPatch) -> Any:
+def bridge() -> Iterator[Any]:
     """A stand-in for Megatron-Bridge's module."""
-    module = ModuleType(BRIDGE)
 
     def _load_base_checkpoint(
         load_dir: Any, ckpt_cfg: Any, rank0: bool = False, sharded_state_dict: Any = None,
@@ -127,13 +126,11 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> Any:  # fmt: skip
         return "its own"
 
-    module._load_base_checkpoint = _load_base_checkpoint
-    module.CheckpointType = SimpleNamespace(FSDP_DTENSOR="a type")
-    monkeypatch.setitem(sys.modules, BRIDGE, module)
-    patches.install(BASE_WEIGHTS)
-    yield module
-    patches.uninstall(BASE_WEIGHTS)
-    assert module._load_base_checkpoint is _load_base_checkpoint
+    types = SimpleNamespace(FSDP_DTENSOR="a type")
+    names = {"_load_base_checkpoint": _load_base_checkpoint, "CheckpointType": types}
+    with stand_ins({BRIDGE: names}, BASE_WEIGHTS) as made:
+        yield made[BRIDGE]
+    assert made[BRIDGE]._load_base_checkpoint is _load_base_checkpoint
 
 
 def test_nothing_of_the_checkpoint_is_run(one_rank: None, tmp_path: Path) -> None:
