@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron_fsdp_adapter.checkpoint import storage
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.layout.ranges import Box
@@ -143,6 +144,23 @@ def same(a: Any, b: Any) -> bool:
 
 def names(root: str | Path) -> list[str]:
     return sorted(path.name for path in Path(root).iterdir())
+
+
+class Gate:
+    """Holds this rank's writing of data files back until it is opened; fails it if told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        original = storage._write_file
+
+        def write(*args: Any) -> Any:
+            self.reached.set()
+            assert self.opened.wait(60)
+            if fails:
+                raise OSError(28, "No space left on device")
+            return original(*args)
+
+        storage._write_file = write
 
 
 COLLECTIVES = (

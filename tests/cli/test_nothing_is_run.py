@@ -72,18 +72,16 @@ def _in_common(folder: Path, evil: Evil) -> None:
     torch.save({**torch.load(path, weights_only=False), "x": evil}, path)
 
 
-def _read_metadata(folder: Path) -> None:
-    FileSystemReader(folder).read_metadata()
-
-
 def _load(name: str) -> Callable[[Path], Any]:
+    if name == ".metadata":
+        return lambda folder: FileSystemReader(folder).read_metadata()
     return lambda folder: torch.load(folder / name, weights_only=False)
 
 
-ITEM, COMMON = _load("__9_0.distcp"), _load("common.pt")
+METADATA, ITEM, COMMON = map(_load, (".metadata", "__9_0.distcp", "common.pt"))
 PLACES: dict[str, tuple[Put, Callable[[Path], Any], bool]] = {
-    ".metadata": (_file(".metadata"), _read_metadata, False),
-    "in .metadata": (_in_metadata, _read_metadata, False),
+    ".metadata": (_file(".metadata"), METADATA, False),
+    "in .metadata": (_in_metadata, METADATA, False),
     "args": (_item("args"), ITEM, False),
     "in args": (
         _item("args", lambda evil: Namespace(num_layers=2, bf16=True, x=[evil])), ITEM, False
@@ -110,11 +108,6 @@ def _copied(root: Path, target: Path) -> Path:
     return target
 
 
-def _with_digests(folder: Path) -> None:
-    files = {path.name: digests.digest_of(path) for path in folder.iterdir()}
-    digests.write_digests(folder, files)
-
-
 def _run_all(root: Path, clean: dict[bool, Path]) -> list[int]:
     """Every tool on it, also beside one of each format."""
     found = [
@@ -124,7 +117,8 @@ def _run_all(root: Path, clean: dict[bool, Path]) -> list[int]:
         *(main(["diff", str(other), str(root)]) for other in clean.values()),
         main(["diff", str(root), str(clean[False]), "--weights-only"]),
     ]
-    _with_digests(root / FOLDER)
+    files = {path.name: digests.digest_of(path) for path in (root / FOLDER).iterdir()}
+    digests.write_digests(root / FOLDER, files)
     for damaged in (DATA, ".metadata"):
         path = root / FOLDER / damaged
         main(["verify", str(root)])

@@ -6,11 +6,10 @@ import contextlib
 import functools
 import inspect
 import io
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,14 +21,14 @@ from megatron_fsdp_adapter.checkpoint import (
     asynchronous,
     folders,
     load_checkpoint,
-    storage,
 )
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import background_saves
-from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, SAVES
+from tests.checkpoint.checkpoint_cases import Gate
 from tests.distributed.launch import run_ranks
+from tests.stand_ins import stand_ins
 
 LM, QUEUES = "megatron.training.checkpointing", "megatron.training.async_utils"
 
@@ -56,24 +55,21 @@ def table_of(strategy: str = "nvrx", module: str | None = None) -> Any:
     return strategy, names if module is None else names[module]
 
 
-def stand_ins() -> tuple[ModuleType, ModuleType]:
-    """Megatron-LM's two modules with the globals that matter, installed."""
-    saving, queues = ModuleType(LM), ModuleType(QUEUES)
-    saving.torch, saving.open_file = torch, open
-    saving.get_args = lambda: SimpleNamespace(tensor_model_parallel_size=2)
-    saving.get_async_strategy = queues.get_async_strategy = table_of
-    sys.modules[LM], sys.modules[QUEUES] = saving, queues
-    patches.install(SAVES)
-    return saving, queues
+TABLE = {"get_async_strategy": table_of}
+NAMES = {
+    LM: {"torch": torch, "open_file": open, **TABLE,
+         "get_args": lambda: SimpleNamespace(tensor_model_parallel_size=2)},
+    QUEUES: TABLE,
+}  # fmt: skip
+"""What matters of Megatron-LM's two modules."""
 
 
 class Loop:
     """A training loop that saves to `root`: the calls of Megatron-LM 0.17 to 0.19."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.saving, queues = stand_ins()
-        _, table = queues.get_async_strategy("nvrx")
+    def __init__(self, root: Path, modules: dict[str, Any]) -> None:
+        self.root, self.saving = root, modules[LM]
+        _, table = modules[QUEUES].get_async_strategy("nvrx")
         self.queue = table["AsyncCallsQueue"](persistent=True)
 
     def save(self, iteration: int, state: dict[str, Any]) -> None:
@@ -102,21 +98,6 @@ class Loop:
     def tracked(self) -> int | None:
         path = self.root / folders.TRACKER
         return int(path.read_text()) if path.exists() else None
-
-
-class Gate:
-    """Holds this rank's writing back until it is opened; fails it if told to."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.opened, original = threading.Event(), storage._write_file
-
-        def write(*args: Any) -> Any:
-            assert self.opened.wait(60)
-            if fails:
-                raise OSError(28, "No space left on device")
-            return original(*args)
-
-        storage._write_file = write
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -201,8 +182,9 @@ def _all(rank: int, size: int, root: str) -> None:
     for check in CHECKS:
         folder = Path(root, check.__name__)
         folder.mkdir(exist_ok=True)
-        check(rank, Loop(folder))
-        dist.barrier()
+        with stand_ins(NAMES, SAVES) as modules:
+            check(rank, Loop(folder, modules))
+            dist.barrier()
 
 
 def test_a_save_is_tracked_once_all_ranks_have_written_it_and_never_if_one_has_failed(
@@ -225,19 +207,14 @@ def test_a_request_that_is_no_save_is_done_before_its_functions_are_called() -> 
 
 def test_what_megatron_asks_of_signatures_is_there() -> None:
     """It passes some arguments only to what takes them, or refuses to go on."""
-    parameters = {
-        name: inspect.signature(function).parameters
-        for name, function in {
-            "writer": background_saves.Target.__init__,
-            "queue": background_saves.Queue.__init__,
-            "worker": background_saves.Queue.warmup_persistent_caller,
-            "results": background_saves._no_results,
-        }.items()
-    }
-    assert "use_cpu_shm_for_gpu_tensors" in parameters["writer"]
-    assert "cpu_shm_mode" in parameters["queue"] and "cpu_shm_mode" in parameters["worker"]
-    assert {"mp_mode", "cpu_priority", "io_priority"} <= set(parameters["worker"])
-    assert "mp_mode" in parameters["results"]
+    for function, names in (
+        (background_saves.Target.__init__, {"use_cpu_shm_for_gpu_tensors"}),
+        (background_saves.Queue.__init__, {"cpu_shm_mode"}),
+        (background_saves.Queue.warmup_persistent_caller,
+         {"cpu_shm_mode", "mp_mode", "cpu_priority", "io_priority"}),
+        (background_saves._no_results, {"mp_mode"}),
+    ):  # fmt: skip
+        assert names <= set(inspect.signature(function).parameters), function
 
 
 def test_an_address_is_refused() -> None:
@@ -245,16 +222,15 @@ def test_an_address_is_refused() -> None:
         background_saves.Target("msc://bucket/iter_0000001")
 
 
-def test_what_bridge_takes_by_name_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    saving, state = ModuleType(BRIDGE), ModuleType("megatron.bridge.training.state")
-    saving.torch, saving.HAVE_NVRX = torch, True
-    names = ("FileSystemWriterAsync", "save_state_dict_async_plan",
-             "save_state_dict_async_finalize")  # fmt: skip
-    for module, taken in (saving, names), (state, ("get_async_strategy",)):
-        vars(module).update(dict.fromkeys(taken, table_of))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    patches.install(SAVES)
-    assert saving.FileSystemWriterAsync is background_saves.Target
-    assert saving.save_state_dict_async_plan.__func__ is background_saves.AsyncStrategy.plan
-    assert saving.save_state_dict_async_finalize is asynchronous.Writing.finish
-    assert state.get_async_strategy("nvrx")[1]["AsyncCallsQueue"] is background_saves.Queue
+def test_what_bridge_takes_by_name_is_ours() -> None:
+    state, names = "megatron.bridge.training.state", (
+        "FileSystemWriterAsync", "save_state_dict_async_plan", "save_state_dict_async_finalize",
+    )  # fmt: skip
+    of_saving = {"torch": torch, "HAVE_NVRX": True, **dict.fromkeys(names, table_of)}
+    with stand_ins({BRIDGE: of_saving, state: TABLE}, SAVES) as made:
+        writer, plan, finish = (vars(made[BRIDGE])[name] for name in names)
+        assert writer is background_saves.Target
+        assert plan.__func__ is background_saves.AsyncStrategy.plan
+        assert finish is asynchronous.Writing.finish
+        _, table = made[state].get_async_strategy("nvrx")
+        assert table["AsyncCallsQueue"] is background_saves.Queue
