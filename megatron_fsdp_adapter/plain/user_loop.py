@@ -9,7 +9,7 @@ was rejected: torch has no hook for `p.grad = None`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import groupby
 from typing import Any
 
@@ -33,11 +33,11 @@ class UserLoopEngine(FsdpEngine):
             self.quantization.unnotified = True
         self.reduce.repeats_outer = True
         self._found_unsharded = False  # by the forward that runs, or ran last
-        self._trained = [pair.group.key.requires_grad for pair in self.pairs]
+        self._frozen = {pair for pair in self.pairs if not pair.group.key.requires_grad}
         self._has_frozen = False  # a group that is trained
-        self._given: dict[int, ParamPair] = {}  # whose gradients were attached, and not forgotten
-        self._zeroed: set[int] = set()  # ids of groups, see `zero_absent_grads`
-        self._frozen_late: set[int] = set()  # ids of pairs, frozen behind a backward of this step
+        self._given: set[ParamPair] = set()  # whose gradients were attached, and not forgotten
+        self._zeroed: set[ParamGroup] = set()  # see `zero_absent_grads`
+        self._frozen_late: set[ParamPair] = set()  # behind a backward of this step
 
     # What the engine calls.
 
@@ -80,7 +80,7 @@ class UserLoopEngine(FsdpEngine):
 
     def _takes_grad(self, pair: ParamPair) -> bool:
         """True if a gradient of this step is to be attached: also one from before a freeze."""
-        return pair.sharded.requires_grad or id(pair) in self._frozen_late
+        return pair.sharded.requires_grad or pair in self._frozen_late
 
     def attach_grads(self) -> None:
         """Leaves parameters without a gradient to which no rank's backward has given one; forgets
@@ -97,23 +97,22 @@ class UserLoopEngine(FsdpEngine):
             self.zero_grads()
             return
         super().attach_grads()
-        for pair in self.trained:
-            if id(pair) in self._frozen_late and pair.group.grad_state is not GradState.EMPTY:
+        for pair in self._frozen_late:
+            if pair.group.grad_state is not GradState.EMPTY:
                 pair.attach_grad()
         self._frozen_late.clear()
-        dropped = [pair for pair in absent if id(pair.group) not in self._zeroed]
+        dropped = [pair for pair in absent if pair.group not in self._zeroed]
         for pair in dropped:
             pair.drop_grad()
         # A group of which all are absent has no gradients: the next backward need not add to any.
         for group in {pair.group for pair in dropped}:
             if all(pair.sharded.grad is None for pair in self.trained if pair.group is group):
                 group.drop_grads(collected=False)
-        self._given |= {id(pair): pair for pair in self.trained if pair.sharded.grad is pair.grad}
+        self._given |= {pair for pair in self.trained if pair.sharded.grad is pair.grad}
 
     def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:
         """Has parameters of `groups` have zeros, or nothing, for gradients that no rank gives."""
-        ids = {id(group) for group in groups}
-        self._zeroed = self._zeroed | ids if zeroed else self._zeroed - ids
+        self._zeroed = self._zeroed | {*groups} if zeroed else self._zeroed - {*groups}
 
     def grads_finished(self) -> None:
         """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
@@ -151,7 +150,7 @@ class UserLoopEngine(FsdpEngine):
     def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:
         """Forgets the gradients of these sharded parameters."""
         ids = {id(param) for param in params}
-        chosen = [pair for pair in self.pairs if id(pair.sharded) in ids]
+        chosen = {pair for pair in self.pairs if id(pair.sharded) in ids}
         if len(chosen) == len(self.trained):
             self.zero_grads()
         else:
@@ -181,7 +180,8 @@ class UserLoopEngine(FsdpEngine):
         """
         changed = []
         with unchecked():
-            for number, (pair, known) in enumerate(zip(self.pairs, self._trained, strict=True)):
+            for pair in self.pairs:
+                known = pair not in self._frozen
                 if pair.sharded._backward_hooks:
                     raise RuntimeError(
                         f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes "
@@ -198,23 +198,21 @@ class UserLoopEngine(FsdpEngine):
                         "buffer. Wrap the model with requires_grad=True, and freeze the parameter "
                         "after that"
                     )
-                changed.append(number)
-            for number in changed:
-                self._trained[number] = not self._trained[number]
-                if not self._trained[number] and self.has_grads:
-                    self._frozen_late.add(id(self.pairs[number]))
-                for param in (self.pairs[number].unsharded, self.pairs[number].sharded):
-                    param.requires_grad = self._trained[number]
+                changed.append(pair)
+            for pair in changed:
+                trained = pair in self._frozen
+                if not trained and self.has_grads:
+                    self._frozen_late.add(pair)
+                pair.unsharded.requires_grad = pair.sharded.requires_grad = trained
+        self._frozen ^= {*changed}
         return bool(changed)
 
     def _follow_grads(self) -> None:
         """Takes over what the user has done to `.grad` of the sharded parameters since it was
         attached: taken away, under either name, or replaced by another tensor."""
-        cleared = [pair for pair in self._given.values() if _is_cleared(pair)]
+        cleared = {pair for pair in self._given if _is_cleared(pair)}
         replaced = [
-            pair
-            for pair in self._given.values()
-            if not _is_cleared(pair) and pair.sharded.grad is not pair.grad
+            pair for pair in self._given - cleared if pair.sharded.grad is not pair.grad
         ]
         if cleared or replaced:
             self.reduce.finish()
@@ -224,7 +222,7 @@ class UserLoopEngine(FsdpEngine):
         if cleared:
             self._forget(cleared, collected=False)
 
-    def _forget(self, chosen: Collection[ParamPair], collected: bool) -> None:
+    def _forget(self, chosen: Set[ParamPair], collected: bool) -> None:
         """Forgets the gradients of `chosen`. The shard of a group goes when none of its parameters
         has a gradient; until then theirs are zeros in it.
 
@@ -232,15 +230,14 @@ class UserLoopEngine(FsdpEngine):
         """
         self.reduce.finish()
         self.gather.updates.order_compute()
-        ids = {id(pair) for pair in chosen}
+        self._given -= chosen
         for pair in chosen:
             pair.drop_grad()
-            self._given.pop(id(pair), None)
         for group, found in groupby(self.trained, lambda pair: pair.group):
             pairs = list(found)
-            mine = [pair.index for pair in pairs if id(pair) in ids]
-            others = [pair for pair in pairs if id(pair) not in ids]
-            have = any(not self.grads_attached or id(pair) in self._given for pair in others)
+            mine = [pair.index for pair in pairs if pair in chosen]
+            others = [pair for pair in pairs if pair not in chosen]
+            have = any(not self.grads_attached or pair in self._given for pair in others)
             if mine and have:
                 _zero_grads(group, mine, collected)
             elif mine:

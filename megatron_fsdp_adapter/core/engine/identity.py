@@ -46,7 +46,7 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTen
     return UnevenDTensor.over(local, group.domain.mesh, placements, shape, stride)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParamPair:
     """Both identities of one parameter, and its gradient as the optimizer sees it.
 
