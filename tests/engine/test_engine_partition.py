@@ -41,6 +41,11 @@ def shared(*blocks: Block) -> nn.Module:
     return nn.Sequential(*blocks)
 
 
+def held_twice(inner: nn.Module) -> nn.Module:
+    """By two blocks, of which each has its own parameter beside it."""
+    return nn.Sequential(Block(inner), Block(inner))
+
+
 def without_own() -> Block:
     block = Block(Block())
     block.own = None
@@ -71,6 +76,15 @@ PLANS: dict[str, tuple[nn.Module, dict[str, list[list[str]]]]] = {
     "one shared between units goes to the root": (
         shared(Block(matrix()), Block(matrix())),
         {"0": [["0.own"]], "1": [["1.own"]], ROOT: [["0.inner.0.weight", "1.inner.0.weight"]]},
+    ),
+    "one of a module that is shared between units too": (
+        held_twice(matrix()),
+        {"0": [["0.own"]], "1": [["1.own"]], ROOT: [["0.inner.0.weight"]]},
+    ),
+    "a shared unit has its own": (
+        held_twice(Block(matrix())),
+        {"0": [["0.own"]], "0.inner.0": [["0.inner.0.own"], ["0.inner.0.inner.0.weight"]],
+         "1": [["1.own"]], ROOT: []},
     ),
 }  # fmt: skip
 

@@ -3,7 +3,8 @@
 A *unit* is what is gathered and reduced together: one transformer layer, the embedding, the output
 layer. Every parameter belongs to the unit module nearest above it; what lies outside all unit
 modules belongs to the root unit, which is always there and always last in order. A parameter
-that several modules hold belongs to the unit that holds all of its holders, else to the root.
+that has several places, as does one of a module that has, belongs to the unit that is innermost
+around all of them, else to the root.
 
 Within a unit, parameters that share domain, dtype and `requires_grad` form a *group*: one flat
 buffer, one launch.
@@ -11,7 +12,8 @@ buffer, one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -167,12 +169,24 @@ def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool
     )
 
 
-def _owner(fqns: Sequence[str], unit_names: Sequence[str]) -> str:
-    """The unit that is innermost around each of the names; ROOT where those differ, or none is."""
-    owners = {
-        max((name for name in unit_names if fqn.startswith(f"{name}.")), key=len, default=ROOT)
-        for fqn in fqns
-    }
+def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, set[str]]:
+    """By id of a module, the innermost unit around each of its places in the tree, ROOT where there
+    is none."""
+    names = {id(unit): name for name, unit in units.items()}
+    found: dict[int, set[str]] = defaultdict(set)
+    pending = [(module, ROOT)]
+    while pending:
+        child, around = pending.pop()
+        own = names.get(id(child), around)
+        if own not in found[id(child)]:
+            found[id(child)].add(own)
+            pending += [(inner, own) for inner in child.children()]
+    return found
+
+
+def _owner(managed: ManagedParam, around: Mapping[int, set[str]]) -> str:
+    """The one unit around all places of the parameter, else ROOT. around: `_units_around`."""
+    owners = set().union(*(around[id(holder)] for holder, _ in managed.slots))
     return owners.pop() if len(owners) == 1 else ROOT
 
 
@@ -222,10 +236,10 @@ def partition(
         for name, child in units.items()
     }
     plans[ROOT] = UnitPlan(ROOT, None)
-    names = list(units)
+    around = _units_around(module, units)
     for managed in params:
         format, own = _checked(format_of(managed), managed), managed.param.dtype
-        plan = plans[_owner(managed.fqns, names)]
+        plan = plans[_owner(managed, around)]
         casts = own.is_floating_point and format is None
         dtype = (compute_dtype_of(plan.name) if casts else None) or own
         key = GroupKey(
