@@ -40,6 +40,7 @@ from .fsdp2_model import (
     PENDING,
     SUBJECT,
     Mark,
+    Model,
     Options,
     await_reads,
     engine_of,
@@ -74,7 +75,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and sharded DTensors: the same ones at any time, except while a forward runs or
         waits for its backward, or weights are held by `unshard`."""
-        if mark_on(self).state is not BUILDING and not shows_meta(self):
+        if mark_on(self).model.state is not BUILDING and not shows_meta(self):
             engine = engine_of(self)
             if not engine.gather.holds_any:
                 engine.show_between_passes()
@@ -96,7 +97,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Gives parameters and buffers on the meta device memory: of a parameter this rank's rows,
         in which each element is NaN until it is loaded or written. Shards the model first."""
-        if mark_on(self).state is PENDING and not names_on_meta(self):  # type: ignore[arg-type]
+        if mark_on(self).model.state is PENDING and not names_on_meta(self):  # type: ignore[arg-type]
             return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
         engine_of(self)
         return self
@@ -109,12 +110,11 @@ class ShardedModule(NotCopyable, FSDPModule):
         """Gathers the module's weights and holds them until `reshard`; parameters of all modules
         are the unsharded ones meanwhile. Not recursive. With `async_op` the handle waits."""
         mark, engine = mark_on(self), engine_of(self)
-        unit = engine.units[mark.ordinal]
         engine.to_unsharded()
         mark.hold(True)
-        engine.gather.launch_unshard(unit)
+        engine.gather.launch_unshard(mark.unit)
         handle = UnshardHandle()
-        handle.wait = functools.partial(engine.gather.wait_unshard, unit)  # type: ignore[method-assign]
+        handle.wait = functools.partial(engine.gather.wait_unshard, mark.unit)  # type: ignore[method-assign]
         if async_op:
             return handle
         handle.wait()
@@ -124,7 +124,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         """Releases gathered weights; parameters are DTensors again between passes."""
         mark, engine = mark_on(self), engine_of(self)
         mark.hold(False)
-        engine.gather.reshard(engine.units[mark.ordinal])
+        engine.gather.reshard(mark.unit)
         if not engine.gather.holds_any:
             engine.show_between_passes()
 
@@ -138,9 +138,8 @@ class ShardedModule(NotCopyable, FSDPModule):
         """Sets whether the next backwards end a step. Sharded gradients are reduced by each
         backward, as full ones take no memory here: for some modules of a model it changes
         nothing."""
-        chosen = marked(self) if recurse else [self]  # type: ignore[arg-type]
-        if len(chosen) == len(marked(root_of(self))):
-            engine_of(self).is_last_microbatch = requires_gradient_sync
+        if len(_chosen(self, recurse)) == len(marked(root_of(self))):
+            self.set_is_last_backward(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether the next backwards sum gradients over replicas, which is done once a
@@ -155,9 +154,8 @@ class ShardedModule(NotCopyable, FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward."""
         engine_of(self)
-        for module, mark in marked(self):  # type: ignore[arg-type]
-            if recurse or module is self:
-                mark.hold(not reshard_after_forward)
+        for mark in _chosen(self, recurse):
+            mark.hold(not reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -170,21 +168,19 @@ class ShardedModule(NotCopyable, FSDPModule):
     ) -> None:
         """Sets whether parameters that no loss reads have zeros for gradients, and not None."""
         engine = engine_of(self)
-        for module, mark in marked(self):  # type: ignore[arg-type]
-            if recurse or module is self:
-                unit = engine.units[mark.ordinal]
-                engine.zero_absent_grads(unit.groups, reduce_scatter_unused_params)
+        groups = [group for mark in _chosen(self, recurse) for group in mark.unit.groups]
+        engine.zero_absent_grads(groups, reduce_scatter_unused_params)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides sums of gradients by `factor` and not by the number of ranks. For all modules of
         a model, before its parameters are read. RuntimeError after that."""
-        if mark_on(self).engine is not None:
+        model = mark_on(self).model
+        if model.engine is not None:
             raise RuntimeError(
                 f"set_gradient_divide_factor({factor}): the model is sharded already. Call it "
                 "after fully_shard, before parameters() is called and the model runs"
             )
-        for _, mark in marked(root_of(self)):  # type: ignore[arg-type]
-            mark.divide_factor = float(factor)
+        model.divide_factor = float(factor)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
@@ -198,7 +194,8 @@ class ShardedModule(NotCopyable, FSDPModule):
                 f"stream={stream}: the mesh has replicas, and the hook runs in the stream of the "
                 "reduction over them. Leave stream out"
             )
-        for group in engine_of(self).units[mark.ordinal].groups:
+        engine_of(self)
+        for group in mark.unit.groups:
             group.reduced_hook = hook if stream is None else functools.partial(
                 _run_in, stream, hook
             )
@@ -223,18 +220,23 @@ class ShardedModule(NotCopyable, FSDPModule):
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         engine, mark = engine_of(self, runs=True), mark_on(self)
         args, kwargs = cast(mark.options.input_dtype, (args, kwargs))
-        if mark.ordinal != engine.root.ordinal:
-            return engine.pre_forward(engine.units[mark.ordinal], args, kwargs)
+        if mark.unit is not engine.root:
+            return engine.pre_forward(mark.unit, args, kwargs)
         engine.root_pre_forward(METHOD)
         return args, kwargs
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
         engine, mark = engine_of(self), mark_on(self)
-        if mark.ordinal != engine.root.ordinal:
-            engine.post_forward(engine.units[mark.ordinal], output, args)
+        if mark.unit is not engine.root:
+            engine.post_forward(mark.unit, output, args)
         else:
             engine.root_post_forward(METHOD, output)
         return cast(mark.options.policy.output_dtype, output)
+
+
+def _chosen(module: Any, recurse: bool) -> list[Mark]:
+    """The mark of `module`, with those of the modules in it if it is to `recurse`."""
+    return [mark for one, mark in marked(module) if recurse or one is module]
 
 
 def _run_in(stream: Any, hook: Callable[[torch.Tensor], None], output: torch.Tensor) -> None:
@@ -320,10 +322,11 @@ def fully_shard(
         with unsharded_reads(one):
             _check(one, shard_placement_fn, options.ignored)
     for one in modules:
-        one.__dict__[MARK] = Mark(one, options)
+        model = Model(weakref.ref(one))
+        one.__dict__[MARK] = Mark(options, model)
         one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]
         for _, mark in marked(one):
-            mark.around = weakref.ref(one)
+            mark.model = model
         await_reads(one, mark_on(one))
     return module
 
@@ -335,15 +338,16 @@ def _check(
     """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
     lists = (nn.ModuleList, nn.ModuleDict)
     has_no_forward = type(module).forward is nn.Module.forward  # type: ignore[comparison-overlap]
+    inside = [mark.model for _, mark in marked(module)]
     problems = {
         "fully_shard was called with it before": mark_of(module) is not None,
         "it has no forward. Call fully_shard for its entries": (
             isinstance(module, lists) and has_no_forward
         ),
         "modules in it are sharded already, as their parameters were read, or they have run. Call "
-        "fully_shard for the model before that": (
-            any(mark.engine is not None for _, mark in marked(module))
-        ),
+        "fully_shard for the model before that": any(model.engine is not None for model in inside),
+        "set_gradient_divide_factor was called for modules in it, but holds for a whole model. "
+        "Call it for the model": any(model.divide_factor is not None for model in inside),
     }
     found = [f"module={type(module).__name__}: {text}" for text, so in problems.items() if so]
     skipped = {id(param) for param in ignored}

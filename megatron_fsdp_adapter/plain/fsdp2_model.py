@@ -73,32 +73,46 @@ class Options:
         }  # fmt: skip
 
 
+@dataclass(eq=False)
+class Model:
+    """What is sharded together: the outermost marked module, the root, with all in it.
+
+    Attributes:
+        root: a reference to that, which does not keep it alive.
+        state: PENDING until it is sharded; ON_META while its parameters are DTensors without
+            memory.
+        engine: once it is sharded.
+        divide_factor: what sums of gradients are divided by; None for the number of ranks.
+    """
+
+    root: weakref.ref[nn.Module]
+    state: str = PENDING
+    engine: UserLoopEngine | None = None
+    divide_factor: float | None = None
+
+
+@dataclass
 class Mark:
     """The mark of a module that `fully_shard` was called with.
 
     Attributes:
-        around: the marked module around it; itself where there is none.
-        state: PENDING until the root is sharded; ON_META while its parameters are DTensors without
-            memory.
         options: those of its call, which it shares with no other call's modules.
-        engine, ordinal: once it is, and the number of the module's unit, the root's last.
+        model: of the outermost marked module around it.
+        unit: the module's unit, once the model is sharded.
         holds: whether the module's weights stay unsharded until `reshard`.
-        divide_factor: what sums of gradients are divided by; None for the number of ranks.
     """
 
-    def __init__(self, module: nn.Module, options: Options) -> None:
-        self.options, self.around = options, weakref.ref(module)
-        self.state, self.ordinal = PENDING, -1
-        self.engine: UserLoopEngine | None = None
-        self.holds = False
-        self.divide_factor: float | None = None
+    options: Options
+    model: Model
+    unit: Any = None
+    holds: bool = False
 
     def hold(self, holds: bool) -> None:
         """Keeps the unit's weights from being resharded, or no longer."""
-        assert self.engine is not None
+        assert self.model.engine is not None
         if holds is not self.holds:
-            self.holds, unit = holds, self.engine.units[self.ordinal]
-            (self.engine.gather.hold if holds else self.engine.gather.unhold)(unit)
+            self.holds, gather = holds, self.model.engine.gather
+            (gather.hold if holds else gather.unhold)(self.unit)
 
 
 class PendingParameters(dict[str, Any]):
@@ -109,9 +123,9 @@ class PendingParameters(dict[str, Any]):
     owner: nn.Module
 
     def items(self) -> Any:
-        if self.mark.state is not PENDING:
+        if self.mark.model.state is not PENDING:
             return super().items()
-        root: Any = self.mark.around()
+        root: Any = self.mark.model.root()
         if not shows_meta(root):
             _build(root)
         return self.owner._parameters.items()
@@ -133,9 +147,9 @@ def await_reads(module: nn.Module, mark: Mark) -> None:
 def unsharded_reads(module: nn.Module) -> Iterator[None]:
     """Within it, reads of parameters of `module` shard no model, and give plain parameters if it is
     not sharded yet."""
-    marks = [mark for _, mark in marked(module) if mark.state in (PENDING, ON_META)]
-    for mark in marks:
-        mark.state = BUILDING
+    models = {mark.model for _, mark in marked(module) if mark.model.state in (PENDING, ON_META)}
+    for model in models:
+        model.state = BUILDING
     for owner in module.modules():
         for name, shown in dict.items(owner._parameters):
             plain = getattr(shown, "_fsdp_plain", None)
@@ -145,8 +159,8 @@ def unsharded_reads(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for mark in marks:
-            mark.state = PENDING if mark.engine is None else BUILT
+        for model in models:
+            model.state = PENDING if model.engine is None else BUILT
 
 
 def mark_of(module: nn.Module) -> Mark | None:
@@ -166,8 +180,8 @@ def mark_on(module: Any) -> Mark:
 
 def root_of(module: Any) -> nn.Module:
     """The outermost marked module around `module`."""
-    around = mark_on(module).around()
-    return module if around is None else around
+    root = mark_on(module).model.root()
+    return module if root is None else root
 
 
 def names_on_meta(module: nn.Module) -> list[str]:
@@ -179,8 +193,8 @@ def names_on_meta(module: nn.Module) -> list[str]:
 def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
     """The engine of the model; shards the model first, if that has not happened. `runs`: for a
     forward. RuntimeError if parameters have no values for it."""
-    mark = mark_on(module)
-    if mark.engine is None:
+    model = mark_on(module).model
+    if model.engine is None:
         root = root_of(module)
         unfilled = names_on_meta(root) if runs else []
         if unfilled:
@@ -190,8 +204,8 @@ def engine_of(module: Any, runs: bool = False) -> UserLoopEngine:
                 "the first forward"
             )
         _build(root)
-    assert mark.engine is not None
-    return mark.engine
+    assert model.engine is not None
+    return model.engine
 
 
 def shows_meta(module: Any) -> bool:
@@ -199,14 +213,14 @@ def shows_meta(module: Any) -> bool:
     DTensors there, which torch's own, even split has cut. They become the sharded parameters, whose
     rows follow from all units of the model, when that is sharded."""
     root = root_of(module)
-    if mark_on(root).state is not PENDING:
-        return mark_on(root).state is ON_META
-    found = marked(root)
+    model = mark_on(root).model
+    if model.state is not PENDING:
+        return model.state is ON_META
     with unsharded_reads(root):
-        sharded = _sharded_params(root, [mark for _, mark in found])
+        sharded = _sharded_params(root)
     if not sharded or not all(one.param.is_meta for one in sharded):
         return False
-    mesh = _domain(mark_on(root)).mesh
+    mesh = _domain(root).mesh
     for one in sharded:
         like = one.param.detach().view(one.param.shape or (1,))
         made = distribute_tensor(
@@ -216,8 +230,7 @@ def shows_meta(module: Any) -> bool:
         shown._fsdp_plain, vars(one.param)["_fsdp_shown"] = one.param, shown
         for owner, name in one.slots:
             owner._parameters[name] = shown
-    for _, mark in found:
-        mark.state = ON_META
+    model.state = ON_META
     return True
 
 
@@ -229,47 +242,46 @@ def _build(root: nn.Module) -> None:
             between calls.
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
-    found, mark = marked(root), mark_on(root)
     with unsharded_reads(root):
         for module in root.modules():
             if isinstance(module._parameters, PendingParameters):
                 module._parameters = dict(module._parameters)
-        engine = _engine(root, [each for _, each in found], mark)
-        for child, each in found:
-            each.engine, options = engine, each.options
-            if options.input_dtype is not None:
-                cast_inputs_of(child, options.input_dtype)
-            if options.policy.output_dtype is not None:
-                cast_outputs_of(child, options.policy.output_dtype)
+        mark_on(root).model.engine = _engine(root)
+        for child, mark in marked(root):
+            if mark.options.input_dtype is not None:
+                cast_inputs_of(child, mark.options.input_dtype)
+            if mark.options.policy.output_dtype is not None:
+                cast_outputs_of(child, mark.options.policy.output_dtype)
 
 
-def _sharded_params(root: nn.Module, marks: Sequence[Mark]) -> list[ManagedParam]:
+def _sharded_params(root: nn.Module) -> list[ManagedParam]:
     """Parameters below `root` that no call ignores."""
-    ignored = {id(param) for each in marks for param in each.options.ignored}
+    ignored = {id(param) for _, mark in marked(root) for param in mark.options.ignored}
     return [one for one in managed_params(root) if id(one.param) not in ignored]
 
 
-def _domain(mark: Mark) -> ShardDomain:
-    """The ranks that share the model whose root has `mark`."""
-    shard, outer = mark.options.groups
+def _domain(root: nn.Module) -> ShardDomain:
+    """The ranks that share the model `root`."""
+    options, divide_factor = mark_on(root).options, mark_on(root).model.divide_factor
+    shard, outer = options.groups
     index = FSDPDistributedIndex(
-        shard, device_type=mark.options.device_type, outer_fsdp_group=outer,
-        grad_scale=1.0 / (mark.divide_factor or rank_count(mark.options.groups)),
+        shard, device_type=options.device_type, outer_fsdp_group=outer,
+        grad_scale=1.0 / (divide_factor or rank_count(options.groups)),
     )  # fmt: skip
     domain = index.domain(DENSE)
-    return replace(domain, mesh=mark.options.mesh or domain.mesh)
+    return replace(domain, mesh=options.mesh or domain.mesh)
 
 
-def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngine:
-    sharded = _sharded_params(root, marks)
+def _engine(root: nn.Module) -> UserLoopEngine:
+    sharded, marks = _sharded_params(root), [mark for _, mark in marked(root)]
     names, ids = {one.fqns[0] for one in sharded}, {id(one.param) for one in sharded}
     raise_problems(SUBJECT, [
         *_options_that_differ(marks),
         *module_problems(root, None, None, None, names.__contains__, True),
     ])  # fmt: skip
-    device = device_of_type(root, mark.options.device_type)
+    device = device_of_type(root, mark_on(root).options.device_type)
     move(root.buffers(), device)
-    domains = {DENSE: _domain(mark)}
+    domains = {DENSE: _domain(root)}
     units = unit_modules(root, lambda child: mark_of(child) is not None)
     # The class of a marked module is a subclass of its own one.
     look_ups: set[type[nn.Module]] = {nn.Embedding, *(
@@ -299,10 +311,10 @@ def _engine(root: nn.Module, marks: Sequence[Mark], mark: Mark) -> UserLoopEngin
     )
     engine.auto_sync = True
     for one in marks:
-        one.ordinal = engine.root.ordinal
+        one.unit = engine.root
     for unit, plan in zip(engine.units, plans, strict=True):
         for own in plan.modules:
-            mark_on(own).ordinal = unit.ordinal
+            mark_on(own).unit = unit
         for group in unit.groups if plan.strategy is not None else ():
             for param in group.params:
                 param._fsdp_reach = functools.partial(_reached, weakref.ref(engine), unit.ordinal)  # type: ignore[attr-defined]

@@ -21,23 +21,26 @@ def use_as_fsdp2() -> list[str]:
     Returns:
         Where it was put, as "module.name". Models that are sharded already stay as they are.
     """
-    places = []
-    for module in _modules():
-        for name in [name for name, value in vars(module).items() if value is ORIGINAL]:
-            setattr(module, name, fully_shard)
-            module.__dict__.setdefault(REPLACED, []).append(name)
-            places.append(f"{module.__name__}.{name}")
-    return sorted(places)
+    places = [
+        (module, name)
+        for module in _modules() for name, value in vars(module).items() if value is ORIGINAL
+    ]
+    for module, name in places:
+        setattr(module, name, fully_shard)
+        module.__dict__.setdefault(REPLACED, []).append(name)
+    return _dotted(places)
 
 
 def leave_fsdp2() -> list[str]:
     """Takes it back from there; where it was."""
-    places = []
-    for module in _modules():
-        for name in module.__dict__.pop(REPLACED, []):
-            setattr(module, name, ORIGINAL)
-            places.append(f"{module.__name__}.{name}")
-    return sorted(places)
+    places = [(module, name) for module in _modules() for name in vars(module).pop(REPLACED, [])]
+    for module, name in places:
+        setattr(module, name, ORIGINAL)
+    return _dotted(places)
+
+
+def _dotted(places: list[tuple[ModuleType, str]]) -> list[str]:
+    return sorted(f"{module.__name__}.{name}" for module, name in places)
 
 
 def _modules() -> list[ModuleType]:

@@ -614,6 +614,10 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "in torch.bfloat16 and its gradients accumulate in torch.float32.*fully_shard_optimizer",
         lambda made: _step(adam(ours(_two_dtypes(made))), made),
     ),
+    "factor of a part": (
+        "set_gradient_divide_factor was called for modules in it",
+        lambda made: (ours(made.blocks[0]).set_gradient_divide_factor(2.0), ours(made)),
+    ),
     "factor": (
         "sharded already", lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
     ),
