@@ -131,6 +131,16 @@ class UserLoopEngine(FsdpEngine):
         self._given.clear()
         self._frozen_late.clear()
 
+    def recover(self) -> bool:
+        """Forgets also what the last backward of a step has left, if that raised: it is not in
+        `.grad`, where a loop that leaves such a step out would clear it."""
+        failed = self.backward
+        unseen = failed.running and failed.accumulates and failed.is_last is not False
+        with_gradients = super().recover()
+        if unseen and self.auto_sync:
+            self._forget({pair for pair in self.trained if pair.sharded.grad is None}, True)
+        return with_gradients
+
     # What an optimizer of torch calls.
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -435,10 +435,31 @@ def _frozen_in_turn(side: Side, model: Any, optimizer: Any, step: int) -> None:
         param.requires_grad_(number % 2 == step % 2 if step < 2 else number > 5)
 
 
+def _raises(grad: torch.Tensor) -> None:
+    raise KeyError
+
+
+def _raise_in_backward(module: nn.Module, args: Any) -> None:
+    args[0].register_hook(_raises)
+
+
+def _left_out(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """A step whose backward raises. Torch's optimizer has no gradients to clear then."""
+    hook = side.inner(model).blocks[1].register_forward_pre_hook(_raise_in_backward)
+    loss = side.loss(model, step, 1)
+    hook.remove()
+    with suppress(KeyError):
+        loss.backward()
+    optimizer.zero_grad()
+
+
 LOOPS |= {
     "layers_frozen_in_turn": functools.partial(
         _trained, before=_frozen_in_turn,
         make=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.3),
+    ),
+    "steps_whose_backward_raises_are_left_out": functools.partial(
+        _trained, wraps=False, before=_left_out
     ),
     "initialized_after_wrapping": functools.partial(_trained, before=_initialized),
     "clamped": functools.partial(_trained, after=_clamped),
