@@ -111,7 +111,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         are the unsharded ones meanwhile. Not recursive. With `async_op` the handle waits."""
         mark, engine = mark_on(self), engine_of(self)
         engine.to_unsharded()
-        mark.hold(True)
+        engine.gather.keep(mark.unit, True)
         engine.gather.launch_unshard(mark.unit)
         handle = UnshardHandle()
         handle.wait = functools.partial(engine.gather.wait_unshard, mark.unit)  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def reshard(self) -> None:
         """Releases gathered weights; parameters are DTensors again between passes."""
         mark, engine = mark_on(self), engine_of(self)
-        mark.hold(False)
+        engine.gather.keep(mark.unit, False)
         engine.gather.reshard(mark.unit)
         if not engine.gather.holds_any:
             engine.show_between_passes()
@@ -153,9 +153,9 @@ class ShardedModule(NotCopyable, FSDPModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether weights that are sharded between passes are resharded after each forward."""
-        engine_of(self)
+        gather = engine_of(self).gather
         for mark in _chosen(self, recurse):
-            mark.hold(not reshard_after_forward)
+            gather.keep(mark.unit, not reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

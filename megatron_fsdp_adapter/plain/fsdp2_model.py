@@ -75,7 +75,7 @@ class Options:
 
 @dataclass(eq=False)
 class Model:
-    """What is sharded together: the outermost marked module, the root, with all in it.
+    """The modules that are sharded together: the outermost marked one, the root, with all in it.
 
     Attributes:
         root: a reference to that, which does not keep it alive.
@@ -99,20 +99,11 @@ class Mark:
         options: those of its call, which it shares with no other call's modules.
         model: of the outermost marked module around it.
         unit: the module's unit, once the model is sharded.
-        holds: whether the module's weights stay unsharded until `reshard`.
     """
 
     options: Options
     model: Model
     unit: Any = None
-    holds: bool = False
-
-    def hold(self, holds: bool) -> None:
-        """Keeps the unit's weights from being resharded, or no longer."""
-        assert self.model.engine is not None
-        if holds is not self.holds:
-            self.holds, gather = holds, self.model.engine.gather
-            (gather.hold if holds else gather.unhold)(self.unit)
 
 
 class PendingParameters(dict[str, Any]):

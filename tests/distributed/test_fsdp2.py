@@ -547,7 +547,9 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
     assert torch.equal(block.up.weight, before["blocks.1.up.weight"])
     block.reshard()
     block.reshard()
+    block.unshard()
     made.reset_iter_state()
+    block.reshard()
     assert all(isinstance(param, DTensor) for param in block.parameters())
     one = _bottom_up(theirs, model())
     for each in (made, one):
@@ -557,9 +559,15 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
     assert type(ours(nn.Sequential(nn.Linear(2, 2), nn.GELU()))[:1]) is nn.Sequential
     register_fsdp_forward_method(made, "features")
     share_comm_ctx([made, block])
+    made.zero_grad()
+    hook = made.head.register_forward_pre_hook(lambda *_: {}["a pass that raises"])
+    with pytest.raises(KeyError):
+        made(tokens(0, 0, rank))
+    hook.remove()
     found, expected = (one.features(tokens(0, 0, rank)) for one in (made, model()))
     assert torch.equal(found, expected)
     found.mean().backward()
+    assert all(param.grad is not None for param in made.parameters())
     made.chosen = lambda of: made(of).detach().argmax()
     register_fsdp_forward_method(made, "chosen")
     made.chosen(tokens(0, 0, rank))

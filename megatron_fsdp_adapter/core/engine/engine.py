@@ -89,7 +89,7 @@ class FsdpEngine:
     calls_parts = False
     """True if a schedule runs a part of a pass by itself. Hooks do nothing then."""
     running_root: str | None = None
-    """The name of the module whose forward runs; None between forwards."""
+    """The name of the module whose forward runs, or `hooks.RAISED`; None between forwards."""
     counts_calls = True
     """True if calls of units in the forward that runs are counted: a backward follows it."""
     in_flight = 0
@@ -169,7 +169,7 @@ class FsdpEngine:
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
         again = hooks.in_backward()
-        if not again and self.running_root in (None, name):
+        if not again and self.running_root in (None, hooks.RAISED, name):
             self.begin_forward(name)
         else:
             self.to_unsharded()

@@ -110,6 +110,11 @@ class GatherPipeline:
         self._held[unit.ordinal] -= 1
         self.reshard(unit)
 
+    def keep(self, unit: Unit, keeps: bool) -> None:
+        """Holds `unit`, once however often it is called, or lets it go."""
+        if keeps is not (self._held[unit.ordinal] > 0):
+            (self.hold if keeps else self.unhold)(unit)
+
     def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
         """The next unit, and further ones while the byte budget lasts."""
         budget, chosen = self.config.prefetch_bytes, []

@@ -43,6 +43,9 @@ _OPAQUE = (
 """Types that are not searched for tensors."""
 
 
+RAISED = "a forward that raised"
+"""Is `FsdpEngine.running_root` after that, until another begins, of whatever module."""
+
 EngineRef = Callable[[], Any]
 """A weak reference to an `FsdpEngine`, whose module imports this one."""
 
@@ -266,6 +269,8 @@ def _leave(engine: EngineRef, key: Any, module: nn.Module, args: Any, out: Any) 
     alive = engine()
     if alive is not None:
         alive.saved.leave(key)
+        if alive.running_root == key:  # its own hook behind forward has not run
+            alive.running_root = RAISED
 
 
 def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None]:

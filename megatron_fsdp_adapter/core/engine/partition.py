@@ -170,7 +170,7 @@ def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool
 
 
 def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, set[str]]:
-    """By id of a module, the innermost unit around each of its places in the tree, ROOT where there
+    """The innermost units around the places of each module, by its id; ROOT for a place where there
     is none."""
     names = {id(unit): name for name, unit in units.items()}
     found: dict[int, set[str]] = defaultdict(set)
