@@ -67,7 +67,7 @@ BUDGETS = {
     "megatron": (2_800, 29),
     "models": (370, 3),
     "optim": (1_470, 15),
-    "plain": (980, 9),
+    "plain": (975, 9),
     "planning": (1_110, 21),
     "prove": (685, 7),
     "quantized": (854, 15),
