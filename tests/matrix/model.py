@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -292,18 +292,6 @@ CHANGES: Mapping[str, Callable[[Any], None]] = {
 # A chunk.
 
 
-@contextlib.contextmanager
-def _where(cell: Cell, device: torch.device) -> Iterator[None]:
-    """The meta device, if the cell starts there. Without Transformer Engine core takes what stands
-    in for its classes for the classes."""
-    has_te = isinstance(multi_latent_attention.TELinear, type)
-    with contextlib.ExitStack() as stack:
-        if cell["start"] == "meta":
-            stack.enter_context(torch.device("meta"))
-        stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", has_te))
-        yield
-
-
 def chunk_of(
     cell: Cell, width: str, config: TransformerConfig, chunk: int, device: torch.device
 ) -> nn.Module:
@@ -316,7 +304,10 @@ def chunk_of(
         case.seed, use_cudagraphable_rng=graph, force_reset_rng=torch.cuda.is_available()
     )
     vp_stage = chunk if topology.vpp else None
-    with _where(cell, device):
+    # Without Transformer Engine core takes what stands in for its classes for the classes.
+    has_te = isinstance(multi_latent_attention.TELinear, type)
+    has = mock.patch.object(multi_latent_attention, "HAVE_TE", has_te)
+    with torch.device("meta") if cell["start"] == "meta" else contextlib.nullcontext(), has:
         model: nn.Module = gpt_chunk(
             case,
             config,

@@ -21,6 +21,8 @@ from .table import Cell
 
 FACTOR = 0.2
 """On updates, which then have the size of Adam's."""
+
+
 def muon_options(cell: Cell) -> dict[str, Any]:
     """Of the optimizer config; none for Adam."""
     if cell["optimizer"] != "muon":
@@ -71,7 +73,7 @@ def _step_split(trainer: TopologyTrainer, reference: Reference) -> None:
     """The distributed optimizer has pieces of main weights; collective."""
     weights, gradients = (
         put_together(trainer.named_parameters(), trainer.optimizer, piece)
-        for piece in (main_piece, _gradient_piece)
+        for piece in (main_piece, lambda param, rows: param.main_param.grad)
     )
     pieces = pieces_of(trainer.optimizer)
     for name, param in _matrices(trainer):
@@ -81,8 +83,3 @@ def _step_split(trainer: TopologyTrainer, reference: Reference) -> None:
             main = main_piece(param, rows)
             main.copy_(updated.view(-1)[rows].view_as(main))
             param.main_param.grad = None
-
-
-def _gradient_piece(param: Any, rows: slice) -> torch.Tensor:
-    grad: torch.Tensor = param.main_param.grad
-    return grad

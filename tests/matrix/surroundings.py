@@ -4,7 +4,7 @@ and the export of weights behind it."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,14 +18,11 @@ from tests.host_copies import HostCopies
 from .table import Cell
 
 
-@contextlib.contextmanager
-def memories(cell: Cell) -> Iterator[None]:
+def memories(cell: Cell) -> contextlib.AbstractContextManager[Any]:
     """Where there is no GPU tensors are on no stream."""
-    quiet: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if cell["ep_overlap"] == "on" and not torch.cuda.is_available():
-        quiet = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None)
-    with quiet:
-        yield
+        return mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -44,18 +41,10 @@ def activations_kept(cell: Cell, trainer: TopologyTrainer) -> Iterator[None]:
             stack.enter_context(copies.hooks())
         else:
             for chunk in trainer.chunks:
-                hooked = _hooked(chunk.forward, copies)
+                hooked = copies.hooks()(chunk.forward)
                 stack.enter_context(mock.patch.object(chunk, "forward", hooked))
         yield
     assert copies.packed and not copies.found, (copies.packed, copies.found)
-
-
-def _hooked(forward: Callable[..., Any], copies: HostCopies) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        with copies.hooks():
-            return forward(*args, **options)
-
-    return call
 
 
 def check_export(trainer: TopologyTrainer) -> None:

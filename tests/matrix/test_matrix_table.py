@@ -29,11 +29,6 @@ from tests.matrix.table import (
 OUTDATED = "run `python -m tests.matrix generate`"
 
 
-@functools.cache
-def space(array: str) -> Space:
-    return cells.space(array)
-
-
 @pytest.mark.parametrize("array", ARRAYS)
 def test_cached_cells_are_possible_and_all_different(array: str) -> None:
     rows = cells.cached(array)
@@ -45,7 +40,8 @@ def test_cached_cells_are_possible_and_all_different(array: str) -> None:
 
 @pytest.mark.parametrize("array", ARRAYS)
 def test_cached_cells_have_every_possible_pair(array: str) -> None:
-    missing = set(space(array).possible_pairs) - covered(cells.cached(array), space(array))
+    space = cells.space(array)
+    missing = set(space.possible_pairs) - covered(cells.cached(array), space)
     assert not missing, OUTDATED
 
 

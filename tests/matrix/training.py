@@ -83,20 +83,9 @@ def _unit_numel(cell: Cell, models: Sequence[Any]) -> int | None:
     """More elements than any layer has, so that at least two are joined."""
     if cell["joined"] == "default":
         return None
-    layers = [layer for model in models for layer in _decoder(model).layers]
+    models = [getattr(model, "module", model) for model in models]  # of one in 16 bits
+    layers = [layer for model in models for layer in model.decoder.layers]
     return 1 + max(sum(param.numel() for param in layer.parameters()) for layer in layers)
-
-
-def _decoder(model: Any) -> Any:
-    """Of a GPTModel, or of one in 16 bits."""
-    return getattr(model, "module", model).decoder
-
-
-def _check_joined(cell: Cell, chunks: Sequence[Any]) -> None:
-    """Whether layers are in units as the cell says."""
-    for chunk in chunks:
-        count = sum(TO in unit.name for unit in chunk.engine.units)
-        assert count == (cell["joined"] == "pairs"), chunk.engine.units
 
 
 def _ddp_options(cell: Cell) -> dict[str, Any]:
@@ -151,7 +140,9 @@ def build(
     options = muon_options(cell) if ours else {"use_distributed_optimizer": quantized}
     trainer = wrapped(topology, case, models, strategy, ddp, options)
     if ours:
-        _check_joined(cell, trainer.chunks)
+        for chunk in trainer.chunks:
+            count = sum(TO in unit.name for unit in chunk.engine.units)
+            assert count == (cell["joined"] == "pairs"), chunk.engine.units
         if cell["kept"] == "found":
             agree_on(trainer.chunks, int(ALL_GIB * GIB))
     return trainer
@@ -284,12 +275,10 @@ MEASURES = {
 } | {f"{measure}{more}" for measure, more in product(("norm", "loss"), ("", ", later"))}
 
 
-def _is_worse(one: Finding, other: Finding | None) -> bool:
-    return other is None or math.isnan(one.error) or one.used > other.used
-
-
 def _note(findings: Findings, measure: str, found: Finding) -> None:
-    if _is_worse(found, findings.get(measure)):
+    """Keeps the worst."""
+    other = findings.get(measure)
+    if other is None or math.isnan(found.error) or found.used > other.used:
         findings[measure] = found
 
 
@@ -347,13 +336,6 @@ def _peak(values: torch.Tensor) -> torch.Tensor:
     if values.numel() == 0:
         return values.new_zeros(())
     return values.abs().max().nan_to_num(nan=math.inf)
-
-
-def _check_number(
-    findings: Findings, measure: str, bound: float, mine: float, theirs: float, step: int
-) -> None:
-    error = _relative(abs(mine - theirs), abs(theirs))
-    _note(findings, measure, Finding(error, bound, f"step {step}: {mine:.7g} for {theirs:.7g}"))
 
 
 # A cell.
@@ -441,8 +423,10 @@ def _train(
             ("loss", bounds.loss, loss, reference.losses[step]),
             ("norm", bounds.norm, norm, reference.norms[step]),
         ):
-            bound = bounds.later if step else bound
-            _check_number(findings, measure + later, bound, mine, theirs, step)
+            error = _relative(abs(mine - theirs), abs(theirs))
+            where = f"step {step}: {mine:.7g} for {theirs:.7g}"
+            found = Finding(error, bounds.later if step else bound, where)
+            _note(findings, measure + later, found)
         if step == 0 and schedule is None:  # a graph has addresses
             release_memory(trainer.chunks, trainer.optimizer)
             return_memory(trainer.chunks, trainer.optimizer)
