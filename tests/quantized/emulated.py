@@ -202,8 +202,8 @@ def quantized_parameter(value: torch.Tensor, recipe: str) -> Any:
     """A parameter that keeps the value it was made from, by one of `RECIPES` or `TE_RECIPES`."""
     if recipe in RECIPES:
         return emulated_parameter(value, recipe)
-    slots = torch.tensor([60.0, 0.0])
-    return te_weights.te_parameter(value, te_weights.quantizer(TE_RECIPES[recipe], slots))
+    wants = te_weights.quantizer(TE_RECIPES[recipe], torch.tensor([100.0, 0.0]))
+    return te_weights.te_parameter(value, wants)
 
 
 def roll(weight: Any) -> None:

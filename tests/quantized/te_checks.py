@@ -101,14 +101,6 @@ def quantize(recipe: str, shards: Sequence[Shard], reduce: bool = False) -> Bits
     return {"amaxes": largest, "scales": scales, "inverses": inverses}
 
 
-def te_wholes(case: Case) -> tuple[list[object], torch.Tensor]:
-    """TE's parameter objects after its function on whole weights; scales and amaxes (delayed)."""
-    slots = torch.tensor([[SCALE, 0.0]], device=case.mains[0].device).repeat(len(case.mains), 1)
-    params = te_params(case.recipe, case.shapes, slots)
-    te_quantize(params, case.mains)
-    return params, slots
-
-
 def same(mine: torch.Tensor, other: torch.Tensor, label: str) -> None:
     assert mine.numel() == other.numel(), f"{label}: {mine.shape} and {other.shape}"
     # A single element is contiguous whatever its stride, and not a view of bytes for all that.
@@ -170,7 +162,9 @@ def shards_are_the_whole(rank: int, world: int, recipe: str, nasty: str, count: 
     for seed in range(count):
         dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
         case = random_case(recipe, 1000 * rank + seed, dtype, nasty, device)
-        params, slots = te_wholes(case)
+        slots = torch.tensor([[SCALE, 0.0]], device=device).repeat(len(case.mains), 1)
+        params = te_params(recipe, case.shapes, slots)
+        te_quantize(params, case.mains)
         mine = [Shard(case, number, 64 if seed % 3 else 5) for number in range(case.shards)]
         label = f"seed {seed}, {dtype}, {case.shapes}, {case.shards} shards"
         check_scales(case, quantize(recipe, mine), params, slots, label)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.quantized.te_weights import quantizer, te_parameter
+from tests.quantized.emulated import quantized_parameter
+from tests.quantized.te_weights import te_parameter
 
 LENGTH = 3
 
@@ -25,23 +26,27 @@ def recipe_state(mode: str, count: int, length: int = LENGTH) -> Any:
     return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=count, device="cpu")
 
 
-def scaled_linears(model: nn.Module) -> list[nn.Module]:
+def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules whose weight is that of a matrix product of a layer."""
     return [
-        module for name, module in model.named_modules()
+        (name, module) for name, module in model.named_modules()
         if ".linear_" in f".{name}" and "decoder" in name
+        and module._parameters.get("weight") is not None
     ]  # fmt: skip
 
 
 def quantize_layers(model: nn.Module, recipe: str) -> None:
     """Quantizes the weights of the linear layers of a GPT."""
-    for module in scaled_linears(model):
-        wants = quantizer(recipe, torch.tensor([100.0, 0.0]))
-        module._parameters["weight"] = te_parameter(module.weight, wants)  # type: ignore[arg-type]
+    for _, module in linears(model):
+        param: Any = module._parameters["weight"]
+        made = quantized_parameter(param.detach(), recipe)
+        made.__dict__.update(param.__dict__)
+        module._parameters["weight"] = made.requires_grad_(param.requires_grad)
 
 
 def scale_layers(model: nn.Module, length: int = LENGTH) -> None:
     """Gives the linear layers of a GPT delayed scaling, and quantized weights."""
-    for module in scaled_linears(model):
+    for _, module in linears(model):
         forward = recipe_state("forward", 3, length)
         backward = recipe_state("backward", 2, length)
         module.fp8_meta = {  # type: ignore[assignment]
@@ -50,16 +55,14 @@ def scale_layers(model: nn.Module, length: int = LENGTH) -> None:
         module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}  # type: ignore
         weight: Any = module._parameters["weight"]
         module._parameters["weight"] = te_parameter(weight, forward.make_quantizers()[1])
-        module.register_forward_pre_hook(_note_input)
+        module.register_forward_pre_hook(
+            lambda module, args: _note(module.fp8_meta["scaling_fwd"].amax_history[:, 0], args[0])
+        )
         module.register_forward_hook(_note_gradient)
 
 
 def _note(history: torch.Tensor, value: torch.Tensor) -> None:
     history[0] = torch.maximum(history[0], value.detach().float().abs().max())
-
-
-def _note_input(module: Any, args: Any) -> None:
-    _note(module.fp8_meta["scaling_fwd"].amax_history[:, 0], args[0])
 
 
 def _note_gradient(module: Any, args: Any, output: Any) -> None:
@@ -82,7 +85,7 @@ def roll(model: nn.Module) -> None:
     """
     states = [
         (module.fp8_meta[f"scaling_{mode}"], LARGEST[direction])  # type: ignore[index]
-        for module in scaled_linears(model)
+        for _, module in linears(model)
         for mode, direction in (("fwd", "forward"), ("bwd", "backward"))
     ]
     slots = torch.cat([state.amax_history[0] for state, _ in states])

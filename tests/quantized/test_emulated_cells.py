@@ -17,24 +17,9 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.distributed.launch import run_ranks
 from tests.matrix import cells, training
 from tests.matrix.table import broken_rules, cell_named, name_of
-from tests.quantized.emulated import TE_RECIPES, quantized_parameter, whole_weight
+from tests.quantized.emulated import TE_RECIPES, whole_weight
 from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
-
-
-def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose weight is that of a matrix product of a layer."""
-    for name, module in model.named_modules():
-        held = module._parameters.get("weight")
-        if ".linear_" in f".{name}" and "decoder" in name and held is not None:
-            yield name, module
-
-
-def quantize_linears(model: nn.Module, recipe: str) -> None:
-    for _, module in linears(model):
-        param: Any = module._parameters["weight"]
-        made: Any = quantized_parameter(param.detach(), recipe)
-        made.__dict__.update(param.__dict__)
-        module._parameters["weight"] = made.requires_grad_(param.requires_grad)
+from tests.quantized.te_scaling import linears, quantize_layers
 
 
 @torch.no_grad()
@@ -61,7 +46,7 @@ def emulated(recipe: str) -> Iterator[None]:
     def chunk_of(*args: Any) -> nn.Module:
         model = make(*args)
         if is_ours[0]:
-            quantize_linears(model, recipe)
+            quantize_layers(model, recipe)
         return model
 
     def built(cell: Any, *args: Any) -> Any:

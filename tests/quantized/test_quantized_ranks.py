@@ -4,7 +4,8 @@ classes, whole ones then quantized by its own function; on the engine, and in pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter import export_weights, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
@@ -23,9 +24,10 @@ from tests.engine.engine_cases import Rig, build
 from tests.engine.small_model import Layer, Setup, make_net, microbatch
 from tests.quantized.emulated import RECIPES, TE_RECIPES, field_of, roll, whole_fields
 from tests.quantized.quantized_cases import PlainQuantizedRig
-from tests.quantized.te_checks import same_planes
+from tests.quantized.te_checks import same, same_planes
 from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
 from tests.quantized.te_weights import KNOWS, gathered
+from tests.quantized.test_te_export import computed_with
 
 CPU = torch.device("cpu")
 
@@ -112,11 +114,16 @@ def train(setup: Setup, rank: int, when: Any) -> None:
     assert "block" in str(setup.recipe) or scales_of(plain) != before, when
 
 
-def _train(rank: int, world: int, recipes: list[str]) -> None:
-    for recipe in recipes:
-        for strategy in STRATEGIES:
-            setup = Setup(strategy, world, rank, recipe=recipe, layers=2)
-            train(setup, rank, (recipe, strategy))
+def _train(
+    rank: int, world: int, pairs: Sequence[tuple[str, str]], options: Mapping[str, Any]
+) -> None:
+    """pairs: strategies with recipes."""
+    for strategy, recipe in pairs:
+        train(Setup(strategy, world, rank, recipe=recipe, **options), rank, (recipe, strategy))
+
+
+def every_strategy(*recipes: str) -> list[tuple[str, str]]:
+    return list(itertools.product(STRATEGIES, recipes))
 
 
 @pytest.mark.parametrize(
@@ -124,19 +131,19 @@ def _train(rank: int, world: int, recipes: list[str]) -> None:
     [pytest.param(one, marks=pytest.mark.full if one == "block128" else ()) for one in RECIPES],
 )
 def test_two_ranks_train_as_one_process(recipe):
-    run_ranks(_train, 2, [recipe], timeout=600)
+    run_ranks(_train, 2, every_strategy(recipe), {"layers": 2}, timeout=600)
 
 
 @pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 @pytest.mark.parametrize("recipe", TE_RECIPES)
 @pytest.mark.parametrize("folder", RELEASES)
 def test_two_ranks_train_as_one_process_that_te_quantizes(folder: Path, recipe: str) -> None:
-    run_te(folder, _train, 2, [recipe], timeout=600)
+    run_te(folder, _train, 2, every_strategy(recipe), {"layers": 2}, timeout=600)
 
 
 @pytest.mark.full
 def test_one_rank_trains_as_one_process():
-    run_ranks(_train, 1, list(RECIPES), timeout=600)
+    run_ranks(_train, 1, every_strategy(*RECIPES), {"layers": 2}, timeout=600)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -160,14 +167,8 @@ PAIRS = (
     "option", [pytest.param(o, marks=pytest.mark.full if o in RARE else ()) for o in OPTIONS]
 )
 def test_two_ranks_train_as_one_process_with_options(option):
-    run_ranks(_options, 2, OPTIONS[option], timeout=600)
-
-
-def _options(rank: int, world: int, options: Mapping[str, Any]) -> None:
-    for strategy, recipe in PAIRS:
-        if not (options.get("keep_derived") and STRATEGIES[strategy].shard_weights):
-            setup = Setup(strategy, world, rank, recipe=recipe, layers=3, **options)
-            train(setup, rank, (recipe, strategy, options))
+    pairs = PAIRS[:1] if option == "transposes kept" else PAIRS  # not where weights are sharded
+    run_ranks(_train, 2, pairs, {"layers": 3, **OPTIONS[option]}, timeout=600)
 
 
 def _bytes_are_of_mains(rank: int, world: int, options: Mapping[str, Any]) -> None:
@@ -190,23 +191,22 @@ def _bytes_are_of_mains(rank: int, world: int, options: Mapping[str, Any]) -> No
                     assert torch.equal(rows, expected[field_of(recipe, "rowwise")]), (recipe, name)
 
 
-OVER_FOUR: dict[str, dict[str, Any]] = {
-    "one axis": {},
-    "two domains": {"split": True},
-    "two instances": {"outer": 2},
-    "instances that hold parts": {"outer": 2, "shard_outer": True},
+PARTS = {"outer": 2, "shard_outer": True}
+AXES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one axis": (4, {}),
+    "two domains": (4, {"split": True}),
+    "two instances": (4, {"outer": 2}),
+    "instances that hold parts": (4, PARTS),
+    "an outer axis of the ranks of one shard": (2, PARTS),
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("axes", OVER_FOUR)
-def test_bytes_over_four_ranks_are_those_of_the_main_weights(axes):
-    run_ranks(_bytes_are_of_mains, 4, OVER_FOUR[axes], timeout=900)
-
-
-def test_bytes_of_instances_that_hold_parts_are_those_of_the_main_weights():
-    """The outer axis has the ranks of one shard."""
-    run_ranks(_bytes_are_of_mains, 2, {"outer": 2, "shard_outer": True}, timeout=600)
+@pytest.mark.parametrize(
+    "axes", [pytest.param(n, marks=pytest.mark.full if AXES[n][0] > 2 else ()) for n in AXES]
+)
+def test_bytes_over_any_axes_are_those_of_the_main_weights(axes):
+    ranks, options = AXES[axes]
+    run_ranks(_bytes_are_of_mains, ranks, options, timeout=900)
 
 
 def _plain(rank: int, world: int, strategy: str) -> None:
@@ -226,11 +226,15 @@ def _plain(rank: int, world: int, strategy: str) -> None:
             for weight in [param for unit in model.engine.units for param in unit.quantized]:
                 roll(weight)
             optimizer.step()
+            if step == 2:  # nothing has asked for the last bytes yet
+                exported = dict(export_weights(model, quantized=True))
             optimizer.zero_grad()
             whole.zero()
             whole.forward_backward(1, step)
             whole.optimizer_step()
         compare(model.engine, whole, f"{label}, trained")
+        for name, value in computed_with(model.engine, TE_RECIPES[recipe]).items():
+            same(exported[name].float(), value.float(), f"{label}, {name}, exported")
         if recipe != "te delayed":  # no module of TE's has its scale here
             other = fully_shard_model(
                 make_net(setup), fsdp_unit_modules=[Layer],

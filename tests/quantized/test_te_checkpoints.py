@@ -147,8 +147,6 @@ WAYS = [
     (DENSE, "pp2", "tp2", "current"), (EXPERTS, "tp2-ep2", "ep2", "blockwise"),
     (DENSE, "tp2", "pp2", "mxfp8"),
 ]  # fmt: skip
-STRATEGY = "optim_grads_params"
-
 
 
 def made(topology: Topology, recipe: str, seed: int) -> TopologyTrainer:
@@ -158,8 +156,11 @@ def made(topology: Topology, recipe: str, seed: int) -> TopologyTrainer:
         num_layers=2, hidden=64, heads=4, ffn=64, vocab=54, seq=8, batch=2, seed=seed,
         tied=not experts, swiglu=experts, bias=not experts,
     )  # fmt: skip
-    change = scale_layers if recipe == "delayed" else partial(quantize_layers, recipe=recipe)
-    return build_topology_trainer(topology, case, STRATEGY, change)
+    change = (
+        scale_layers if recipe == "delayed"
+        else partial(quantize_layers, recipe=f"te {recipe}")
+    )  # fmt: skip
+    return build_topology_trainer(topology, case, SAVED, change)
 
 
 def whole_weights(trainer: TopologyTrainer) -> dict[str, torch.Tensor]:

@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter import (
-    export_weights,
-    fully_shard_model,
-    fully_shard_optimizer,
-    release_memory,
-    return_memory,
-)
+from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.memory import COMPUTE, MAIN
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -31,9 +25,8 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.engine.small_model import Layer, Setup, make_net, microbatch
 from tests.quantized.te_checks import same, same_planes
-from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
+from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
 from tests.quantized.te_scaling import quantize_layers
 from tests.quantized.te_weights import KNOWS, RECIPES, gathered, te_whole
 
@@ -71,7 +64,7 @@ def _exported(rank: int, world: int, strategy: str) -> None:
     device = init_megatron()
     for recipe in RECIPES:
         trainer, plain = (
-            build_trainer(CASE, strategy, device, partial(quantize_layers, recipe=recipe))
+            build_trainer(CASE, strategy, device, partial(quantize_layers, recipe=f"te {recipe}"))
             for _ in range(2)
         )
         for step in range(3):
@@ -114,43 +107,12 @@ def _check(trainer: Trainer, recipe: str, label: str) -> None:
         assert found[name].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[2:])
-@pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=pytest.mark.full if s in STRATEGIES[:2] else ()) for s in STRATEGIES],
+)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_bytes_and_scales_are_those_that_modules_compute_with(
     folder: Path, strategy: str
 ) -> None:
-    run_te(folder, _exported, 2, strategy, timeout=500)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_bytes_and_scales_in_every_strategy(folder: Path, strategy: str) -> None:
     run_te(folder, _exported, 2, strategy, timeout=900)
-
-
-def _plain(rank: int, world: int, strategy: str) -> None:
-    for recipe in ("current", "blockwise", "mxfp8"):
-        net = make_net(Setup(recipe=f"te {recipe}", layers=2))
-        model = fully_shard_model(
-            net, fsdp_unit_modules=[Layer], data_parallel_sharding_strategy=strategy
-        )
-        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=3.0))
-        for step in range(2):
-            before = dict(export_weights(model, quantized=True))
-            model(microbatch(10 * step + rank)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found = dict(export_weights(model, quantized=True))  # nobody has asked for them yet
-            expected = computed_with(model.engine, recipe)
-            changed = 0
-            for name, value in expected.items():
-                same(found[name].float(), value.float(), f"{recipe} {strategy} {step} {name}")
-                changed += not torch.equal(before[name].float(), value.float())
-            assert changed > 0
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
-def test_bytes_are_made_of_the_main_weights_of_the_last_step(folder: Path, strategy: str) -> None:
-    run_te(folder, _plain, 2, strategy)

@@ -118,7 +118,8 @@ def check_mains(trainer: Trainer, expected: Weights, path: str) -> None:
 def _loads(rank: int, world: int, strategy: str) -> None:
     device = init_megatron()
     for recipe in RECIPES:
-        trainer = build_trainer(CASE, strategy, device, partial(quantize_layers, recipe=recipe))
+        change = partial(quantize_layers, recipe=f"te {recipe}")
+        trainer = build_trainer(CASE, strategy, device, change)
         for number, (path, load) in enumerate(PATHS.items()):
             # Made while sharded parameters are shown, and while raw ones are.
             for raw in (False, True):
@@ -204,7 +205,7 @@ def _left_alone(rank: int, world: int, root: str) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(1 + rank)
-        quantize_layers(model, "delayed")
+        quantize_layers(model, "te delayed")
         model.module.decoder.layers[1].requires_grad_(False)
         for param in model.parameters():
             param.small_lr = param._mine = True
