@@ -35,16 +35,12 @@ def _careless(self: FusedWgrad, empty: bool) -> None:
     self.is_open, self.written = True, set(self._adding)
 
 
-def _adds(plain: Any) -> Any:
-    return lambda self, group: replace(plain(self, group), adds=True)
-
-
-def _accumulates(plain: Any) -> Any:
-    return lambda self, accumulate: plain(self, accumulate=True)
-
-
-REDUCTION = (ReducePipeline, "_reduction_of", _adds(ReducePipeline._reduction_of))
-KEPT = (ParamGroup, "take_grads", _accumulates(ParamGroup.take_grads))
+REDUCTION_OF, TAKE_GRADS = ReducePipeline._reduction_of, ParamGroup.take_grads
+REDUCTION = (
+    ReducePipeline, "_reduction_of",
+    lambda self, group: replace(REDUCTION_OF(self, group), adds=True),
+)  # fmt: skip
+KEPT = (ParamGroup, "take_grads", lambda self, accumulate: TAKE_GRADS(self, accumulate=True))
 FAULTS: dict[str, tuple[Setup, tuple[Any, str, Any]]] = {
     "a module adds to a bucket that was not cleared": (
         Setup(fused=WgradProtocol.ACCUMULATES), (FusedWgrad, "open", _careless),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,32 +220,8 @@ def spec(shape: tuple[int, ...] = (4, 8), **changes) -> ParamSpec:
     return ParamSpec(**(values | changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"fqns": ()}, {"index": -1}, {"shape": (0, 8)}, {"granularity": 5}, {"granularity": 0}],
-)
-def test_bad_specs_are_refused(changes: dict) -> None:
-    with pytest.raises(ValueError, match=r"w|parameter"):
-        spec(**changes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"num_shards": 0}, "num_shards=0"),
-        ({"align": 0}, "align=0"),
-        ({"max_segments": 0}, "max_segments=0"),
-        ({"padding_bound": -0.1}, "padding_bound=-0.1"),
-        ({"specs": []}, "specs is empty"),
-        ({"specs": [spec(index=3)]}, "index 3"),
-        ({"specs": [spec(), spec(index=1, dtype=torch.bfloat16)]}, "one dtype"),
-        ({"specs": [spec(), spec(index=1, requires_grad=False)]}, "one requires_grad"),
-    ],
-)
-def test_bad_plans_are_refused(arguments: dict, named: str) -> None:
-    values = {"specs": [spec()], "num_shards": 2} | arguments
-    with pytest.raises(ValueError, match=named):
-        plan_group(**values)
+def plan(**changes) -> GroupLayout:
+    return plan_group(**({"specs": [spec()], "num_shards": 2} | changes))
 
 
 def hand_made(**changes) -> GroupLayout:
@@ -258,34 +235,42 @@ def hand_made(**changes) -> GroupLayout:
     return GroupLayout(**(values | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"placements": (Placement(0, 0),)}, "2 specs and 1 placements"),
-        ({"placements": (Placement(0, 0), Placement(0, 24))}, "overlap"),
-        ({"placements": (Placement(0, 0), Placement(0, 40))}, "not inside"),
-        ({"placements": (Placement(0, 0), Placement(0, 33)), "align": 1}, "not inside"),
-        ({"placements": (Placement(0, 0), Placement(1, 32))}, "segment 1 does not exist"),
-        ({"segments": (Segment(8, 64, 8, 2),)}, "must start at 0"),
-        ({"segments": (Segment(0, 64, 8, 4),)}, "with 2 shards"),
-        ({"align": 64}, "shards of .* are not aligned to 64"),
-        ({"specs": (spec(), spec(index=5))}, "index 5, but position 1"),
-        (
-            {
-                "specs": (spec((6, 8), granularity=24), spec((2, 8), index=1)),
-                "placements": (Placement(0, 16), Placement(0, 0)),
-            },
-            "cuts a granule",
-        ),
-    ],
-)
-def test_impossible_layouts_are_refused(changes: dict, named: str) -> None:
-    assert hand_made().shard_numel == 32
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    *((spec, changes, r"w|parameter") for changes in (
+        {"fqns": ()}, {"index": -1}, {"shape": (0, 8)}, {"granularity": 5}, {"granularity": 0},
+    )),
+    (plan, {"num_shards": 0}, "num_shards=0"),
+    (plan, {"align": 0}, "align=0"),
+    (plan, {"max_segments": 0}, "max_segments=0"),
+    (plan, {"padding_bound": -0.1}, "padding_bound=-0.1"),
+    (plan, {"specs": []}, "specs is empty"),
+    (plan, {"specs": [spec(index=3)]}, "index 3"),
+    (plan, {"specs": [spec(), spec(index=1, dtype=torch.bfloat16)]}, "one dtype"),
+    (plan, {"specs": [spec(), spec(index=1, requires_grad=False)]}, "one requires_grad"),
+    (hand_made, {"placements": (Placement(0, 0),)}, "2 specs and 1 placements"),
+    (hand_made, {"placements": (Placement(0, 0), Placement(0, 24))}, "overlap"),
+    (hand_made, {"placements": (Placement(0, 0), Placement(0, 40))}, "not inside"),
+    (hand_made, {"placements": (Placement(0, 0), Placement(0, 33)), "align": 1}, "not inside"),
+    (hand_made, {"placements": (Placement(0, 0), Placement(1, 32))}, "segment 1 does not exist"),
+    (hand_made, {"segments": (Segment(8, 64, 8, 2),)}, "must start at 0"),
+    (hand_made, {"segments": (Segment(0, 64, 8, 4),)}, "with 2 shards"),
+    (hand_made, {"align": 64}, "shards of .* are not aligned to 64"),
+    (hand_made, {"specs": (spec(), spec(index=5))}, "index 5, but position 1"),
+    (hand_made, {
+        "specs": (spec((6, 8), granularity=24), spec((2, 8), index=1)),
+        "placements": (Placement(0, 16), Placement(0, 0)),
+    }, "cuts a granule"),
+    *((Segment, dict(zip(("offset", "numel", "granularity", "num_shards"), bad, strict=True)), ".")
+      for bad in ((0, 64, 24, 2), (0, 64, 8, 0), (1, 64, 8, 2), (0, 0, 1, 1))),
+]  # fmt: skip
+"""What is made, by which arguments that are unlike good ones, and what the error says."""
+
+
+@pytest.mark.parametrize(("make", "changes", "named"), WRONG)
+def test_impossible_specs_plans_layouts_and_segments_are_refused(make, changes, named) -> None:
     with pytest.raises(ValueError, match=named):
-        hand_made(**changes)
+        make(**changes)
 
 
-@pytest.mark.parametrize("bad", [(0, 64, 24, 2), (0, 64, 8, 0), (1, 64, 8, 2), (0, 0, 1, 1)])
-def test_impossible_segments_are_refused(bad: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError):
-        Segment(*bad)
+def test_what_differs_from_them_is_possible() -> None:
+    assert plan().num_shards == hand_made().num_shards == 2

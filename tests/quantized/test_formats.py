@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -207,43 +207,46 @@ def test_a_weight_without_whole_blocks_is_refused_by_name(shape):
         partition(module, {}, domain_of=lambda *_: "dense", format_of=format_of)
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no planes": ({"planes": ()}, "not a format"),
-    "two of a name": ({"planes": (Plane("a", BYTES), Plane("a", BYTES))}, "not a format"),
-    "no rows": ({"rows": 0}, "not a format"),
-    "cut": ({"planes": (Plane("a", BYTES, (32, 1)),), "rows": 16, "align": 512}, "cut block"),
-    "unaligned": ({"planes": (Plane("a", BYTES),), "align": 8}, "not aligned to 16 bytes"),
-    "blocks across shards": ({"planes": (Plane("a", BYTES, (1, 32)),)}, "not aligned"),
-}
+def mine(**changes: Any) -> WeightFormat:
+    return WeightFormat("mine", **{"planes": (Plane("a", BYTES),), **changes})
+
+
+def spec_in(format: WeightFormat, index: int = 0, granularity: int = 1024) -> ParamSpec:
+    return ParamSpec(index, ("w",), (64, 32), torch.bfloat16, True, granularity, format)
+
+
+BLOCKS = Plane("a", BYTES, (1, 32))
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "no planes": (lambda: mine(planes=()), "not a format"),
+    "two of a name": (lambda: mine(planes=(Plane("a", BYTES), Plane("a", BYTES))), "not a format"),
+    "no rows": (lambda: mine(rows=0), "not a format"),
+    "cut": (
+        lambda: mine(planes=(Plane("a", BYTES, (32, 1)),), rows=16, align=512), "cut block"
+    ),
+    "unaligned": (lambda: mine(align=8), "not aligned to 16 bytes"),
+    "blocks across shards": (lambda: mine(planes=(BLOCKS,)), "not aligned"),
+    "no plane": (lambda: Plane("a", BYTES, (0, 1)), "not a plane"),
+    "elements that cut blocks": (lambda: BLOCKS.numel(33), "33 elements are no whole blocks"),
+    "a shape that cuts blocks": (
+        lambda: BLOCKS.shape((4, 5, 32)), "no whole blocks of 1 x 32"
+    ),
+    "a layout of two formats": (
+        lambda: plan_group([spec_in(MXFP8), spec_in(BLOCK128, 1)], 2), "one format"
+    ),
+    "a layout of another alignment": (
+        lambda: plan_group([spec_in(MXFP8)], 2, align=16), "aligned to 16 elements, not as mxfp8"
+    ),
+    "a granule that is cut": (
+        lambda: spec_in(MXFP8, granularity=32), "cuts granules of format mxfp8"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_formats_that_contradict_themselves_are_refused(name):
-    options, message = WRONG[name]
+def test_formats_planes_and_layouts_that_contradict_themselves_are_refused(name):
+    make, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        WeightFormat("mine", **{"planes": (Plane("a", BYTES),), **options})
-
-
-def test_planes_are_refused_that_are_none_and_ranges_that_cut_blocks():
-    with pytest.raises(ValueError, match="not a plane"):
-        Plane("a", BYTES, (0, 1))
-    with pytest.raises(ValueError, match="33 elements are no whole blocks"):
-        Plane("a", BYTES, (1, 32)).numel(33)
-    with pytest.raises(ValueError, match="no whole blocks of 1 x 32"):
-        Plane("a", BYTES, (1, 32)).shape((4, 5, 32))
-
-
-def test_a_layout_has_one_format_and_its_alignment_and_granules():
-    specs = [
-        ParamSpec(i, (f"w{i}",), (64, 32), torch.bfloat16, True, 1024, format)
-        for i, format in enumerate((MXFP8, BLOCK128))
-    ]
-    with pytest.raises(ValueError, match="one format"):
-        plan_group(specs, 2)
-    with pytest.raises(ValueError, match="aligned to 16 elements, not as mxfp8"):
-        plan_group(specs[:1], 2, align=16)
-    with pytest.raises(ValueError, match="cuts granules of format mxfp8"):
-        ParamSpec(0, ("w",), (64, 32), torch.bfloat16, True, 32, MXFP8)
+        make()
 
 
 @pytest.mark.parametrize(
