@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+
+from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 
 
 class Copied:
@@ -42,39 +45,12 @@ class Copied:
         return watched
 
 
-class _Nothing:
-    """A stream or an event."""
-
-    def __init__(self, **options: Any) -> None: ...
-
-    def _nothing(self, *args: Any) -> None: ...
-
-    record = record_event = wait_event = wait_stream = synchronize = wait = _nothing
-
-
-class _TorchOnHost:
+def _torch_on_host() -> ModuleView:
     """`torch` for a module that offloads: no memory is pinned, and a GPU is the host."""
-
-    cuda = types.SimpleNamespace(
-        Stream=_Nothing, Event=_Nothing, stream=lambda stream: nullcontext(),
-        current_stream=_Nothing, is_available=lambda: False,
-        nvtx=types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None),
-    )  # fmt: skip
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def device(name: Any) -> torch.device:
-        return torch.device("cpu")
-
-    @staticmethod
-    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        return torch.empty(*sizes, **options)
-
-    @staticmethod
-    def empty_like(like: torch.Tensor, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        return torch.empty_like(like, **options)
+    view = cpu_mode.make_view()
+    view.__dict__["device"] = lambda name: torch.device("cpu")
+    view.__dict__["cuda"].__dict__["is_available"] = lambda: False
+    return view
 
 
 @contextmanager
@@ -92,7 +68,7 @@ def core_offloads_on_the_host() -> Iterator[Copied]:
 
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(mock.patch.object(module, "torch", _TorchOnHost()))
+        enter(mock.patch.object(module, "torch", _torch_on_host()))
         enter(mock.patch.object(extension, "cpu_offload", types.SimpleNamespace()))
         enter(mock.patch.object(handler, "offload", seen))
         enter(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))

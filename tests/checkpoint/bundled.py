@@ -14,13 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.transformer import fsdp_dtensor_checkpoint as core
 from torch.distributed import DeviceMesh
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
+from tests.checkpoint.megatron_states import preprocessed, raw_state
 from tests.distributed.gpt import Case, Trainer, build_model, ddp_config, optimizer_config
 
 _PACKAGE = "megatron.core.distributed.fsdp"
@@ -66,37 +65,15 @@ def build_bundled(case: Case, strategy: str, device: torch.device) -> Trainer:
     return Trainer(case, wrapper, optimizer, strategy)
 
 
-def state_of(
-    trainer: Trainer, with_optimizer: bool = True, is_loading: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Megatron-LM makes of a trainer, and what of that goes to torch's DCP."""
-    inner = trainer.wrapper.module
-    raw: dict[str, Any] = {"model": inner.state_dict_for_save_checkpoint()}
-    if with_optimizer:
-        raw["optimizer"] = trainer.optimizer.sharded_state_dict(
-            dict(raw), is_loading=is_loading,
-            metadata={"distrib_optim_sharding_type": "fsdp_dtensor"},
-        )  # fmt: skip
-    core.handle_fp8_extra_state_case(raw["model"])
-    state = dict(raw)
-    if trainer.case.swiglu:
-        state["model"], optimizer = core.handle_swiglu_in_state_dict(
-            inner, raw["model"], raw.get("optimizer")
-        )
-        if with_optimizer:
-            state["optimizer"] = optimizer
-    uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
-    return raw, state
-
-
 def save(trainer: Trainer, folder: str, with_optimizer: bool = True) -> None:
     """As Megatron-LM saves."""
-    dcp.save(state_of(trainer, with_optimizer)[1], checkpoint_id=folder)
+    dcp.save(preprocessed(trainer, raw_state(trainer, with_optimizer)), checkpoint_id=folder)
 
 
 def load(trainer: Trainer, folder: str, with_optimizer: bool = True) -> None:
     """As Megatron-LM loads: in place, strictly, then both `load_state_dict`."""
-    raw, state = state_of(trainer, with_optimizer, is_loading=True)
+    raw = raw_state(trainer, with_optimizer, is_loading=True)
+    state = preprocessed(trainer, raw)
     kept = {key: dict(value) for key, value in raw.items()}
     dcp.load(state, checkpoint_id=folder)
     trainer.wrapper.load_state_dict(kept["model"], strict=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter.checkpoint import storage
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
@@ -121,10 +122,7 @@ def nested_state(rank: int, size: int, poison: bool = False, cut: int = 0) -> di
 
 
 def dtensors_of(value: Any) -> list[DTensor]:
-    if isinstance(value, DTensor):
-        return [value]
-    entries = value.values() if isinstance(value, dict) else []
-    return [tensor for entry in entries for tensor in dtensors_of(entry)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
 
 
 def same(a: Any, b: Any) -> bool:

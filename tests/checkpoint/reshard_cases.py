@@ -46,15 +46,11 @@ class Split:
     outer: str = "no_shard"
     case: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def kind(self) -> str:
-        """dense or moe: only splits of one kind are of the same model."""
-        return "moe" if self.topology.experts else "dense"
-
 
 def case_of(split: Split) -> Case:
-    """The same model for every split of a kind: only its padded vocabulary may be changed."""
-    moe = split.kind == "moe"
+    """The same model for every split without experts, and for every split with them: only its
+    padded vocabulary may be changed."""
+    moe = bool(split.topology.experts)
     options = {"tied": not moe, "swiglu": moe, "bias": not moe, **split.case}
     sizes = Case(num_layers=4, hidden=24, heads=4, ffn=44, vocab=54, seq=8, batch=2, microbatches=2)
     return sizes.but(**options)

@@ -7,6 +7,7 @@ something for each. Ours is on two ranks, with each strategy that shards differe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,8 @@ Values = dict[str, np.ndarray]
 """Flat, as arrays: a tensor's storage ends with the process that sends it."""
 
 
-def _flat(whole: dict[str, torch.Tensor]) -> Values:
-    return {name: value.float().reshape(-1).numpy() for name, value in whole.items()}
-
-
-def _ours_whole(trainer: gpt.Trainer) -> Values:
-    """Main weights and moments; collective."""
-    trainer.wrapper.stop_communication()
+def _whole(trainer: gpt.Trainer, full: Callable[[dict[str, Any]], dict[str, Any]]) -> Values:
+    """Main weights and moments, which `full` makes whole; collective."""
     state = trainer.optimizer.optimizer.state
     values: dict[str, Any] = {}
     for name, param in trainer.wrapper.named_parameters():
@@ -39,20 +35,12 @@ def _ours_whole(trainer: gpt.Trainer) -> Values:
         for moment in ("exp_avg", "exp_avg_sq"):
             if param in state:
                 values[f"{gpt.plain_name(name)}.{moment}"] = state[param][moment]
-    return _flat(gpt.full_all(values))
+    return {name: value.float().reshape(-1).numpy() for name, value in full(values).items()}
 
 
-def _bundled_whole(trainer: gpt.Trainer) -> Values:
-    """The same of the bundled engine on one rank, where every local tensor is whole."""
-    state = trainer.optimizer.optimizer.state
-    trainer.wrapper.module.state_dict()  # it shows the main weights then
-    values = {}
-    for name, param in trainer.wrapper.named_parameters():
-        values[gpt.plain_name(name)] = param.to_local().detach().clone()
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if param in state:
-                values[f"{gpt.plain_name(name)}.{moment}"] = state[param][moment].to_local().clone()
-    return _flat(values)
+def _local(values: dict[str, Any]) -> dict[str, Any]:
+    """On one rank every local tensor is whole."""
+    return {name: value.to_local().detach().clone() for name, value in values.items()}
 
 
 def _steps(trainer: gpt.Trainer, device: torch.device, steps: tuple[int, ...]) -> list[float]:
@@ -74,7 +62,10 @@ def _bundled(rank: int, world: int, action: str, root: str, optimizer: bool) -> 
             write_atomically(Path(root) / TRACKER, "2")
     else:
         bundled.load(trainer, folder, optimizer)
-    whole = _bundled_whole(trainer) if world == 1 else {}
+    whole: Values = {}
+    if world == 1:
+        trainer.wrapper.module.state_dict()  # it shows the main weights then
+        whole = _whole(trainer, _local)
     trainer.wrapper.module.zero_grad_buffer()
     return {"whole": whole, "losses": _steps(trainer, device, STEPS)}
 
@@ -86,11 +77,21 @@ def _ours(
     trainer = gpt.build_trainer(CASE.but(seed=8), strategy, device)
     if action == "save":
         _steps(trainer, device, (0, 1))
-    if action == "save":
         saved(trainer, root, 2, with_optimizer=optimizer)
     else:
         loaded(trainer, root, with_optimizer=optimizer)
-    return {"whole": _ours_whole(trainer), "losses": _steps(trainer, device, STEPS)}
+    trainer.wrapper.stop_communication()
+    return {"whole": _whole(trainer, gpt.full_all), "losses": _steps(trainer, device, STEPS)}
+
+
+def half(
+    engine: str, action: str, root: str, strategy: str = "optim_grads_params"
+) -> dict[str, Any]:
+    """Saves or loads: the bundled engine on one rank, where it can save optimizer state; ours on
+    two, under a strategy."""
+    if engine == "bundled":
+        return run_ranks(_bundled, 1, action, root, True, timeout=300)[0]
+    return run_ranks(_ours, 2, action, root, True, strategy, timeout=300)[0]
 
 
 def _assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -112,20 +113,16 @@ def test_a_checkpoint_of_each_engine_loads_in_the_other(
     tmp_path: Path, saves: str, strategy: str
 ) -> None:
     """Weights and moments bit for bit; training goes on with the same losses."""
-    halves = {"bundled": (_bundled, 1), "ours": (_ours, 2)}
-    found = [
-        run_ranks(*halves[one], action, str(tmp_path), True, *[strategy] * (one == "ours"))[0]
-        for one, action in ((saves, "save"), ("ours" if saves == "bundled" else "bundled", "load"))
-    ]
-    _assert_same(*found)
+    loads = {"bundled": "ours", "ours": "bundled"}[saves]
+    written = half(saves, "save", str(tmp_path), strategy)
+    _assert_same(written, half(loads, "load", str(tmp_path), strategy))
 
 
 @pytest.mark.full
 def test_weights_go_both_ways_between_two_ranks(tmp_path: Path) -> None:
     """Without optimizer state, which the bundled engine cannot save from two ranks."""
     first, second = tmp_path / "first", tmp_path / "second"
-    ours = run_ranks(_ours, 2, "save", str(first), False, "optim_grads_params")[0]
+    run_ranks(_ours, 2, "save", str(first), False, "optim_grads_params")
     run_ranks(_bundled, 2, "load", str(first), False)
     run_ranks(_bundled, 2, "save", str(second), False)
     assert run_ranks(_ours, 2, "load", str(second), False, "optim_grads")[0]["whole"]
-    assert ours["whole"]

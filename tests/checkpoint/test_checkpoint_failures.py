@@ -3,6 +3,7 @@ left, the checkpoint before stays, and the next save works."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shutil
 import warnings
@@ -34,16 +35,12 @@ def _in_background(ends_with: str) -> Save:
     """The error is raised by what the saver is asked for next."""
 
     def save(root: str, iteration: int, state: dict[str, Any]) -> None:
-        saver = AsyncSaver()
-        saver.save(root, iteration, state)
-        try:
+        with contextlib.closing(AsyncSaver()) as saver:
+            saver.save(root, iteration, state)
             if ends_with == "save":
                 saver.save(root, iteration + 5, state)
-            else:
-                getattr(saver, ends_with)()
-        finally:
-            if ends_with != "close":
-                saver.close()
+            elif ends_with == "wait":
+                saver.wait()
 
     return save
 

@@ -64,10 +64,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 
 def constant(shape: tuple[int, ...]) -> LazyTensor:
-    def fill(offsets: tuple[int, ...], out: torch.Tensor) -> None:
-        out.fill_(0.5)
-
-    return LazyTensor(shape, torch.float32, fill)
+    return LazyTensor(shape, torch.float32, lambda offsets, out: out.fill_(0.5))
 
 
 def run(

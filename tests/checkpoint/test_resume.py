@@ -4,8 +4,8 @@ it was trained with, and through the other format and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
 from megatron_fsdp_adapter.dtensor import own_chunks
 from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
+from tests.checkpoint.megatron_states import preprocessed, raw_state
 from tests.distributed import gpt
 from tests.distributed.checks import (
     check_loss,
@@ -55,7 +56,7 @@ STEPS = 2
 class Run:
     """What is trained, and how its checkpoint is read again.
 
-    case, ddp, optimizer: fields that differ from those of the tests' GPT. contexts: make what is
+    case, ddp, optimizer: fields that differ from those of the tests' GPT. context: makes what is
     entered while it trains. readers: strategies of another number of ranks that reads it. plain: a
     run without `ddp` and `optimizer` reads it, and is read by it. alone: how many weights have no
     second moment; converters know their keys. kept: the one parameter without weight decay that is
@@ -65,7 +66,7 @@ class Run:
     case: Mapping[str, Any] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
     strategies: tuple[str, ...] = STRATEGIES
     readers: tuple[str, ...] = ()
     plain: bool = False
@@ -90,8 +91,15 @@ STREAMED = {"chunked_optimizer_state_offload": True}
 CORE = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 TWO = {"num_distributed_optimizer_instances": 2}
 SPLIT = {**TWO, "outer_dp_sharding_strategy": "optim"}
-FUSED = (transformer_engine_optimizer,)
-NEWER = (*FUSED, partial(mock.patch.object, FusedAdam, "COUNTS_EMPTY_GROUPS", True))
+FUSED = transformer_engine_optimizer
+
+
+@contextmanager
+def newer_fused() -> Iterator[None]:
+    """With the optimizer of Transformer Engine's main, which counts steps of empty groups too."""
+    with FUSED(), mock.patch.object(FusedAdam, "COUNTS_EMPTY_GROUPS", True):
+        yield
+
 
 offloaded = partial(
     Run, {**ONCE, "bf16": True}, STREAMED, strategies=ENDS, readers=ENDS[1:], plain=True
@@ -109,17 +117,17 @@ RUNS: dict[str, Run] = {
     "muon": matrices(optimizer={"optimizer": "muon"}),
     "lion": matrices(optimizer={"optimizer": "lion"}),
     "offload of core": offloaded(optimizer=CORE),
-    "offload of core, fused": offloaded(optimizer=CORE, contexts=FUSED),
+    "offload of core, fused": offloaded(optimizer=CORE, context=FUSED),
     "streamed": offloaded(),
     "joined units": Run(
         {**SMALL, "num_layers": 5}, {UNIT_NUMEL: 2500}, strategies=ENDS, readers=ENDS[1:],
         plain=True,
     ),
-    "fused": counted(contexts=FUSED, strategies=("no_shard", "optim", "optim_grads_params")),
-    "fused, newer": counted(contexts=NEWER, strategies=("optim",)),
-    "fused, streamed": counted(STREAMED, contexts=FUSED, strategies=ENDS[1:]),
-    "fused, streamed, newer": counted(STREAMED, contexts=NEWER, strategies=ENDS[1:]),
-    "fused, split instances": counted(SPLIT, contexts=FUSED, strategies=ENDS[1:]),
+    "fused": counted(context=FUSED, strategies=("no_shard", "optim", "optim_grads_params")),
+    "fused, newer": counted(context=newer_fused, strategies=("optim",)),
+    "fused, streamed": counted(STREAMED, context=FUSED, strategies=ENDS[1:]),
+    "fused, streamed, newer": counted(STREAMED, context=newer_fused, strategies=ENDS[1:]),
+    "fused, split instances": counted(SPLIT, context=FUSED, strategies=ENDS[1:]),
 }  # fmt: skip
 
 
@@ -128,27 +136,9 @@ RUNS: dict[str, Run] = {
 
 def sharded_state(trainer: Any, is_loading: bool = False) -> dict[str, Any]:
     """What Megatron's `generate_state_dict` makes for fsdp_dtensor."""
-    model = trainer.wrapper.module.state_dict_for_save_checkpoint()
-    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-    optimizer = trainer.optimizer.sharded_state_dict(
-        {"model": model}, is_loading=is_loading, metadata=metadata
-    )
+    raw = raw_state(trainer, is_loading=is_loading)
     rng = PerRank({"cpu": torch.get_rng_state()})
-    return {"model": model, "optimizer": optimizer, "iteration": 2, "rng_state": rng}
-
-
-def preprocessed(trainer: Any, raw: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's `preprocess_fsdp_dtensor_state_dict` does, by core's own functions."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
-    from megatron.core.transformer import fsdp_dtensor_checkpoint as core
-
-    state = raw.copy()
-    core.handle_fp8_extra_state_case(state["model"])
-    if trainer.case.swiglu:
-        state["model"], state["optimizer"] = core.handle_swiglu_in_state_dict(
-            trainer.wrapper.module, state["model"], state["optimizer"]
-        )
-    return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
+    return {**raw, "iteration": 2, "rng_state": rng}
 
 
 def save(trainer: Any, root: str, kept: str = "") -> list[str]:
@@ -209,12 +199,6 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
     return found | gpt.full_all(kept)
 
 
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], where: str) -> None:
-    assert a.keys() == b.keys(), (where, a.keys() ^ b.keys())
-    different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different, (where, different)
-
-
 def counts(trainer: Any) -> list[Any]:
     """Steps of a fused optimizer's groups, as they are and as they are saved; the same on all
     ranks."""
@@ -264,10 +248,10 @@ def check_run(rank: int, device: Any, run: Run, strategy: str, folder: str) -> t
         second = run.trainer(strategy, device, seed=4321)
         poison(second)
         torch.set_rng_state(load(second, source)["rng_state"]["cpu"])
-        assert_same(bits(second), saved, f"{source}, just loaded")
+        check_same_bits(bits(second), saved, f"{source}, just loaded")
         assert not run.kept or counts(second) == [STEPS], source
         assert steps(second, STEPS) == losses, source
-        assert_same(bits(second), final, f"{source}, two steps on")
+        check_same_bits(bits(second), final, f"{source}, two steps on")
         assert order(save(second, f"{source}-again")) == order(keys), source
     if run.plain:
         plain = run.trainer(strategy, device, plain=True)
@@ -293,9 +277,7 @@ def check_runs(
     install()
     found = {}
     for name in names:
-        with ExitStack() as stack:
-            for context in RUNS[name].contexts:
-                stack.enter_context(context())
+        with RUNS[name].context():
             for strategy in RUNS[name].strategies:
                 folder = f"{root}/{name}-{strategy}"
                 found[folder] = check_run(rank, device, RUNS[name], strategy, folder)
@@ -307,9 +289,7 @@ def check_readers(rank: int, size: int, root: str, saved: dict[str, list[str]]) 
     install()
     for name, folders in saved.items():
         run = RUNS[name]
-        with ExitStack() as stack:
-            for context in run.contexts:
-                stack.enter_context(context())
+        with run.context():
             for folder in folders:
                 for strategy in run.readers:
                     plain = run.plain and not folder.endswith("-plain")
@@ -317,7 +297,7 @@ def check_readers(rank: int, size: int, root: str, saved: dict[str, list[str]]) 
                     poison(trainer)
                     load(trainer, f"{root}/{folder}", ignore_unexpected=NOT_READ)
                     expected = torch.load(f"{root}/{folder.removesuffix('-converted')}.pt")
-                    assert_same(whole(trainer), expected, f"{folder}, read under {strategy}")
+                    check_same_bits(whole(trainer), expected, f"{folder}, read under {strategy}")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
@@ -48,6 +47,7 @@ from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel, default_ffn_h
 from megatron_fsdp_adapter.planning.configurations import Configuration, memory
 from megatron_fsdp_adapter.planning.machine import machine_named
 from megatron_fsdp_adapter.planning.planned import PlannedModel, PlannedUnit, planned_units
+from tests.one_rank import world_of_one
 from tests.planning.presets import model_named
 
 GIB = 2**30
@@ -86,13 +86,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+def one_process() -> Iterator[None]:
+    with world_of_one():
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
 
 
 def core_model(spec: ModelSpec) -> GPTModel:

@@ -149,10 +149,21 @@ def train(
 def train_recipe(
     script: Path, arguments: list[str], world: int = 2, timeout: float = 600.0
 ) -> Run:
-    """Trains a recipe of Megatron-Bridge with `script`, tiny and on the CPU."""
+    """Trains a recipe of Megatron-Bridge with `script`, tiny and on the CPU; it must not fail."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         recipe = ["--recipe", "llama32_1b_pretrain_config", "--config-file",
                   str(HARNESSES / "bridge_cpu.yaml")]  # fmt: skip
         everything = [*recipe, *arguments, f"dataset.path_to_cache={folder}/cache"]
-        return finish(start("bridge_on_cpu.py", script, everything, world, log), log, timeout)
+        run = finish(start("bridge_on_cpu.py", script, everything, world, log), log, timeout)
+    assert run.status == 0, run.end
+    return run
+
+
+def run_worker(name: str, folder: Path, *cases: str) -> str:
+    """The log of a worker of two ranks, with Megatron-Bridge, that has checked `cases`, one after
+    the other."""
+    log, words = folder / "log", [str(folder), *cases]
+    run = finish(start("bridge_on_cpu.py", HARNESSES / name, words, 2, log), log, 900.0)
+    assert run.status == 0, run.end
+    return run.log

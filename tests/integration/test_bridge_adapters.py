@@ -14,7 +14,7 @@ from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
 from megatron_fsdp_adapter.cli import convert
 from tests.integration import lm_log
 from tests.integration.lm_runs import HARNESSES, train_recipe
-from tests.integration.test_bridge import EXAMPLE, missing_bridge
+from tests.integration.test_bridge import EXAMPLE, need_bridge
 
 pytestmark = pytest.mark.full
 LORA = HARNESSES / "bridge_lora.py"
@@ -22,9 +22,7 @@ LORA = HARNESSES / "bridge_lora.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def bridge() -> None:
-    reason = missing_bridge("b.importlib.import_module('megatron.bridge.training.finetune')")
-    if reason is not None:
-        pytest.skip(reason)
+    need_bridge("b.importlib.import_module('megatron.bridge.training.finetune')")
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +30,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoints of equal weights, by format."""
     root = tmp_path_factory.mktemp("bases")
     sharded, plain = root / "fsdp_dtensor", root / "torch_dist"
-    run = train_recipe(EXAMPLE, [f"checkpoint.save={sharded}", "train.train_iters=1",
-                                "rng.seed=7"])  # fmt: skip
-    assert run.status == 0, run.end
+    train_recipe(EXAMPLE, [f"checkpoint.save={sharded}", "train.train_iters=1", "rng.seed=7"])
     assert convert.main([str(sharded), str(plain), "--to", "torch_dist",
                          "--transformer-impl", "local", "--weights-only"]) == 0  # fmt: skip
     return {"fsdp_dtensor": str(sharded), "torch_dist": str(plain)}
@@ -42,9 +38,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def start(base: str, *overrides: str, options: tuple[str, ...] = ()) -> lm_log.Values:
     chosen = [*options, f"checkpoint.pretrained_checkpoint={base}", *overrides]
-    run = train_recipe(LORA, chosen)
-    assert run.status == 0, run.end
-    return run.values
+    return train_recipe(LORA, chosen).values
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ Opt-in: see docs/test_runs.md.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.lm_runs import HARNESSES, ROOT, finish, start
-from tests.integration.test_bridge import missing_bridge
+from tests.integration.lm_runs import HARNESSES, ROOT, run_worker
+from tests.integration.test_bridge import need_bridge
 from tests.integration.test_documented_commands import BLOCKS
 
 pytestmark = pytest.mark.full
@@ -22,61 +23,42 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module", autouse=True)
 def bridge() -> None:
-    reason = missing_bridge()
-    if reason is not None:
-        pytest.skip(reason)
+    need_bridge()
 
 
-def run(folder: Path, *cases: str) -> str:
-    """The log of a worker of two ranks that has checked `cases`, one after the other."""
-    log = folder / "log"
-    worker = HARNESSES / "bridge_hf_worker.py"
-    done = finish(start("bridge_on_cpu.py", worker, [str(folder), *cases], 2, log), log, 900.0)
-    assert done.status == 0, done.end
-    return done.log
+run = functools.partial(run_worker, "bridge_hf_worker.py")
 
 
-def test_weights_go_in_and_out_of_live_models(tmp_path: Path) -> None:
+CHECKED = {
+    # Whatever Megatron-Bridge is given; with tied embeddings and biases; in bf16.
+    "llama tied low": 12 + 4 + 2,
+    "llama-tp2 tied-tp2": 4 + 4,
+    "tied-pp2": 4,
+    "moe": 4,
+    "memory memory-tp2": 2,
+    "meta": 2,
+    # Merged into what is exported.
+    "adapters adapters-tp2": 2,
+}
+"""Cases of the worker, and how much each rank checks."""
+
+
+@pytest.mark.parametrize("cases", CHECKED)
+def test_weights_go_in_and_out_of_live_models(tmp_path: Path, cases: str) -> None:
     """Logits are those of the Hugging Face model, exported tensors equal bit for bit, under each
-    strategy, whatever Megatron-Bridge is given; in bf16; with tied embeddings and biases."""
-    assert run(tmp_path, "llama", "tied", "low").count("checked ") == 2 * (12 + 4 + 2)
-
-
-def test_weights_go_in_and_out_where_tensor_parallelism_splits_them(tmp_path: Path) -> None:
-    assert run(tmp_path, "llama-tp2", "tied-tp2").count("checked ") == 2 * (4 + 4)
-
-
-def test_tied_embeddings_of_both_pipeline_stages_are_loaded(tmp_path: Path) -> None:
-    assert run(tmp_path, "tied-pp2").count("checked ") == 2 * 4
-
-
-def test_experts_go_in_and_out(tmp_path: Path) -> None:
-    assert run(tmp_path, "moe").count("checked ") == 2 * 4
+    strategy; a rank holds a few weights at a time."""
+    assert run(tmp_path, *cases.split()).count("checked ") == 2 * CHECKED[cases]
 
 
 def test_experts_of_both_ranks_go_in_and_out(tmp_path: Path) -> None:
     numbers = "megatron.bridge.models.conversion.model_bridge._megatron_local_name_to_global"
     holder, _, name = numbers.rpartition(".")
-    reason = missing_bridge(
+    # 0.3 numbers experts that are one module each from zero on every rank.
+    need_bridge(
         "import inspect; assert '.local_experts.' in inspect.getsource("
         f"b.importlib.import_module('{holder}').{name}), '{name} knows no local_experts'"
     )
-    if reason is not None:  # 0.3 numbers experts that are one module each from zero on every rank
-        pytest.skip(reason)
     assert run(tmp_path, "moe-ep2").count("checked ") == 2 * 4
-
-
-def test_a_rank_holds_a_few_weights_at_a_time(tmp_path: Path) -> None:
-    """A few times the largest, of all tensors that are made meanwhile."""
-    assert run(tmp_path, "memory", "memory-tp2").count("checked ") == 2 * 2
-
-
-def test_a_model_from_the_meta_device_takes_weights_and_is_saved(tmp_path: Path) -> None:
-    assert run(tmp_path, "meta").count("checked ") == 2 * 2
-
-
-def test_adapters_are_merged_into_what_is_exported(tmp_path: Path) -> None:
-    assert run(tmp_path, "adapters", "adapters-tp2").count("checked ") == 2 * 2
 
 
 ON_CPU = """

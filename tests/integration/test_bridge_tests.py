@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from tests.integration.lm_runs import HARNESSES, ROOT
-from tests.integration.test_bridge import missing_bridge
+from tests.integration.test_bridge import need_bridge
 
 pytestmark = pytest.mark.full
 FILE = "tests/functional_tests/test_groups/megatron_fsdp/test_megatron_fsdp.py"
@@ -26,9 +26,7 @@ def test_of_megatron_bridge_passes(name: str) -> None:
     checkout = os.environ.get("MEGATRON_BRIDGE_PATH")
     if not checkout:
         pytest.skip("MEGATRON_BRIDGE_PATH names no Megatron-Bridge checkout")
-    reason = missing_bridge("b.importlib.import_module('megatron.training')")
-    if reason is not None:
-        pytest.skip(reason)
+    need_bridge("b.importlib.import_module('megatron.training')")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", "2",
          "--standalone", "-m", "pytest", "-p", "bridge_tests_on_cpu",

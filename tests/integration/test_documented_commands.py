@@ -124,21 +124,14 @@ class Block:
 
 def blocks_of(document: str, text: str) -> list[Block]:
     """The blocks of a document that have a language."""
+    fences = list(re.finditer(r"^```(.*)\n((?:(?!```).*\n)*)```$", text, re.M))
+    assert text.count("\n```") == 2 * len(fences), f"{document}: a block does not end"
     found: list[Block] = []
-    begin: tuple[int, list[str]] | None = None
-    lines: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.startswith("```") and begin is None:
-            begin, lines = (number, line[3:].split()), []
-        elif line.startswith("```") and begin is not None:
-            if begin[1]:
-                language, *marks = begin[1]
-                body = "\n".join(lines) + "\n"
-                found.append(Block(document, begin[0], language, tuple(marks), body))
-            begin = None
-        else:
-            lines.append(line)
-    assert begin is None, f"{document}: the block in line {begin} does not end"
+    for fence in fences:
+        language, *marks = fence[1].split() or [""]
+        if language:
+            line = text.count("\n", 0, fence.start()) + 1
+            found.append(Block(document, line, language, tuple(marks), fence[2]))
     return found
 
 
@@ -287,17 +280,13 @@ def resolve_imports(tree: ast.AST, absent: tuple[str, ...] = ()) -> None:
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
 
-def names_of_the_package(text: str) -> list[str]:
-    """Where a comment says that a name is from: `# from megatron_fsdp_adapter.checkpoint`."""
-    return re.findall(r"# from (megatron_fsdp_adapter[.\w]*)", text)
-
-
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
 def test_documented_python_works(block: Block, block_outcomes: Outcomes) -> None:
     tree = ast.parse(block.text, block.name)
     absent = (ABSENT[mark] for mark in block.marks if mark in ABSENT)
     resolve_imports(tree, tuple(itertools.chain.from_iterable(absent)))
-    for name in names_of_the_package(block.text):
+    # Where a comment says that a name is from.
+    for name in re.findall(r"# from (megatron_fsdp_adapter[.\w]*)", block.text):
         importlib.import_module(name)
     if is_run(block) and (error := block_outcomes[block.document].result().get(block)):
         raise error

@@ -79,39 +79,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     server.end()
 
 
-BODIES: dict[str, str] = {}
-
-
-def in_a_process(body: Callable[[], str]) -> Callable[..., None]:
-    """A test that runs the code that `body` returns."""
-    BODIES[body.__name__] = body()
-
-    def test(outcomes: Mapping[str, Callable[[], None]]) -> None:
-        outcomes[body.__name__]()
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    return test
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, start: Start) -> Mapping[str, Callable[[], None]]:
-    """Of the tests that were chosen, all at the same time."""
-    chosen = {item.name for item in request.session.items}
-    return {name: start(name, body) for name, body in BODIES.items() if name in chosen}
-
-
-@in_a_process
-def test_importing_the_package_imports_no_megatron() -> str:
-    return """
+BODIES = {
+    "importing the package imports no Megatron": """
         import megatron_fsdp_adapter
         from megatron_fsdp_adapter.megatron.compat.table import installed
         assert not megatron_modules() and not installed()
-    """
-
-
-@in_a_process
-def test_install_before_megatron() -> str:
-    return """
+    """,
+    "install before Megatron": """
         from megatron_fsdp_adapter import install
         install()
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
@@ -125,12 +99,8 @@ def test_install_before_megatron() -> str:
                 megatron_names, name), name
         checkpoint = importlib.import_module(CHECKPOINT)
         assert checkpoint.make_fsdp_dtensor is megatron_names.make_fsdp_dtensor
-    """
-
-
-@in_a_process
-def test_install_after_megatron_and_back() -> str:
-    return """
+    """,
+    "install after Megatron and back": """
         for name in ("megatron.core", "megatron.core.distributed", "megatron.core.optimizer",
                      "megatron.core.utils", "megatron.core.tensor_parallel.layers",
                      "megatron.core.models.gpt", CHECKPOINT):
@@ -198,12 +168,8 @@ def test_install_after_megatron_and_back() -> str:
             assert dict(vars(DistributedOptimizer)) == methods
         install()
         assert holders(ours) == places["class"], "it can be installed again"
-    """
-
-
-@in_a_process
-def test_a_second_install_reaches_what_was_bound_in_between() -> str:
-    return """
+    """,
+    "a second install reaches what was bound in between": """
         from megatron_fsdp_adapter import install
         from megatron_fsdp_adapter.megatron.compat.patches import original
         install()
@@ -215,12 +181,8 @@ def test_a_second_install_reaches_what_was_bound_in_between() -> str:
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
         assert sys.modules["verl.late"].FSDP is sys.modules["megatron.late"].FSDP is ours
         assert holders(kept[0]) == []
-    """
-
-
-@in_a_process
-def test_a_megatron_without_the_engine_keeps_its_names() -> str:
-    return """
+    """,
+    "a Megatron without the engine keeps its names": """
         class Absent:
             def find_spec(self, name, path=None, target=None):
                 if name.startswith(ENGINE + ".uneven_dtensor"):
@@ -233,13 +195,9 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> str:
         assert missing([Patch(ENGINE + ".uneven_dtensor", "x", len)]) == [
             ENGINE + ".uneven_dtensor.x"]
         assert missing(NAMES) == []
-    """
-
-
-@in_a_process
-def test_another_megatron_core_is_told_what_it_lacks() -> str:
-    """A release that renamed methods of its optimizer; nothing is changed then."""
-    return """
+    """,
+    # A release that renamed methods of its optimizer; nothing is changed then.
+    "another Megatron core is told what it lacks": """
         from megatron.core.distributed import FullyShardedDataParallel as original
         from megatron.core.optimizer.optimizer import MegatronOptimizer
         for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm", "count_zeros"):
@@ -256,13 +214,9 @@ def test_another_megatron_core_is_told_what_it_lacks() -> str:
         else:
             raise AssertionError("names that are replaced may not be absent")
         assert not installed() and len(holders(original)) >= 3
-    """
-
-
-@in_a_process
-def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> str:
-    """Something holds the class where no module has a name for it."""
-    return """
+    """,
+    # Something holds the class where no module has a name for it.
+    "Megatrons own wrapper cannot be constructed meanwhile": """
         import torch
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed import FullyShardedDataParallel
@@ -279,17 +233,30 @@ def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> str:
             raise AssertionError("it was constructed")
         uninstall()
         assert kept[0] is FullyShardedDataParallel and kept[0].__init__ is constructor
-    """
-
-
-@in_a_process
-def test_importing_submodules_does_not_hide_the_functions() -> str:
-    return """
+    """,
+    "importing submodules does not hide the functions": """
         import megatron_fsdp_adapter.launch.installation, megatron_fsdp_adapter.megatron.adapter
         from megatron_fsdp_adapter import install, uninstall, FullyShardedDataParallel
         install()
         uninstall()
-    """
+    """,
+}
+"""What is run in a process of its own."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, start: Start) -> Mapping[str, Callable[[], None]]:
+    """Of the cases that were chosen, all at the same time."""
+    chosen = [item.callspec.params.get("case") for item in request.session.items
+              if item.path == Path(__file__)]  # fmt: skip
+    return {name: start(name, BODIES[name]) for name in chosen if name in BODIES}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_names_are_replaced_and_restored(
+    outcomes: Mapping[str, Callable[[], None]], case: str
+) -> None:
+    outcomes[case]()
 
 
 @pytest.mark.parametrize("order", ["install first", "install last"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.lm_runs import HARNESSES, finish, start
-from tests.integration.test_bridge import missing_bridge
+from tests.integration.lm_runs import run_worker
+from tests.integration.test_bridge import need_bridge
 
 pytestmark = pytest.mark.full
 
@@ -28,11 +28,5 @@ def test_verl_builds_moves_and_exports_sharded_models(tmp_path: Path, case: str)
     """A process of its own for each case: verl keeps mappings over a change of groups."""
     if importlib.util.find_spec("verl") is None:
         pytest.skip("verl is not installed")
-    reason = missing_bridge()
-    if reason is not None:
-        pytest.skip(reason)
-    log = tmp_path / "log"
-    worker = HARNESSES / "verl_worker.py"
-    done = finish(start("bridge_on_cpu.py", worker, [str(tmp_path), case], 2, log), log, 600.0)
-    assert done.status == 0, done.end
-    assert done.log.count("checked ") == 2
+    need_bridge()
+    assert run_worker("verl_worker.py", tmp_path, case).count("checked ") == 2

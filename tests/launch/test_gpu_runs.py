@@ -97,10 +97,9 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(gpu, "LEAST_S", 0.5)
     command = gpu.command_of
 
-    def without_full(*given: Any) -> list[str]:
-        return [word for word in command(*given) if word != "--full"]
-
-    monkeypatch.setattr(gpu, "command_of", without_full)
+    monkeypatch.setattr(
+        gpu, "command_of", lambda *given: [word for word in command(*given) if word != "--full"]
+    )
     monkeypatch.setenv("PYTHONPATH", str(Path(journal.__file__).resolve().parents[2]))
     return lambda *more: gpu.parse(
         ["--results", str(tmp_path / "r.jsonl"), "--only", "test_gpu", *more]

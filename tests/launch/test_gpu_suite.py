@@ -77,43 +77,38 @@ def test_every_check_fits_what_it_calls(suite: Mapping[str, types.ModuleType]) -
     assert count > 350, count
 
 
-ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_habits": ("export, optim",),
-    "test_gpu_numerics": ("bits, 2 ranks, 3 microbatches, fp32",),
-    "test_gpu_offload": ("bits, hidden 4096",),
-    "test_gpu_optimizer": ("Megatron's, optim",),
-    "test_gpu_precision": ("optim, bf16 communication, fp32 sums",),
-    "test_gpu_slots": ("double buffer",),
+ON_THE_HOST: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    # One or two for each function that checks call.
+    "most": {
+        "test_gpu_habits": ("export, optim",),
+        "test_gpu_numerics": ("bits, 2 ranks, 3 microbatches, fp32",),
+        "test_gpu_offload": ("bits, hidden 4096",),
+        "test_gpu_optimizer": ("Megatron's, optim",),
+        "test_gpu_precision": ("optim, bf16 communication, fp32 sums",),
+        "test_gpu_slots": ("double buffer",),
+    },
+    # Of the same functions.
+    "more": {
+        "test_gpu_habits": ("released, slots", "part of a layer frozen"),
+        "test_gpu_numerics": ("strategies agree",),
+    },
+    # In processes of their own, whose groups are others.
+    "experts": {
+        "test_gpu_experts": ("SequentialMLP, fp32, alltoall", "SequentialMLP, fp32, allgather"),
+    },
+    "reshard": {"test_gpu_experts": ("SequentialMLP, fp32, resharded",)},
 }
-"""Checks that need neither CUDA nor Transformer Engine: one or two for each function that they
-call. Others need graphs, NCCL's memory, TE's layers, or what an allocator says."""
-
-MORE: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_habits": ("released, slots", "part of a layer frozen"),
-    "test_gpu_numerics": ("strategies agree",),
-}
-"""Of the same functions."""
-
-WITH_EXPERTS: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_experts": ("SequentialMLP, fp32, alltoall", "SequentialMLP, fp32, allgather"),
-}
-"""In processes of their own, whose groups are others."""
+"""Checks that need neither CUDA nor Transformer Engine. Others need graphs, NCCL's memory, TE's
+layers, or what an allocator says."""
 
 
-RESHARDED: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_experts": ("SequentialMLP, fp32, resharded",)
-}
-
-
-@pytest.mark.parametrize("chosen", [
-    ON_THE_HOST,
-    pytest.param(MORE, marks=pytest.mark.full),
-    pytest.param(WITH_EXPERTS, marks=pytest.mark.full),
-    pytest.param(RESHARDED, marks=pytest.mark.full),
-], ids=("most", "more", "experts", "reshard"))
-def test_checks_run_on_ranks_of_the_host(chosen: Mapping[str, tuple[str, ...]]) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "most")) for name in ON_THE_HOST],
+)
+def test_checks_run_on_ranks_of_the_host(chosen: str) -> None:
     checks = {}
-    for module, names in chosen.items():
+    for module, names in ON_THE_HOST[chosen].items():
         known = checks_of(importlib.import_module(f"tests.gpu.{module}"))
         for name in names:
             checks[f"{module}: {name}"] = Check(run_on_host, (known[name],))

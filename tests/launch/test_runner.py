@@ -18,7 +18,6 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_fsdp_adapter.checkpoint import latest_iteration
 
 ROOT = Path(__file__).parents[2]
-DDP_FIELDS = vars(DistributedDataParallelConfig())
 Outcome = subprocess.CompletedProcess[str]
 
 ARGUMENTS = """
@@ -109,6 +108,10 @@ def asks_torch(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 RUNNER = ("-m", "megatron_fsdp_adapter")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *RUNNER)
+BESIDE_ANOTHER = ("-c", "import megatron.core; from megatron_fsdp_adapter.__main__ import main; "
+                  "raise SystemExit(main())")  # fmt: skip
+"""The runner in a process that has imported a core."""
 
 
 def run(
@@ -178,23 +181,6 @@ MISSPELT = ("--use-megatron-fsdp", "--num-experts", "two")
 Runs = Callable[[str], Outcome]
 
 
-def torchrun(folder: Path, *argv: str) -> Outcome:
-    """Two ranks, of which the second is ready to end before the first."""
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 -m megatron_fsdp_adapter"
-    return subprocess.run(
-        [sys.executable, *launcher.split(), *argv], capture_output=True, text=True, timeout=180,
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
-                       "SECOND_RANK_IS_HERE": str(folder / "here")},
-    )  # fmt: skip
-
-
-def elsewhere(folder: Path) -> str:
-    """The script's path, without a Megatron-LM beside it."""
-    (folder / "helper_beside_the_script.py").write_text("")
-    (folder / "train.py").write_text(SCRIPT)
-    return str(folder / "train.py")
-
-
 def as_python(folder: Path) -> tuple[str, Path]:
     """A script, as named from another folder that has a module of a package's name; that folder."""
     (folder / "of script").mkdir()
@@ -204,20 +190,6 @@ def as_python(folder: Path) -> tuple[str, Path]:
     return "../of script/facts.py", folder / "current"
 
 
-def beside_another_core(folder: Path) -> Outcome:
-    core = folder / "megatron" / "core"
-    core.mkdir(parents=True)
-    (folder / "train.py").write_text("")
-    program = (
-        "import megatron.core, sys; from megatron_fsdp_adapter.__main__ import main; "
-        f"main([{str(folder / 'train.py')!r}])"
-    )
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def runs(
     script: Path, asks_torch: Path, tmp_path_factory: pytest.TempPathFactory
@@ -225,7 +197,13 @@ def runs(
     """What became of each, by name. Two run at a time: most of it is the import of Megatron."""
     own = tmp_path_factory.mktemp("own") / "own.py"
     own.write_text(OWN)
-    alone = elsewhere(tmp_path_factory.mktemp("elsewhere"))
+    # Without a Megatron-LM beside it.
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "checkout"
+    shutil.copytree(script.parent, elsewhere, ignore=shutil.ignore_patterns("megatron"))
+    alone = str(elsewhere / "train.py")
+    core = tmp_path_factory.mktemp("core")
+    (core / "megatron" / "core").mkdir(parents=True)
+    (core / "train.py").touch()
     facts, current = as_python(tmp_path_factory.mktemp("facts"))
     packages = str(Path(torch.__file__).parents[1])
     tail = tmp_path_factory.mktemp("tail") / "tail.py"
@@ -247,38 +225,52 @@ def runs(
             "no GPU": pool.submit(
                 run, str(asks_torch), "--use-megatron-fsdp", "--fp8-format", "hybrid", **one,
             ),
+            # Two ranks, of which the second is ready to end before the first.
             "under torchrun": pool.submit(
-                torchrun, tmp_path_factory.mktemp("meeting"), str(script), *MISSPELT
+                run, str(script), *MISSPELT, python=TORCHRUN,
+                SECOND_RANK_IS_HERE=str(tmp_path_factory.mktemp("meeting") / "here"),
             ),
             "as python": pool.submit(run, facts, str(current / "a"), cwd=current),
             "python": pool.submit(run, facts, str(current / "b"), python=(), cwd=current),
             # Neither installed nor on PYTHONPATH: it is found in the current folder alone.
             "only here": pool.submit(run, str(tail), python=("-S", *RUNNER), PYTHONPATH=packages),
-            "another core": pool.submit(beside_another_core, tmp_path_factory.mktemp("core")),
+            "another core": pool.submit(run, str(core / "train.py"), python=BESIDE_ANOTHER),
         }  # fmt: skip
         yield lambda name: started[name].result()
 
 
-def test_the_script_runs_with_the_wrapper(runs: Runs) -> None:
-    """Hooks reach names that were imported before; the table is printed once; the script's exit
-    status goes through."""
-    done = runs("flag")
-    assert done.returncode == 7, done.stderr
-    assert done.stdout.count("--use-megatron-fsdp sets\n") == 1
-    assert "wrapper True\nconnections 8\n" in done.stdout and "field True" in done.stdout
-    for pair in ("('use_distributed_optimizer', True)", "('ckpt_format', 'fsdp_dtensor')",
-                 "('megatron_fsdp_grad_comm_dtype', torch.bfloat16)"):  # fmt: skip
-        assert pair in done.stdout
+# Core's own from 0.17 on.
+HAS_FIELD = "megatron_fsdp_grad_comm_dtype" in vars(DistributedDataParallelConfig())
+TOLD: dict[str, tuple[int, tuple[str, ...], str]] = {
+    # Hooks reach names that were imported before.
+    "flag": (7, ("wrapper True\nconnections 8\n", "field True",
+                 "('use_distributed_optimizer', True)", "('ckpt_format', 'fsdp_dtensor')",
+                 "('megatron_fsdp_grad_comm_dtype', torch.bfloat16)"), ""),
+    "no flag": (7, ("wrapper False\nconnections None\n", f"field {HAS_FIELD}\n",
+                    "('ckpt_format', 'torch_dist')"), ""),
+    # A script without Megatron-LM.
+    "own": (0, ("True\n",), ""),
+    # Megatron-LM's modules on the path, as from 0.19 on in megatron-core's wheel, and not beside
+    # the script.
+    "elsewhere": (7, ("wrapper False\n",), ""),
+    "elsewhere, flag": (7, ("wrapper True\n",), ""),
+    # The package stays on the path, behind everything else.
+    "only here": (0, ("True\n",), ""),
+    # `megatron` has no __init__: a core imported from elsewhere would be mixed with the script's
+    # own training modules.
+    "another core": (1, (), "has a megatron-core, but"),
+}  # fmt: skip
+"""A run, its status, and what it prints and says in the end."""
 
 
-def test_without_the_flag_nothing_is_changed(runs: Runs) -> None:
-    done = runs("no flag")
-    assert done.returncode == 7, done.stderr
-    assert "sets" not in done.stdout
-    assert "wrapper False\nconnections None\n" in done.stdout
-    has_field = "megatron_fsdp_grad_comm_dtype" in DDP_FIELDS  # core's own, from 0.17 on
-    assert f"field {has_field}\n" in done.stdout
-    assert "('ckpt_format', 'torch_dist')" in done.stdout
+@pytest.mark.parametrize("name", TOLD)
+def test_a_script_runs_with_the_wrapper_if_it_is_asked_for(runs: Runs, name: str) -> None:
+    """The table of changes is printed once; the script's exit status goes through."""
+    status, printed, error = TOLD[name]
+    done = runs(name)
+    assert done.returncode == status and error in done.stderr, done.stderr
+    assert all(text in done.stdout for text in printed), done.stdout
+    assert done.stdout.count(" sets\n") == done.args.count("--use-megatron-fsdp")
 
 
 def test_contradictions_are_one_message_on_one_rank(runs: Runs) -> None:
@@ -314,23 +306,6 @@ def test_an_argument_that_is_misspelt_is_one_line_on_one_rank(runs: Runs) -> Non
     assert says in both.stderr.splitlines()[-2], both.stderr
 
 
-def test_a_script_without_megatron_lm_gets_the_wrapper_at_once(runs: Runs) -> None:
-    done = runs("own")
-    assert done.returncode == 0 and done.stdout == "True\n", done.stderr
-
-
-def test_a_script_elsewhere_that_parses_without_the_flag_gets_megatrons_wrapper(
-    runs: Runs,
-) -> None:
-    """Megatron-LM's modules on the path, as from 0.19 on in megatron-core's wheel, and not beside
-    the script."""
-    done = runs("elsewhere")
-    assert done.returncode == 7, done.stderr
-    assert "wrapper False\n" in done.stdout and "sets" not in done.stdout
-    done = runs("elsewhere, flag")
-    assert done.returncode == 7 and "wrapper True\n" in done.stdout, done.stderr
-
-
 def test_a_script_is_what_it_is_to_python(runs: Runs) -> None:
     """Module, path, workers of multiprocessing; and after its last line threads, functions of
     atexit and a save in the background still find its names."""
@@ -340,21 +315,3 @@ def test_a_script_is_what_it_is_to_python(runs: Runs) -> None:
     assert ours.stdout.replace(str(roots[0]), str(roots[1])) == pythons.stdout
     assert "spawn [Config(value=8)]\nfork" in ours.stdout and "thread Config(" in ours.stdout
     assert [latest_iteration(root) for root in roots] == [7, 7]
-
-
-def test_the_package_stays_on_the_path_where_it_is_only_in_the_current_folder(runs: Runs) -> None:
-    """Behind everything else."""
-    assert runs("only here").stdout == "True\n", runs("only here").stderr
-
-
-def test_another_core_beside_the_script_is_refused(runs: Runs) -> None:
-    """`megatron` has no __init__: a core imported from elsewhere would be mixed with the script's
-    own training modules."""
-    done = runs("another core")
-    assert done.returncode == 1 and "has a megatron-core, but" in done.stderr
-
-
-def test_usage_for_what_is_neither_command_nor_script() -> None:
-    from megatron_fsdp_adapter.__main__ import main
-
-    assert main([]) == 2 and main(["--help"]) == 0 and main(["absent.py"]) == 2

@@ -36,7 +36,6 @@ from megatron_fsdp_adapter.planning.prediction import predict
 from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.planning.search import (
     NOT_LAUNCH_BOUND,
-    Plan,
     Wanted,
     candidates,
     plan,
@@ -130,12 +129,8 @@ def wanted(**given) -> Wanted:
     })  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def found() -> Plan:
-    return plan(wanted())
-
-
-def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan(found):
+def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan():
+    found = plan(wanted())
     times = [one.ms for one in found.predictions]
     assert times == sorted(times) and len(times) == 4
     assert all(one.peak_bytes <= 140 * GIB for one in found.predictions)

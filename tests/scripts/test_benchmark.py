@@ -14,22 +14,19 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import benchmark
 import pytest
+from lib import bench_report, bench_wrappers, model, ranks
+from lib.bench_measure import Result
+from lib.bench_subjects import KINDS, PRECISIONS, Subject, parse_subjects
+from lib.bench_trace import budget, budget_text, read_events
+from lib.bench_wrappers import row_options
+from lib.check import Machine
+from script_runs import SCRIPTS, run_script
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import benchmark  # noqa: E402
-from lib import bench_report, bench_wrappers, model, ranks  # noqa: E402
-from lib.bench_measure import Result  # noqa: E402
-from lib.bench_subjects import KINDS, PRECISIONS, Subject, parse_subjects  # noqa: E402
-from lib.bench_trace import budget, budget_text, read_events  # noqa: E402
-from lib.bench_wrappers import row_options  # noqa: E402
-from lib.check import Machine  # noqa: E402
-
-from megatron_fsdp_adapter.megatron.options.rules import Joined, problems  # noqa: E402
-from megatron_fsdp_adapter.megatron.options.support import MODEL_CONFIG_RULES  # noqa: E402
-from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES  # noqa: E402
+from megatron_fsdp_adapter.megatron.options.rules import Joined, problems
+from megatron_fsdp_adapter.megatron.options.support import MODEL_CONFIG_RULES
+from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
 
 TINY = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
@@ -47,10 +44,6 @@ def result(subject: Subject, seconds: list[float], floor: list[float], **more: o
 
 def given(*arguments: str, machine: Machine = CPU) -> Namespace:
     return benchmark.parse_arguments([*TINY, *arguments], machine)
-
-
-def options(*arguments: str):
-    return given(*arguments).options
 
 
 def table_of(results: list[Result], *arguments: str) -> list[dict]:
@@ -176,7 +169,7 @@ def test_ratios_are_of_what_was_measured_alike(name: str) -> None:
 def test_flops_are_those_of_the_weights_of_a_model(flags: list[str], mlp: int) -> None:
     """That is written out: 2 layers, width 32."""
     layer = 4 * 32 * 32 + mlp + 32 * 16
-    assert bench_report.flops_per_token(options(*flags)) == 6 * (2 * layer + 32 * 384)
+    assert bench_report.flops_per_token(given(*flags).options) == 6 * (2 * layer + 32 * 384)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +265,7 @@ def test_the_configs_of_a_row_have_no_problem(kind: str, monkeypatch: pytest.Mon
 def test_an_option_is_for_the_rows_that_have_it(
     names: str, given_options: dict, field: str, values: list
 ) -> None:
-    common = dataclasses.replace(options(), **given_options)
+    common = dataclasses.replace(given().options, **given_options)
     found = [getattr(row_options(row, common, CPU), field) for row in parse_subjects(names)]
     assert found == values
 
@@ -329,7 +322,7 @@ def test_a_row_ends_with_the_script_that_began_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
     row = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     script = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); from pathlib import Path; "
+        f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from pathlib import Path; "
         "from lib.ranks import run_ranks; "
         f"run_ranks([sys.executable, '-I', '-c', {row!r}], 1, 60, Path({str(log)!r}))"
     )
@@ -400,22 +393,13 @@ RUNS = {
     "name",
     [pytest.param(name, marks=[pytest.mark.full] * (name != "interleaved")) for name in RUNS],
 )
-def test_two_ranks(name: str, tmp_path: Path) -> None:
+def test_two_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each wrapper, with its numbers or why it has none; all others train alike."""
     words, fault, errors, marked = RUNS[name]
     (tmp_path / "sitecustomize.py").write_text(fault)
-    path = os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path
-    }
-    command = [
-        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node=2", str(ROOT / "scripts/benchmark.py"), *TINY, *words.split(),
-        f"--json={tmp_path / 'rows.json'}",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    arguments = [*TINY, *words.split(), f"--json={tmp_path / 'rows.json'}"]
+    done = run_script("benchmark.py", *arguments, processes=2, timeout=280)
     assert done.returncode == bool(marked), done.stdout + done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["subject"] for row in rows if row["flag"]} == marked

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import loss_curves as script
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import loss_curves as script  # noqa: E402
-from lib.options import parse  # noqa: E402
+from lib.options import parse
+from script_runs import ROOT
 
 OURS = script.OURS
 

@@ -35,16 +35,17 @@ def test_stock_ddp_learns(reference: Log) -> None:
     assert "validation_loss" not in reference[5]
 
 
-@full
-def test_number_of_ranks_does_not_matter(train: Train, reference: Log) -> None:
-    _same(reference, train("two", *DISTRIBUTED, processes=2), relative=1e-5)
+RUNS = {
+    "stock": DISTRIBUTED,
+    **{strategy: ("--use-megatron-fsdp", f"--data-parallel-sharding-strategy={strategy}")
+       for strategy in STRATEGIES},
+}  # fmt: skip
 
 
 @full
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fsdp_trains_like_stock_ddp(train: Train, reference: Log, strategy: str) -> None:
-    flags = ("--use-megatron-fsdp", f"--data-parallel-sharding-strategy={strategy}")
-    _same(reference, train(strategy, *flags, processes=2), relative=1e-5)
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_train_like_stock_ddp_on_one(train: Train, reference: Log, name: str) -> None:
+    _same(reference, train(name, *RUNS[name], processes=2), relative=1e-5)
 
 
 @full
