@@ -25,7 +25,8 @@ sys.exit(max(node.wait() for node in nodes))
 PROGRAM = """
 import os, sys
 names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
-print(*(os.environ[name] for name in names), *sys.argv[1:], flush=True)
+line = " ".join([*(os.environ[name] for name in names), *sys.argv[1:]])
+sys.stdout.write(line + "\\n")  # one write: both processes have the same pipe
 """
 
 
