@@ -71,11 +71,10 @@ def two_ranks() -> Iterator[None]:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A gloo world of this process alone."""
-    import torch.distributed as dist
+    from tests.one_rank import world_of_one
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with world_of_one():
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

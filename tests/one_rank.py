@@ -18,8 +18,10 @@ from megatron_fsdp_adapter.sharding import building
 def world_of_one() -> Iterator[None]:
     """A gloo world of this process alone, without a launcher."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

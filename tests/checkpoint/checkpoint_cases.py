@@ -145,7 +145,7 @@ def names(root: str | Path) -> list[str]:
 
 
 class Gate:
-    """Holds this rank's writing of data files back until it is opened; fails it if told to."""
+    """Holds this rank's writing of data files back until it is opened. fails: it raises then."""
 
     def __init__(self, fails: bool = False) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()

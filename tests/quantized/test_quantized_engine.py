@@ -50,7 +50,7 @@ WHEN: list[tuple[str | Callable[[Rig], None], int, str]] = [
     (lambda rig: rig.engine.gather.mark_stale(), 0, "gathered weights are old, and no others"),
     ("evaluate; weights; evaluate", 0, "nothing has changed"),
     ("zero; forward_backward 2; finish; sync waiting", 0, "a step that was skipped"),
-    ("finish; optimizer_step; load", 0, "nobody needs it yet"),
+    ("finish; optimizer_step; load", 0, "not needed yet"),
     ("sync waiting", 1, "two changes, one use"),
     (lambda rig: rig.engine.main_weights_changed(), 1,
      "unsharded parameters are shown: there will be no better time"),
