@@ -1,4 +1,4 @@
-"""docs/traps*.md name tests that exist, and have a row for every kind of mistake."""
+"""docs/traps*.md have a row for every kind of mistake, and all that pages name exists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.again import AGAIN, ONCE, is_again
+from tests.test_prose import PAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("traps*.md"))
@@ -30,17 +31,29 @@ def test_every_kind_has_one_row() -> None:
     assert sorted(found) == sorted(expected)
 
 
+NAMED = re.compile(r"(?<![\w/-])(?:tests|scripts|configs)/[\w/.-]*\w(?:::\w+)?(?![\w*])")
+ELSEWHERE = {"tests/fsdp/test_fsdp.py"}
+"""A test of accelerate's."""
+
+
 def exists(name: str) -> bool:
     path, _, test = name.partition("::")
     file = ROOT / path
-    return file.is_file() and bool(re.search(rf"^(def {test}\(|{test} = )", file.read_text(), re.M))
+    return file.exists() and bool(
+        not test or re.search(rf"^(def {test}\(|{test} = )", file.read_text(), re.M)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_tests_that_a_page_names_exist(page: str) -> None:
+    named = set(NAMED.findall((ROOT / page).read_text()))
+    assert [name for name in named - ELSEWHERE if not exists(name)] == []
 
 
 @pytest.mark.parametrize("name", (*AGAIN, *ONCE))
 def test_what_runs_with_another_release_exists(name: str) -> None:
     """Where a file or test is renamed, its row of tests/again.py is, too."""
-    path, _, test = f"tests/{name}".partition("::")
-    assert exists(f"{path}::{test.partition('[')[0]}") if test else (ROOT / path).exists()
+    assert exists(f"tests/{name}".partition("[")[0])
 
 
 def test_what_runs_with_another_release_is_what_is_named_and_what_was_skipped() -> None:
@@ -54,12 +67,9 @@ def test_what_runs_with_another_release_is_what_is_named_and_what_was_skipped() 
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
-def test_row_names_a_test_that_exists_or_says_why_there_is_none(row: list[str]) -> None:
-    kinds, mistake, here = row
-    named = re.findall(r"`(tests/[^`]+)`", here)
-    assert mistake and (named or "cannot arise" in here or "see " in here), kinds
-    for name in named:
-        assert exists(name), f"{kinds}: {name} does not exist"
+def test_row_names_a_test_or_says_why_there_is_none(row: list[str]) -> None:
+    _, mistake, here = row
+    assert mistake and ("`tests/" in here or "cannot arise" in here or "see " in here)
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:

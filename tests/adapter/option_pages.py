@@ -1,4 +1,4 @@
-"""Tables of docs/flags.md and docs/refused*.md, made of the option tables:
+"""Tables of docs/flags.md, docs/refused*.md and docs/matrix.md, made of the tables of the code:
 `python -m tests.adapter.option_pages` writes them between their marks."""
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from megatron_fsdp_adapter.megatron.options.support import (
 )
 from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES, DTYPES, OPTIONS, Option
 from megatron_fsdp_adapter.megatron.options.validation import BRIDGE_RULES, LAUNCH_RULES
+from tests.matrix import cells, table
+from tests.matrix.cover import covered
 
 DOCS = Path(__file__).parents[2] / "docs"
 RULES = {
@@ -87,8 +89,42 @@ def refused(*kinds: str) -> str:
     )  # fmt: skip
 
 
+def dimensions() -> str:
+    """A row for each dimension of the matrix."""
+    return _table(
+        ("dimension", "values", "meaning"),
+        (
+            (name, ", ".join(map(str, values)), table.MEANING[name])
+            for name, values in table.DIMENSIONS.items()
+        ),
+    )
+
+
+def arrays() -> str:
+    """How many pairs of values and cells each array of the matrix has."""
+    spaces = {array: (cells.space(array), cells.cached(array)) for array in table.ARRAYS}
+    counts = {
+        array: (
+            len(space.all_pairs), len(space.possible_pairs),
+            len(covered(rows, space) & set(space.possible_pairs)),
+            len(space.all_pairs) - len(space.possible_pairs), len(rows),
+        )
+        for array, (space, rows) in spaces.items()
+    }  # fmt: skip
+    head = ("array", "pairs of values", "possible pairs", "pairs in cells", "excluded pairs")
+    return _table(
+        (*head, "cells"), ((f"`{array}`", *map(str, row)) for array, row in counts.items())
+    )
+
+
+def rules() -> str:
+    """A row for each rule that excludes cells of the matrix."""
+    return _table(("rule", "why"), ((rule.name, rule.reason) for rule in table.RULES))
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "flags.md": {"options": options, "settings": settings},
+    "matrix.md": {"dimensions": dimensions, "arrays": arrays, "rules": rules},
     "refused.md": {"refused": lambda: refused(*OF_CONFIGS)},
     "refused_programs.md": {"refused": lambda: refused(*(k for k in RULES if k not in OF_CONFIGS))},
 }

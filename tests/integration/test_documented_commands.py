@@ -305,14 +305,6 @@ def test_every_block_runs_or_says_why_not() -> None:
     assert len(DEFAULT) >= 8 and FULL, "blocks are found"
 
 
-def test_what_is_not_run_names_files_that_exist() -> None:
-    """Scripts, configs, tests and commands of this repository, in all blocks."""
-    for block in BASH:
-        for path in re.findall(r"(?<![\w/])(?:scripts|configs|tests)/[\w/.-]+", block.text):
-            if not path.startswith("tests/functional_tests"):  # Megatron-Bridge's
-                assert (ROOT / path).exists(), f"{block.name}: there is no {path}"
-
-
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     found: Counter[str] = Counter()

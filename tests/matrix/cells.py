@@ -1,4 +1,8 @@
-"""The covering arrays: made from the table, and kept in `cells.json`, a list of names for each."""
+"""The covering arrays, kept in `cells.json`, a list of names for each.
+
+`python -m tests.matrix.cells`, after a change of the table, leaves out what is no longer possible,
+and adds cells for pairs that are in none.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +24,29 @@ def space(array: str) -> Space:
     return Space(DIMENSIONS, RULES, ARRAYS[array])
 
 
-def computed() -> dict[str, Cells]:
-    found: dict[str, Cells] = {}
+def computed() -> dict[str, list[str]]:
+    """Names of the cells of each array: those of the file, as far as the table allows them, and
+    what they lack."""
+    found: dict[str, list[str]] = {}
     for array in ARRAYS:
-        found[array] = covering_array(space(array), found.get(BEGINS_WITH.get(array, ""), []))
+        begin = dict.fromkeys([*found.get(BEGINS_WITH.get(array, ""), []), *names(array)])
+        found[array] = [*map(name_of, covering_array(space(array), map(cell_named, begin)))]
     return found
 
 
-def write(arrays: dict[str, Cells]) -> None:
-    names = {array: [name_of(cell) for cell in cells] for array, cells in arrays.items()}
-    FILE.write_text(json.dumps(names, indent=1) + "\n")
+def names(array: str) -> list[str]:
+    """Those in the file."""
+    return json.loads(FILE.read_text())[array]
 
 
 def cached(array: str) -> Cells:
-    return [cell_named(name) for name in json.loads(FILE.read_text())[array]]
+    return [cell_named(name) for name in names(array)]
 
 
 def cells_with(words: Iterable[str], array: str) -> list[str]:
     """Names of the cells of an array that have all these words."""
-    names = json.loads(FILE.read_text())[array]
-    return [name for name in names if all(word in name for word in words)]
+    return [name for name in names(array) if all(word in name for word in words)]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(computed(), indent=1) + "\n")

@@ -1,9 +1,8 @@
 """Pairwise covering arrays under constraints: every pair of values that a cell can have is in one.
 
 A cell is completed by backtracking, with each rule looked at as soon as all that it reads is there.
-An array is made greedily (as AETG does): each row is the best of several, each of which begins with
-a pair that is missing and takes, dimension by dimension, the value that adds most missing pairs and
-leaves a cell possible. A seed makes it the same every time.
+A cell that is added takes missing pairs in a random order, each if the cell can be completed with
+it. A seed makes that the same every time.
 """
 
 from __future__ import annotations
@@ -27,6 +26,11 @@ class Space:
     dimensions: Mapping[str, tuple[Value, ...]]
     rules: Sequence[Rule]
     fixed: Mapping[str, Value]
+
+    @cached_property
+    def free(self) -> list[str]:
+        """Names of the dimensions that are not fixed."""
+        return [name for name in self.dimensions if name not in self.fixed]
 
     @cached_property
     def values(self) -> dict[str, tuple[Value, ...]]:
@@ -80,10 +84,9 @@ class Space:
     @cached_property
     def all_pairs(self) -> list[Pair]:
         """Every pair of values of two dimensions that are not fixed, possible or not."""
-        free = [name for name in self.dimensions if name not in self.fixed]
         return [
             (a, x, b, y)
-            for a, b in combinations(free, 2)
+            for a, b in combinations(self.free, 2)
             for x, y in product(self.values[a], self.values[b])
         ]
 
@@ -92,65 +95,24 @@ class Space:
         return [p for p in self.all_pairs if self.complete({p[0]: p[1], p[2]: p[3]}) is not None]
 
 
-def pairs_of(cell: Cell, names: Iterable[str]) -> set[Pair]:
-    """The pairs of a cell, of the dimensions `names`; those that a partial cell lacks are left
-    out."""
-    there = [name for name in names if name in cell]
-    return {(a, cell[a], b, cell[b]) for a, b in combinations(there, 2)}
-
-
 def covered(cells: Iterable[Cell], space: Space) -> set[Pair]:
-    free = [name for name in space.dimensions if name not in space.fixed]
-    return set[Pair]().union(*(pairs_of(cell, free) for cell in cells))
+    """The pairs that occur in some cells."""
+    return {
+        (a, cell[a], b, cell[b])
+        for cell in cells for a, b in combinations(space.free, 2)
+    }  # fmt: skip
 
 
-def _grown(space: Space, start: Pair, missing: set[Pair], draw: random.Random) -> dict[str, Value]:
-    """A possible cell with `start` in it and many pairs of `missing`."""
-    cell: dict[str, Value] = {**space.fixed, start[0]: start[1], start[2]: start[3]}
-    names = [name for name in space.dimensions if name not in cell]
-    draw.shuffle(names)
-    position = {name: at for at, name in enumerate(space.dimensions)}
-
-    def gain(name: str, value: Value) -> int:
-        return sum(
-            ((other, had, name, value) if position[other] < position[name]
-             else (name, value, other, had)) in missing
-            for other, had in cell.items()
-        )  # fmt: skip
-
-    for name in names:
-        values = list(space.values[name])
-        draw.shuffle(values)
-        values.sort(key=lambda value: -gain(name, value))
-        cell[name] = next(v for v in values if space.complete({**cell, name: v}) is not None)
-    return {name: cell[name] for name in space.dimensions}
-
-
-def covering_array(
-    space: Space, begin: Sequence[dict[str, Value]] = (), seed: int = 15, tries: int = 12
-) -> list[dict[str, Value]]:
-    """Cells in which every possible pair occurs, those of `begin` first; the same for the same
-    arguments."""
-    draw = random.Random(seed)
-    free = [name for name in space.dimensions if name not in space.fixed]
-    missing = set(space.possible_pairs) - covered(begin, space)
-    rows: list[dict[str, Value]] = []
-    while missing:
-        waiting = sorted(missing, key=repr)
-        tried = [_grown(space, draw.choice(waiting), missing, draw) for _ in range(tries)]
-        best = max(tried, key=lambda row: len(pairs_of(row, free) & missing))
-        missing -= pairs_of(best, free)
-        rows.append(best)
-    return [*begin, *_without_spare_rows(rows, begin, space)]
-
-
-def _without_spare_rows(
-    rows: list[dict[str, Value]], begin: Sequence[dict[str, Value]], space: Space
-) -> list[dict[str, Value]]:
-    """The rows less those whose pairs all occur in others."""
-    kept = list(rows)
-    for row in reversed(rows):
-        others = [other for other in kept if other is not row]
-        if covered([*begin, *others], space) >= covered([row], space):
-            kept = others
-    return kept
+def covering_array(space: Space, begin: Iterable[Cell] = ()) -> list[dict[str, Value]]:
+    """The cells of `begin` that are possible, and more until every possible pair occurs; the same
+    for the same arguments."""
+    rows = [row for cell in begin if (row := space.complete(cell)) is not None]
+    draw = random.Random(0)
+    while missing := set(space.possible_pairs) - covered(rows, space):
+        row: Cell = {}
+        for a, x, b, y in draw.sample(sorted(missing, key=repr), len(missing)):
+            grown = {**row, a: x, b: y}
+            if row.items() <= grown.items() and space.complete(grown) is not None:
+                row = grown
+        rows.append(space.complete(row))
+    return rows

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
@@ -446,16 +445,3 @@ def cell_named(name: str) -> dict[str, Value]:
 
 def broken_rules(cell: Cell) -> list[Rule]:
     return [rule for rule in RULES if rule.breaks(cell)]
-
-
-def problems(cells: list[dict[str, Any]]) -> list[str]:
-    """A line for each cell that is not one of the table's or breaks a rule."""
-    found = []
-    for cell in cells:
-        if list(cell) != list(DIMENSIONS):
-            found.append(f"{cell}: not the dimensions of the table")
-            continue
-        strange = [n for n, value in cell.items() if value not in DIMENSIONS[n]]
-        found += [f"{name_of(cell)}: {n}={cell[n]} is not in the table" for n in strange]
-        found += [f"{name_of(cell)}: {rule.name}" for rule in broken_rules(cell)]
-    return found

@@ -1,53 +1,23 @@
-"""The matrix's table, its rules and its covering arrays, without any training."""
+"""The matrix's rules, covering arrays and bounds, without any training."""
 
 from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 
 import pytest
 
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 from tests.matrix import cells
-from tests.matrix.__main__ import main
 from tests.matrix.bounds import bounds_of
-from tests.matrix.cover import Space, covered
-from tests.matrix.model import width_of
-from tests.matrix.table import (
-    ARRAYS,
-    DIMENSIONS,
-    MEANING,
-    REFERENCE,
-    RULES,
-    Rule,
-    cell_named,
-    name_of,
-    problems,
-)
-
-OUTDATED = "run `python -m tests.matrix generate`"
+from tests.matrix.cover import Space
+from tests.matrix.table import DIMENSIONS, MEANING, REFERENCE, RULES, Rule, cell_named
 
 
-@pytest.mark.parametrize("array", ARRAYS)
-def test_cached_cells_are_possible_and_all_different(array: str) -> None:
-    rows = cells.cached(array)
-    assert problems(rows) == [], OUTDATED
-    assert len({name_of(row) for row in rows}) == len(rows)
-    for row in rows:
-        assert {name: row[name] for name in ARRAYS[array]} == dict(ARRAYS[array])
-
-
-@pytest.mark.parametrize("array", ARRAYS)
-def test_cached_cells_have_every_possible_pair(array: str) -> None:
-    space = cells.space(array)
-    missing = set(space.possible_pairs) - covered(cells.cached(array), space)
-    assert not missing, OUTDATED
-
-
-def test_cached_cells_are_what_the_table_yields() -> None:
-    made = {name: [name_of(row) for row in rows] for name, rows in cells.computed().items()}
-    assert json.loads(cells.FILE.read_text()) == made, OUTDATED
+def test_cells_have_every_possible_pair_and_no_other() -> None:
+    """Each name is that of its cell."""
+    outdated = "run `python -m tests.matrix.cells`"
+    assert json.loads(cells.FILE.read_text()) == cells.computed(), outdated
 
 
 def _reversed(rule: Rule) -> Rule:
@@ -98,36 +68,7 @@ def test_fp8_weights_are_to_give_the_references_bits_where_sums_have_one_order(
     assert bounds.later > 0 and bounds.movement > 0
 
 
-@pytest.mark.parametrize("width", ("small", "real"))
-def test_blocks_divide_the_weights_of_blockwise_cells(width: str) -> None:
-    """Also those that two tensor-parallel ranks split, whose qkv has 3 parts of each head."""
-    cell = cell_named("gpu precision=fp8w_blockwise layers=mla")
-    sizes, latent = width_of(cell, width).sizes, width_of(cell, width).latent
-    query, key_value, key, positions, value = latent
-    split = (
-        sizes["ffn"], sizes["hidden"], sizes["heads"] * (key + positions),
-        sizes["heads"] * (key + value), 3 * sizes["hidden"],
-    )  # fmt: skip
-    assert [size for size in split if size % 256] == []
-    assert [size for size in (query, key_value, key_value + positions) if size % 128] == []
-
-
-@pytest.mark.parametrize("array", ARRAYS)
-def test_a_name_tells_its_cell(array: str) -> None:
-    for cell in cells.cached(array):
-        assert cell_named(name_of(cell)) == cell
-
-
 def test_a_name_that_tells_no_cell_is_an_error() -> None:
     for name in ("cpu tp=3", "cpu nonsense=1", "cpu tp"):
         with pytest.raises(ValueError, match="not a dimension and value"):
             cell_named(name)
-
-
-def test_the_document_has_the_tables_of_today(capsys: pytest.CaptureFixture[str]) -> None:
-    """`python -m tests.matrix count` prints them."""
-    assert main(["count"]) == 0
-    document = (Path(__file__).parents[2] / "docs" / "matrix.md").read_text()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(lines) > len(DIMENSIONS) + len(RULES) + len(ARRAYS)
-    assert [line for line in lines if line not in document] == []
