@@ -22,28 +22,19 @@ from megatron_fsdp_adapter import (
     install,
     uninstall,
 )
+from tests.adapter.one_layer import CASE, DEVICE, data, wrapped
 from tests.distributed.gpt import (
     Case,
     Trainer,
     batches,
-    build_model,
     build_trainer,
-    ddp_config,
     forward_backward,
     forward_step,
     full_all,
     train_step,
 )
 
-CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
-
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-DEVICE = torch.device("cpu")
-
-
-def data(number: int = 0) -> list[torch.Tensor]:
-    return batches(CASE, number, 0, DEVICE)
 
 
 def backward(trainer: Trainer, tokens: torch.Tensor | None = None) -> None:
@@ -85,10 +76,7 @@ def test_overlap_that_a_strategy_needs_is_set_in_the_config(
     strategy: str, reduce: bool, gather: bool
 ) -> None:
     """Megatron wires no_sync by the fields of the same object, which it compares for equality."""
-    config = ddp_config(CASE.but(overlap=False), strategy)
-    model = build_model(CASE, DEVICE)
-    wrapper = FullyShardedDataParallel(model.config, config, model)
-    assert wrapper.ddp_config is config
+    config = wrapped(strategy, CASE.but(overlap=False)).ddp_config
     assert (config.overlap_grad_reduce, config.overlap_param_gather) == (reduce, gather)
 
 
@@ -152,7 +140,7 @@ def test_optimizer_parameters_are_made_once(trainer: Trainer) -> None:
 
 def test_tied_weights_are_one_object_under_both_names() -> None:
     """In either identity (traps S1, S3)."""
-    wrapper = build_trainer(CASE.but(tied=True), "optim_grads_params", DEVICE).wrapper
+    wrapper = wrapped(case=CASE.but(tied=True))
     model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
     for show in (wrapper.start_param_sync, wrapper.stop_communication):
         show()
@@ -197,18 +185,14 @@ MARKED = (
 
 def test_what_was_marked_on_a_parameter_is_on_both_identities() -> None:
     """Without `average_gradients_across_tp_domain` a reduction is skipped in silence (trap T7)."""
-    model = build_model(CASE, DEVICE)
-    marked, unmarked = model.decoder.final_layernorm.weight, model.output_layer.weight
-    for name in MARKED:
-        setattr(marked, name, True if name == "allreduce" else f"value of {name}")
-        if hasattr(unmarked, name):
-            delattr(unmarked, name)
-    FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
-    copied = model.decoder.final_layernorm.weight
-    assert copied.orig_param is marked
-    for name in MARKED:
-        assert getattr(copied, name) == getattr(marked, name)
-        assert not hasattr(model.output_layer.weight, name), name
+    marks = {name: True if name == "allreduce" else f"value of {name}" for name in MARKED}
+
+    def mark(model: Any) -> None:
+        vars(model.decoder.final_layernorm.weight).update(marks)
+
+    shown = wrapped(change=mark).module.module.decoder.final_layernorm.weight
+    for param in (shown, shown.orig_param):
+        assert {name: getattr(param, name) for name in MARKED} == marks
 
 
 # Gradients.
@@ -307,22 +291,18 @@ def test_a_step_in_a_graph_is_an_error_as_its_replays_outdate_nothing(trainer: T
 
 def test_units_by_default_and_by_name() -> None:
     """Layers, and embedding and output layer unless their weights are tied."""
-    units = {}
-    for tied in (False, True):
-        wrapper = build_trainer(CASE.but(tied=tied), "optim_grads_params", DEVICE).wrapper
-        units[tied] = [unit.name for unit in wrapper.engine.units]
-    assert units[False] == ["embedding", "decoder.layers.0", "output_layer", "root"]
-    assert units[True] == ["decoder.layers.0", "root"]
-    model = build_model(CASE, DEVICE)
-    config = ddp_config(CASE, "optim_grads_params")
-    chosen = FullyShardedDataParallel(model.config, config, model, [TransformerLayer])
-    assert [unit.name for unit in chosen.engine.units] == ["decoder.layers.0", "root"]
+    for wrapper, named in (
+        (wrapped(), ["embedding", "decoder.layers.0", "output_layer", "root"]),
+        (wrapped(case=CASE.but(tied=True)), ["decoder.layers.0", "root"]),
+        (wrapped(units=[TransformerLayer]), ["decoder.layers.0", "root"]),
+    ):
+        assert [unit.name for unit in wrapper.engine.units] == named
 
 
 def test_dtypes_can_be_read_under_megatrons_name() -> None:
     bf16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
     for options, comm in (({}, torch.float32), (bf16, torch.bfloat16)):
-        policy = build_trainer(CASE, "optim", DEVICE, ddp=options).wrapper.mp_policy
+        policy = wrapped("optim", ddp=options).mp_policy
         assert (policy.main_params_dtype, policy.grad_comm_dtype) == (torch.float32, comm)
 
 

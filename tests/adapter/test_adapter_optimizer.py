@@ -19,20 +19,16 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter import install, uninstall
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import OPTIMIZER
+from tests.adapter.one_layer import CASE, DEVICE, data, wrapped
 from tests.distributed.checks import free_run
 from tests.distributed.gpt import (
-    Case,
     Trainer,
-    batches,
     build_trainer,
     distributed_optimizer,
     optimizer_config,
     train_step,
 )
 from tests.distributed.test_precision_aware import _trainer as precision_aware_trainer
-
-CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1)
-DEVICE = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -45,10 +41,6 @@ def not_installed() -> Iterator[None]:
     uninstall()
 
 
-def data(number: int = 0) -> list[torch.Tensor]:
-    return batches(CASE, number, 0, DEVICE)
-
-
 def _methods() -> dict[str, Any]:
     found = {row.path: patches.place(row) for row in OPTIMIZER}
     return {
@@ -58,11 +50,11 @@ def _methods() -> dict[str, Any]:
 
 def test_constructing_a_wrapper_changes_megatron_until_uninstall(not_installed: None) -> None:
     original = _methods()
-    build_trainer(CASE, "optim", DEVICE)
+    wrapped("optim")
     changed = _methods()
     assert all(changed[name] is not original[name] for name in original)
     install()
-    build_trainer(CASE, "no_shard", DEVICE)
+    wrapped("no_shard")
     assert _methods() == changed
     uninstall()
     assert _methods() == original

@@ -13,23 +13,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.dtensor import chunks_of
+from tests.adapter.one_layer import CASE, DEVICE, data, wrapped
 from tests.distributed.gpt import (
-    Case,
     Trainer,
-    batches,
     build_trainer,
     forward_backward,
     train_step,
 )
 
-CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1)
-DEVICE = torch.device("cpu")
-
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def data(number: int = 0) -> list[torch.Tensor]:
-    return batches(CASE, number, 0, DEVICE)
 
 
 def values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -49,7 +41,7 @@ def evaluation_loss(trainer: Trainer) -> float:
 @pytest.mark.parametrize("bf16", (False, True))
 def test_keys_and_names(bf16: bool) -> None:
     """Megatron joins state-dict keys to parameter names by these depths."""
-    wrapper = build_trainer(CASE.but(bf16=bf16), "optim_grads_params", DEVICE).wrapper
+    wrapper = wrapped(case=CASE.but(bf16=bf16))
     inner = wrapper.module
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     assert f"module.{name}" in inner.state_dict()
@@ -168,7 +160,7 @@ def test_buffers_are_loaded_whatever_levels_are_between(bf16: bool) -> None:
         layer = (model.module if bf16 else model).decoder.layers[0]
         layer.register_buffer("persistent", torch.zeros(3))
 
-    inner = build_trainer(CASE.but(bf16=bf16), "optim", DEVICE, change).wrapper.module
+    inner = wrapped("optim", CASE.but(bf16=bf16), change).module
     key, before = "module.decoder.layers.0.persistent", inner.state_dict()
     given = {k: v.view(before[k].shape) for k, v in values(before).items()}
     result = inner.load_state_dict({**given, key: torch.ones(3)})

@@ -12,15 +12,14 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron import group_problems
 from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING, domain_name
 from megatron_fsdp_adapter.megatron.model_problems import model_problems
 from megatron_fsdp_adapter.sharding.duplicate_groups import digest_of, everyones_groups
-from tests.distributed.gpt import STRATEGIES, Case, build_model, ddp_config
+from tests.adapter.one_layer import CASE, wrapped
+from tests.distributed.gpt import STRATEGIES
 
-CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 GRID = {  # of rank 0 in eight ranks
     "tp": (0, 1), "cp": (0, 2), "pp": (0, 4), "dp_cp": (0, 2),
     "expt_tp": (0,), "ep": (0, 1), "expt_dp": (0, 2),
@@ -39,13 +38,12 @@ def problems(num_moe_experts: int | None = 4, **ranks: tuple[int, ...]) -> str:
     return "\n".join(group_problems.group_problems(config, {**GRID, **ranks}))
 
 
-def test_a_grid_has_no_problem(one_rank: torch.device) -> None:
-    assert problems() == "" == problems(None)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     (
+        ({}, None),
+        ({"num_moe_experts": None}, None),
+        ({"num_moe_experts": None, "expt_dp": (0, 2, 6), "expt_tp": (0, 1)}, None),
         (
             {"tp": (0, 1, 2, 3)},
             "tensor_model_parallel_size=2, but the tp process group has 4 ranks [0, 1, 2, 3]",
@@ -61,14 +59,12 @@ def test_a_grid_has_no_problem(one_rank: torch.device) -> None:
         ({"expt_dp": (0, 2, 6)}, "tp x dp_cp has 4 ranks, but"),
     ),
 )
-def test_groups_of_no_grid(
-    one_rank: torch.device, changes: dict[str, tuple[int, ...]], says: str
+def test_groups_of_no_grid_are_told(
+    one_rank: torch.device, changes: dict[str, Any], says: str | None
 ) -> None:
-    assert says in problems(**changes)
-
-
-def test_expert_groups_do_not_matter_without_experts(one_rank: torch.device) -> None:
-    assert problems(None, expt_dp=(0, 2, 6), expt_tp=(0, 1)) == ""
+    """Those of experts do not matter without experts."""
+    found = problems(**changes)
+    assert found == "" if says is None else says in found
 
 
 @pytest.mark.parametrize(("sizes", "marked"), [((2, 1), True), ((2, 1), False), ((2, 2), True)])
@@ -100,43 +96,29 @@ def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:
     assert ranks == dict.fromkeys(group_problems.CHECKED, (0,))
 
 
-def test_missing_expert_group_is_listed_with_the_other_problems(one_rank: torch.device) -> None:
-    model = build_model(CASE, one_rank)
-    model.config.enable_autocast = True
-    model.output_layer.weight.allreduce = False
-    groups = parallel_state._EXPERT_DATA_PARALLEL_GROUP
-    try:
-        parallel_state._EXPERT_DATA_PARALLEL_GROUP = None
-        with pytest.raises(ValueError, match="(?s)enable_autocast=True.*expt_dp"):
-            FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)
-    finally:
-        parallel_state._EXPERT_DATA_PARALLEL_GROUP = groups
-
-
 # What is left alone.
 
 
 def test_wrapping_draws_no_random_numbers(one_rank: torch.device) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    model = build_model(CASE, one_rank)
-    before = torch.get_rng_state()
-    tracked = {k: v.clone() for k, v in tensor_parallel.get_cuda_rng_tracker().states_.items()}
-    FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
-    assert torch.equal(before, torch.get_rng_state())
-    after = tensor_parallel.get_cuda_rng_tracker().states_
-    assert set(tracked) == set(after)
-    assert all(torch.equal(state, after[name]) for name, state in tracked.items())
+    states: list[dict[str, torch.Tensor]] = []
+
+    def note(model: Any) -> None:
+        tracked = tensor_parallel.get_cuda_rng_tracker().states_.items()
+        states.append({"": torch.get_rng_state(), **{k: v.clone() for k, v in tracked}})
+
+    note(wrapped(change=note))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_embedding_shared_across_stages_has_a_buffer_of_its_own(one_rank: torch.device) -> None:
     """Its shards must be those of the other stage, whatever else is in the unit."""
-    model = build_model(CASE.but(positions="learned_absolute"), one_rank)
-    weight = model.embedding.word_embeddings.weight
-    weight.shared_embedding = True
-    assert domain_name(weight, "embedding.word_embeddings.weight") == SHARED_EMBEDDING
-    wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
+    def change(model: Any) -> None:
+        model.embedding.word_embeddings.weight.shared_embedding = True
+
+    wrapper = wrapped(case=CASE.but(positions="learned_absolute"), change=change)
     alone = [g for g in wrapper.engine.groups if g.key.domain == SHARED_EMBEDDING]
-    assert [group.params for group in alone] == [[weight]]
+    assert [len(group.params) for group in alone] == [1]
     unit = next(unit for unit in wrapper.engine.units if alone[0] in unit.groups)
     assert unit.name == "embedding" and len(unit.groups) == 2
 
@@ -175,10 +157,7 @@ def test_gathers_and_reductions_run_on_the_groups_of_megatron(
 ) -> None:
     made = _noted(monkeypatch)
     collection = ProcessGroupCollection.use_mpu_process_groups() if passed else None
-    model = build_model(CASE, one_rank)
-    wrapper = FullyShardedDataParallel(
-        model.config, ddp_config(CASE, strategy), model, pg_collection=collection
-    )
+    wrapper = wrapped(strategy, pg_collection=collection)
     domain = wrapper.megatron_fsdp_dist_index.domain(DENSE)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     assert domain.gather_group is group and domain.reduce_group is group
@@ -188,9 +167,8 @@ def test_gathers_and_reductions_run_on_the_groups_of_megatron(
 def test_a_group_is_made_where_one_is_asked_for(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, model = _noted(monkeypatch), build_model(CASE, one_rank)
-    config = ddp_config(CASE, "optim_grads_params", {"create_all_gather_group": True})
-    wrapper = FullyShardedDataParallel(model.config, config, model)
+    made = _noted(monkeypatch)
+    wrapper = wrapped(ddp={"create_all_gather_group": True})
     assert wrapper.megatron_fsdp_dist_index.domain(DENSE).gather_group in made
 
 

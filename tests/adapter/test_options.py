@@ -29,10 +29,10 @@ from megatron_fsdp_adapter.megatron.options.support import (
 )
 from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES, OPTIONS, Option
 from megatron_fsdp_adapter.megatron.options.validation import LAUNCH_RULES
-from tests.distributed.gpt import Case, build_model, build_trainer, ddp_config, optimizer_config
+from tests.adapter.one_layer import CASE
+from tests.distributed.gpt import build_model, build_trainer, ddp_config, optimizer_config
 from tests.launch.launch_cases import recipe
 
-CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 OF_WRAPPER = (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)
 OF_RECIPES = {"ddp": DDP_CONFIG_RULES, "model": MODEL_CONFIG_RULES,
               "optimizer": OPTIMIZER_CONFIG_RULES}  # fmt: skip

@@ -156,9 +156,6 @@ def test_other_packages_are_only_remarked_upon() -> None:
     assert releases.remark("numpy", "2.0") == ""
 
 
-# What differs between releases of megatron-core is told by what is there: both sides of a seam.
-
-
 def test_groups_are_asked_for_ranks_that_hold_the_same_weights() -> None:
     """From 0.19 on core's data-parallel groups contain ranks that hold other parts of a weight."""
 
@@ -167,34 +164,6 @@ def test_groups_are_asked_for_ranks_that_hold_the_same_weights() -> None:
 
     assert core_api.without_remat(newer, partial=True) == (False, True)
     assert core_api.without_remat(lambda partial: partial, partial=True) is True
-
-
-@pytest.mark.parametrize("known", [(), ("mtp",)])
-def test_a_tag_that_core_knows_no_norm_for_is_the_model_s(
-    monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...]
-) -> None:
-    tagged, plain = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    tagged.grad_norm_group = "mtp"  # type: ignore[attr-defined]
-    monkeypatch.setattr(core_api, "SEPARATE_NORMS", known)
-    assert core_api.norm_group(tagged) == (known or (None,))[0]
-    assert core_api.norm_group(plain) is None
-    for has, present in ((True, list(known)), (False, [])):
-        optimizer = SimpleNamespace(has_grad_norm_group=lambda name, has=has: has)
-        assert core_api.present_norm_groups(optimizer) == present
-
-
-def test_a_context_rank_s_batch_is_of_its_own_group_in_any_release(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From 0.18 on no group means the world, and an argument has no default."""
-    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: "context ranks")
-    for function in (
-        lambda batch, is_hybrid_cp, cp_group=None: (is_hybrid_cp, cp_group, batch),
-        lambda batch, cp_group=None: (False, cp_group, batch),
-    ):
-        monkeypatch.setattr(core_api.core_utils, "get_batch_on_this_cp_rank", function)
-        found = core_api.batch_of_context_rank({"tokens": 1})
-        assert found == (False, "context ranks", {"tokens": 1})
 
 
 # Megatron-LM's --create-all-gather-group: the second communicator is used for gathers.

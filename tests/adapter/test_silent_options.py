@@ -9,26 +9,16 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import optimizer as core_optimizer
-from megatron.core import parallel_state
-from megatron.core.optimizer import get_megatron_optimizer, muon
+from megatron.core.optimizer import muon
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import experts
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from tests.distributed.gpt import (
-    Case,
-    build_model,
-    build_trainer,
-    ddp_config,
-    optimizer_config,
-)
-
-CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
-
+from tests.adapter.one_layer import CASE, DEVICE, data, wrapped
+from tests.distributed.gpt import build_trainer, forward_backward, optimizer_config
 
 # Experts in one tensor.
 
@@ -48,14 +38,15 @@ def test_experts_in_one_tensor_are_refused_however_they_were_asked_for(
     0.18 on it has none, and a class of that name is a user's."""
     available = SimpleNamespace(assert_grouped_gemm_is_available=lambda: None)
     monkeypatch.setattr(experts, "gg", available, raising=False)
-    model = build_model(CASE.but(bias=False), one_rank)
-    config = model.config
-    config.moe_ffn_hidden_size, config.moe_latent_size = 8, None
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    cls = getattr(experts, "GroupedMLP", GroupedMLP)
-    model.decoder.layers[0].mlp = cls(2, config, groups)
+
+    def change(model: Any) -> None:
+        model.config.moe_ffn_hidden_size, model.config.moe_latent_size = 8, None
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        cls = getattr(experts, "GroupedMLP", GroupedMLP)
+        model.decoder.layers[0].mlp = cls(2, model.config, groups)
+
     with pytest.raises(ValueError, match=r"module decoder\.layers\.0\.mlp .*one tensor.*moe_group"):
-        FullyShardedDataParallel(config, ddp_config(CASE, "no_shard"), model)
+        wrapped("no_shard", CASE.but(bias=False), change)
 
 
 # Optimizers that need whole matrices, or move weights.
@@ -104,59 +95,42 @@ def test_a_hook_on_a_fused_weight_is_refused_by_name_and_gets_the_gradient_witho
     patches.install(FUSED_WGRAD)
     seen: list[Any] = []
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    for fused in (True, False):
-        model = build_model(CASE.but(fused=fused), one_rank)
-        after = kind == "register_post_accumulate_grad_hook"
+
+    def hook(model: Any) -> None:
         getattr(model.get_parameter(name), kind)(
-            lambda value, after=after: seen.append((value.grad if after else value).clone())
+            lambda value: seen.append((value.grad if "accumulate" in kind else value).clone())
         )
-        config = ddp_config(CASE, strategy)
-        if fused:
-            with pytest.raises(ValueError, match=f"parameter {name}: it has a gradient hook"):
-                FullyShardedDataParallel(model.config, config, model)
-            continue
-        wrapper = FullyShardedDataParallel(model.config, config, model)
-        get_megatron_optimizer(optimizer_config(CASE), [wrapper], use_gloo_process_groups=False)
-        tokens = torch.arange(CASE.seq)[None] % CASE.vocab
-        mask = torch.ones(CASE.seq, CASE.seq, dtype=torch.bool).triu(1)[None, None]
-        wrapper(tokens, torch.arange(CASE.seq)[None], mask, labels=tokens).mean().backward()
-        [gradient] = seen
-        assert gradient.shape == (CASE.ffn, CASE.hidden) and gradient.abs().sum() > 0
+
+    with pytest.raises(ValueError, match=f"parameter {name}: it has a gradient hook"):
+        wrapped(strategy, CASE.but(fused=True), hook)
+    trainer = build_trainer(CASE.but(microbatches=1), strategy, DEVICE, hook)
+    forward_backward(trainer, data()[:1])
+    [gradient] = seen
+    assert gradient.shape == (CASE.ffn, CASE.hidden) and gradient.abs().sum() > 0
 
 
 def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) -> None:
-    model = build_model(CASE.but(fused=True), one_rank)
     patches.install(FUSED_WGRAD)
-    norm = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
-    norm.weight.register_hook(lambda value: value)
-    FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)
-    assert parallel_state.model_parallel_is_initialized()
+    wrapped("optim", CASE.but(fused=True), lambda model: (
+        model.decoder.final_layernorm.weight.register_hook(lambda value: value)
+    ))  # fmt: skip
 
 
 # Options of activation offload.
 
 
-def _wrap(device: torch.device, **options: Any) -> FullyShardedDataParallel:
-    model = build_model(CASE.but(num_layers=2), device)
-    for name, value in options.items():
-        setattr(model.config, name, value)
-    return FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
-
-
 def test_offload_of_layers_is_accepted_where_core_has_it(one_rank: torch.device) -> None:
     for weights in (False, True):
-        wrapped = _wrap(
-            one_rank, cpu_offloading=True, cpu_offloading_num_layers=1,
-            cpu_offloading_weights=weights, cpu_offloading_double_buffering=True,
-        )  # fmt: skip
-        assert wrapped.config.cpu_offloading
+        options = {"cpu_offloading": True, "cpu_offloading_num_layers": 1,
+                   "cpu_offloading_weights": weights, "cpu_offloading_double_buffering": True}
+        wrapped(change=lambda model, options=options: vars(model.config).update(options))
 
 
 def test_core_asks_us_of_each_tensor(one_rank: torch.device) -> None:
     """Of a view of a gathered weight as well, whatever its size."""
-    wrapped = _wrap(one_rank)
-    wrapped.engine.sync_weights(wait=True)
-    weight = wrapped.module.module.output_layer.weight
+    wrapper = wrapped()
+    wrapper.engine.sync_weights(wait=True)
+    weight = wrapper.module.module.output_layer.weight
     handler = fine_grained_activation_offload.ChunkOffloadHandler
     asked = SimpleNamespace(
         min_offloaded_tensor_size=1, _can_manage_tensor_for_offload=lambda tensor: True

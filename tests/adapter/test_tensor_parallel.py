@@ -7,7 +7,6 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron.tensor_parallel import (
     COLUMN,
     ROW,
@@ -15,9 +14,7 @@ from megatron_fsdp_adapter.megatron.tensor_parallel import (
     tensor_parallel_mode,
 )
 from megatron_fsdp_adapter.megatron.tensor_parallel import REPLICATED as WHOLE
-from tests.distributed.gpt import Case, build_model, ddp_config
-
-CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
+from tests.adapter.one_layer import wrapped
 
 
 def layer(name: str, base: type[nn.Module] = nn.Module) -> nn.Module:
@@ -82,10 +79,8 @@ def test_what_checkpoint_code_of_core_reads() -> None:
 
 
 def test_every_parameter_of_a_model_is_marked_on_both_identities(one_rank: torch.device) -> None:
-    model = build_model(CASE, one_rank)
-    wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads"), model)
     modes = {}
-    for name, shown in wrapper.named_parameters():
+    for name, shown in wrapped("optim_grads").named_parameters():
         assert shown._tensor_parallel_mode == shown.orig_param._tensor_parallel_mode
         modes[name.removeprefix("module.module.")] = shown._tensor_parallel_mode
     assert modes.items() >= {
