@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
-from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, BRIDGE_WEIGHTS, CONVERSION
-from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
+from tests.distributed.gpt import Case, Trainer
+from tests.stand_ins import stand_ins
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
@@ -54,6 +53,9 @@ class MegatronModelBridge(Adapters):
                 task.param_weight.copy_(hf_pretrained(task.name, task.param_weight.shape))
         self._broadcast_shared_embeddings(megatron_model)
 
+    def build_export_fp8_tasks(self, hf_pretrained: Any, megatron_model: Any) -> Any:
+        return "its own"
+
     def _broadcast_shared_embeddings(self, megatron_model: Any) -> None:
         pass
 
@@ -76,28 +78,15 @@ class MegatronModelBridge(Adapters):
 @contextmanager
 def standing_in() -> Iterator[ModuleType]:
     """Inside, the stand-in is the Megatron-Bridge that is loaded, and wrapped."""
-    module = ModuleType(CONVERSION)
-    module.MegatronModelBridge = type("Bridge", (MegatronModelBridge,), {})
-    for name in ("load_weights_hf_to_megatron", "build_conversion_tasks",
-                 "stream_weights_megatron_to_hf", "_broadcast_shared_embeddings"):  # fmt: skip
-        setattr(module.MegatronModelBridge, name, getattr(MegatronModelBridge, name))
-    with pytest.MonkeyPatch.context() as loaded:
-        loaded.setitem(sys.modules, CONVERSION, module)
-        patches.install(BRIDGE_WEIGHTS)
-        yield module
-        patches.uninstall(BRIDGE_WEIGHTS)
+    names = {CONVERSION: {"MegatronModelBridge": MegatronModelBridge}}
+    with stand_ins(names, BRIDGE_WEIGHTS) as modules:
+        yield modules[CONVERSION]
 
 
 @pytest.fixture
 def bridge() -> Iterator[ModuleType]:
     with standing_in() as module:
         yield module
-
-
-@pytest.fixture(params=("optim_grads_params", "optim"))
-def trainer(one_rank: None, request: Any) -> Iterator[Trainer]:
-    yield build_trainer(CASE, request.param, init_megatron())
-    parallel_state.destroy_model_parallel()
 
 
 def _forward(trainer: Trainer) -> torch.Tensor:
@@ -202,12 +191,10 @@ def test_models_that_are_not_sharded_are_left_to_bridge(bridge: ModuleType) -> N
 def test_bytes_of_sharded_fp8_weights_are_not_exported(
     bridge: ModuleType, trainer: Trainer
 ) -> None:
-    owner = bridge.MegatronModelBridge
-    owner.build_export_fp8_tasks = lambda self, hf_pretrained, megatron_model: "its own"
-    patches.install(BRIDGE_WEIGHTS)
-    assert owner().build_export_fp8_tasks(None, [torch.nn.Linear(2, 2)]) == "its own"
+    made = bridge.MegatronModelBridge()
+    assert made.build_export_fp8_tasks(None, [torch.nn.Linear(2, 2)]) == "its own"
     with pytest.raises(RuntimeError, match="Leave it at 'bf16'"):
-        owner().build_export_fp8_tasks(None, [trainer.wrapper])
+        made.build_export_fp8_tasks(None, [trainer.wrapper])
 
 
 def test_both_wrappers_show_whether_gradients_are_decoupled(trainer: Trainer) -> None:
