@@ -64,13 +64,25 @@ def relative(value: float, reference: float) -> float:
 
 def check_gradients(ours: Tensors, reference: Tensors, label: str, bound: float = GRADIENT) -> None:
     """Each gradient within `bound` of its tensor's largest magnitude; zero where that is zero."""
+    _check_each(ours, reference, f"{label}: gradient of", bound, float("inf"))
+
+
+def check_weights(ours: Tensors, reference: Tensors, label: str, bound: float = FREE) -> None:
+    """The difference of each weight tensor within `bound` of it, in the Euclidean norm."""
+    _check_each(ours, reference, f"{label}: weight", bound, 2)
+
+
+def _check_each(ours: Tensors, reference: Tensors, label: str, bound: float, norm: float) -> None:
+    """The difference of each tensor within `bound` of it, in the norm of that order."""
     assert_same_names(ours, reference, label)
     for name, expected in reference.items():
-        largest = expected.abs().max().item()
-        error = (ours[name] - expected).abs().max().item()
-        assert error <= bound * largest, (
-            f"{label}: gradient of {name} is off by {error:.3e}, {error / max(largest, 1e-30):.2e} "
-            f"of its largest magnitude {largest:.3e}; allowed {bound:.0e}"
+        error, size = (
+            float(torch.linalg.vector_norm(values.double(), norm))
+            for values in (ours[name] - expected, expected)
+        )
+        assert error <= bound * size, (
+            f"{label} {name} is off by {error:.3e}, {error / max(size, 1e-30):.2e} of its size "
+            f"{size:.3e}; allowed {bound:.0e}"
         )
 
 
@@ -82,17 +94,6 @@ def check_norm(ours: float, reference: float, label: str, bound: float = NORM) -
 def check_loss(ours: float, reference: float, label: str, bound: float = FREE) -> None:
     error = relative(ours, reference)
     assert error <= bound, f"{label}: loss {ours!r}, reference {reference!r}, off by {error:.2e}"
-
-
-def check_weights(ours: Tensors, reference: Tensors, label: str, bound: float = FREE) -> None:
-    """The difference of each weight tensor within `bound` of it, in the Euclidean norm."""
-    assert_same_names(ours, reference, label)
-    for name, expected in reference.items():
-        error = (ours[name].double() - expected.double()).norm().item()
-        allowed = bound * expected.double().norm().item()
-        assert error <= allowed, (
-            f"{label}: weight {name} differs by {error:.3e} in norm; allowed {allowed:.3e}"
-        )
 
 
 def check_step(ours: Step, reference: Step, label: str) -> None:

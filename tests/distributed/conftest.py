@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.one_rank import as_one_of_many
+from tests.one_rank import as_one_of_many, world_of_one
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A gloo world of this process alone, without Megatron."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    with as_one_of_many():
+def one_rank() -> Iterator[None]:
+    """A gloo world of this process alone, without Megatron, that stands for one of many."""
+    with world_of_one(), as_one_of_many():
         yield
-    dist.destroy_process_group()

@@ -11,7 +11,7 @@ without a gradient gets no state; `add_param_group` is of no use, as it steps th
 made with.
 
 Left out: weights in fp8 and moments in fp16 or fp8 (refused here), main weights of its own, a
-gradient scaler, `zero_grad`. Added: an
+gradient scaler, `zero_grad`, and lists of several tensors for a call of the kernel. Added: an
 assertion that no tensor is empty or a DTensor, which the kernels do not say. It is elementwise, so
 a step on rows is the rows of a step.
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -88,44 +87,31 @@ class FusedAdam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """In place of the state float32 of it: copies of what has another dtype."""
         result = super().state_dict()
-        for key, param in self._params_by_key(result["param_groups"]).items():
-            state = result["state"]
-            if key in state:
-                state[key] = {name: self.get_unscaled_state(param, name) for name in state[key]}
+        result["state"] = {
+            key: {name: value.float() for name, value in state.items()}
+            for key, state in result["state"].items()
+        }
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        for key, param in self._params_by_key(state_dict["param_groups"]).items():
-            if key not in state_dict["state"]:
-                continue
-            self.state[param] = {}
-            for name, value in state_dict["state"][key].items():
-                if value is not None:
-                    made = torch.empty(
-                        param.shape, dtype=self.name_to_dtype_map[name], device=param.device
-                    )
-                    self.state[param][name] = made.copy_(value.float())
-
-    def _params_by_key(self, saved: Any) -> dict[Any, Any]:
-        keys = chain.from_iterable(group["params"] for group in deepcopy(saved))
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        return dict(zip(keys, own, strict=True))
+        keys, params = (
+            chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for key, param in zip(keys, params, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                dtype = self.name_to_dtype_map[name]
+                self.state[param][name] = value.to(param.device, dtype, copy=True)
 
     @torch.no_grad()  # the kernels know no autograd
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             if len(group["params"]) > 0 or self.COUNTS_EMPTY_GROUPS:
-                self._count(group)
-            if len(group["params"]) > 0:
-                self._step_group(group)
-
-    def _count(self, group: dict[str, Any]) -> None:
-        group["step"] = group.get("step", 0) + 1
+                group["step"] = group.get("step", 0) + 1
+            self._step_group(group)
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        rows: dict[bool, list[list[torch.Tensor]]] = {True: [], False: []}
-        narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
         for param in group["params"]:
             assert type(param) in (torch.Tensor, torch.nn.Parameter), type(param)
             assert param.numel() > 0, "an empty tensor ends the list for the kernel"
@@ -135,25 +121,15 @@ class FusedAdam(torch.optim.Optimizer):
             if grad is None:
                 continue
             assert not self.master_weights, "the adapter has main weights of its own"
-            moments = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
-            narrow += [
-                (moments[name], kept) for name, kept in self.state[param].items()
-                if kept is not moments[name]
-            ]  # fmt: skip
-            lists = [grad.data, param.data, moments["exp_avg"], moments["exp_avg_sq"]]
-            rows[param.dtype != torch.float32].append(lists)
-        for found in rows.values():
-            if found:
-                self._apply(group, [list(column) for column in zip(*found, strict=True)])
-        for wide, kept in narrow:
-            kept.copy_(wide)
-
-    def _apply(self, group: dict[str, Any], lists: list[list[torch.Tensor]]) -> None:
-        self.multi_tensor_adam(
-            65536, self._dummy_overflow_buf, lists, group["lr"], *group["betas"], group["eps"],
-            group["step"], self.adam_w_mode, 1 if group["bias_correction"] else 0,
-            group["weight_decay"],
-        )  # fmt: skip
+            wide = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
+            lists = [[grad.data], [param.data], [wide["exp_avg"]], [wide["exp_avg_sq"]]]
+            self.multi_tensor_adam(
+                65536, self._dummy_overflow_buf, lists, group["lr"], *group["betas"], group["eps"],
+                group["step"], self.adam_w_mode, 1 if group["bias_correction"] else 0,
+                group["weight_decay"],
+            )  # fmt: skip
+            for name, value in wide.items():
+                self.state[param][name].copy_(value)
 
 
 def multi_tensor_adam(
@@ -215,8 +191,7 @@ def transformer_engine_optimizer() -> Iterator[None]:
 
 def precision_aware(config: OptimizerConfig, **options: Any) -> OptimizerConfig:
     """`config` with the precision-aware optimizer. Making one so needs TE."""
-    config.use_precision_aware_optimizer = True
-    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    for name, value in options.items():
+    asked = ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
+    for name, value in {**dict.fromkeys(asked, True), **options}.items():
         setattr(config, name, value)
     return config

@@ -31,27 +31,27 @@ def shard_groups(group: Any) -> tuple[Any, ...]:
 
 
 def full_values(
-    named: Named, local_of: Callable[[Any], torch.Tensor | None]
+    named: Named, local_of: Callable[[Any], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Name -> whole value, gathered from `local_of(pair)` of all ranks, without pairs for which it
-    is None.
+    """Name -> whole value, gathered from `local_of(pair)` of all ranks.
 
     Collective over data-parallel ranks. The pieces are exchanged in host memory, because a pickled
     device tensor would arrive on the sender's device."""
     by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
     for name, pair in named:
-        part = local_of(pair)
-        if part is not None:
-            by_groups.setdefault(shard_groups(pair.group), {})[name] = part.reshape(-1)
+        mine = by_groups.setdefault(shard_groups(pair.group), {})
+        mine[name] = local_of(pair).cpu().reshape(-1)
     found: dict[str, torch.Tensor] = {}
     # A stage may lack a domain, but all ranks of a domain's groups are in one stage.
-    for groups, local in by_groups.items():
-        mine = {name: value.cpu() for name, value in local.items()}
+    for groups, mine in by_groups.items():
         for group in groups:
             pieces = everyones(mine, group)
             mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
-        found |= {name: value.to(local[name].device) for name, value in mine.items()}
-    return {name: found[name].view(pair.unsharded.shape) for name, pair in named if name in found}
+        found |= mine
+    return {
+        name: found[name].to(pair.sharded.device).view(pair.unsharded.shape)
+        for name, pair in named
+    }
 
 
 # What stock DDP's distributed optimizer splits.

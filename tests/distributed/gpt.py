@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,12 +23,13 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
 from tests.distributed.gather_full import main_piece, optimizers_of, plain_name, put_together
-from tests.distributed.groups import everyones, use_groups
+from tests.distributed.groups import use_groups
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -66,6 +67,7 @@ class Case:
     fp16: bool = False
     loss_scale: float = 1024.0  # at the start, with fp16
     fused: bool = False  # gradient_accumulation_fusion
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the model's config, beside these
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -78,14 +80,18 @@ class Case:
         return torch.bfloat16 if self.bf16 else torch.float32
 
 
+def device_of_rank() -> torch.device:
+    """This process's GPU; the CPU, in CPU mode, where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    cpu_mode.enable_cpu_mode()
+    return torch.device("cpu")
+
+
 def init_megatron(**sizes: int) -> torch.device:
     """Model-parallel state, by default of a purely data-parallel world; `sizes` are arguments of
-    `initialize_model_parallel`. CPU mode where there is no GPU."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        cpu_mode.enable_cpu_mode()
-        device = torch.device("cpu")
+    `initialize_model_parallel`. Returns the device."""
+    device = device_of_rank()
     if not parallel_state.model_parallel_is_initialized():
         use_groups(**sizes)
     return device
@@ -125,6 +131,7 @@ def model_config(case: Case) -> TransformerConfig:
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         use_cpu_initialization=not torch.cuda.is_available(),
+        **case.fields,
     )
 
 
@@ -378,33 +385,15 @@ def train_step(trainer: Trainer, data: list[torch.Tensor]) -> tuple[float, float
 
 
 def full(value: Any) -> torch.Tensor:
-    """The whole tensor behind a parameter, a gradient or a moment of ours; collective."""
-    return full_all({"": value})[""]
+    """A copy, on the host, of the whole tensor behind a parameter, a gradient or a moment of ours,
+    or of what is no DTensor (a module that is left alone); collective."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().cpu().clone()
 
 
 def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The same for several, in one collective: every rank's rows along dim 0, in order of the
-    shard axis, and of the outer axis where that splits shards again. What is no DTensor (a module
-    that is left alone) is whole."""
-    split = {name: value for name, value in values.items() if hasattr(value, "_local_tensor")}
-    mine = [value._local_tensor.detach().cpu().reshape(-1) for value in split.values()]
-    places = [value.device_mesh.get_coordinate() for value in split.values()]
-    # As one tensor: to pickle them one by one takes as long as a tenth of a step.
-    none = torch.empty(0, dtype=torch.uint8)
-    flat = torch.cat([none, *(rows.view(torch.uint8) for rows in mine)])
-    pieces = everyones((places, [rows.nbytes for rows in mine], flat))
-    of_ranks = [list(zip(at, of.split(sizes), strict=True)) for at, sizes, of in pieces]
-    out = {name: values[name].detach().cpu().clone() for name in values.keys() - split.keys()}
-    for number, (name, value) in enumerate(split.items()):
-        whole = [placement.is_replicate() for placement in value.placements]
-        held = {
-            tuple(reversed(place)): rows
-            for place, rows in (found[number] for found in of_ranks)
-            if rows.numel() and not any(at and same for at, same in zip(place, whole, strict=True))
-        }
-        joined = torch.cat([held[place] for place in sorted(held)])
-        out[name] = joined.view(mine[number].dtype).view(value.shape)
-    return out
+    """The same for several, by name."""
+    return {name: full(value) for name, value in values.items()}
 
 
 def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:

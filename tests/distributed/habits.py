@@ -18,7 +18,10 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 
 from .variants import STRATEGIES, ZERO_3, Drive, Variant, train
 
@@ -51,25 +54,13 @@ def add_unused_params(model: nn.Module) -> None:
     inner_model(model).never_used = nn.Parameter(torch.linspace(-1, 1, 3, device=device))
 
 
-class Checkpointed(nn.Module):
-    """A layer that is recomputed in backward, its hooks included."""
+def checkpoint_layers(how: CheckpointImpl) -> Callable[[nn.Module], None]:
+    """Layers are recomputed in backward, their hooks included."""
 
-    def __init__(self, layer: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.use_reentrant = layer, use_reentrant
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        def run(hidden: torch.Tensor) -> Any:
-            return self.layer(hidden_states=hidden, **kwargs)
-
-        return checkpoint(run, hidden_states, use_reentrant=self.use_reentrant)
-
-
-def checkpoint_layers(use_reentrant: bool) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
         layers = inner_model(model).decoder.layers
         for index, layer in enumerate(layers):
-            layers[index] = Checkpointed(layer, use_reentrant)
+            layers[index] = checkpoint_wrapper(layer, how)
 
     return change
 
@@ -91,25 +82,20 @@ class Mixer(nn.Module):
         return self.out_proj(mixed[..., : hidden.size(0)].permute(2, 0, 1)), None
 
 
-class HybridLayer(nn.Module):
-    """A Mamba layer of core behind a transformer layer."""
+class Mamba(MambaLayer):
+    """Returns what a transformer layer does."""
 
-    def __init__(self, config: Any, layer: nn.Module) -> None:
-        super().__init__()
-        submodules = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
-        self.layer = layer
-        mamba = MambaLayer(config, submodules, pg_collection=ProcessGroupCollection())
-        self.mamba = mamba.to(next(layer.parameters()).device)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        hidden_states, context = self.layer(hidden_states=hidden_states, **kwargs)
-        return self.mamba(hidden_states), context
+    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> Any:
+        return super().forward(hidden_states), None
 
 
 def add_mamba_layers(model: nn.Module) -> None:
+    """Behind the transformer layers, as many of Mamba."""
     decoder = inner_model(model).decoder
-    layers = [HybridLayer(decoder.config, layer) for layer in decoder.layers]
-    decoder.layers = nn.ModuleList(layers)
+    submodules = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
+    for _ in range(len(decoder.layers)):
+        layer = Mamba(decoder.config, submodules, pg_collection=ProcessGroupCollection())
+        decoder.layers.append(layer.to(next(model.parameters()).device))
 
 
 def _habit(
@@ -140,15 +126,15 @@ ROWS: tuple[Variant, ...] = (
         _habit(name, case={"recompute": "selective-layernorm"})
         for name in ("selective recompute of norms",) if HAS_TE
     ),
-    _habit("reentrant checkpoint around layers", checkpoint_layers(use_reentrant=True)),
+    _habit("reentrant checkpoint around layers", checkpoint_layers(CheckpointImpl.REENTRANT)),
     _habit("hybrid of transformer and Mamba layers", add_mamba_layers),
     _habit(
         "units inside units, full recompute", case={**NO_BIAS, "recompute": "full-1"},
         wrapper=NESTED,
     ),
     _habit(
-        "units inside units, checkpoint around layers", checkpoint_layers(use_reentrant=False),
-        NO_BIAS, wrapper=NESTED,
+        "units inside units, checkpoint around layers",
+        checkpoint_layers(CheckpointImpl.NO_REENTRANT), NO_BIAS, wrapper=NESTED,
     ),
     _habit(
         "units inside units, part frozen", freeze("decoder.layers.0.mlp."), NO_BIAS,

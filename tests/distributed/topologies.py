@@ -31,13 +31,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
 from tests.distributed.gather_full import full_values, plain_name
 
 from .checks import Step, finished
-from .gpt import Case, Trainer, batches, ddp_config, optimizer_config, run_passes, set_rates
+from .gpt import (
+    Case,
+    Trainer,
+    batches,
+    ddp_config,
+    device_of_rank,
+    optimizer_config,
+    run_passes,
+    set_rates,
+)
 from .groups import use_groups
 
 
@@ -100,12 +108,7 @@ def case_for(topology: Topology, **changes: Any) -> Case:
 
 def init_topology(topology: Topology, instances: int = 1) -> torch.device:
     """Uses the topology's groups, for so many optimizer instances, in place of those that were
-    there; collective. CPU mode where there is no GPU."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        cpu_mode.enable_cpu_mode()
+    there; collective. Returns the device."""
     use_groups(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
@@ -116,7 +119,7 @@ def init_topology(topology: Topology, instances: int = 1) -> torch.device:
         num_distributed_optimizer_instances=instances,
         create_gloo_process_groups=False,
     )
-    return device
+    return device_of_rank()
 
 
 # The model.
