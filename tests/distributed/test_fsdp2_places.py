@@ -1,0 +1,62 @@
+"""`fully_shard` in the place of torch's: where programs and libraries have imported that, and where
+the environment asks for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard as theirs
+
+from megatron_fsdp_adapter import fully_shard as ours
+from megatron_fsdp_adapter import leave_fsdp2, use_as_fsdp2
+from megatron_fsdp_adapter.plain.by_environment import VARIABLE
+
+
+def test_it_takes_the_place_of_torchs_wherever_that_was_imported(monkeypatch: Any) -> None:
+    library: Any = types.ModuleType("a_library_that_imported_it")
+    library.shard = theirs
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    places = use_as_fsdp2()
+    found, again, left = _places(library), use_as_fsdp2(), leave_fsdp2()
+    own = {f"{library.__name__}.shard", f"{__name__}.theirs"}
+    assert {"torch.distributed.fsdp.fully_shard", *own} <= {*places} == {*left} and again == []
+    assert found == {ours} and _places(library) == {theirs} != {ours}
+
+
+def _places(library: Any) -> set[Any]:
+    return {library.shard, torch.distributed.fsdp.fully_shard}
+
+
+@pytest.mark.parametrize(
+    ("value", "printed", "said"),
+    [
+        ("fsdp2", ours.__module__, "=fsdp2, fully_shard is in"), ("", theirs.__module__, ""),
+        ("fsdp1", "", "=fsdp1: not known"),
+    ],
+)  # fmt: skip
+def test_the_environment_has_it_take_that_place(
+    tmp_path: Path, value: str, printed: str, said: str
+) -> None:
+    """torch loads the entry point that is in pyproject.toml."""
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    [entry] = re.findall(r'backends"\]\n(\S+) = "(.*)"', pyproject.read_text())
+    info = tmp_path / "plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\n{} = {}\n".format(*entry))
+    code = "import torch.distributed.fsdp as f, sys; print(f.fully_shard.__module__)"
+    paths = [str(pyproject.parent), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+        env={**os.environ, VARIABLE: value, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert (done.stdout.strip(), bool(done.returncode)) == (printed, not printed), done.stderr
+    assert f"{VARIABLE}{said}" in done.stderr if said else VARIABLE not in done.stderr
