@@ -8,8 +8,8 @@ the device it asks for.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,28 +21,19 @@ from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 
 class Copied:
     """What an offload has copied: how many tensors, and shapes of those in storages that are
-    watched, by `_cdata`."""
+    forbidden, by `_cdata`."""
 
-    def __init__(self) -> None:
-        self.count, self.found = 0, list[tuple[int, ...]]()
-        self._forbidden: set[int] = set()
+    count: int
+    found: list[tuple[int, ...]]
+    forbidden: set[int]
+
+    def clear(self) -> None:
+        self.count, self.found, self.forbidden = 0, [], set()
 
     def see(self, tensor: torch.Tensor) -> None:
         self.count += 1
-        if tensor.untyped_storage()._cdata in self._forbidden:
+        if tensor.untyped_storage()._cdata in self.forbidden:
             self.found.append(tuple(tensor.shape))
-
-    def watch(
-        self, storages: Callable[[Any], set[int]]
-    ) -> Callable[[Any], AbstractContextManager[None]]:
-        """A context around a run with a wrapper, whose `storages` are watched."""
-
-        @contextmanager
-        def watched(wrapper: Any) -> Iterator[None]:
-            self._forbidden = storages(wrapper)
-            yield
-
-        return watched
 
 
 def _torch_on_host() -> ModuleView:
@@ -54,12 +45,13 @@ def _torch_on_host() -> ModuleView:
 
 
 @contextmanager
-def core_offloads_on_the_host() -> Iterator[Copied]:
-    """`fine_grained_activation_offloading` of megatron-core."""
+def core_offloads_on_the_host(copied: Copied) -> Iterator[None]:
+    """`fine_grained_activation_offloading` of megatron-core; `copied` begins anew."""
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
 
-    copied, handler = Copied(), module.ChunkOffloadHandler
+    copied.clear()
+    handler = module.ChunkOffloadHandler
     offload = handler.offload
 
     def seen(self: Any, tensor: torch.Tensor, pin_memory: bool = True, **options: Any) -> Any:
@@ -80,5 +72,5 @@ def core_offloads_on_the_host() -> Iterator[Copied]:
             if hasattr(module, name):
                 enter(mock.patch.object(module, name, lambda message=None: None))
         module.PipelineOffloadManager.reset_instance()
-        yield copied
+        yield
     module.PipelineOffloadManager.OFFLOAD_MGR = None

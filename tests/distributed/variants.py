@@ -54,6 +54,7 @@ from .topologies import (
     build_topology_trainer,
     case_for,
     init_topology,
+    run_schedule,
     topology_step,
 )
 
@@ -82,6 +83,17 @@ def train(trainer: AnyTrainer, number: int, rank: int) -> Step:
         return topology_step(trainer, number)
     device = next(trainer.wrapper.parameters()).device
     return recorded_step(trainer, batches(trainer.case, number, rank, device))
+
+
+def train_and_evaluate(trainer: AnyTrainer, number: int, rank: int) -> Step:
+    """`train`, and an evaluation, whose loss is added to the step's; collective."""
+    step = train(trainer, number, rank)
+    for chunk in trainer.chunks:
+        chunk.eval()
+    evaluated = run_schedule(trainer, 90 + number, forward_only=True)
+    for chunk in trainer.chunks:
+        chunk.train()
+    return replace(step, loss=step.loss + evaluated)
 
 
 def nothing_more(ours: Any, reference: Any, strategy: str) -> None:

@@ -24,7 +24,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 )
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from tests.distributed.checks import Step, check_run_bits, free_run
+from tests.distributed.checks import Step, check_run_bits, check_same_bits, free_run
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -36,13 +36,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.test_activation_offload import (
-    CONTIGUOUS,
-    Run,
-    config_with,
-    same,
-    storages,
-)
+from tests.distributed.test_activation_offload import CONTIGUOUS, storages
 from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.gpu.runs import ZERO_1, ZERO_3, local_run, te_layers
 from tests.gpu.test_gpu_memory import (
@@ -223,14 +217,13 @@ def no_buffer_is_copied(trainer: Trainer) -> Iterator[list[tuple[int, ...]]]:
 def run(
     case: Case, strategy: str, rank: int, options: dict[str, Any], on_cpu: bool = False,
     weights: bool = True,
-) -> Run:
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, norms and, unless they are many, weights of a few steps."""
     device = init_megatron()
     patches.install(FUSED_WGRAD)
     with ExitStack() as stack:
         stack.enter_context(te_layers())
-        stack.enter_context(config_with(**options))
-        trainer = build_trainer(case, strategy, device)
+        trainer = build_trainer(case.but(fields=options), strategy, device)
         found = stack.enter_context(no_buffer_is_copied(trainer))
         if on_cpu:
             stack.enter_context(save_on_cpu(pin_memory=True))
@@ -243,12 +236,15 @@ def run(
 
 def changes_no_bit(rank: int, world: int, strategy: str, fused: bool) -> str:
     case = ACTIVATIONS.but(fused=fused)
-    expected = run(case, strategy, rank, {})
-    for number in (2, 3):
-        same(run(case, strategy, rank, layers_offloaded(number)), expected, f"{number} layers")
-    same(run(case, strategy, rank, {}, on_cpu=True), expected, "save_on_cpu")
-    same(run(case, strategy, rank, FINE_GRAINED), expected, "inside of layers")
-    return str(expected[0])
+    expected, weights = run(case, strategy, rank, {})
+    for label, options, on_cpu in (
+        ("2 layers", layers_offloaded(2), False), ("3 layers", layers_offloaded(3), False),
+        ("save_on_cpu", {}, True), ("inside of layers", FINE_GRAINED, False),
+    ):  # fmt: skip
+        found, mine = run(case, strategy, rank, options, on_cpu)
+        assert found == expected, f"{label}: {found} != {expected}"
+        check_same_bits(mine, weights, label)
+    return str(expected)
 
 
 def wide_layers_change_no_bit(rank: int, world: int) -> str:
@@ -266,8 +262,8 @@ def memory_of_activations_falls(rank: int, world: int) -> str:
     peak of a step says less: while backward runs, gradients grow as activations go."""
     device, held = init_megatron(), {}
     for number in (0, 3, 5):
-        with te_layers(), config_with(**layers_offloaded(number)):
-            trainer = build_trainer(LONG, ZERO_3, device)
+        with te_layers():
+            trainer = build_trainer(LONG.but(fields=layers_offloaded(number)), ZERO_3, device)
         for step in range(2):
             train_step(trainer, batches(LONG, step, rank, device))
         decoder = next(m for m in trainer.wrapper.modules() if isinstance(m, TransformerBlock))
