@@ -6,12 +6,10 @@ test_step_schedules.py."""
 
 from __future__ import annotations
 
+import gc
 import itertools
-import time
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,11 +27,10 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import from_tensor
 from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name, join_halves
 from megatron_fsdp_adapter.checkpoint.names import split_depth
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.buffer import ShardedBuffer
 from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
-from megatron_fsdp_adapter.sharding import unit_copies
 from tests.distributed.gpt import Case
 from tests.distributed.groups import everyones
+from tests.distributed.memory import live_bytes
 from tests.distributed.plain import Block, Net, tokens
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
@@ -49,23 +46,19 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def assert_same(found: Tensors, wanted: Tensors, why: str) -> None:
-    assert found.keys() == wanted.keys(), why
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype, (why, name)
-        assert torch.equal(found[name], value), (why, name)
+    """The same names, dtypes and bits."""
+    torch.testing.assert_close(
+        dict(found), dict(wanted), rtol=0, atol=0, msg=lambda text: f"{why}: {text}"
+    )
 
 
 def from_shards(shards: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Whole tensors of the blocks of all ranks."""
     told = everyones([(one.name, one.tensor, one.offsets, one.shape) for one in shards])
     found: dict[str, torch.Tensor] = {}
-    filled: dict[str, torch.Tensor] = {}
     for name, block, offsets, shape in itertools.chain(*told):
         place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
-        whole = found.setdefault(name, torch.zeros(shape, dtype=block.dtype))
-        whole[place] = block
-        filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))[place] = True
-    assert all(value.all() for value in filled.values())
+        found.setdefault(name, torch.full(shape, 99, dtype=block.dtype))[place] = block
     return found | {name: v.view(()) for name, v in found.items() if name == "temperature"}
 
 
@@ -138,51 +131,22 @@ def test_exported_tensors_are_those_of_the_whole_model(world: int, strategy: str
         assert first == "embedding.weight" or first.startswith("blocks.0")
 
 
-class _Counted(ShardedBuffer):
-    """Counts the bytes of copies that exist."""
-
-    alive, most, allowed = 0, 0, 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        nbytes = self.nbytes
-        for _ in range(2000):  # a thread of gloo's keeps tensors a moment longer than its work
-            if _Counted.alive + nbytes <= _Counted.allowed:
-                break
-            time.sleep(0.001)
-        _Counted.alive += nbytes
-        _Counted.most = max(_Counted.most, _Counted.alive)
-        weakref.finalize(self.tensor.untyped_storage(), _Counted._gone, nbytes)
-
-    @classmethod
-    def _gone(cls, nbytes: int) -> None:
-        cls.alive -= nbytes
-
-
 @on_ranks(2)
-@mock.patch.object(unit_copies, "ShardedBuffer", _Counted)
 def test_two_units_exist_at_a_time() -> None:
-    """And what the caller keeps."""
+    """The unit at hand and the next one."""
     model, _ = sharded("optim_grads_params")
     sizes = [
-        sum(g.layout.total_numel * (2 if g.key.dtype.is_floating_point else 4) for g in unit.groups)
+        sum(2 * g.layout.total_numel for g in unit.groups if g.key.dtype.is_floating_point)
         for unit in model.engine.units
     ]
-    largest, whole = max(sizes), sum(sizes)
-    assert whole > 3 * largest / 2
-    _Counted.allowed = 3 * largest
-    names = [name for name, _ in export_weights(model)]
-    assert 0 < _Counted.most <= 3 * largest, "a loop that keeps a variable"
-    _Counted.most, _Counted.allowed = 0, 2 * largest
-    exported = export_weights(model)
-    for name in names:
-        found, tensor = next(exported)
-        assert found == name
+    most = 2 * max(sizes)
+    assert sum(sizes) > 1.5 * most
+    gc.collect()
+    before, held = live_bytes(), []
+    for _, tensor in export_weights(model):
+        held.append(live_bytes() - before)
         del tensor
-    assert 0 < _Counted.most <= 2 * largest, "the unit at hand and the next one"
-    _Counted.allowed = whole
-    kept = [tensor for _, tensor in export_weights(model)]
-    assert _Counted.alive <= whole and len(kept) == len(names)
+    assert 0 < max(held) <= most
 
 
 @on_ranks(2)
@@ -278,6 +242,7 @@ def common(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 
 def _check(run: TopologyTrainer, label: str) -> None:
+    """Whole tensors, blocks, and those of this stage."""
     whole = whole_model(run)
     given = run.chunks if len(run.chunks) > 1 else run.chunks[0]
     for dtype in (BF16, torch.float32):
@@ -291,20 +256,18 @@ def _check(run: TopologyTrainer, label: str) -> None:
     assert_same(stage, {name: whole[name] for name in stage}, f"{label} stage")
 
 
-SHARDED_GRADS = tuple(STRATEGIES)[2:]
-RUN = [(2, topology, strategy, 1) for topology in TWO for strategy in SHARDED_GRADS]
-"""Without --full."""
 CELLS = [
-    *((2, topology, strategy, 1) for topology in TWO for strategy in STRATEGIES),
-    *((4, topology, strategy, 1) for topology in FOUR for strategy in STRATEGIES),
-    *((4, INSTANCES, strategy, 2) for strategy in SHARDED_GRADS),
-]
+    pytest.param(
+        world, topology, strategy, instances,
+        marks=pytest.mark.full if world > 2 or not row.shard_grads else (),
+    )
+    for world, topologies, instances in ((2, TWO, 1), (4, FOUR, 1), (4, (INSTANCES,), 2))
+    for topology in topologies
+    for strategy, row in STRATEGIES.items() if instances == 1 or row.shard_grads
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("world", "topology", "strategy", "instances"),
-    [pytest.param(*cell, marks=[pytest.mark.full] * (cell not in RUN)) for cell in CELLS],
-)
+@pytest.mark.parametrize(("world", "topology", "strategy", "instances"), CELLS)
 @on_ranks()
 def test_ranks_export_what_a_checkpoint_has(
     topology: Topology, strategy: str, instances: int
