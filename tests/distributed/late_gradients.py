@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -120,11 +120,9 @@ def saliency_between(model: nn.Module, step: int, rank: int, no_sync: NoSync) ->
         [grad] = torch.autograd.grad(loss_of(model, adversary), adversary)
         assert grad.abs().sum() > 0
         loss = loss_of(model, x + 0.1 * grad.sign())
-        if number == 0:
-            with no_sync():
+        if number < 2:
+            with nullcontext() if number else no_sync():
                 loss.backward()
-        elif number == 1:
-            loss.backward()
 
 
 def saliency_with_frozen_layers(
@@ -220,7 +218,7 @@ def checkpointed(
     _again(model, x.clone(), use_reentrant).backward()
 
 
-def _trained(side: Side, kind: type[Chain] = Chain, drive: Drive = plainly) -> None:
+def trained(side: Side, kind: type[Chain] = Chain, drive: Drive = plainly) -> None:
     """Steps with gradients that are averaged over the ranks."""
     torch.manual_seed(3)
     model = side.model(kind(), fsdp_unit_modules=[kind.block])
@@ -233,7 +231,7 @@ def _trained(side: Side, kind: type[Chain] = Chain, drive: Drive = plainly) -> N
 
 
 LATE_LOOPS: dict[str, Loop] = {
-    name: functools.partial(_trained, **how)
+    name: functools.partial(trained, **how)
     for name, how in {
         "teacher first": {"drive": teacher_first},
         "microbatches in one autocast": {"drive": microbatches_in_one_context},

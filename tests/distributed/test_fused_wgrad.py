@@ -1,52 +1,14 @@
-"""`gradient_accumulation_fusion`: linear layers write weight gradients into the reduce bucket.
-
-Megatron's own layers, on its matrix product where apex is missing; stock DDP with the same option
-and the same model without it are the references. Transformer Engine's layers are in
-tests/gpu/test_gpu_wgrad.py, both protocols against a plain model in tests/engine.
+"""The matrix product in place of apex's for `gradient_accumulation_fusion`. Megatron's own layers
+with it: cells of the matrix, whose reference is stock DDP with the same option. Transformer
+Engine's: tests/gpu/test_gpu_wgrad.py; both protocols against a plain model: tests/engine.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron import fused_wgrad
-from tests.distributed.shared_ranks import on_ranks
-from tests.distributed.variants import Variant, compare, marked
-
-
-def linear_layers_write(ours: Any, reference: Any, strategy: str) -> None:
-    written = [
-        pair.managed.fqns[0] for pair in ours.wrapper.engine.pairs
-        if pair.managed.writer is WgradProtocol.ACCUMULATES
-    ]  # fmt: skip
-    assert len(written) == 4 * ours.case.num_layers + 1, written
-
-
-ROWS = tuple(
-    Variant(
-        f"{name}, reference {'fused' if fused else 'not fused'}", steps=2,
-        case={"fused": True, **case}, reference={"case": {"fused": fused}},
-        expect=linear_layers_write,
-    )
-    for name, case in (
-        ("untied", {"microbatches": 3}),
-        # A weight that the output layer adds to, and autograd for the embedding.
-        ("tied", {"microbatches": 2, "tied": True, "recompute": "full-1"}),
-    )
-    for fused in (True, False)
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("row", marked(ROWS))
-@on_ranks()
-def test_fused_and_unfused_stock_ddp_take_the_same_steps(
-    row: Variant, rank: int, seed: int
-) -> None:
-    compare(row, rank, seed)
 
 
 @pytest.mark.parametrize(

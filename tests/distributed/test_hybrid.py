@@ -10,16 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.distributed.gpt import (
-    Case,
-    Trainer,
-    build_trainer,
-    init_megatron,
-)
-from tests.distributed.groups import everyones
+from tests.distributed.gpt import Trainer
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import TOPOLOGIES
 from tests.distributed.variants import (
@@ -31,14 +24,6 @@ from tests.distributed.variants import (
 
 WORLD, INSTANCES = 4, 2
 OUTER = ("no_shard", "optim")
-
-
-def _options(outer: str) -> dict[str, Any]:
-    return {"num_distributed_optimizer_instances": INSTANCES, "outer_dp_sharding_strategy": outer}
-
-
-def _init() -> torch.device:
-    return init_megatron(num_distributed_optimizer_instances=INSTANCES)
 
 
 def say_which_is_last_where_megatron_does(trainer: Trainer) -> None:
@@ -54,15 +39,25 @@ def experts_are_shared_by_instances(ours: Any, reference: Any, strategy: str) ->
     assert domains["dense"].axis.size == domains["dense"].outer_size == 2
 
 
+def placements_tell_the_outer_axis(ours: Any, reference: Any, strategy: str) -> None:
+    """What Megatron and checkpoints see of the axes."""
+    splits = ours.wrapper.ddp_config.outer_dp_sharding_strategy == "optim"
+    assert ours.wrapper.megatron_fsdp_dist_index.hsdp_outer_dp_shard is splits
+    for param in ours.wrapper.parameters():
+        assert param.placements[:2] == (Shard(0) if splits else Replicate(), Shard(0))
+        assert param.device_mesh.mesh_dim_names[:2] == ("outer_fsdp_dp", "dp_cp")
+
+
 ROWS = tuple(
     row.but(f"{row.name}, outer {outer}, {n} microbatches{'' if overlap else ', no overlap'}",
-            ddp=_options(outer), full=row.full or not overlap,
+            ddp={"outer_dp_sharding_strategy": outer}, full=row.full or not overlap,
             case={"microbatches": n, "overlap": overlap, **({} if row.topology else {"batch": 1})})
     for row, ways in (
         (Variant("like stock DDP", world=WORLD, instances=INSTANCES, random=True, steps=2,
                  begin=say_which_is_last_where_megatron_does), ((3, True), (3, False))),
         (Variant("like plain ZeRO-3", (ZERO_3,), WORLD, instances=INSTANCES, random=True,
                  begin=say_which_is_last_where_megatron_does, compare="free", steps=5,
+                 expect=placements_tell_the_outer_axis,
                  reference={"strategy": ZERO_3, "instances": 1}), ((1, True), (3, False))),
         (Variant("experts like one instance", world=WORLD, instances=INSTANCES, steps=2, full=True,
                  topology=TOPOLOGIES["ep2"], reference={"strategy": "own", "instances": 1},
@@ -78,25 +73,3 @@ def test_instances_train_like_one_and_like_stock_ddp(row: Variant, rank: int, se
     """Trap G9: the outer reduction came too late; G14: only the last microbatch counted, where
     without overlap nothing says which one that is."""
     compare(row, rank, seed)
-
-
-@on_ranks(WORLD)
-def test_meshes_and_placements_tell_the_outer_axis(rank: int) -> None:
-    """What Megatron and checkpoints see of the axes."""
-    device, case = _init(), Case()
-    for outer, placement in zip(OUTER, (Replicate(), Shard(0)), strict=True):
-        trainer = build_trainer(case, ZERO_3, device, ddp=_options(outer))
-        index = trainer.wrapper.megatron_fsdp_dist_index
-        assert index.hsdp_outer_dp_shard is (outer == "optim")
-        assert index.get_dp_group().size() == 4 and index.get_fsdp_group().size() == 2
-        assert index.get_outer_fsdp_group().size() == 2
-        held = 0
-        for param in trainer.wrapper.parameters():
-            mesh = param.device_mesh
-            assert mesh.mesh_dim_names[:2] == ("outer_fsdp_dp", "dp_cp")
-            assert tuple(mesh.get_coordinate()[:2]) == (rank // 2, rank % 2)
-            assert mesh.mesh.view(-1).tolist() == [0, 1, 2, 3]
-            assert param.placements[:2] == (placement, Shard(0))
-            held += param._local_tensor.numel()
-        whole = sum(param.numel() for param in trainer.wrapper.parameters())
-        assert sum(everyones(held)) == whole * (1 if outer == "optim" else INSTANCES)

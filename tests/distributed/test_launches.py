@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -23,8 +23,9 @@ from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedInde
 from tests.distributed.checks import check_weights
 from tests.distributed.gpt import full_all
 from tests.distributed.groups import everyones
-from tests.distributed.late_gradients import WIDTH, Block, inputs
+from tests.distributed.late_gradients import Block, Chain, inputs, trained
 from tests.distributed.launch import settle_ranks
+from tests.distributed.plain import Side
 from tests.distributed.shared_ranks import on_ranks
 
 STEPS, LR = 4, 0.05
@@ -33,23 +34,15 @@ Path = Sequence[int]
 """The blocks that a rank runs, in order; those with a minus sign (~number) for nothing."""
 
 
-class Chosen(nn.Module):
+class Chosen(Chain):
     """Blocks of one size between two linear layers of the root's, of which each call runs those
     that it is told."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.last = nn.Linear(WIDTH, 1, bias=False)
-
-    def forward(self, x: torch.Tensor, path: Path) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, path: Path) -> torch.Tensor:  # type: ignore[override]
         x = self.first(x)
         for number in path:
-            if number >= 0:
-                x = self.blocks[number](x)
-            else:
-                self.blocks[~number](x)
+            output = self.blocks[max(number, ~number)](x)
+            x = output if number >= 0 else x
         return self.last(x)
 
 
@@ -79,18 +72,6 @@ def _fresh() -> Chosen:
 def loss_of(model: nn.Module, step: int, rank: int, path: Path) -> torch.Tensor:
     given = inputs(step, 0, rank).to(next(model.parameters()).device)
     return model(given, path).float().square().mean()
-
-
-def _reference(world: int, path: Any) -> dict[str, torch.Tensor]:
-    """Weights after steps on the mean of the ranks' losses, in one process."""
-    model = _fresh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR / world)
-    for step in range(STEPS):
-        for rank in range(world):
-            loss_of(model, step, rank, path(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
 
 
 @functools.cache
@@ -167,11 +148,12 @@ def test_ranks_along_the_outer_axis_are_compared(rank: int, strategy: str) -> No
     world = 2
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "shard"))
     path = UNLIKE["another order"]
+    sides = Side(rank, world, None), Side(rank, world, strategy, {"mesh": mesh})
+    for side in sides:
+        trained(side, Chosen, lambda model, step, rank, _: loss_of(
+            model, step, rank, path(rank, step)).backward())  # fmt: skip
+    check_weights(sides[1].weights(), sides[0].weights(), "without ranks", 1e-5)
     model, optimizer = sharded(strategy, mesh)
-    for step in range(STEPS):
-        _step(model, optimizer, step, rank, path(rank, step))
-    found = full_all(dict(model.module.named_parameters()))
-    check_weights(found, _reference(world, path), "without ranks", 1e-5)
     with model.no_sync():
         loss_of(model, 0, rank, path(rank, 0)).backward()
     text = _found(model, optimizer, rank, world, path)
@@ -182,12 +164,8 @@ def test_ranks_along_the_outer_axis_are_compared(rank: int, strategy: str) -> No
 def _one_leaves(rank: int, world: int) -> None:
     model, optimizer = sharded("optim_grads")
     if rank == 1:
-        model.engine.launches.compare = _leave
+        model.engine.launches.compare = Mock(side_effect=ValueError("before the comparison"))
     _step(model, optimizer, 0, rank, (0, 1, 2, 3))
-
-
-def _leave(told: object) -> None:
-    raise ValueError("before the comparison")
 
 
 def test_a_rank_that_does_not_come_to_the_comparison_is_reported() -> None:
