@@ -62,9 +62,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable, self.master_weights = capturable, master_weights
-        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
         self.multi_tensor_adam = multi_tensor_adam
-        self.master_weight_dtype = master_weight_dtype
         self.name_to_dtype_map = {
             "exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype,
             "master_param": master_weight_dtype,
@@ -124,9 +122,8 @@ class FusedAdam(torch.optim.Optimizer):
             wide = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
             lists = [[grad.data], [param.data], [wide["exp_avg"]], [wide["exp_avg_sq"]]]
             self.multi_tensor_adam(
-                65536, self._dummy_overflow_buf, lists, group["lr"], *group["betas"], group["eps"],
-                group["step"], self.adam_w_mode, 1 if group["bias_correction"] else 0,
-                group["weight_decay"],
+                65536, None, lists, group["lr"], *group["betas"], group["eps"], group["step"],
+                self.adam_w_mode, 1 if group["bias_correction"] else 0, group["weight_decay"],
             )  # fmt: skip
             for name, value in wide.items():
                 self.state[param][name].copy_(value)

@@ -214,16 +214,13 @@ def agree_on(chunks: Sequence[Any], nbytes: int) -> None:
 
 
 def give_up(ddp: DistributedDataParallel) -> None:
-    """Gives back the memory of a stock DDP model that nobody needs any more. Its hooks on
+    """Gives back the memory of a stock DDP model that is not needed any more. Its hooks on
     autograd's nodes are cycles that the collector cannot see, so deleting it frees nothing."""
-    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-        for held in (buffer.param_data, buffer.grad_data):
-            if held is not None:
-                held.untyped_storage().resize_(0)
-    for param in ddp.parameters():
-        main = getattr(param, "main_param", None)
-        if main is not None:
-            main.untyped_storage().resize_(0)
+    buffers = (*ddp.buffers, *ddp.expert_parallel_buffers)
+    held = [data for buffer in buffers for data in (buffer.param_data, buffer.grad_data)]
+    for tensor in (*held, *(getattr(param, "main_param", None) for param in ddp.parameters())):
+        if tensor is not None:
+            tensor.untyped_storage().resize_(0)
 
 
 def optimizer_config(case: Case, **options: Any) -> OptimizerConfig:

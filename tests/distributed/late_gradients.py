@@ -151,7 +151,7 @@ def gradient_penalty(model: nn.Module, step: int, rank: int, no_sync: NoSync) ->
 
 
 def _slope(value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """Its graph is kept where somebody trains through it."""
+    """Its graph is kept where it is trained through."""
     trains = value.requires_grad and torch.is_grad_enabled()
     with torch.enable_grad():
         [grad] = torch.autograd.grad(value.sum(), of, create_graph=trains, retain_graph=True)
@@ -201,8 +201,8 @@ def evaluated_too(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> No
 
 
 def _again(model: nn.Module, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
-    given = x.requires_grad_()
-    return checkpoint(model, given, use_reentrant=use_reentrant).float().square().mean()
+    output = checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)
+    return output.float().square().mean()
 
 
 def checkpointed(

@@ -53,6 +53,7 @@ from tests.distributed.fsdp2_shapes import (
     with_spare_layer,
     wrapped_whole,
 )
+from tests.distributed.gpt import full, full_all
 from tests.distributed.plain import Block, Net, tokens
 from tests.distributed.shared_ranks import on_ranks
 
@@ -76,7 +77,7 @@ def train(
             loss.backward()
             losses.append(loss.item())
         norm = nn.utils.clip_grad_norm_(made.parameters(), most)
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        norms.append(full(norm).item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms
@@ -91,10 +92,7 @@ def named(made: Any) -> dict[str, Any]:
 
 
 def whole(made: Any) -> dict[str, torch.Tensor]:
-    return {
-        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
-        for name, param in named(made).items()
-    }
+    return full_all(named(made))
 
 
 def adam(made: Any) -> torch.optim.Optimizer:
@@ -247,7 +245,7 @@ def test_what_either_has_after_some_steps_goes_on_in_the_other(rank: int) -> Non
 
 def moments_of(made: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {
-        f"{name}.{key}": value.full_tensor() if isinstance(value, DTensor) else value
+        f"{name}.{key}": full(value)
         for name, param in named(made).items()
         for key, value in optimizer.state[param].items()
     }
