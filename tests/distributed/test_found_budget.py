@@ -65,10 +65,9 @@ def keeps(weights: int, grads: int, budget: int) -> Any:
         ours.wrapper.zero_grad_buffer()
         ahead = ours.wrapper.engine.order.first()  # gathered for the next forward
         for unit in units:
-            buckets = [group.bucket for group in unit.groups]
-            gathered = [full for group in unit.groups for full in group.weights]
-            taken = buckets if unit.ordinal in ahead else buckets + gathered
-            assert not any(storage_bytes(buffer.tensor) for buffer in taken)
+            for group in unit.groups:
+                taken = [group.bucket, *(() if unit.ordinal in ahead else group.weights)]
+                assert not any(storage_bytes(buffer.tensor) for buffer in taken)
 
     return check
 

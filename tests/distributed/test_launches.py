@@ -103,21 +103,18 @@ def _step(model: Any, optimizer: Any, step: int, rank: int, path: Path) -> None:
     optimizer.zero_grad()
 
 
-def _found(model: Any, optimizer: Any, rank: int, world: int, path: Any) -> str:
-    """The error of a step, which must be the same on all ranks."""
+def _error_of_a_step(model: Any, optimizer: Any, rank: int, world: int, path: Any) -> str:
+    """The same on all ranks; it names what the second one has launched, and what the others."""
     with pytest.raises(RuntimeError) as caught:
         _step(model, optimizer, 0, rank, path(rank, 0))
-    texts = everyones(str(caught.value))
-    assert len(set(texts)) == 1, texts
-    return texts[0]
-
-
-def _check_text(text: str, world: int) -> None:
+    text = str(caught.value)
+    assert everyones(text) == [text] * world
     others = [rank for rank in range(world) if rank != 1]
     found = dict(re.findall(r"  - ranks (\[.*\]): (?:weights|gradients) of (\S+) ", text))
     assert found.keys() == {str(others), "[1]"}, text
     assert {found[str(others)], found["[1]"]} <= {f"blocks.{i}/dense" for i in range(4)}, text
     assert "launched different collectives" in text and "times 0" in text, text
+    return text
 
 
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
@@ -135,7 +132,7 @@ def test_ranks_that_use_other_units_are_told_so_and_like_ones_train(
         if (name, strategy) in HANGS:
             continue
         model, optimizer = sharded(strategy)
-        _check_text(_found(model, optimizer, rank, world, path), world)
+        _error_of_a_step(model, optimizer, rank, world, path)
         kept = full_all(dict(model.named_parameters()))
         assert all(torch.equal(kept[f"module.{n}"], p) for n, p in _fresh().named_parameters())
 
@@ -156,9 +153,7 @@ def test_ranks_along_the_outer_axis_are_compared(rank: int, strategy: str) -> No
     model, optimizer = sharded(strategy, mesh)
     with model.no_sync():
         loss_of(model, 0, rank, path(rank, 0)).backward()
-    text = _found(model, optimizer, rank, world, path)
-    _check_text(text, world)
-    assert "(outer axis)" in text
+    assert "(outer axis)" in _error_of_a_step(model, optimizer, rank, world, path)
 
 
 def _one_leaves(rank: int, world: int) -> None:
