@@ -41,7 +41,7 @@ class HybridEPBuffer:
     def _added_up(self, of_all: torch.Tensor) -> torch.Tensor:
         """The reverse: this rank's rows of the sums over the ranks."""
         dist.all_reduce(of_all, group=self.group)
-        return of_all.chunk(self.group.size())[self.group.rank()]
+        return of_all.chunk(self.group.size())[self.group.rank()].clone()  # no view: it is changed
 
     def dispatch_with_permute(self, *, hidden: torch.Tensor, routing_map: Any = None,
                               probs: Any = None, handle: Any = None,
