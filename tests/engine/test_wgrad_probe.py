@@ -5,11 +5,10 @@ Transformer Engine's own classes: tests/gpu/test_gpu_wgrad.py.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,35 +38,35 @@ CPU = torch.device("cpu")
 
 
 class Fusing(nn.Module):
-    """Two weights, one of which has a habit of its own if asked for."""
+    """A norm, and a weight of each habit; while one is `forced`, all have that."""
 
-    def __init__(self, habit: str, second: str | None = None, **options: Any) -> None:
+    forced: str | None = None
+
+    def __init__(self, *habits: str) -> None:
         super().__init__()
-        self.habits = (habit, second or habit)
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(2))
+        self.habits = habits
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(SIZE, SIZE)) for _ in habits)
         self.norm = nn.Parameter(torch.ones(SIZE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight, habit in zip(self.weights, self.habits, strict=True):
-            x = HabitualProduct.apply(x, weight, habit)
+            x = HabitualProduct.apply(x, weight, self.forced or habit)
         return x * self.norm
 
 
+ADDS, DEAF = Observed(adds=True), Observed(True, True, ignores_flag_under_hooks=True)
 SEEN = {
-    "asks in backward": Observed(adds=True, overwrites_in_backward=True),
-    "asks what it saved": Observed(
-        adds=True, overwrites_in_backward=True, ignores_flag_under_hooks=True
-    ),
-    "asks in forward": Observed(
-        adds=True, overwrites_in_backward=False, overwrites_in_forward=True
-    ),
-    "asks for the flag in forward": Observed(adds=True),
-    "asks the quantized weight": Observed(adds=True),
-    "adds": Observed(adds=True),
-    "always overwrites": Observed(
-        adds=False, overwrites_in_backward=False, overwrites_in_forward=True
-    ),
-    "writes nothing": Observed(adds=False),
+    ("asks in backward",): Observed(adds=True, overwrites_in_backward=True),
+    ("asks what it saved",): DEAF,
+    ("asks in forward",): Observed(adds=True, overwrites_in_forward=True),
+    ("asks for the flag in forward",): ADDS,
+    ("asks the quantized weight",): ADDS,
+    ("adds",): ADDS,
+    ("always overwrites",): Observed(adds=False, overwrites_in_forward=True),
+    ("writes nothing",): Observed(adds=False),
+    # A class is as good as its worst weight.
+    ("asks in backward", "adds"): ADDS,
+    ("asks in backward", "asks what it saved"): DEAF,
 }
 
 
@@ -75,25 +74,12 @@ def _maker(*habits: str) -> Maker:
     return Maker(lambda **options: Fusing(*habits))
 
 
-def _observe(maker: Maker) -> Observed:
-    return observe(maker, Precision("weights"), torch.float32, torch.float32, CPU)
-
-
-@pytest.mark.parametrize("habit", SEEN)
-def test_each_protocol_is_seen_for_what_it_is(habit: str) -> None:
-    assert _observe(_maker(habit)) == SEEN[habit]
-
-
-def test_a_class_is_as_good_as_its_worst_weight() -> None:
-    assert _observe(_maker("asks in backward", "adds")) == Observed(adds=True)
-    seen = _observe(_maker("asks in backward", "asks what it saved"))
-    assert seen == SEEN["asks what it saved"]
-
-
-def test_looking_draws_no_random_numbers() -> None:
+@pytest.mark.parametrize("habits", SEEN, ids=" and ".join)
+def test_each_protocol_is_seen_for_what_it_is(habits: tuple[str, ...]) -> None:
+    """And to look draws no random numbers."""
     before = torch.get_rng_state()
-    _observe(_maker("adds"))
-    assert torch.equal(torch.get_rng_state(), before)
+    seen = observe(_maker(*habits), Precision("weights"), torch.float32, torch.float32, CPU)
+    assert seen == SEEN[habits] and torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -101,13 +87,10 @@ def test_histories_of_transformer_engine_are_as_before(
     monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
     """In both of the forms that its tables have had."""
-
-    class Tables:
-        __slots__ = ("autocast_depth", "fp8_tensors_recompute_buffer", "global_amax_buffer")
-
-    tables = Tables()
-    tables.global_amax_buffer, tables.autocast_depth = {"key": [1]}, 3
-    tables.fp8_tensors_recompute_buffer = [2]
+    tables = SimpleNamespace(
+        global_amax_buffer={"key": [1]}, autocast_depth=3, fp8_tensors_recompute_buffer=[2]
+    )
+    before = copy.deepcopy(tables)
     manager = SimpleNamespace(quantization_state=tables) if nested else tables
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
@@ -117,21 +100,11 @@ def test_histories_of_transformer_engine_are_as_before(
         tables.global_amax_buffer["key"].append(7)
         tables.global_amax_buffer["other"] = [8]
         tables.fp8_tensors_recompute_buffer.append(9)
-    assert tables.global_amax_buffer == {"key": [1]} and tables.autocast_depth == 3
-    assert tables.fp8_tensors_recompute_buffer == [2]
+    assert tables == before
 
 
 def test_a_recipe_reduces_nothing_while_looking() -> None:
-    @dataclass
-    class Delayed:
-        margin: int = 0
-        reduce_amax: bool = True
-
-    class OfConfig(Delayed):
-        def __init__(self, config: Any) -> None:
-            super().__init__(margin=config.margin)
-
-    given = OfConfig(SimpleNamespace(margin=3))
+    given = SimpleNamespace(margin=3, reduce_amax=True)
     alone = wgrad_probe.without_reductions(given)
     assert (alone.margin, alone.reduce_amax, given.reduce_amax) == (3, False, True)
     tensorwise = SimpleNamespace(margin=1)
@@ -155,12 +128,11 @@ def test_a_subclass_is_looked_at_as_its_nearest_known_base() -> None:
 
 @pytest.fixture
 def makers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Maker]:
-    """Rows for classes of this file; what was seen before is forgotten before and after."""
-    rows: dict[str, Maker] = {}
-    monkeypatch.setattr(wgrad_probe, "MAKERS", rows)
-    wgrad_probe.observed_once.cache_clear()
-    yield rows
-    wgrad_probe.observed_once.cache_clear()
+    """Rows for classes of this file, and of what was seen before nothing is known."""
+    anew = functools.cache(wgrad_probe.observed_once.__wrapped__)
+    monkeypatch.setattr(wgrad_probe, "observed_once", anew)
+    monkeypatch.setattr(wgrad_probe, "MAKERS", {})
+    return wgrad_probe.MAKERS
 
 
 NAME = "transformer_engine.LayerNormLinear"
@@ -175,19 +147,6 @@ def observer(
     )  # fmt: skip
 
 
-class Inside:
-    """A context, of a name, that tells whether code runs inside."""
-
-    def __init__(self) -> None:
-        self.entered: list[str] = []
-
-    @contextmanager
-    def of(self, name: str) -> Any:
-        self.entered.append(name)
-        yield
-        self.entered.remove(name)
-
-
 def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> None:
     make = mock.Mock(side_effect=lambda **options: Fusing("adds"))
     makers[NAME] = Maker(make)
@@ -200,15 +159,8 @@ def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> N
 
 def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]) -> None:
     """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantized weight."""
-    inside = Inside()
-
-    class Fickle(Fusing):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.habits = ("adds" if inside.entered else "asks in backward",) * 2
-            return super().forward(x)
-
-    makers[NAME] = Maker(lambda **options: Fickle("adds"))
-    fp8 = Precision("FP8", functools.partial(inside.of, "FP8"))
+    makers[NAME] = _maker("asks in backward")
+    fp8 = Precision("FP8", lambda: mock.patch.object(Fusing, "forced", "adds"))
     one, both = observer(), observer(Precision("weights"), fp8)
     assert one(ColumnParallel(), torch.float32).overwrites_in_backward
     assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
@@ -232,7 +184,7 @@ def test_a_layer_whose_weights_an_operation_reads_is_taken_to_add(
 ) -> None:
     makers[NAME] = _maker("asks in backward")
     layer = ColumnParallel()
-    for fused, expected in ((True, UNKNOWN), (False, SEEN["asks in backward"])):
+    for fused, expected in ((True, UNKNOWN), (False, SEEN["asks in backward",])):
         holder: Any = nn.Sequential(layer)
         holder._with_fused_impl = fused
         looks = observer(by_operations=read_by_operations(holder))
@@ -242,16 +194,18 @@ def test_a_layer_whose_weights_an_operation_reads_is_taken_to_add(
 def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[str, Maker]) -> None:
     """Transformer Engine 2.11 looks for the flag on the weight that it computes with: where that is
     the parameter itself, it is there."""
-    inside = Inside()
+    inside: dict[str, bool] = {}
     makers[NAME] = Maker(
-        lambda **options: Fusing("asks in backward" if inside.entered == ["made"] else "adds")
+        lambda **options: Fusing("asks in backward" if [*inside] == ["made"] else "adds")
     )
-    made, computed = (functools.partial(inside.of, name) for name in ("made", "computed"))
+    made, computed = (
+        functools.partial(mock.patch.dict, inside, {name: True}) for name in ("made", "computed")
+    )
     looks = observer(quantized=Precision("FP8", computed, made))
     assert looks(ColumnParallel(), torch.float32, True).overwrites_in_backward
     assert looks(ColumnParallel(), torch.float32) == Observed(adds=True)
     assert observer()(ColumnParallel(), torch.float32, True) == UNKNOWN
-    assert inside.entered == []
+    assert not inside
 
 
 def test_what_cannot_be_run_is_said_and_cleared_first(makers: dict[str, Maker]) -> None:
@@ -280,30 +234,25 @@ class _Fused(ColumnParallel):
     fuse_wgrad_accumulation = True
 
 
-WRITERS = {
-    Observed(True, True, True): WgradProtocol.OVERWRITES,
-    Observed(True, True, False, True): WgradProtocol.OVERWRITES_UNHOOKED,
-    Observed(True, False, True): WgradProtocol.OVERWRITES_EARLY,
-    Observed(True, False, False): WgradProtocol.ACCUMULATES,
-}
+@pytest.mark.parametrize(("seen", "expected"), [
+    ([Observed(True, True, True)], WgradProtocol.OVERWRITES),
+    ([Observed(True, True, False, True)], WgradProtocol.OVERWRITES_UNHOOKED),
+    ([Observed(True, False, True)], WgradProtocol.OVERWRITES_EARLY),
+    ([ADDS], WgradProtocol.ACCUMULATES),
+    # A weight of two kinds of modules.
+    ([Observed(True, True, True), Observed(True, False, True)], WgradProtocol.ACCUMULATES),
+])  # fmt: skip
+def test_what_was_not_seen_to_overwrite_is_cleared_first(
+    seen: list[Observed], expected: WgradProtocol
+) -> None:
+    owners = [SimpleNamespace(fuse_wgrad_accumulation=True, seen=one) for one in seen]
+    assert grad_writer(_managed(*owners), lambda owner, *asked: owner.seen) is expected
 
 
-@pytest.mark.parametrize("seen", WRITERS)
-def test_what_was_not_seen_to_overwrite_is_cleared_first(seen: Observed) -> None:
-    assert grad_writer(_managed(OWNER), lambda *asked: seen) is WRITERS[seen]
-
-
-def test_who_neither_adds_nor_overwrites_is_refused() -> None:
-    for seen in (Observed(False), Observed(False, False, True)):
-        with pytest.raises(ValueError, match="SimpleNamespace neither adds .* Set gradient_accum"):
-            grad_writer(_managed(OWNER), lambda *asked, s=seen: s)
-
-
-def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
-    habits = {"one": Observed(True, True, True), "other": Observed(True, False, True)}
-    owners = [SimpleNamespace(fuse_wgrad_accumulation=True, habit=name) for name in habits]
-    writer = grad_writer(_managed(*owners), lambda owner, *rest: habits[owner.habit])
-    assert writer is WgradProtocol.ACCUMULATES
+@pytest.mark.parametrize("seen", [Observed(False), Observed(False, False, True)])
+def test_who_neither_adds_nor_overwrites_is_refused(seen: Observed) -> None:
+    with pytest.raises(ValueError, match="SimpleNamespace neither adds .* Set gradient_accum"):
+        grad_writer(_managed(OWNER), lambda *asked: seen)
 
 
 @pytest.mark.parametrize(
