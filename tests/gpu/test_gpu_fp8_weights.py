@@ -1,5 +1,5 @@
 """Quantized weights: bytes and scales that this package's kernels make of main weights are those of
-Transformer Engine's, bit for bit; on one GPU, or on two.
+Transformer Engine's, bit for bit, and of the emulated library's on the host; on one GPU, or on two.
 
     python -m pytest -q -rA tests/gpu/test_gpu_fp8_weights.py
 """
@@ -9,45 +9,25 @@ from __future__ import annotations
 import torch
 
 from tests.gpu.gpu_ranks import Check, Outcomes, expecting
-from tests.quantized.te_checks import (
-    host_is_the_device,
-    nothing_waits,
-    ranks_are_te,
-    shards_are_the_whole,
-)
-from tests.quantized.te_modules import (
-    MODULES,
-    modules_compute_from_buffers,
-    quantizers_are_te,
-)
-from tests.quantized.te_weights import NASTY, RECIPES
+from tests.quantized.emulated import RECIPES, TE_RECIPES
+from tests.quantized.te_checks import nothing_waits, shards_are_the_whole
+from tests.quantized.te_weights import NASTY
 
 GPUS = 1
 
-CELLS = [(recipe, nasty) for recipe in RECIPES for nasty in NASTY]
 CHECKS = {
     **{
-        f"{label}, {recipe}, {nasty or 'usual'}": Check(check, (recipe, nasty, count))
-        for label, check, count in (
-            ("shards are the whole", shards_are_the_whole, 10),
-            ("the host is the device", host_is_the_device, 4),
+        f"shards are the whole, {recipe}, {nasty or 'usual'}": Check(
+            shards_are_the_whole, (recipe, nasty, 10)
         )
-        for recipe, nasty in CELLS
+        for recipe in (*RECIPES, *TE_RECIPES)
+        for nasty in NASTY
     },
     **{
-        f"two ranks are TE's, {recipe}, {kind}": Check(ranks_are_te, (recipe, kind))
-        for recipe in RECIPES
-        for kind in ("cut", "first rank only", "wide")
+        f"wide, {recipe}": Check(shards_are_the_whole, (recipe, "", 2, 8192))
+        for recipe in TE_RECIPES
     },
-    **{f"quantizers are TE's, {recipe}": Check(quantizers_are_te, (recipe,)) for recipe in RECIPES},
-    **{
-        f"modules compute from buffers, {recipe}, {name}": Check(
-            modules_compute_from_buffers, (recipe, name)
-        )
-        for recipe in ("current", "delayed", "blockwise")
-        for name in MODULES
-    },
-    "nothing waits": Check(nothing_waits),
+    **{f"nothing waits, {recipe}": Check(nothing_waits, (recipe,)) for recipe in RECIPES},
 }
 OUTCOMES = Outcomes(
     CHECKS, timeout_s=240.0, backend="nccl" if torch.cuda.device_count() > 1 else "gloo"

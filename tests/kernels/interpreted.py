@@ -21,7 +21,7 @@ from megatron_fsdp_adapter.comm import triton_sums
 from megatron_fsdp_adapter.optim.muon import triton_symmetric
 from megatron_fsdp_adapter.quantized import e4m3, triton_e4m3
 from megatron_fsdp_adapter.quantized.e4m3 import BlockCast, OwnRows, TensorCast
-from tests.quantized.te_checks import Shard, quantize
+from tests.quantized.te_checks import Shards, found_in
 from tests.quantized.te_weights import NASTY, RECIPES, random_case
 
 FLOATS = {
@@ -43,10 +43,11 @@ def convert(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarr
 def bits(recipe: str, seed: int, nasty: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     case = random_case(recipe, seed, dtype, nasty, "cpu")
-    shards = [Shard(case, number, 5 if seed % 2 else 64) for number in range(case.shards)]
+    shards = Shards(case, [recipe], 5 if seed % 2 else 64)
     with mock.patch.object(e4m3, "kernels_for", kernels):
-        found = quantize(recipe, shards)
-    return [*found.values(), *(memory for shard in shards for memory in shard.memory)]
+        shards.quantize()
+    noted = [found_in(one.param) for own in shards.weights for one in own]
+    return [*shards.memory, *(torch.stack([one]) for found in noted for one in found.values())]
 
 
 def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
@@ -60,7 +61,7 @@ def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
         data = plane[first : first + main.numel()]
         made.append(OwnRows(tuple(main.shape), 0, main.view(-1), (data,)))
         first += main.numel()
-    cast_class = BlockCast if recipe == "blockwise" else TensorCast
+    cast_class = BlockCast if recipe == "block128" else TensorCast
     with mock.patch.object(e4m3, "kernels_for", kernels):
         cast = cast_class(made, torch.bfloat16).only({0, 2}, True)
         vector = torch.zeros(cast.amax_numel)
@@ -87,7 +88,7 @@ def casts() -> Iterator[Line]:
         f"{recipe}, {nasty or 'usual'}": functools.partial(bits, recipe, seed, nasty)
         for recipe in RECIPES for seed, nasty in enumerate(NASTY)
     }  # fmt: skip
-    for recipe in ("tensorwise", "blockwise"):
+    for recipe in ("tensorwise", "block128"):
         cases[f"{recipe}, planes that move"] = functools.partial(moved, recipe)
     for name, case in cases.items():
         pairs = zip(case(lambda device: None), case(lambda device: triton_e4m3), strict=True)

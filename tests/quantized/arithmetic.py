@@ -47,7 +47,7 @@ def scale_of(amax: float, powers: bool = False, epsilon: float = 0.0) -> float:
 def scales_of(amaxes: torch.Tensor, powers: bool = False, epsilon: float = 0.0) -> torch.Tensor:
     """The scale of each amax."""
     found = [scale_of(one, powers, epsilon) for one in amaxes.flatten().tolist()]
-    return torch.tensor(found).view(amaxes.shape)
+    return torch.tensor(found, device=amaxes.device).view(amaxes.shape)
 
 
 # One scale for 128 x 128.

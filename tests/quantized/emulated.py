@@ -3,8 +3,7 @@ with its fields, so that `megatron_fsdp_adapter.quantized` takes them for the re
 weights are quantized by `arithmetic`. And a linear map that reads such weights as Transformer
 Engine's layers do: emulated ones, and those of its own classes (`te_extension`).
 
-RECIPES: how scales come about. "current" and "delayed" scaling have one format. TE_RECIPES: the
-same in Transformer Engine's own classes.
+TE_RECIPES: the recipes of weights in Transformer Engine's own classes.
 
 Checked against the classes and fields of `pytorch/tensor` of Transformer Engine 2.11 and 2.20. A
 write in place into a weight goes to a copy of its values; there are no workspaces and no caches.
@@ -22,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from megatron_fsdp_adapter.core.layout import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
 from megatron_fsdp_adapter.quantized import TransformerEngineParams
 from megatron_fsdp_adapter.quantized.e4m3 import scales_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
@@ -30,11 +28,9 @@ from megatron_fsdp_adapter.quantized.weights import QuantizedWeight, Quantizers
 from tests.engine.fused_linear import left_to_autograd, taken_early
 from tests.quantized import arithmetic as math
 from tests.quantized import te_weights
+from tests.quantized.te_weights import RECIPES
 
-RECIPES: Mapping[str, WeightFormat] = {
-    "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
-}  # fmt: skip
-TE_RECIPES = {f"te {recipe}": recipe for recipe in te_weights.RECIPES}
+TE_RECIPES = {f"te {recipe}": recipe for recipe in RECIPES}
 PLANES = KINDS["MXFP8Tensor"].planes
 """The field that each plane of MXFP8 is in."""
 
@@ -62,7 +58,7 @@ class EmulatedQuantizer:
         """What happens at the end of a forward pass with delayed scaling."""
         used = self.amax > 0
         self.scale = torch.where(used, math.scales_of(self.amax), self.scale)
-        self.amax = torch.zeros(1)
+        self.amax = torch.zeros_like(self.amax)
 
 
 class Float8Quantizer(EmulatedQuantizer):
@@ -202,7 +198,8 @@ def quantized_parameter(value: torch.Tensor, recipe: str) -> Any:
     """A parameter that keeps the value it was made from, by one of `RECIPES` or `TE_RECIPES`."""
     if recipe in RECIPES:
         return emulated_parameter(value, recipe)
-    wants = te_weights.quantizer(TE_RECIPES[recipe], torch.tensor([100.0, 0.0]))
+    slots = torch.tensor([100.0, 0.0], device=value.device)
+    wants = te_weights.quantizer(TE_RECIPES[recipe], slots)
     return te_weights.te_parameter(value, wants)
 
 
@@ -217,12 +214,15 @@ def roll(weight: Any) -> None:
 
 
 def emulated_parameter(value: torch.Tensor, recipe: str) -> nn.Parameter:
-    """A parameter that keeps the value it was made from."""
-    quantizer = quantizer_of(recipe)
-    fields = whole_fields(value, quantizer, value.dtype)
+    """A parameter that keeps the value it was made from. On a GPU its fields are on the host."""
+    quantizer, host = quantizer_of(recipe), value.cpu()
+    fields = whole_fields(host, quantizer, value.dtype)
     if recipe == "delayed":
         quantizer.roll()
-        fields = whole_fields(value, quantizer, value.dtype)
+        fields = whole_fields(host, quantizer, value.dtype)
+    quantizer.scale, quantizer.amax = (
+        one.to(value.device) for one in (quantizer.scale, quantizer.amax)
+    )
     param = nn.Parameter(make(value.shape, value.dtype, quantizer, fields))
     param._high_precision_init_val = value.detach().clone()  # type: ignore[attr-defined]
     return param

@@ -1,111 +1,109 @@
 """Comparisons, bit for bit, of what this package makes of main weights with what Transformer Engine
-makes of them: on GPUs, and on the host with a stand-in for its extension.
+makes of them, or the emulated library: on GPUs, and on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
+from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.quantized import e4m3
-from megatron_fsdp_adapter.quantized.e4m3 import (
-    BlockCast,
-    MxCast,
-    OwnRows,
-    TensorCast,
-    write_scales,
-)
-from tests.quantized.te_weights import (
-    POISON,
-    RECIPES,
-    Case,
-    cut,
-    data_of,
-    planes_of,
-    random_case,
-    scales_of,
-    te_needs_rows,
-    te_params,
-    te_quantize,
-)
+from megatron_fsdp_adapter.quantized.weights import QuantizedWeight
+from tests.quantized.emulated import TE_RECIPES, quantize_whole, quantized_parameter, roll
+from tests.quantized.te_weights import KNOWS, RECIPES, Case, planes_of, random_case
 
-ROUNDED = torch.bfloat16
-SCALE = 300.0
-"""Of delayed scaling; what follows of it saturates here and there."""
-Bits = dict[str, torch.Tensor]
+POISON = 0xAA
 
 
-class Shard:
-    """Poisoned memory for the bytes of one shard of some weights, with room around each."""
+def found_in(param: Any) -> dict[str, torch.Tensor]:
+    """Scales, and the amax that delayed scaling has noted, by name."""
+    found = {f"scale {index}": scale for index, scale in enumerate(KNOWS.scales(param))}
+    is_delayed = type(param._quantizer).__name__ == "Float8Quantizer"
+    return found | ({"amax": param._quantizer.amax} if is_delayed else {})
 
-    def __init__(self, case: Case, number: int, room: int, device: str | None = None) -> None:
-        self.ranges, self.room = case.ranges[number], room
+
+class Shards:
+    """What the ranks of a domain have of weights: parameter objects, rows, in poisoned memory with
+    room around, and quantizers. The weights have the recipes in turn. `whole`: parameters that are
+    not sharded, of the emulated library on the host."""
+
+    def __init__(self, case: Case, recipes: list[str], room: int) -> None:
+        self.case, self.room = case, room
+        self.recipes = [recipes[index % len(recipes)] for index in range(len(case.mains))]
         self.memory: list[torch.Tensor] = []
-        self.rows = [
-            self._rows(case.recipe, main.to(device or main.device), *one)
-            for main, one in zip(case.mains, self.ranges, strict=True)
+        self.whole = [
+            self._param(main.cpu() if recipe in RECIPES else main, recipe)
+            for main, recipe in zip(case.mains, self.recipes, strict=True)
         ]
+        self.weights = [
+            [self._weight(index, extent) for index, extent in enumerate(ranges)]
+            for ranges in case.ranges
+        ]
+        self.quantizers = [[one for one, _ in KNOWS.quantizers(own)] for own in self.weights]
 
-    def _plane(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        memory = torch.full((numel + 2 * self.room,), POISON, dtype=torch.uint8, device=like.device)
-        self.memory.append(memory)
-        return memory[self.room : self.room + numel]
+    @staticmethod
+    def _param(main: torch.Tensor, recipe: str) -> Any:
+        made = quantized_parameter(main.bfloat16(), recipe)
+        roll(made)
+        return made
 
-    def _rows(self, recipe: str, main: torch.Tensor, start: int, stop: int) -> OwnRows:
-        shape, flat = tuple(main.shape), main.view(-1)[start:stop].clone()
-        numel = flat.numel()
-        sizes = [numel, numel, numel // 32, numel // 32] if recipe == "mxfp8" else [numel]
-        planes = [self._plane(size, flat) for size in sizes]
-        return OwnRows(shape, start, flat, tuple(planes))
+    def _weight(self, index: int, extent: FlatRange) -> QuantizedWeight:
+        main, format = self.case.mains[index], RECIPES[self.case.recipe]
+        own = main.view(-1)[extent.start : extent.stop].view(-1, main.shape[1])
+        planes = {}
+        for plane in format.planes:
+            numel = plane.numel(own.numel())
+            memory = torch.full((numel + 2 * self.room,), POISON, dtype=torch.uint8).to(main.device)
+            self.memory.append(memory)
+            within = memory[self.room : self.room + numel]
+            planes[plane.name] = within.view(plane.shape((len(own), main.shape[1])))
+        param = self._param(main, self.recipes[index])
+        return QuantizedWeight(param, f"w{index}", format, extent.start, own, True, planes)
 
-    def check_untouched(self) -> None:
+    def quantize(self) -> None:
+        """All ranks at once, with the MAX over their amaxes between the two passes."""
+        for kind in zip(*self.quantizers, strict=True):
+            amaxes = torch.full((len(kind), kind[0].amax_numel), torch.nan)
+            amaxes = amaxes.to(self.case.mains[0].device)
+            for quantizer, vector in zip(kind, amaxes, strict=True):
+                if vector.numel():
+                    quantizer.bind(vector)
+                quantizer.begin()
+            amaxes.copy_(amaxes.amax(0).expand_as(amaxes).clone())
+            for quantizer in kind:
+                quantizer.finish()
+
+    def check(self, label: str) -> None:
+        """Planes of all rows, scales and amaxes on every rank, against whole weights."""
+        for param, main in zip(self.whole, self.case.mains, strict=True):
+            quantize_whole(param, main.to(param.device))
         for memory in self.memory:
             around = torch.cat([memory[: self.room], memory[len(memory) - self.room :]])
-            assert bool((around == POISON).all()), "bytes outside the shard were written"
+            assert bool((around == POISON).all()), f"{label}: bytes outside a shard were written"
+        for rank, (weights, ranges) in enumerate(zip(self.weights, self.case.ranges, strict=True)):
+            for weight, whole, extent in zip(weights, self.whole, ranges, strict=True):
+                found, expected = found_in(weight.param), found_in(whole)
+                fields = KNOWS.fields(whole)
+                for plane in weight.format.planes:
+                    found[plane.name], held = weight.planes[plane.name], plane.range(extent)
+                    expected[plane.name] = fields[plane.name].reshape(-1)[held.start : held.stop]
+                same_planes(found, expected, f"{label}, rank {rank}, {weight.name}")
 
-
-def quantize(recipe: str, shards: Sequence[Shard], reduce: bool = False) -> Bits:
-    """All shards at once, as ranks would with a MAX over their amaxes between the two passes; with
-    `reduce` one shard, and the MAX over the ranks that there are. Returns amaxes and scales."""
-    rows = [shard.rows for shard in shards]
-    if recipe == "mxfp8":
-        for own in rows:
-            MxCast(own, ROUNDED).finish()
-        return {}
-    made = [(BlockCast if recipe == "blockwise" else TensorCast)(own, ROUNDED) for own in rows]
-    first = made[0]
-    numel = first.amax_numel
-    device = rows[0][0].main.device
-    amaxes = torch.zeros(len(rows), numel, device=device)
-    scales = torch.full((numel,), SCALE, device=device)
-    inverses = torch.full_like(scales, 7.0)
-    for one, own in zip(made, amaxes, strict=True):
-        if recipe == "delayed":
-            one.finish(scales, own)  # type: ignore[call-arg]
-        else:
-            one.begin(own)
-    largest = amaxes.amax(0)
-    if reduce:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    if recipe == "delayed":
-        torch.reciprocal(scales, out=inverses)
-        return {"amaxes": largest, "inverses": inverses}
-    write_scales(largest, scales, inverses, powers_of_two=recipe == "blockwise")
-    for one in made:
-        one.finish(scales)
-    return {"amaxes": largest, "scales": scales, "inverses": inverses}
+    def roll(self) -> None:
+        """What happens to delayed scaling between two steps."""
+        for params in (self.whole, *([one.param for one in own] for own in self.weights)):
+            for param in params:
+                roll(param)
 
 
 def same(mine: torch.Tensor, other: torch.Tensor, label: str) -> None:
     assert mine.numel() == other.numel(), f"{label}: {mine.shape} and {other.shape}"
     # A single element is contiguous whatever its stride, and not a view of bytes for all that.
     flat = [torch.cat([one.reshape(-1), one.new_empty(0)]) for one in (mine, other)]
-    a, b = (one.view(torch.uint8) for one in flat)
+    a, b = (one.view(torch.uint8).cpu() for one in flat)
     differ = (a != b).nonzero().view(-1)
     if len(differ):
         at = differ[:4].tolist()
@@ -123,32 +121,6 @@ def same_planes(mine: Any, other: Any, label: str) -> None:
         same(one[name], value, f"{label}, {name}")
 
 
-def check_against(case: Case, params: list, shards: Sequence[Shard], label: str) -> None:
-    """Bytes of all shards, and MXFP8's scales, against whole weights."""
-    for number, shard in enumerate(shards):
-        shard.check_untouched()
-        for index, ((start, stop), own) in enumerate(zip(shard.ranges, shard.rows, strict=True)):
-            name, param = f"{label}, shard {number}, weight {index}", params[index]
-            same(own.planes[0], data_of(param).view(-1)[start:stop], name)
-            if len(own.planes) > 1 and own.numel:
-                k = case.shapes[index][1]
-                rows = slice(start // k, stop // k)
-                groups = slice(start // k // 32, stop // k // 32)
-                columns = param._columnwise_data.view(-1)[start:stop]
-                same(own.planes[1], columns, f"{name}, columns")
-                same(own.planes[2], param._rowwise_scale_inv[rows, : k // 32], f"{name}, rows'")
-                same(own.planes[3], param._columnwise_scale_inv[groups, :k], f"{name}, cols'")
-
-
-def check_scales(case: Case, bits: Bits, params: list, slots: torch.Tensor, label: str) -> None:
-    if case.recipe == "mxfp8":
-        return
-    theirs = torch.cat([scales_of(param).reshape(-1) for param in params])
-    same(bits["inverses"], theirs, f"{label}, scales")
-    if case.recipe == "delayed":
-        same(bits["amaxes"], slots[:, 1], f"{label}, amaxes")
-
-
 def place(rank: int) -> str:
     """The device of a rank. Two can share one."""
     if not torch.cuda.is_available():
@@ -157,113 +129,41 @@ def place(rank: int) -> str:
     return "cuda"
 
 
-def shards_are_the_whole(rank: int, world: int, recipe: str, nasty: str, count: int) -> str:
-    device, shards = place(rank), 0
+def shards_are_the_whole(
+    rank: int, world: int, recipe: str, nasty: str, count: int, most: int = 480
+) -> str:
+    """Step after step; on a GPU with kernels, and with torch. recipe: several, with commas, for
+    weights that have them in turn."""
+    device, recipes = place(rank), recipe.split(", ")
+    ways = [e4m3.kernels_for, lambda device: None] if device == "cuda" else [e4m3.kernels_for]
+    empty = 0
     for seed in range(count):
         dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
-        case = random_case(recipe, 1000 * rank + seed, dtype, nasty, device)
-        slots = torch.tensor([[SCALE, 0.0]], device=device).repeat(len(case.mains), 1)
-        params = te_params(recipe, case.shapes, slots)
-        te_quantize(params, case.mains)
-        mine = [Shard(case, number, 64 if seed % 3 else 5) for number in range(case.shards)]
-        label = f"seed {seed}, {dtype}, {case.shapes}, {case.shards} shards"
-        check_scales(case, quantize(recipe, mine), params, slots, label)
-        check_against(case, params, mine, label)
-        shards += case.shards
-    return f"{count} cases, {shards} shards"
-
-
-def host_is_the_device(rank: int, world: int, recipe: str, nasty: str, count: int) -> str:
-    """And so is torch on the device."""
-    here = place(rank)
-    places: dict[str, tuple[str, AbstractContextManager]] = {
-        "the host": ("cpu", nullcontext()),
-        "torch": (here, mock.patch.object(e4m3, "kernels_for", lambda device: None)),
-    }
-    for seed in range(count):
-        dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
-        case = random_case(recipe, 1000 * rank + seed, dtype, nasty, here)
-        device = [Shard(case, number, 64) for number in range(case.shards)]
-        bits = quantize(recipe, device)
-        for name, (where, way) in places.items():
-            with way:
-                other = [Shard(case, number, 64, where) for number in range(case.shards)]
-                found = quantize(recipe, other)
-            for key in bits:
-                same(found[key].to(here), bits[key], f"{name}, seed {seed}, {key}")
-            for one, two in zip(other, device, strict=True):
-                for mine, theirs in zip(one.memory, two.memory, strict=True):
-                    same(mine.to(here), theirs, f"{name}, seed {seed}, {case.shapes}")
+        kind = TE_RECIPES.get(recipes[0], recipes[0])
+        case = random_case(kind, 1000 * rank + seed, dtype, nasty, device, most)
+        for way in ways:
+            with mock.patch.object(e4m3, "kernels_for", way):
+                shards = Shards(case, recipes, 64 if seed % 3 else 5)
+                for step in range(2):
+                    shards.quantize()
+                    shards.check(f"{recipe}, {nasty}, seed {seed}, step {step}")
+                    shards.roll()
+                    for main in case.mains:
+                        main.mul_(1.5)  # saturates, if the scale is that of the step before
+        empty += sum(extent.empty for own in case.ranges for extent in own)
+    assert empty or count < 10, "every rank has rows of every weight"
     return f"{count} cases"
 
 
-def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
-    """Two ranks with TE's list function over shards, and ours. kind: all weights on the first
-    rank, cut, or wide and cut."""
-    device = place(rank)
-    slots = torch.tensor([[SCALE, 0.0]], device=device)
-    te_params(recipe, [(32, 64)], slots)  # finds the extension
-    if kind == "first rank only" and te_needs_rows(recipe):
-        return "nothing to compare with: TE's function needs rows on every rank"
-    generator = torch.Generator(device).manual_seed(7)
-    shapes = {
-        "wide": [(4096, 14336)],
-        "first rank only": [(32, 64)],
-        "cut": [(96, 128), (160, 96), (64, 32)],
-    }[kind]
-    mains = [torch.randn(s, device=device, generator=generator) * 0.02 for s in shapes]
-    whole = [0] if kind == "first rank only" else []
-    case = Case(recipe, mains, world, cut(recipe, shapes, world, whole))
-    if kind == "first rank only":
-        assert case.ranges[1] == [(0, 0)]
-    slots = torch.tensor([[SCALE, 0.0]], device=device).repeat(len(mains), 1)
-    params = te_params(recipe, shapes, slots)
-    theirs = Shard(case, rank, 64)
-    pieces = [
-        own.planes[:2] if len(own.planes) > 1 else own.planes[0] for own in theirs.rows
-    ]
-    starts = [start for start, _ in theirs.ranges]
-    te_quantize(params, [own.main for own in theirs.rows], starts, dist.group.WORLD, pieces)
-    mine = Shard(case, rank, 64)
-    bits = quantize(recipe, [mine], reduce=True)
-    check_scales(case, bits, params, slots, kind)
-    mine.check_untouched()
-    for index, (one, two) in enumerate(zip(mine.rows, theirs.rows, strict=True)):
-        for number, (plane, other) in enumerate(zip(one.planes[:2], two.planes, strict=False)):
-            same(plane, other, f"{kind}, weight {index}, plane {number}")
-    return f"{case.ranges[rank]}"
-
-
-def nothing_waits(rank: int, world: int) -> str:
-    """No pass synchronizes, once tables are there; and memory that has moved is found."""
-    place(rank)
-    found = {}
-    for recipe in RECIPES:
-        case = random_case(recipe, 3, torch.float32)
-        shards = [Shard(case, number, 64) for number in range(case.shards)]
-        rows = [row for shard in shards for row in shard.rows if row.numel]
-        kind = {"blockwise": BlockCast, "mxfp8": MxCast}.get(recipe, TensorCast)
-        cast = kind(rows, ROUNDED)  # type: ignore[operator]
-        numel = getattr(cast, "amax_numel", 1)
-        amaxes, scales, inverses = torch.ones(3, numel, device="cuda").unbind()
-        for strict in (False, True):
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if strict else "default")
-            try:
-                if recipe == "mxfp8":
-                    cast.finish()
-                else:
-                    amaxes.zero_()
-                    cast.begin(amaxes)
-                    write_scales(amaxes, scales, inverses)
-                    cast.finish(scales)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        before = cast.table()
-        data = rows[0].planes[0]
-        data.set_(torch.zeros_like(data).untyped_storage())
-        assert cast.table() is not before and cast.table() is cast.table()
-        found[recipe] = len(before.work)
-    return f"programs: {found}"
-
-
+def nothing_waits(rank: int, world: int, recipe: str) -> str:
+    """No pass synchronizes, once tables are there."""
+    case = random_case(recipe, 3, torch.float32, device=place(rank))
+    shards = Shards(case, [recipe], 64)
+    shards.quantize()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        shards.quantize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return f"{len(case.mains)} weights over {case.shards} ranks"

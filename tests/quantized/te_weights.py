@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
+from megatron_fsdp_adapter.core.layout import (
+    BLOCK128,
+    MXFP8,
+    PER_TENSOR,
+    ParamSpec,
+    WeightFormat,
+    plan_group,
+)
+from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.quantized import TransformerEngineParams
 from tests.distributed.gather_full import plain_name
 
 KNOWS = TransformerEngineParams()
-RECIPES = ("current", "delayed", "blockwise", "mxfp8")
-ROWS = {"current": 1, "delayed": 1, "blockwise": 16, "mxfp8": 32}
-"""Rows that no shard boundary cuts."""
-STEPS = {"current": (1, 16), "delayed": (1, 16), "blockwise": (16, 16), "mxfp8": (32, 32)}
+RECIPES: Mapping[str, WeightFormat] = {
+    "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
+}  # fmt: skip
+"""How scales come about: "current" and "delayed" scaling have one format."""
+STEPS = {"current": (1, 16), "delayed": (1, 16), "block128": (8, 16), "mxfp8": (32, 32)}
 """Rows and columns of the random shapes below are multiples of these."""
-POISON = 0xAA
 
 
 def quantizer(recipe: str, slots: torch.Tensor) -> Any:
@@ -39,49 +46,19 @@ def quantizer(recipe: str, slots: torch.Tensor) -> Any:
         return float8_tensor.Float8Quantizer(slots[:1], slots[1:], e4m3)
     if recipe == "current":
         return float8_tensor.Float8CurrentScalingQuantizer(e4m3, slots.device)
-    if recipe == "blockwise":
+    if recipe == "block128":
         return Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True)
     return MXFP8Quantizer(e4m3)
 
 
-def te_params(recipe: str, shapes: Sequence[tuple[int, int]], slots: torch.Tensor) -> list[Any]:
-    """One parameter object for each shape, its bytes poisoned. slots: (weights, 2)."""
-    found = []
-    for shape, slot in zip(shapes, slots, strict=True):
-        made = quantizer(recipe, slot).make_empty(shape, dtype=torch.bfloat16, device=slots.device)
-        data_of(made).fill_(POISON)
-        found.append(made)
-    return found
-
-
-def data_of(param: Any) -> torch.Tensor:
-    data = getattr(param, "_data", None)
-    return param._rowwise_data if data is None else data
-
-
-def scales_of(param: Any) -> torch.Tensor:
-    found = getattr(param, "_scale_inv", None)
-    return param._rowwise_scale_inv if found is None else found
-
-
-def te_quantize(
-    params: Sequence[Any],
-    mains: Sequence[torch.Tensor],
-    starts: Sequence[int] | None = None,
-    group: Any = None,
-    shards: Sequence[Any] | None = None,
-) -> None:
-    """TE's function over all weights, by default whole ones of this rank alone; an empty main
-    weight is given as it wants it, as None.
-    """
+def te_quantize(params: Sequence[Any], mains: Sequence[torch.Tensor]) -> None:
+    """TE's function over whole weights, on this rank alone."""
     from transformer_engine.pytorch.tensor import utils
 
     function = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
-    given = [main.reshape(-1) if main.numel() else None for main in mains]
-    starts = [0] * len(given) if starts is None else list(starts)
-    group = alone() if group is None else group
+    given = [main.reshape(-1) for main in mains]
     function(
-        list(params), given, starts, group, None if shards is None else list(shards),
+        list(params), given, [0] * len(given), alone(), None,
         manual_post_all_gather_processing=True,
     )  # fmt: skip
 
@@ -107,7 +84,9 @@ def te_whole(recipe: str, main: torch.Tensor, dtype: torch.dtype = torch.bfloat1
 def te_parameter(param: torch.Tensor, wants: Any) -> Any:
     """A parameter quantized by `wants` in the place of `param`, as TE makes it."""
     value = param.detach().clone()
-    found: Any = nn.Parameter(wants.make_empty(value.shape, dtype=value.dtype, device="cpu"))
+    found: Any = nn.Parameter(
+        wants.make_empty(value.shape, dtype=value.dtype, device=value.device)
+    )
     te_quantize([found], [value])
     found.__dict__.update(param.__dict__)
     found._high_precision_init_val = value
@@ -148,56 +127,42 @@ def planes_of(param: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in {**KNOWS.fields(param), **scales}.items()}
 
 
-def te_needs_rows(recipe: str) -> bool:
-    """Whether TE's function fails on a rank that has no rows of any weight, as it did for MXFP8 up
-    to 2.18: it takes the dtype of its amaxes from the main weights alone then."""
-    from transformer_engine.pytorch.tensor import utils
-
-    function = utils._cast_master_weights_to_fp8_mxfp8_scaling
-    return recipe == "mxfp8" and "params[0][0].dtype" not in inspect.getsource(function)
-
-
 @dataclass(frozen=True)
 class Case:
-    """Random weights and how they are cut."""
+    """Weights that `shards` ranks share."""
 
     recipe: str
     mains: list[torch.Tensor]
     shards: int
-    ranges: list[list[tuple[int, int]]]
-    """Of each shard, of each weight: start and stop of the elements it holds."""
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
-        return [(main.shape[0], main.shape[1]) for main in self.mains]
-
-
-def cut(
-    recipe: str, shapes: Sequence[tuple[int, int]], shards: int, whole: Sequence[int] = ()
-) -> list[list[tuple[int, int]]]:
-    """Start and stop, of each shard and weight, by the planner; weights in `whole` are not cut."""
-    specs = []
-    for index, shape in enumerate(shapes):
-        uncut = index in whole or shape[0] % ROWS[recipe]
-        rows = shape[0] if uncut else ROWS[recipe]
-        specs.append(ParamSpec(index, (f"w{index}",), shape, torch.bfloat16, True, rows * shape[1]))
-    layout = plan_group(specs, shards, align=512)
-    held = [[layout.shard_range(i, r) for i in range(len(shapes))] for r in range(shards)]
-    return [[(one.start, one.stop) for one in of_shard] for of_shard in held]
+    def ranges(self) -> list[list[FlatRange]]:
+        """Of each shard, of each weight: the elements it holds."""
+        format = RECIPES[self.recipe]
+        specs = []
+        for index, main in enumerate(self.mains):
+            shape, name = (main.shape[0], main.shape[1]), (f"w{index}",)
+            granule = format.granularity(shape)
+            specs.append(ParamSpec(index, name, shape, torch.bfloat16, True, granule, format))
+        layout = plan_group(specs, self.shards)
+        return [
+            [layout.shard_range(index, rank) for index in range(len(specs))]
+            for rank in range(self.shards)
+        ]
 
 
 def random_case(
-    recipe: str, seed: int, dtype: torch.dtype, nasty: str = "", device: str = "cuda"
-) -> Case:
-    """One to four weights over one to five shards. nasty: what is strewn into the values."""
+    recipe: str, seed: int, dtype: torch.dtype, nasty: str = "", device: str = "cuda",
+    most: int = 480,
+) -> Case:  # fmt: skip
+    """One to four weights, of at most so many rows and columns, over one to five shards. nasty:
+    what is strewn into the values."""
     rnd, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     down, across = STEPS[recipe]
     shapes = [
-        (down * rnd.randint(1, 480 // down), across * rnd.randint(1, 480 // across))
+        (down * rnd.randint(1, most // down), across * rnd.randint(1, most // across))
         for _ in range(rnd.randint(1, 4))
     ]
-    shards = rnd.randint(1, 5)
-    whole = [index for index in range(len(shapes)) if rnd.random() < 0.25]
     mains = []
     for shape in shapes:
         main = torch.randn(shape, device=device, generator=generator) * 10 ** rnd.uniform(-4, 1)
@@ -205,7 +170,7 @@ def random_case(
         main.view(-1)[:: rnd.randint(50, 200)] *= 30
         strew(main, nasty, rnd)
         mains.append(main.to(dtype))
-    return Case(recipe, mains, shards, cut(recipe, shapes, shards, whole))
+    return Case(recipe, mains, rnd.randint(1, 5))
 
 
 NASTY = {
@@ -216,11 +181,17 @@ NASTY = {
 }
 
 
+TINY = "tiny"
+"""All of a weight: of its largest value a float32 has no inverse."""
+
+
 def strew(main: torch.Tensor, nasty: str, rnd: random.Random) -> None:
-    for value in NASTY[nasty]:
-        for _ in range(3):
-            main.view(-1)[rnd.randrange(main.numel())] = value
-    if nasty:
-        main[rnd.randrange(len(main))] = NASTY[nasty][0]
+    values = NASTY.get(nasty, ())
+    for value in values * 3:
+        main.view(-1)[rnd.randrange(main.numel())] = value
+    if values:
+        main[rnd.randrange(len(main))] = values[0]
+    if nasty == TINY:
+        main.mul_(1e-40)
     if nasty == "zeros and denormals" and rnd.random() < 0.3:
         main.zero_()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_fsdp_adapter.quantized import e4m3
-from megatron_fsdp_adapter.quantized.columns import mx_columns, padded
 from megatron_fsdp_adapter.quantized.e4m3 import (
     BlockCast,
     OwnRows,
@@ -18,7 +18,9 @@ from megatron_fsdp_adapter.quantized.e4m3 import (
     kernels_for,
     write_scales,
 )
-from tests.quantized.arithmetic import e8m0, mxfp8, scale_of
+from tests.quantized.arithmetic import e8m0, scale_of
+from tests.quantized.emulated import emulated_parameter
+from tests.quantized.te_weights import KNOWS
 
 
 def test_exponents_are_of_the_smallest_power_of_two_that_is_not_below() -> None:
@@ -28,26 +30,26 @@ def test_exponents_are_of_the_smallest_power_of_two_that_is_not_below() -> None:
 
 
 def test_columns_of_mxfp8_that_were_left_out_are_made_of_the_value():
-    value = torch.randn(64, 96).bfloat16()
-    data, scales = mx_columns(value, torch.empty(0, dtype=torch.uint8))
-    expected = mxfp8(value.float())
-    assert torch.equal(data, expected["columnwise"])
-    assert torch.equal(scales, expected["columnwise_scales"])
+    """As Transformer Engine leaves them out where no gradients are recorded."""
+    param: Any = emulated_parameter(torch.randn(96, 160).bfloat16(), "mxfp8")
+    expected, value = KNOWS.fields(param), param._high_precision_init_val
+    param._columnwise_data = param._columnwise_scale_inv = param._high_precision_init_val = None
+    with pytest.raises(ValueError, match="without columns.*preserve_high_precision_init_val=True"):
+        KNOWS.fields(param)
+    param._high_precision_init_val = value
+    for name, field in KNOWS.fields(param).items():
+        assert torch.equal(field, expected[name]), name
+    assert param._columnwise_scale_inv.shape == (4, 256), "padded"
 
 
-def test_scales_are_filled_up_with_zeros():
-    scales = torch.ones(3, 5, dtype=torch.uint8)
-    found = padded(scales, (4, 8))
-    assert found.shape == (4, 8) and torch.equal(found[:3, :5], scales) and found.sum() == 15
-
-
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
 @pytest.mark.parametrize("powers", [False, True])
-def test_a_scale_is_one_division_rounded_once(powers):
+def test_a_scale_is_one_division_rounded_once(powers, epsilon):
     special = torch.tensor([0.0, math.inf, math.nan, 1e-40, 3e38])
     amaxes = torch.cat([torch.rand(3000) * 10, special])
     scales, inverses = torch.empty(2, len(amaxes)).unbind()
-    write_scales(amaxes, scales, inverses, powers, epsilon=1e-3)
-    expected = [1.0 if math.isnan(a) else scale_of(a, powers, 1e-3) for a in amaxes.tolist()]
+    write_scales(amaxes, scales, inverses, powers, epsilon)
+    expected = [1.0 if math.isnan(a) else scale_of(a, powers, epsilon) for a in amaxes.tolist()]
     assert scales.tolist() == expected
     assert torch.equal(inverses, torch.ones_like(scales) / scales)
 

@@ -137,7 +137,7 @@ def test_quantized_weights_of_every_cell_and_recipe(ranks: int) -> None:
 
 OF_TE = {
     2: {
-        "te blockwise": ("trained=tied", "strategy=optim recompute=full", "recompute=mlp",
+        "te block128": ("trained=tied", "strategy=optim recompute=full", "recompute=mlp",
                          "trained=adapter"),
         "te current": ("layers=moe ep=2", "fusion=on", "strategy=no_shard fusion=on"),
     },

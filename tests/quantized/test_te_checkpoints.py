@@ -144,7 +144,7 @@ EXPERTS = {
 WAYS = [
     (EXPERTS, "ep2", "dp2", "delayed"), (EXPERTS, "dp2", "tp2-ep2", "delayed"),
     (DENSE, "tp2", "dp2", "delayed"), (DENSE, "dp2", "pp2", "delayed"),
-    (DENSE, "pp2", "tp2", "current"), (EXPERTS, "tp2-ep2", "ep2", "blockwise"),
+    (DENSE, "pp2", "tp2", "current"), (EXPERTS, "tp2-ep2", "ep2", "block128"),
     (DENSE, "tp2", "pp2", "mxfp8"),
 ]  # fmt: skip
 

@@ -54,7 +54,7 @@ def computed_with(engine: Any, recipe: str) -> dict[str, torch.Tensor]:
         found[name] = fields["rowwise"].clone().view(torch.float8_e4m3fn)
         scale = fields.get("rowwise_scales", (*KNOWS.scales(param), None)[0])
         rows, columns = param.shape
-        if recipe == "blockwise":
+        if recipe == "block128":
             scale = scale[: -(-rows // 128), : -(-columns // 128)]
         found[name + "_scale_inv"] = scale.clone()
     return found
@@ -97,7 +97,7 @@ def _check(trainer: Trainer, recipe: str, label: str) -> None:
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, (label, name)
         same(found[name].float(), value.float(), f"{label} {name}")
-        if recipe == "blockwise" and name.endswith("_scale_inv"):
+        if recipe == "block128" and name.endswith("_scale_inv"):
             bytes_of = found[name.removesuffix("_scale_inv")].float()
             rows, columns = bytes_of.shape
             scales = value.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]

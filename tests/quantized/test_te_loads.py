@@ -38,7 +38,7 @@ from tests.quantized.te_weights import KNOWS, gathered
 from tests.quantized.test_te_export import check_weights
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
-RECIPES = ("current", "blockwise")
+RECIPES = ("current", "block128")
 LAYER = "decoder.layers.1."
 Weights = dict[str, torch.Tensor]
 

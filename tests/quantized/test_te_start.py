@@ -17,12 +17,14 @@ from megatron_fsdp_adapter.megatron.announcement import _quantized
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
 from tests.quantized.te_checks import same, same_planes
 from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
-from tests.quantized.te_modules import FORMATS
-from tests.quantized.te_weights import gathered, planes_of, quantizer, te_parameter
-from tests.quantized.test_te_params import METHODS
+from tests.quantized.te_weights import RECIPES, gathered, planes_of, quantizer, te_parameter
 
 CASE = Case(bf16=True)
 SHAPES = ((256, 128), (128, 256))
+METHODS = {
+    "current": "Float8CurrentScaling", "delayed": "DelayedScaling",
+    "block128": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
+}  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
@@ -99,15 +101,15 @@ def held(wrapper: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
 
 def _same_start(rank: int, world: int) -> None:
     init_megatron()
-    for recipe in FORMATS:
+    for recipe in RECIPES:
         for strategy in STRATEGIES if recipe == "mxfp8" else STRATEGIES[-1:]:
             label = f"{recipe}, {strategy}"
             ours, other = (started(recipe, strategy, meta) for meta in (True, False))
             formats = {group.key.format.name for group in ours.engine.groups}
-            assert formats == {"plain", FORMATS[recipe].name}, label
+            assert formats == {"plain", RECIPES[recipe].name}, label
             numel = 3 * sum(rows * columns for rows, columns in SHAPES)
             said = _quantized(ours.engine.groups, ours.config)
-            assert f"({numel} of them quantized: {FORMATS[recipe].name})" in said, label
+            assert f"({numel} of them quantized: {RECIPES[recipe].name})" in said, label
             for pair in ours.engine.pairs:
                 assert not [
                     name for name in vars(pair.unsharded) if "high_precision" in name
