@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
 from megatron_fsdp_adapter.core.engine.guard import set_classes
-from megatron_fsdp_adapter.core.engine.partition import ManagedParam
+from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
 from megatron_fsdp_adapter.quantized import format_of
 from tests.quantized.te_extension import FOLDERS, WITHOUT, standing_in
 from tests.quantized.te_weights import KNOWS, RECIPES, quantizer
@@ -29,9 +31,9 @@ def te(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def make(recipe: str) -> Any:
+def make(recipe: str, shape: tuple[int, int] = SHAPE) -> Any:
     wants = quantizer(recipe, torch.tensor([300.0, 0.0]))
-    return nn.Parameter(wants.make_empty(SHAPE, dtype=torch.bfloat16, device="cpu"))
+    return nn.Parameter(wants.make_empty(shape, dtype=torch.bfloat16, device="cpu"))
 
 
 def managed(param: Any, *slots: Any) -> ManagedParam:
@@ -54,6 +56,19 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: None, re
     KNOWS.drop_derived(param)
     set_classes([(param, original)])
     assert type(param) is original and getattr(param, field) is not None
+
+
+def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: None) -> None:
+    """NCCL refuses others."""
+    param, axis = make("mxfp8", (96, 160)), mock.MagicMock()
+    axis.broadcast.side_effect = lambda tensor: tensor.fill_(7)
+    param._high_precision_init_val = torch.zeros(96, 160)
+    key = GroupKey("dense", torch.bfloat16, True, RECIPES["mxfp8"])
+    plan: Any = SimpleNamespace(groups={key: [managed(param)]}, name="layer")
+    broadcast_weights(plan, KNOWS, {"dense": axis})
+    assert all(call.args[0].is_contiguous() for call in axis.broadcast.call_args_list)
+    for name, field in KNOWS.fields(param).items():
+        assert torch.equal(field, torch.full_like(field, 7)), name
 
 
 def test_a_parameter_that_will_not_be_quantized_has_no_format(te: None) -> None:
