@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -14,12 +15,13 @@ from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fsdp_adapter.cli import estimate
+from megatron_fsdp_adapter.cli import estimate, prove
 from megatron_fsdp_adapter.cli import plan as command
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT
 from megatron_fsdp_adapter.models.sources import (
     PRESETS,
+    add_flags,
     from_options,
     read_hugging_face,
 )
@@ -329,21 +331,34 @@ def test_json_has_what_the_table_has(capsys):
     assert status == 0 and best["ms"] > 0 and best["peak_bytes"] == sum(best["bytes"].values())
 
 
-def test_models_of_hugging_face_have_megatrons_sizes(tmp_path):
+SIZES_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def test_models_of_hugging_face_have_megatrons_sizes(tmp_path, capsys):
+    """Of plan, estimate and `doctor --prove`; of the file, and of its folder."""
     path = tmp_path / "config.json"
-    known = {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-    }  # fmt: skip
 
     def described(**more: Any) -> ModelSpec:
-        path.write_text(json.dumps({**known, **more}))
-        return from_options(read_hugging_face(str(tmp_path)), "it")
+        path.write_text(json.dumps({**SIZES_8B, **more}))
+        return from_options(read_hugging_face(str(tmp_path)), "")
 
     mixtral = described(vocab_size=32000, num_local_experts=8)
     assert mixtral.num_parameters == model_named("mixtral-8x7b").num_parameters
     [line] = described(num_nextn_predict_layers=1).left_out
     assert line.startswith("mtp_num_layers=1: multi-token prediction (num_nextn")
+    llama = described()
+    for given in (tmp_path, path):
+        assert estimate.main(["--hf-config", str(given), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["parameters"] == 8_030_261_248
+    parser = argparse.ArgumentParser()
+    add_flags(parser, prove.OPTIONS)
+    words = parser.parse_args(["--hf-config", str(tmp_path)], argparse.Namespace(script=None))
+    words.world_size = None
+    proven = prove.read_recipe(words, {}).options
+    assert from_options({**proven, "num_experts": None}, "") == llama
     path.write_text(json.dumps({"hidden_size": 4}))
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         read_hugging_face(str(path))
