@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint import CheckpointError, digests, folders, record
-from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
 from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.checkpoint.inspection import describe, diff
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
@@ -353,44 +352,6 @@ def test_no_flipped_bit_of_metadata_gives_other_values_or_a_traceback(
             assert same(load_checkpoint(root, _state(-1.0))[1], _state(2.0)), (at, bit)
             loads += 1
     assert (loads == 0) is ours
-
-
-@pytest.mark.parametrize("second", [31, 32, 33])
-def test_conversions_refuse_blocks_that_overlap_or_leave_a_gap(
-    one_rank: None, tmp_path: Path, second: int
-) -> None:
-    """As many elements as the tensor has are not all of them."""
-    folder = folders.final_folder(tmp_path, 1)
-    torch_dcp.save({"a": torch.zeros(32), "b": torch.ones(32)}, checkpoint_id=str(folder))
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    entry, places = metadata.state_dict_metadata["a"], metadata.storage_data
-    starts = {"a": torch.Size([0]), "b": torch.Size([second])}
-    entry.size = torch.Size([64])
-    entry.chunks = [ChunkStorageMetadata(at, torch.Size([32])) for at in starts.values()]
-    metadata.state_dict_metadata = {"a": entry}
-    metadata.storage_data = {
-        MetadataIndex("a", at): places[MetadataIndex(key, torch.Size([0]))]
-        for key, at in starts.items()
-    }
-    path.write_bytes(pickle.dumps(metadata))
-    tensor = DcpFolder.open(folder).tensor("a")
-    if second == 32:
-        assert torch.equal(tensor.block(((0,), (64,))), torch.arange(64) // 32)
-        return
-    with pytest.raises(ValueError, match="stored blocks of a overlap, or leave a gap"):
-        tensor.block(((0,), (64,)))
-
-
-def test_a_path_of_another_key_is_damage(one_rank: None, tmp_path: Path) -> None:
-    folder = folders.final_folder(tmp_path, 1)
-    torch_dcp.save({"a": {"b": torch.zeros(3)}}, checkpoint_id=str(folder))
-    assert DcpFolder.open(folder).path_of("a.b") == ("a", "b")
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = {"a.b": ("a", "c")}
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="a.b is stored under another path.*damaged"):
-        DcpFolder.open(folder).path_of("a.b")
 
 
 def test_metadata_of_one_rank_are_not_read(one_rank: None, tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def metadata_of(root: Path, change: Callable[[Any], Any]) -> Path:
     return root
 
 
+def stored_twice(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.module.output_layer.weight"].chunks *= 2
+
+
 def data(root: Path, change: Callable[[bytes], bytes]) -> Path:
     path = next((root / ITERATION).glob("*.distcp"))
     path.write_bytes(change(path.read_bytes()))
@@ -161,6 +165,11 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      "it has no metadata.json"),
     ("damaged metadata.json", lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json", "{"),
      "fsdp_dtensor", "metadata.json is damaged"),
+    ("overlapping blocks", lambda r: metadata_of(fsdp(r), stored_twice), "torch_dist",
+     "stored blocks of .*output_layer.weight overlap, or leave a gap"),
+    ("a path of another key", lambda r: metadata_of(
+        fsdp(r), lambda m: m.planner_data.update(iteration=("step",))), "torch_dist",
+     "iteration is stored under another path.*damaged"),
     # too new, or of another backend
     ("newer DCP", lambda r: metadata_of(fsdp(r), lambda m: setattr(m, "version", "2.0.0")),
      "torch_dist", "version 2.0.0 .* is newer"),

@@ -59,7 +59,7 @@ def bridge_checkpoint(root: Path, model: Model, told: Any) -> Path:
     "model", [Model(), Model(experts=4, te=True, grouped=True)], ids=["dense", "experts"]
 )
 def test_it_tells_what_arguments_tell(tmp_path: Path, model: Model) -> None:
-    """There and back, and Megatron-Bridge has its config again."""
+    """There and back, where Megatron-Bridge has its config again, and to `inspect`."""
     source = bridge_checkpoint(tmp_path / "bridge", model, config(model))
     convert(source, tmp_path / "td", "torch_dist")
     convert(tmp_path / "td", tmp_path / "back", "fsdp_dtensor")
@@ -68,13 +68,6 @@ def test_it_tells_what_arguments_tell(tmp_path: Path, model: Model) -> None:
     assert differences(before, after) == []
     told = [(root / FOLDER / "run_config.yaml").read_bytes() for root in (source, tmp_path / "td")]
     assert told[0] == told[1]
-
-
-def test_inspect_knows_the_model_too(tmp_path: Path) -> None:
-    model = Model()
-    found = inspection.describe(bridge_checkpoint(tmp_path / "b", model, config(model)))
-    expected = inspection.describe(save_fsdp(tmp_path / "lm", fsdp_state(model)))
-    shared = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "bf16")
-    assert {name: found["model"][name] for name in shared} == {
-        name: expected["model"][name] for name in shared
-    }
+    known = inspection.describe(source)["model"]
+    given = {"num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "bf16": True}
+    assert given.items() <= known.items()
