@@ -8,6 +8,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,19 +105,9 @@ def test_equal_parts_are_written_once_and_say_what_they_said(tmp_path: Path) -> 
 
 def states(file: Path) -> list[tuple[Any, ...]]:
     """What is pickled of each tensor's properties."""
-    found: list[tuple[Any, ...]] = []
-
-    class Recorded:
-        def __setstate__(self, state: tuple[Any, ...]) -> None:
-            found.append(state)
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return Recorded if name == "TensorProperties" else super().find_class(module, name)
-
-    with file.open("rb") as opened:
-        Unpickler(opened).load()
-    return found
+    with mock.patch.object(TensorProperties, "__setstate__") as given:
+        pickle.loads(file.read_bytes())
+    return [call.args[0] for call in given.call_args_list]
 
 
 def test_metadata_of_a_torch_to_come_are_read(tmp_path: Path) -> None:

@@ -178,7 +178,6 @@ def _run_default(rank: int, world: int, root: str) -> dict[str, Any]:
     return {
         "pairs": _run(rank, world, root, list(DEFAULT), [DEFAULT]),
         "padding": _padded(root),
-        "layers": _other_layers(rank, root),
     }
 
 
@@ -286,28 +285,3 @@ def test_a_vocabulary_with_other_padding_loads_if_its_real_size_is_said(
         # From two tensor-parallel ranks with 27 rows each to four with 14.
         assert "stored with shape (54, 24), wanted with (56, 24)" in outcome["56 {}"]
         assert outcome["56 {'vocab_size': 53}"] == []
-
-
-def _other_layers(rank: int, root: str) -> str:
-    """The error of a model with four layers that loads a checkpoint of two, as one with layers
-    numbered from the first of each stage would be."""
-    short = replace(DEFAULT[0], name="short", case={"num_layers": 2})
-    _save(rank, root, short)
-    trainer = trainer_of(DEFAULT[1])
-    state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
-    try:
-        load_checkpoint(f"{root}/short", {**state, "iteration": 0})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_checkpoint_with_fewer_layers_is_one_error_with_all_keys_on_every_rank(
-    default_outcomes: list[dict[str, Any]],
-) -> None:
-    messages = [outcome["layers"] for outcome in default_outcomes]
-    assert len(set(messages)) == 1
-    for layer in (2, 3):
-        for key in ("model.module", "optimizer.state.module.module"):
-            assert f"{key}.decoder.layers.{layer}.self_attention.linear_qkv.weight" in messages[0]
-    assert "decoder.layers.1." not in messages[0]

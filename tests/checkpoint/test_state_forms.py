@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,29 +85,20 @@ def test_a_layer_whose_slices_do_not_join_is_refused_under_tensor_parallelism(
         trainer.wrapper.state_dict_for_save_checkpoint()
 
 
-class _Chunk:
-    def __init__(self, keys: list[str]) -> None:
-        self.keys, self.loaded = keys, {}
-
-    def state_dict_for_save_checkpoint(self) -> dict[str, Any]:
-        return dict.fromkeys(self.keys, 0)
-
-    def checkpoint_keys(self) -> frozenset[str]:
-        return frozenset(self.keys)
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool) -> None:
-        self.loaded = dict(state)
+def _chunk(*keys: str) -> Any:
+    return mock.Mock(**{
+        "state_dict_for_save_checkpoint.return_value": dict.fromkeys(keys, 0),
+        "checkpoint_keys.return_value": frozenset(keys),
+    })  # fmt: skip
 
 
-def test_model_chunks_are_one_state_and_each_gets_its_own() -> None:
-    chunks = [_Chunk(["a", "b"]), _Chunk(["c"])]
-    assert list(model_state(chunks)) == ["a", "b", "c"]
-    load_model_state(chunks, {"a": 1, "b": 2, "c": 3})
-    assert [chunk.loaded for chunk in chunks] == [{"a": 1, "b": 2}, {"c": 3}]
+def test_keys_of_no_chunk_or_of_several_are_refused() -> None:
+    """Of what each chunk is given: test_reshard.py."""
+    chunks = [_chunk("a", "b"), _chunk("c")]
     with pytest.raises(ValueError, match="no model chunk of this rank has d, e"):
         load_model_state(chunks, {"a": 1, "b": 2, "c": 3, "e": 4, "d": 5})
     with pytest.raises(ValueError, match="several model chunks of this rank have b"):
-        model_state([chunks[0], _Chunk(["b"])])
+        model_state([chunks[0], _chunk("b")])
 
 
 # Pieces of one tensor.
