@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from megatron_fsdp_adapter.checkpoint.names import GlobalNames, global_names, split_depth
+from megatron_fsdp_adapter.checkpoint.names import global_names
 
 
 def _module(**attributes: Any) -> nn.Module:
@@ -16,6 +17,10 @@ def _module(**attributes: Any) -> nn.Module:
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
+
+
+def _params(*names: str) -> nn.Module:
+    return _module(**{name: nn.Parameter(torch.zeros(2)) for name in names})
 
 
 def _mlp(gated: bool, fc1: nn.Module | None = None, fc2: nn.Module | None = None) -> nn.Module:
@@ -28,19 +33,18 @@ def _mlp(gated: bool, fc1: nn.Module | None = None, fc2: nn.Module | None = None
 def _moe(indices: list[int], grouped: bool, gated: bool) -> nn.Module:
     """grouped: as Transformer Engine's grouped layers hold experts, weights under numbers."""
     if grouped:
-        numbered = {f"{name}{i}": nn.Parameter(nn.Linear(2, 2).weight.data)
-                    for i in range(len(indices)) for name in ("weight", "bias")}  # fmt: skip
-        experts = _mlp(gated, _module(**numbered), _module(**numbered))
+        numbered = [f"{name}{i}" for i in range(len(indices)) for name in ("weight", "bias")]
+        experts = _mlp(gated, _params(*numbered), _params(*numbered))
     else:
         experts = _module(local_experts=nn.ModuleList(_mlp(gated) for _ in indices))
     return _module(local_expert_indices=indices, router=nn.Linear(2, 4),
                    shared_experts=_mlp(gated), experts=experts)  # fmt: skip
 
 
-def _stage(numbers: list[int], mlp: nn.Module, prefix: str = "decoder") -> nn.Module:
+def _stage(numbers: list[int], mlp: nn.Module) -> nn.Module:
     """A chunk with layers of these numbers, from one."""
     layers = nn.ModuleList(_module(layer_number=number, mlp=mlp) for number in numbers)
-    return _module(**{prefix: _module(layers=layers)})
+    return _module(decoder=_module(layers=layers))
 
 
 def _keys(model: nn.Module) -> list[str]:
@@ -59,13 +63,6 @@ def test_layers_are_counted_over_stages_whatever_wraps_the_model() -> None:
         assert names.of(f"decoder.layers.{own}.{last}") == f"decoder.layers.{number}.{last}"
 
 
-def test_multi_token_prediction_layers_go_by_their_own_number_and_not_by_what_is_in_them() -> None:
-    model = _stage([1], _mlp(gated=True), prefix="mtp")
-    model.mtp.layers[0].transformer_layer = _module(layer_number=17, mlp=_mlp(gated=True))
-    key = "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight"
-    assert {f"{key}_w", f"{key}_v"} <= set(_keys(model))
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts_are_counted_over_expert_parallel_ranks(grouped: bool, gated: bool) -> None:
@@ -79,39 +76,51 @@ def test_experts_are_counted_over_expert_parallel_ranks(grouped: bool, gated: bo
     assert not any(key.endswith(("_w", "_v")) for key in whole) or gated
 
 
-def test_only_the_first_linear_layer_of_a_gated_mlp_has_halves() -> None:
-    model = _stage([1], _mlp(gated=True))
-    model.decoder.layers[0].mlp.linear_fc1.layer_norm_weight = nn.Parameter(nn.Linear(1, 2).weight)
-    last = [key.removeprefix("decoder.layers.0.mlp.") for key in _keys(model)]
-    halves = [f"linear_fc1.{name}_{half}" for name in ("weight", "bias") for half in "wv"]
-    assert last == [*halves, "linear_fc1.layer_norm_weight", "linear_fc2.weight", "linear_fc2.bias"]
+def _adapted() -> nn.Module:
+    """As Megatron-Bridge wraps a linear layer: the output of the adapter is cut over
+    tensor-parallel ranks as the layer's, gate over linear on each."""
+    beside = _module(linear_in=nn.Linear(2, 1, False), linear_out=nn.Linear(1, 4, False))
+    return _module(to_wrap=nn.Linear(2, 4, False), adapter=beside)
 
 
-def test_an_adapter_beside_the_first_linear_layer_has_halves_as_that_has() -> None:
-    """Its output is cut over tensor-parallel ranks as the layer's: gate over linear on each."""
-    layers = [
-        _module(
-            to_wrap=nn.Linear(2, 4),
-            adapter=_module(linear_in=nn.Linear(2, 1, False), linear_out=nn.Linear(1, 4, False)),
-        )
-        for _ in range(2)
-    ]
-    keys = _keys(_stage([1], _mlp(True, *layers)))
-    last = {key.removeprefix("decoder.layers.0.mlp.") for key in keys}
-    halved = {f"linear_fc1.{name}_{half}" for half in "wv" for name in
-              ("to_wrap.weight", "to_wrap.bias", "adapter.linear_out.weight")}  # fmt: skip
-    assert {key for key in last if key.endswith(("_w", "_v"))} == halved
-    assert {"linear_fc1.adapter.linear_in.weight", "linear_fc2.adapter.linear_out.weight"} <= last
-
-
-def test_a_copy_of_a_tied_embedding_has_the_name_of_the_embedding() -> None:
-    last = _module(output_layer=nn.Linear(2, 4, bias=False))
-    assert _keys(last) == ["output_layer.weight"]
+def _tied(**more: nn.Module) -> nn.Module:
+    """A last stage whose output layer is a copy of the embedding."""
+    last = _module(output_layer=nn.Linear(2, 4, bias=False), **more)
     last.output_layer.weight.shared_embedding = True
-    assert _keys(last) == ["embedding.word_embeddings.weight"]
-    # Where the chunk holds the embedding too, both names are taken already.
-    last.embedding = _module(word_embeddings=nn.Linear(2, 4, bias=False))
-    assert _keys(last) == ["output_layer.weight", "embedding.word_embeddings.weight"]
+    return last
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+MLP, MTP = "decoder.layers.0.mlp.linear_fc", "mtp.layers.0.transformer_layer.mlp.linear_fc"
+KEYS: dict[str, tuple[nn.Module, list[str]]] = {
+    "the first linear layer of a gated MLP has halves, and not its norm": (
+        _stage([1], _mlp(True, _params("weight", "bias", "layer_norm_weight"))),
+        [*(f"{MLP}1.{name}_{half}" for name in ("weight", "bias") for half in "wv"),
+         f"{MLP}1.layer_norm_weight", f"{MLP}2.weight", f"{MLP}2.bias"]),
+    "an adapter beside it has halves as that has": (
+        _stage([1], _mlp(True, _adapted(), _adapted())),
+        [f"{MLP}1.to_wrap.weight_w", f"{MLP}1.to_wrap.weight_v", f"{MLP}1.adapter.linear_in.weight",
+         f"{MLP}1.adapter.linear_out.weight_w", f"{MLP}1.adapter.linear_out.weight_v",
+         *(f"{MLP}2.{name}.weight" for name in
+           ("to_wrap", "adapter.linear_in", "adapter.linear_out"))]),
+    "prediction layers go by their own number and not by what is in them": (
+        _module(mtp=_module(layers=nn.ModuleList([_module(layer_number=1, transformer_layer=_module(
+            layer_number=17, mlp=_mlp(True, _params("weight"), _params("weight"))))]))),
+        [f"{MTP}1.weight_w", f"{MTP}1.weight_v", f"{MTP}2.weight"]),
+    "an output layer": (_module(output_layer=nn.Linear(2, 4, bias=False)), ["output_layer.weight"]),
+    "a copy of a tied embedding": (_tied(), [EMBEDDING]),
+    "beside the embedding itself": (
+        _tied(embedding=_module(word_embeddings=nn.Linear(2, 4, bias=False))),
+        ["output_layer.weight", EMBEDDING]),
+    "a model without Megatron's numbers": (
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, False)), ["0.weight", "0.bias", "1.weight"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_of_a_model(name: str) -> None:
+    model, expected = KEYS[name]
+    assert _keys(model) == expected
 
 
 def test_two_parameters_under_one_key_are_refused_with_both_names() -> None:
@@ -119,13 +128,6 @@ def test_two_parameters_under_one_key_are_refused_with_both_names() -> None:
     model.decoder.layers.append(_module(layer_number=2, mlp=_mlp(gated=False)))
     with pytest.raises(ValueError, match=r"layers\.0\.mlp.* and .*layers\.1\.mlp"):
         global_names(model)
-
-
-def test_names_of_a_model_without_megatrons_numbers_stay() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert _keys(model) == [name for name, _ in model.named_parameters()]
-    assert GlobalNames().of("module.decoder.layers.0.x") == "module.decoder.layers.0.x"
-    assert split_depth("module.module.a.module.b") == ("module.module.", "a.module.b")
 
 
 def test_layers_whose_slices_do_not_join_are_known() -> None:
