@@ -3,23 +3,17 @@ test_checkpoint_roundtrip.py, and tests/distributed/test_state.py."""
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
-from checkpoint_cases import SHAPES, data_mesh, plan, shard, uneven_dtensor, whole
-from torch import nn
+from checkpoint_cases import data_mesh, uneven_dtensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from megatron_fsdp_adapter.checkpoint.chunks import (
-    LayoutRef,
     dtensor_like,
     tile,
 )
 from megatron_fsdp_adapter.core.layout.ranges import Box
-from megatron_fsdp_adapter.dtensor import chunks_of, own_chunks
 
 
 @pytest.mark.parametrize(
@@ -47,23 +41,6 @@ def test_what_is_not_its_own_is_refused(one_rank: None) -> None:
         tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((0, 0))))
 
 
-def test_what_has_the_geometry_has_the_chunks(one_rank: None) -> None:
-    """Detached, copied, worked on element by element; not what is of another shape."""
-    layout, mesh = plan(2), data_mesh(1)
-    index = list(SHAPES).index("embedding")
-    source = shard(LayoutRef(layout, index, 0), mesh, whole("embedding", (13, 6), torch.float32))
-    detached = source.detach()
-    for value in (detached, source.clone(), nn.Parameter(source).detach()):
-        assert own_chunks(value).boxes == own_chunks(source).boxes
-    for value in (torch.zeros_like(source), 2 * source, source.half()):
-        # torch 2.11 asks no subclass of DTensor what its operators give.
-        assert type(value) is DTensor or own_chunks(value).boxes == own_chunks(source).boxes
-    assert chunks_of(source.sum()) is None and chunks_of(source[0]) is None
-    assert detached.mul_(2) is detached
-    detached._local_tensor.fill_(7)
-    assert bool((source._local_tensor == 7).all())
-
-
 BLOCKS: dict[str, tuple[list[Box], bool]] = {
     "one": ([((0, 0), (4, 3))], True),
     "rows": ([((2, 0), (2, 3)), ((0, 0), (2, 3))], True),
@@ -87,16 +64,3 @@ def test_blocks_tile_a_tensor_or_do_not(blocks: str) -> None:
 
 def test_a_scalar_has_one_block_and_nothing_has_none() -> None:
     assert tile(((), ()), [((), ())]) and not tile(((), ()), []) and tile(((0,), (0,)), [])
-
-
-@pytest.mark.parametrize("cut", [0, 1])
-def test_chunks_keep_no_tensor_alive(one_rank: None, cut: int) -> None:
-    layout = plan(2, {"w": (3, 5)}, cut=cut)
-    gc.disable()
-    try:
-        tensor = shard(LayoutRef(layout, 0, 0), data_mesh(1), torch.zeros(3, 5))
-        alive = weakref.ref(tensor._local_tensor)
-        del tensor
-        assert alive() is None
-    finally:
-        gc.enable()

