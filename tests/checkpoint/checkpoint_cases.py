@@ -91,11 +91,9 @@ def sharded_tensors(
     return tensors
 
 
-def numbered_state(
-    rank: int, size: int, number: float, shapes: dict[str, tuple[int, ...]] = SHAPES
-) -> dict[str, Any]:
+def numbered_state(rank: int, size: int, number: float) -> dict[str, Any]:
     """A state whose tensors hold `number`, which is beside them too."""
-    tensors = sharded_tensors(plan(size, shapes), rank, data_mesh(size), torch.float32)
+    tensors = sharded_tensors(plan(size), rank, data_mesh(size), torch.float32)
     for tensor in tensors.values():
         tensor._local_tensor.fill_(number)
     return {"model": tensors, "number": number}
@@ -172,18 +170,12 @@ def collectives_called() -> Iterator[list[tuple[str, bool]]]:
     """Collectives as they are called, by any thread, and whether on the group of all ranks. Those
     of tensors that one of objects is made of are not listed."""
     called: list[tuple[str, bool]] = []
-    nested = threading.local()
 
     def listed(name: str, original: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            is_inner, nested.inside = getattr(nested, "inside", False), True
-            if not is_inner:
-                group = options.get("group") or dist.group.WORLD
-                called.append((name, group is dist.group.WORLD))
-            try:
-                return original(*args, **options)
-            finally:
-                nested.inside = is_inner
+            group = options.get("group") or dist.group.WORLD
+            called.append((name, group is dist.group.WORLD))
+            return original(*args, **options)
 
         return call
 

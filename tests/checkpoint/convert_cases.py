@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,6 @@ class Model:
     bf16: bool = True
     fused_adam: bool = False
     expert_parallel: bool = False
-
-    def but(self, **changes: Any) -> Model:
-        return replace(self, **changes)
 
 
 MODELS = {

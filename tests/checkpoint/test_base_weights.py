@@ -108,13 +108,6 @@ def test_what_does_not_fit_is_one_error_and_padding_does(tmp_path: Path) -> None
         assert "linear_fc1.weight: has shape (48, 24), in the checkpoint (44, 24)" in sizes
 
 
-class _Plain(nn.Module):
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.decoder = nn.Module()
-        self.decoder.layers = nn.ModuleList([nn.Linear(2, 3, device=device)])
-
-
 @pytest.fixture
 def bridge() -> Iterator[Any]:
     """A stand-in for Megatron-Bridge's module."""
@@ -150,7 +143,7 @@ def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(
     assert bridge._load_base_checkpoint("x", None, rank0=True, pg_collection=groups) == "its own"
     opened = SimpleNamespace(folder=tmp_path), SimpleNamespace(weights={})
     monkeypatch.setattr(peft_base_weights, "open_state", lambda *_, **__: opened)
-    state = {"_model": [_Plain("meta")], "model": {}, "iteration": 3}
+    state = {"_model": [nn.Linear(2, 3, device="meta")], "model": {}, "iteration": 3}
     with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
         bridge._load_base_checkpoint(
             "x", SimpleNamespace(ckpt_step=None), sharded_state_dict=state, pg_collection=groups

@@ -8,6 +8,7 @@ import resource
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,24 +32,19 @@ def _state(rank: int, number: float, nbytes: int = 1 << 16) -> dict[str, Any]:
     return {"model": {f"w{rank}": torch.full((nbytes // 4,), number)}, "number": number}
 
 
-def _in_background(ends_with: str) -> Save:
+def _in_background(ends_with: str, root: str, iteration: int, state: dict[str, Any]) -> None:
     """The error is raised by what the saver is asked for next."""
-
-    def save(root: str, iteration: int, state: dict[str, Any]) -> None:
-        with contextlib.closing(AsyncSaver()) as saver:
-            saver.save(root, iteration, state)
-            if ends_with == "save":
-                saver.save(root, iteration + 5, state)
-            elif ends_with == "wait":
-                saver.wait()
-
-    return save
+    with contextlib.closing(AsyncSaver()) as saver:
+        saver.save(root, iteration, state)
+        if ends_with == "save":
+            saver.save(root, iteration + 5, state)
+        elif ends_with == "wait":
+            saver.wait()
 
 
-SAVES: dict[str, Save] = {
-    "at once": save_checkpoint,
-    **{f"in the background, {end}": _in_background(end) for end in ("wait", "save", "close")},
-}
+SAVES: tuple[Save, ...] = (
+    save_checkpoint, *(partial(_in_background, end) for end in ("wait", "save", "close"))
+)  # fmt: skip
 
 FAULTS: tuple[tuple[Any, str, int], ...] = (
     (folders, "prepare_folder", 0),
@@ -79,7 +75,7 @@ def _faults(rank: int, size: int, work: str) -> None:
         root, target = f"{work}/{stage}", numbered_state(rank, size, 0.0)
         save_checkpoint(root, 1, numbered_state(rank, size, 1.0))
         fails = mock.Mock(side_effect=OSError(28, NO_SPACE))
-        for save in SAVES.values():
+        for save in SAVES:
             step = fails if rank == failing else getattr(owner, stage)
             with mock.patch.object(owner, stage, step):
                 _check_failure(save, root, rank, numbered_state(rank, size, 2.0), NO_SPACE)
@@ -98,7 +94,7 @@ def _full(rank: int, size: int, root: str) -> None:
     dist.barrier()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    for save in SAVES.values():
+    for save in SAVES:
         state = _state(rank, 2.0, 5 * MIB // 4)
         text = _check_failure(save, root, rank, state, "File too large")
         assert "inline_container" not in text, text

@@ -11,9 +11,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import plan, shard, whole
+from checkpoint_cases import data_mesh, plan, shard, whole
 from launch import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter import install
@@ -84,18 +83,15 @@ def test_the_wrapper_gives_halves_and_core_has_nothing_to_split(size: int, tp: i
     assert tp > 1 or any(map(all, each))
 
 
-def _one_param() -> torch.nn.Parameter:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_cp",))
+def _sharded() -> DTensor:
     ref = LayoutRef(plan(1, {"w": (10, 4)}), 0, 0)
-    param = torch.nn.Parameter(shard(ref, mesh, torch.arange(40.0).view(10, 4)))
-    param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
-    return param
+    return shard(ref, data_mesh(1), torch.arange(40.0).view(10, 4))
 
 
 def test_preprocess_names_what_has_no_chunks(one_rank: None) -> None:
-    param = _one_param()
-    lost = DTensor(param._local_tensor, param._spec, requires_grad=False)
-    state = {"model": {"good": param.detach(), "lost": lost, "plain": torch.zeros(2)}}
+    good = _sharded()
+    lost = DTensor(good._local_tensor, good._spec, requires_grad=False)
+    state = {"model": {"good": good, "lost": lost, "plain": torch.zeros(2)}}
     with pytest.raises(ValueError, match=r"1 sharded DTensors carry no chunks: model\.lost\. Take"):
         megatron_names.preprocess_state_dict_for_uneven_dtensor(state)
     del state["model"]["lost"]
@@ -103,7 +99,7 @@ def test_preprocess_names_what_has_no_chunks(one_rank: None) -> None:
 
 
 def _gather_all(rank: int, size: int) -> None:
-    line = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_cp",))
+    line = data_mesh(size)
     for dtype in (torch.bfloat16, torch.bool, torch.int16):
         layout = plan(size)
         for index, spec in enumerate(layout.specs):
@@ -135,7 +131,7 @@ def test_gather_uneven_dtensor_to_full_tensor() -> None:
 
 def test_gather_refuses_another_device(one_rank: None) -> None:
     with pytest.raises(ValueError, match="target_device=meta"):
-        megatron_names.gather_uneven_dtensor_to_full_tensor(_one_param(), torch.device("meta"))
+        megatron_names.gather_uneven_dtensor_to_full_tensor(_sharded(), torch.device("meta"))
     for gather in (
         megatron_names.gather_uneven_dtensor_to_full_tensor,
         megatron_names.uneven_dtensor_to_full_tensor,

@@ -112,27 +112,16 @@ def no_arguments(held: dict[str, Any]) -> None:
     del held["args"], held["fsdp_dtensor_names"]
 
 
-def of_bridge(root: Path, text: str) -> Path:
-    """A checkpoint of Megatron-Bridge whose run_config.yaml is this."""
-    bridge_checkpoint(root, Model(), {})
-    (root / ITERATION / "run_config.yaml").write_text(text)
-    return root
-
-
-def safetensors(root: Path) -> Path:
-    root.mkdir()
-    (root / "model.safetensors").write_bytes(b"")
+def filled(root: Path, *names: str) -> Path:
+    """A folder with files of these names, in each a 3."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("3")
     return root
 
 
 def a_file(root: Path) -> Path:
     root.write_text("x")
-    return root
-
-
-def legacy(root: Path) -> Path:
-    (root / ITERATION / "mp_rank_00").mkdir(parents=True)
-    (root / "latest_checkpointed_iteration.txt").write_text("3")
     return root
 
 
@@ -146,7 +135,8 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      "complete in .*: iteration 3"),
     ("tracker without number", lambda r: rewritten(fsdp(r) / TRACKER, "x", 0), "torch_dist",
      "should hold an iteration number"),
-    ("legacy format", legacy, "torch_dist", "legacy format.*--ckpt-format torch_dist"),
+    ("legacy format", lambda r: filled(r, TRACKER, f"{ITERATION}/mp_rank_00/x.pt"), "torch_dist",
+     "legacy format.*--ckpt-format torch_dist"),
     ("another DCP folder", lambda r: save_fsdp(r, {"net": {"w": torch.ones(2)}}), "torch_dist",
      "no fsdp_dtensor checkpoint.*net.w"),
     # half-written, truncated, corrupt
@@ -196,8 +186,10 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     ("no arguments", lambda r: common(r, no_arguments), "fsdp_dtensor",
      "no training arguments.*run_config.yaml"),
     # Megatron-Bridge's
-    ("from Hugging Face", safetensors, "fsdp_dtensor", "safetensors.*AutoBridge.import_ckpt"),
-    *((f"run_config.yaml: {text}", lambda r, t=text: of_bridge(r, t), "torch_dist",
+    ("from Hugging Face", lambda r: filled(r, "model.safetensors"), "fsdp_dtensor",
+     "safetensors.*AutoBridge.import_ckpt"),
+    *((f"run_config.yaml: {text}", lambda r, t=text: rewritten(
+        bridge_checkpoint(r, Model(), {}) / ITERATION / "run_config.yaml", t), "torch_dist",
        rf"run_config\.yaml:? {message}") for text, message in (
         ("model: [", "not valid YAML"), ("train: {}", "has no section `model`"),
         ("!!python/object/apply:os.getcwd []", "not valid YAML"),
