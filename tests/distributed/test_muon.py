@@ -1,16 +1,10 @@
-"""Muon on shards: with gradients that are set, its weights have the bits of whole matrices, however
-model and data are split; and `torch.optim.Muon` on plain modules.
-
-Gradients of models that are split differently differ by the order of sums. Here every rank takes
-its part of a tensor that is made for the whole parameter, by a name that is the same everywhere.
-All cells are compared with one computation on whole tensors, and so with each other.
-"""
+"""Muon on shards: its weights have the bits of whole matrices that are stepped with the run's own
+gradients, however model and data are split; and `torch.optim.Muon` on plain modules."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +19,7 @@ from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orth
 from tests.distributed.checks import check_norm, check_same_bits
 from tests.distributed.gather_full import plain_name
 from tests.distributed.gpt import STRATEGIES
-from tests.distributed.groups import everyones
-from tests.distributed.muon_reference import Reference, is_muons, own_part, tensor_group
+from tests.distributed.muon_reference import Reference, is_muons
 from tests.distributed.plain import Block, Side, net, tokens
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
@@ -35,9 +28,8 @@ from tests.distributed.topologies import (
     TopologyTrainer,
     build_topology_trainer,
     case_for,
-    global_name,
     init_topology,
-    run_schedule,
+    topology_step,
 )
 
 LR, DECAY = 1e-2, 0.1
@@ -83,36 +75,26 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
     assert_matrices_are_muons(trainer)
     if cell.topology.pp > 1:
         assert_matrices_are_muons(built(cell, strategy, tied=True))
-    names = {local: (global_name(trainer, local), pair) for local, pair in trainer._pairs()}
-    case, config = trainer.case, trainer.chunks[0].config
     dtype = torch.bfloat16 if cell.options is BF16 else torch.float32
     reference = Reference(
-        config, LR, DECAY, case.adam_eps, cell.clip, dtype, orthogonalize=by_package,
-        coefficients=coefficients_of("quintic", 5),
+        trainer.chunks[0].config, LR, DECAY, trainer.case.adam_eps, cell.clip, dtype,
+        orthogonalize=by_package, coefficients=coefficients_of("quintic", 5),
     )  # fmt: skip
-    params = {name: pair.unsharded for name, pair in names.values()}
-    wanted = {name: own(param, name, 0) for name, param in params.items()}
-    trainer.load({local: wanted[name] for local, (name, _) in names.items()})
-    for step in range(1, steps + 1):
-        run_schedule(trainer, step)
-        gradients = {name: own(param, name, step) for name, param in params.items()}
-        for name, pair in names.values():
-            if pair.sharded.grad is not None:
-                local, held = pair.sharded.grad._local_tensor, pair.sharded.megatron_fsdp_slice
-                local.copy_(gradients[name].reshape(-1)[held].view(local.shape))
-        done, norm, _ = trainer.optimizer.step()
-        assert done
-        check_norm(float(norm), norm_of_all(params, step), f"{cell}, {strategy}")
-        wanted = reference.step(params, wanted, gradients, float(norm))
-    found = trainer.params()
-    for local, (name, pair) in names.items():
-        label = f"{cell}, {strategy}: {name}"
-        error = float((found[local] - wanted[name]).abs().max())
+    params = {name: pair.unsharded for name, pair in trainer._pairs()}
+    wanted = trainer.params()
+    for number in range(steps):
+        found = topology_step(trainer, number)
+        if cell.topology is DP:  # others have a part of the gradients on each rank
+            norm = math.hypot(*(float(grad.norm()) for grad in found.gradients.values()))
+            check_norm(found.norm, norm, f"{cell}, {strategy}")
+        wanted = reference.step(params, wanted, found.gradients, found.norm)
+    for name, param in params.items():
+        error = float((found.weights[name] - wanted[name]).abs().max())
         allowed = 1e-5
-        if is_muons(name, pair.unsharded):
-            largest = LR * max(pair.unsharded.shape) ** 0.5
+        if is_muons(name, param):
+            largest = LR * max(param.shape) ** 0.5
             allowed = 0 if cell.clip == UNCLIPPED else ROUNDING * largest
-        assert error <= allowed, f"{label} is off by {error:.1e}"
+        assert error <= allowed, f"{cell}, {strategy}: {name} is off by {error:.1e}"
 
 
 def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
@@ -124,31 +106,6 @@ def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
     groups = [group for group in trainer.optimizer.param_groups if "optimizer" in group]
     of_muon = {id(param) for group in groups for param in group["params"]}
     assert of_muon == {id(pair.sharded) for pair in pairs if rule_of(pair)} != set()
-
-
-def whole_shape(param: Any, name: str) -> list[int]:
-    shape = list(param.shape)
-    if getattr(param, "tensor_model_parallel", False):
-        shape[param.partition_dim] *= tensor_group(name).size()
-    return shape
-
-
-def made(shape: list[int], name: str, step: int) -> torch.Tensor:
-    """Of the whole parameter: its weight, for step 0, or gradient."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-    return torch.randn(shape, generator=generator) * 0.1
-
-
-def own(param: Any, name: str, step: int) -> torch.Tensor:
-    """This rank's part under tensor parallelism."""
-    return own_part(param, name, made(whole_shape(param, name), name, step))
-
-
-def norm_of_all(params: Mapping[str, Any], step: int) -> float:
-    """Of the gradients of the whole model, each of which counts once; collective."""
-    shapes = everyones({n: whole_shape(param, n) for n, param in params.items()})
-    every = {name: shape for one in shapes for name, shape in one.items()}
-    return math.hypot(*(float(made(s, name, step).norm()) for name, s in every.items()))
 
 
 HYBRID = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
@@ -236,36 +193,6 @@ def test_plain_modules_have_the_weights_of_one_process_and_the_same_bits_under_e
     torch.testing.assert_close(first, expected, rtol=0, atol=STEPS * PLAIN_LR * 1.6 * 0.03)
     for other in others:
         check_same_bits(other, first, "another strategy")
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@on_ranks()
-def test_plain_modules_have_the_same_bits_on_any_ranks(rank: int, world: int) -> None:
-    """Steps with gradients that are set, not computed."""
-    side = Side(rank, world, "optim_grads_params")
-    model, module, generator = side.model(net()), net(), torch.Generator().manual_seed(7)
-    muon = side.optimizer(optimizers(model)[0])
-    weights = {name: param.detach() for name, param in module.named_parameters()}
-    reference = Reference(
-        None, PLAIN_LR, DECAY, 0.0, 0.0, torch.bfloat16, momentum=0.9, nesterov=True,
-        scale=lambda rows, columns: max(1, rows / columns) ** 0.5, orthogonalize=by_package,
-        coefficients=coefficients_of("simple", 5),
-    )  # fmt: skip
-    for _ in range(3):
-        model(tokens(0, 0, rank)).backward()
-        for (name, weight), param in zip(weights.items(), model.parameters(), strict=True):
-            value = torch.randn(weight.shape, generator=generator)
-            if of_blocks(name, weight):
-                ref = param.fsdp_layout_ref
-                held = ref.layout.shard_range(ref.index, ref.rank)
-                rows = value.view(-1)[held.start : held.stop].view_as(param._local_tensor)
-                param.grad._local_tensor.copy_(rows)
-                weights[name] = reference.muon(name, weight, weight, value)
-        muon.step()
-        model.zero_grad()
-    found = side.weights()
-    for name, value in weights.items():
-        assert not of_blocks(name, value) or torch.equal(found[f"0 {name}"], value), name
 
 
 def test_what_cannot_be_stepped_is_refused(one_rank: None) -> None:
