@@ -112,6 +112,9 @@ ROWS = (
     _row("pp2", FIRST, case={"per_token_loss": True}),
     _row("pp2-vpp2", SECOND),
     _row("tp2-pp2", FIRST, case={"tied": False}),
+    # What core adds up over tensor-parallel ranks does not go over this wire.
+    _row("tp2-sp", (ZERO_2, ZERO_3), name="tp2-sp, bf16 over data-parallel ranks", world=2,
+         ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
     *(
         _row(name, strategies, name=f"{name}, experts without tokens", change=feed_two_experts,
              steps=1, expect=an_expert_is_idle)
