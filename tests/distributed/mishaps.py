@@ -38,15 +38,13 @@ class Mishap(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: "raised on one rank", "killed" or "late"; the module of the GPT at
-    which, its how-manieth call, and whether before or after its forward, or in its backward; on
-    which rank, under which strategy."""
+    """kind: "raised on one rank", "killed" or "late"; the module of the GPT at which, and whether
+    before or after its forward, or in its backward; on which rank, under which strategy."""
 
     kind: str
-    module: str = ""
-    when: str = "before"
-    call: int = 1
-    rank: int = 1
+    module: str
+    when: str
+    rank: int
     strategy: str = "optim_grads_params"
 
 
@@ -140,36 +138,22 @@ def _act(fault: Fault) -> None:
 
 @contextmanager
 def happening(fault: Fault, model: nn.Module) -> Iterator[None]:
-    """Inside, the fault happens at its place."""
-    calls = 0
+    """Inside, the fault happens whenever its place is reached."""
 
-    def counted() -> bool:
-        nonlocal calls
-        calls += torch._C._current_graph_task_id() == -1  # recomputing is no call of its own
-        return calls == fault.call
+    def act(*unused: Any) -> None:
+        _act(fault)
 
-    def before(*_: Any) -> None:
-        if counted():
-            _act(fault)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if not counted():
-            return
-        if fault.when == "after":
-            _act(fault)
-        tensor = output if isinstance(output, torch.Tensor) else output[0]
-        if fault.when == "backward" and tensor.requires_grad:
-            tensor.register_hook(lambda grad: _act(fault))
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        (output if isinstance(output, torch.Tensor) else output[0]).register_hook(act)
 
     module = model.get_submodule(fault.module)
-    if fault.when == "before":
-        handle = module.register_forward_pre_hook(before)
-    else:
-        handle = module.register_forward_hook(after)
-    try:
+    register = {
+        "before": lambda: module.register_forward_pre_hook(act),
+        "after": lambda: module.register_forward_hook(act),
+        "backward": lambda: module.register_forward_hook(watch),
+    }
+    with register[fault.when]():
         yield
-    finally:
-        handle.remove()
 
 
 def _steps(trainer: Trainer, numbers: range, rank: int, device: torch.device) -> None:

@@ -51,9 +51,9 @@ def test_models_that_differ_are_found_at_construction(rank: int) -> None:
 
 
 ONE_BY_ONE = (
-    Fault("killed", "decoder.layers.1.mlp.linear_fc1", "before", 1, rank=1),
-    Fault("raised on one rank", "decoder.layers.1", "after", 2, rank=1, strategy="optim_grads"),
-    Fault("late", "decoder.layers.0", "backward", 2, rank=0),
+    Fault("killed", "decoder.layers.1.mlp.linear_fc1", "before", rank=1),
+    Fault("raised on one rank", "decoder.layers.1", "after", rank=1, strategy="optim_grads"),
+    Fault("late", "decoder.layers.0", "backward", rank=0),
 )
 
 

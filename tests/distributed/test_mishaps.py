@@ -5,12 +5,10 @@ faults of one rank: test_faults.py."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +16,6 @@ from torch import nn
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Side, net, tokens
 from tests.distributed.shared_ranks import on_ranks
 
@@ -139,70 +135,47 @@ def test_a_write_is_an_error_that_names_the_parameter_or_counts(
 
 # Out of memory.
 
-WIDE = 2048
-"""A weight of this width squared has 16 MiB, more than the room that is left."""
-M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+
+def _no_room(flat: torch.Tensor) -> None:
+    """Torch's own error: no machine has so many bytes."""
+    flat.untyped_storage().resize_(1 << 60)
 
 
-@contextmanager
-def little_room(mebibytes: int) -> Iterator[None]:
-    """Inside, the process may map that much more than it has."""
-    with open("/proc/self/statm") as file:
-        mapped = int(file.read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + mebibytes * 2**20, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2))
-
-
-def _fails(run: Any, said: str, mebibytes: int = 8) -> None:
-    with little_room(mebibytes), pytest.raises(RuntimeError) as caught:
+def _fails(run: Callable[[], Any], said: str, strategy: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
         run()
-    for text in (said, "can't allocate memory", "optim_grads", "fsdp_unit_modules"):
+    for text in (f"rank 0: no memory for {said}", "can't allocate memory", f"strategy {strategy}:",
+                 "fsdp_unit_modules"):  # fmt: skip
         assert text in str(caught.value), (text, str(caught.value))
 
 
-def _runs_out(rank: int, world: int) -> None:
-    # From now on the C library keeps nothing of 1 MiB or more that was freed, whose reuse no limit
-    # would see: by default it learns to, from the first large block on.
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1
-    sharded = functools.partial(fully_shard_model, fsdp_unit_modules=[nn.Linear])
-    model, x = sharded(_wide()), torch.ones(3, 4)
-    _fails(lambda: model(x), "rank 0: no memory for the gathered weights of unit 1 (0.016 GiB")
-    _trains_on(model, x)
-    narrow, x = _wide().bfloat16(), x.bfloat16()
-    model = sharded(narrow, data_parallel_sharding_strategy="optim_grads")
-    loss = model(x).sum()
-    said = "rank 0: no memory for the reduce bucket of unit 1 (0.016 GiB"
-    _fails(loss.backward, said, mebibytes=20)  # the weight gradient, of 8 MiB, comes first
-    _trains_on(model, x)
-    again = _wide()
-    _fails(lambda: sharded(again), "no memory for the buffers of the wrapper at construction")
-
-
-def _trains_on(model: nn.Module, x: torch.Tensor) -> None:
-    """After a failure of either kind the next step runs."""
-    model.zero_grad()
-    model(x).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
-def test_the_message_names_buffer_unit_and_strategy() -> None:
-    """With a real limit of the operating system: in forward, in backward, at construction."""
-    run_ranks(_runs_out, 1)
+def test_the_message_names_buffer_unit_and_strategy(one_rank: None) -> None:
+    """In forward, in backward, at construction; the next step runs."""
+    x = torch.ones(3, 4).bfloat16()
+    for strategy, what in (
+        ("optim_grads_params", "the gathered weights of unit 0"),
+        ("optim_grads", "the reduce bucket of unit 1"),
+    ):
+        made = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).bfloat16()
+        model = fully_shard_model(
+            made, fsdp_unit_modules=[nn.Linear], data_parallel_sharding_strategy=strategy
+        )
+        run = functools.partial(model, x) if "gathered" in what else model(x).sum().backward
+        with mock.patch.object(model.engine.runtime, "allocate", _no_room):
+            _fails(run, f"{what} (", strategy)
+        model.zero_grad()
+        model(x).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+    huge = nn.Linear(1 << 25, 1 << 25, device="meta")
+    construct = functools.partial(fully_shard_model, huge, init_model_with_meta_device=True)
+    _fails(construct, "the buffers of the wrapper at construction", "optim_grads_params")
 
 
 def test_other_errors_are_left_as_they_are(one_rank: None) -> None:
     model = fully_shard_model(nn.Linear(3, 3))
-    [group] = model.engine.groups
-    with pytest.raises(RuntimeError, match="something else"):
-        model.engine.runtime.on_out_of_memory("weights", group.weights[0].tensor, RuntimeError("x"))
-        raise RuntimeError("something else")
-    assert isinstance(group.weights[0], FlatBuffer)
+    fails = mock.Mock(side_effect=RuntimeError("something else"))
+    with (
+        mock.patch.object(model.engine.runtime, "allocate", fails),
+        pytest.raises(RuntimeError, match="^something else"),
+    ):
+        model(torch.ones(1, 3))

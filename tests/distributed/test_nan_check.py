@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
-import torch
 
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
-    Trainer,
     batches,
     build_trainer,
-    forward_step,
     init_megatron,
+    run_passes,
     train_step,
 )
 from tests.distributed.mishaps import Spoiler
@@ -26,18 +23,6 @@ CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=3)
 RANK, MICROBATCH = 1, 1
 UNIT = "decoder.layers.1"
 BAD = "mlp.linear_fc2.weight"
-
-
-def _backwards(trainer: Trainer, data: list[torch.Tensor]) -> None:
-    """The step up to the end of the reductions, without any other collective."""
-    trainer.wrapper.zero_grad_buffer()
-    for number, tokens in enumerate(data):
-        last = number == len(data) - 1
-        context: AbstractContextManager[Any] = nullcontext() if last else trainer.wrapper.no_sync()
-        with context:
-            output, loss_func = forward_step(CASE, iter([tokens]), trainer.wrapper)
-            loss_func(output)[0].backward()
-    trainer.wrapper.finish_grad_sync()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -53,10 +38,10 @@ def test_it_is_named_by_rank_microbatch_unit_and_parameter(
     spoiler, device = Spoiler(f"layers.1.{BAD}", MICROBATCH), init_megatron()
     trainer = build_trainer(CASE, strategy, device, spoiler.attach, ddp={option: True})
     data = batches(CASE, 0, rank, device)
-    _backwards(trainer, data)
+    run_passes(trainer, data)
     spoiler.value, spoiler.calls = value, 0
     with pytest.raises(RuntimeError) if rank == RANK else nullcontext() as caught:
-        _backwards(trainer, data)
+        run_passes(trainer, data)  # without any collective behind the reductions
     if rank == RANK:
         error = str(caught.value)
         assert f"rank {RANK}, microbatch {MICROBATCH}, unit {UNIT}" in error, error
