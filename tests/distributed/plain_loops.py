@@ -73,7 +73,9 @@ def _trained(
 # Gradients that are cleared, replaced, scaled and clipped, and ranks that have none.
 
 
-def _microbatches(side: Side, make: Make, microbatches: int, clip: float | None) -> None:
+def microbatched(
+    side: Side, make: Make, microbatches: int, clip: float | None = None
+) -> None:
     for step, model, optimizer in side.steps(make):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
@@ -89,15 +91,15 @@ def _microbatches(side: Side, make: Make, microbatches: int, clip: float | None)
 
 @loop
 def microbatches_and_clipping(side: Side) -> None:
-    _microbatches(side, OPTIMIZERS["AdamW"], 1, None)
+    microbatched(side, OPTIMIZERS["AdamW"], 1)
     assert side.numbers[-1] < side.numbers[0], "it learns"
-    _microbatches(side, OPTIMIZERS["AdamW"], 3, 0.5)
+    microbatched(side, OPTIMIZERS["AdamW"], 3, 0.5)
 
 
 @loop
 def optimizers_of_torch(side: Side) -> None:
     for make in OPTIMIZERS.values():
-        _microbatches(side, make, 2, None)
+        microbatched(side, make, 2)
 
 
 def _to_none(side: Side, model: Any, optimizer: Any, step: int) -> None:
@@ -265,17 +267,6 @@ LOOPS |= {
 }
 
 
-@loop
-def groups_added_later(side: Side) -> None:
-    for step, model, optimizer in side.steps(lambda params: plain_sgd(list(params)[::2])):
-        later = list(model.parameters())[1::2]
-        if step == 2:
-            optimizer.add_param_group({"params": later, "lr": 0.5 * LR})
-        side.step(model, optimizer, step)
-        for param in later:
-            param.grad = None
-
-
 def _two_groups(params: Any) -> torch.optim.Optimizer:
     every = list(params)
     groups = [{"params": every[::2], "lr": 0.02}, {"params": every[1::2]}]
@@ -283,9 +274,8 @@ def _two_groups(params: Any) -> torch.optim.Optimizer:
 
 
 @loop
-def scheduled_clipped_and_written(side: Side) -> None:
-    """A scheduler from before the optimizer is sharded, clipping, a closure, writes to parameters
-    between steps; moments at the end."""
+def scheduled_and_clipped(side: Side) -> None:
+    """A scheduler from before the optimizer is sharded, clipping, a closure."""
     for make in (OPTIMIZERS["AdamW"], _two_groups):
         model = side.model()
         plain = make(model.parameters())
@@ -307,15 +297,7 @@ def scheduled_clipped_and_written(side: Side) -> None:
                 side.clip(model, 0.5)
                 optimizer.step()
             scheduler.step()
-            with torch.no_grad():
-                if step == 1:
-                    _scale(model.parameters(), 0.9)
-                side.note(side.loss(model, 9))
         side.numbers += [group["lr"] for group in optimizer.param_groups]
-        for state in optimizer.state.values():
-            for value in state.values():
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                side.note(whole.double().abs().sum())
 
 
 @loop
@@ -388,31 +370,11 @@ def _initialized(side: Side, model: Any, optimizer: Any, step: int) -> None:
         model.apply(lambda module: _scale(module.parameters(recurse=False), 0.5))
 
 
-@loop
-def averaged_weights_evaluated(side: Side) -> None:
-    """Other weights are swapped in for an evaluation, and back, by a list of before."""
-    model = side.model()
-    params = list(model.parameters())
-    optimizer = side.sgd(params)
-    average = [param.detach().clone() for param in params]
-    for step in range(STEPS):
-        side.step(model, optimizer, step)
-        with torch.no_grad():
-            kept = [param.detach().clone() for param in params]
-            for param, mean in zip(params, average, strict=True):
-                mean.lerp_(param, 0.3)
-                param.copy_(mean)
-            for microbatch in range(2):
-                side.note(side.loss(model, step, microbatch))
-            for param, value in zip(params, kept, strict=True):
-                param.copy_(value)
-
-
 def _clamped(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    """After each step, and after the evaluation that follows it."""
+    """After each step, and after the evaluation that follows it, by a list of before."""
     for bound in (0.4, 0.3):
         with torch.no_grad():
-            for param in model.parameters():
+            for param in optimizer.param_groups[0]["params"]:
                 param.clamp_(-bound, bound)
             side.note(side.loss(model, step, 1))
 

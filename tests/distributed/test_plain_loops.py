@@ -73,17 +73,17 @@ def test_loops_train_to_the_same_weights(rank: int, world: int, every: bool) -> 
     check_loops(rank, world, LOOPS, every=every)
 
 
-@on_ranks(1)
-def test_one_rank_trains_like_a_single_process(rank: int, world: int) -> None:
-    """A read of released memory is seen at once."""
-    check_loops(rank, world, (*ALL_STRATEGIES, *LATE_LOOPS))
+CLIPPED = [name for name in LOOPS if "clipped_by_norm" in name]
 
 
-@pytest.mark.full
-@on_ranks(3, seconds=400)
-def test_loops_on_three_ranks(rank: int, world: int) -> None:
-    clipped = [name for name in LOOPS if "clipped_by_norm" in name]
-    check_loops(rank, world, ("a_rank_without_data", "some_gradients_taken_away", *clipped))
+@pytest.mark.parametrize(("world", "names"), [
+    (1, (*ALL_STRATEGIES, *LATE_LOOPS)),  # a read of released memory is seen at once
+    pytest.param(3, ("a_rank_without_data", "some_gradients_taken_away", *CLIPPED),
+                 marks=pytest.mark.full),
+])  # fmt: skip
+@on_ranks(seconds=400)
+def test_loops_on_other_numbers_of_ranks(rank: int, world: int, names: tuple[str, ...]) -> None:
+    check_loops(rank, world, names)
 
 
 @pytest.mark.parametrize("strategy", ("no_shard", "optim"))
@@ -97,7 +97,7 @@ def test_loops_with_an_outer_axis(rank: int, world: int, strategy: str) -> None:
 # The same bits.
 
 OFFLOADED = (
-    "scheduled_clipped_and_written", "steps_that_raise", "state_changed_by_hand",
+    "scheduled_and_clipped", "clamped", "steps_that_raise", "state_changed_by_hand",
     "layers_frozen_in_turn",
 )  # fmt: skip
 
