@@ -6,8 +6,8 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,18 +24,19 @@ from megatron_fsdp_adapter.plain import megatron_fsdp as door
 from megatron_fsdp_adapter.plain import uneven_dtensor
 from tests.distributed.checks import check_same_bits
 from tests.distributed.groups import everyones
-from tests.distributed.plain import Block, Side, net, tokens
+from tests.distributed.plain import STEPS, Block, Side, net, tokens
+from tests.distributed.plain_loops import microbatched
 from tests.distributed.shared_ranks import on_ranks
 
 BF16 = torch.bfloat16
-STEPS, MICROBATCHES = 3, 2
+MICROBATCHES = 2
 UNITS = [Block, "torch.nn.Embedding", nn.Conv2d]
 """A class, an import path, and a class that the model has none of."""
 
 
-def adam(module: nn.Module) -> torch.optim.Optimizer:
+def adam(params: Iterable[Any]) -> torch.optim.Optimizer:
     """Two groups, of one weight decay each."""
-    params = list(module.parameters())
+    params = list(params)
     groups = [
         {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.3},
         {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
@@ -43,72 +44,46 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def mesh_of(world: int) -> Any:
+def sharded(world: int, module: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
     mesh = init_device_mesh("cpu", (world, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
     mesh["dp", "cp"]._flatten("dp_cp")
-    return mesh
-
-
-def sharded(world: int, module: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
-    module = module or net()
+    module = module or net(blocks=2)
     given = {"dp_shard_dim": "dp_cp", "tp_dim": "tp", "fsdp_unit_modules": UNITS, **options}
-    return door.fully_shard(module, adam(module), mesh_of(world), **given)
+    return door.fully_shard(module, adam(module.parameters()), mesh, **given)
 
 
-Loop = Callable[[Any, torch.Tensor, bool], Any]
-"""The loss of a microbatch: of (model, tokens, whether it is the last one)."""
+Around = Callable[[Any, bool], AbstractContextManager[Any]]
+"""What is around forward and backward of a microbatch: of (model, whether it is the last one)."""
 
 
-def _last_syncs(model: Any, given: torch.Tensor, is_last: bool) -> Any:
+def _last_syncs(model: Any, is_last: bool) -> AbstractContextManager[Any]:
     model.set_model_auto_sync(is_last)
-    return model(given)
+    return nullcontext()
 
 
-def _never(model: Any, given: torch.Tensor, is_last: bool) -> Any:
+def _never(model: Any, is_last: bool) -> AbstractContextManager[Any]:
     """The optimizer's step completes gradients."""
-    model.set_model_auto_sync(False)
-    return model(given)
+    return _last_syncs(model, False)
 
 
-def _no_sync(model: Any, given: torch.Tensor, is_last: bool) -> Any:
-    if is_last:
-        return model(given)
-    with model.no_sync():
-        loss = model(given)
-        loss.backward()
-    return loss.detach()
+def _no_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if is_last else model.no_sync()
 
 
-def train(model: Any, optimizer: Any, rank: int, loop: Loop, first: int = 0) -> list[float]:
+def train(model: Any, optimizer: Any, rank: int, around: Around, first: int = 0) -> list[float]:
     losses = []
     for step in range(first, first + STEPS):
         for microbatch in range(MICROBATCHES):
             is_last = microbatch == MICROBATCHES - 1
-            loss = loop(model, tokens(step, microbatch, rank), is_last)
-            if loss.requires_grad:
+            with around(model, is_last):
+                loss = model(tokens(step, microbatch, rank)) / MICROBATCHES
                 loss.backward()
             losses.append(loss.item())
-            if loop is not _never:
-                complete = all(param.grad is not None for param in model.parameters())
-                assert complete == is_last, microbatch
+            complete = all(param.grad is not None for param in model.parameters())
+            assert complete == (is_last and around is not _never), microbatch
         optimizer.step(sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)
         optimizer.zero_grad(zero_grad_buffer=True)
     return losses
-
-
-def reference(world: int) -> Side:
-    """What one process without sharding has found."""
-    side = Side(0, world, None)
-    module = side.model(net())
-    optimizer = adam(module)
-    for step in range(STEPS):
-        for microbatch in range(MICROBATCHES):
-            loss = side.loss(module, step, microbatch)
-            loss.backward()
-            side.note(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return side
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -125,13 +100,14 @@ def near(found: Any, expected: Any, say: Any) -> None:
 @pytest.mark.parametrize(("number", "name"), [*enumerate(STRATEGIES)])
 @on_ranks(2)
 def test_loops_written_for_megatron_fsdp(rank: int, world: int, number: int, name: str) -> None:
-    known = reference(world)
-    for strategy, loop in ((number, _last_syncs), (name, _no_sync), (name, _never)):
+    known = Side(rank, world, None)
+    microbatched(known, adam, MICROBATCHES)
+    for strategy, around in ((number, _last_syncs), (name, _no_sync), (name, _never)):
         model, optimizer = sharded(world, zero_dp_strategy=strategy)
         assert model.data_parallel_sharding_strategy == name
-        losses = everyones(train(model, optimizer, rank, loop))
-        near([sum(each) / world for each in zip(*losses, strict=True)], known.numbers, loop)
-        near({f"0 {key}": value for key, value in whole(model).items()}, known.weights(), loop)
+        losses = everyones(train(model, optimizer, rank, around))
+        near([sum(each) / world for each in zip(*losses, strict=True)], known.numbers, around)
+        near({f"0 {key}": value for key, value in whole(model).items()}, known.weights(), around)
 
 
 @on_ranks(2)
@@ -166,7 +142,7 @@ def test_checkpoints_by_torch(rank: int, world: int, root: Path) -> None:
     """A fresh optimizer's state dict is what DCP loads into; training goes on bit for bit."""
     model, optimizer = sharded(world)
     untouched = whole(model)
-    near(untouched["head.weight"], net().head.weight.detach(), "state is made without a step")
+    near(untouched["head.weight"], net(blocks=2).head.weight.detach(), "no step was taken")
     train(model, optimizer, rank, _last_syncs)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(states), checkpoint_id=root)
@@ -182,7 +158,7 @@ def test_checkpoints_by_torch(rank: int, world: int, root: Path) -> None:
 
 @on_ranks(2)
 def test_state_of_optimizers(rank: int, world: int) -> None:
-    """State from the start, of all of torch's that step on rows; groups stay what they were."""
+    """State from the start, of all of torch's that step on rows."""
     for make in (torch.optim.Adam, torch.optim.RAdam, torch.optim.NAdam, torch.optim.RMSprop,
                  torch.optim.Adadelta, torch.optim.Adamax, torch.optim.Adagrad):  # fmt: skip
         model = door.fully_shard_model(net(), fsdp_unit_modules=[Block])
@@ -192,8 +168,6 @@ def test_state_of_optimizers(rank: int, world: int) -> None:
         model(tokens(0, 0, rank)).backward()
         optimizer.step()
         assert kept == [{*state} for state in optimizer.state_dict()["state"].values()], make
-    _, optimizer = sharded(world)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
 @on_ranks(2)
@@ -253,10 +227,12 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "main_params_dtype",
         lambda m: _on(mixed_precision_policy=door.MixedPrecisionPolicy(torch.float64))(m),
     ),
-    "foreign": ("2 of its parameters", lambda m: door.fully_shard(m, adam(nn.Linear(2, 2)))),
+    "foreign": (
+        "2 of its parameters", lambda m: door.fully_shard(m, adam(Block().up.parameters()))
+    ),
     "buffer": (
         "zero_grad_buffer=False",
-        lambda m: door.fully_shard(m, adam(m))[1].zero_grad(zero_grad_buffer=False),
+        lambda m: door.fully_shard(m, adam(m.parameters()))[1].zero_grad(zero_grad_buffer=False),
     ),
 }  # fmt: skip
 
