@@ -52,7 +52,6 @@ AGAIN = (
     "distributed/test_numerics.py::test_trains_like_stock_ddp[fp16, one microbatch]",
     "distributed/test_precision_aware.py::test_gradients_moments_and_main_weights_in_bf16",
     "distributed/test_release.py::test_training_of_a_gpt_goes_on_bit_for_bit",
-    "distributed/test_release.py::test_weights_that_are_left_alone_go_and_return",
     *(f"distributed/test_topologies.py::test_topology[{row}]" for row in OF_AXES),
     "distributed/test_whole_graphs.py",
 )  # fmt: skip

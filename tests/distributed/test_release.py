@@ -1,7 +1,7 @@
 """Models whose memory was given back and taken again, by `release_memory` and by the calls of
 core's own reinforcement learning and of verl, train on bit for bit, and are an error to use
 meanwhile. Buffers are poisoned where the suite runs. With the optimizer in host memory:
-test_step_schedules.py."""
+test_step_schedules.py; quantized weights that are left alone: tests/quantized/test_te_loads.py."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ from tests.distributed.plain import tokens
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.test_export import assert_same, mesh_options, sharded, train
 from tests.engine.engine_cases import buffers_of
-from tests.quantized import emulated
-from tests.quantized.emulated import PLANES, emulated_parameter
 
 
 def buffers(model: Any) -> list[torch.Tensor]:
@@ -347,49 +345,6 @@ def test_training_of_a_gpt_goes_on_bit_for_bit(
         for one in (trainer, plain)
     )
     assert_same(found, wanted, "in the end")  # type: ignore[arg-type]
-
-
-@on_ranks(1)
-def test_weights_that_are_left_alone_go_and_return() -> None:
-    """Quantized weights go without a copy of their values."""
-    device, made = init_megatron(), []
-
-    def quantize(model: torch.nn.Module) -> None:
-        freeze(model)
-        layer = model.module.decoder.layers[0].mlp.linear_fc1
-        found = emulated_parameter(layer.weight.detach(), "mxfp8").requires_grad_(False)
-        found.__class__ = MXFP8Tensor
-        layer._parameters["weight"] = found
-        made.append(found)
-
-    trainer = build_trainer(
-        CASE.but(hidden=64, ffn=64), "optim", device, quantize,
-        module_placements={"decoder.layers.0": "leave"},
-    )
-    [weight], MXFP8Tensor.copies = made, 0
-    planes = [getattr(weight, name) for name in PLANES.values()]
-    before = [plane.clone() for plane in planes]
-    release_memory(trainer.wrapper, trainer.optimizer)
-    assert not any(map(storage_bytes, planes))
-    return_memory(trainer.wrapper, trainer.optimizer)
-    for plane, value in zip(planes, before, strict=True):
-        assert torch.equal(plane.view(torch.uint8), value.view(torch.uint8))
-    dict(export_weights(trainer.wrapper, which="trained"))
-    assert MXFP8Tensor.copies == 0
-    exported = dict(export_weights(trainer.wrapper, dtype=None))
-    assert MXFP8Tensor.copies == 1
-    name = "decoder.layers.0.mlp.linear_fc1.weight"
-    assert torch.equal(exported[name], weight.dequantize())
-
-
-class MXFP8Tensor(emulated.MXFP8Tensor):
-    """Counts."""
-
-    copies = 0
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        MXFP8Tensor.copies += 1
-        return super().dequantize(dtype)
 
 
 @dataclass
