@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
-from tests.distributed.checks import check_same_bits
+from tests.distributed.checks import check_same_bits, recorded_step
 from tests.distributed.fused_adam import FusedAdam, precision_aware, transformer_engine_optimizer
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -20,12 +20,10 @@ from tests.distributed.gpt import (
     Trainer,
     batches,
     build_trainer,
-    forward_backward,
-    full_all,
     init_megatron,
-    plain_name,
 )
 from tests.distributed.shared_ranks import on_ranks
+from tests.distributed.test_update_rules import LION, LION_BESIDE_ADAM, OF_LATER_CORE
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASE = Case(
@@ -51,21 +49,16 @@ def _trainer(strategy: str, policy: dict[str, Any], device: torch.device, **opti
 
 def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data: Any) -> None:
     """Clipping and the step are those on whole tensors, bit for bit."""
-    forward_backward(trainer, data)
-    params = dict(trainer.wrapper.named_parameters())
-    for param in params.values():
-        assert param.grad is param.decoupled_grad  # type: ignore[attr-defined]
-    grads = full_all({plain_name(name): param.decoupled_grad for name, param in params.items()})
-    exact = torch.stack([grad.double().norm() for grad in grads.values()]).norm().item()
-    success, norm, _ = trainer.optimizer.step()
+    found = recorded_step(trainer, data)
+    exact = torch.stack([grad.double().norm() for grad in found.gradients.values()]).norm().item()
     # Core's kernel for machines without TE takes the norm of a tensor in the tensor's dtype.
-    in_bf16 = any(grad.dtype == BF16 for grad in grads.values())
-    assert success and norm == pytest.approx(exact, rel=2.0**-7 if in_bf16 else 1e-5)
-    assert norm > CASE.clip, "the step was to be clipped"
-    for name, param in plain.items():
-        param.decoupled_grad = (grads[name] * (CASE.clip / (norm + 1e-6))).to(grads[name].dtype)
+    in_bf16 = any(grad.dtype == BF16 for grad in found.gradients.values())
+    assert found.norm == pytest.approx(exact, rel=2.0**-7 if in_bf16 else 1e-5)
+    assert found.norm > CASE.clip, "the step was to be clipped"
+    for name, grad in found.gradients.items():
+        plain[name].decoupled_grad = (grad * (CASE.clip / (found.norm + 1e-6))).to(grad.dtype)
     whole.step()
-    check_same_bits(trainer.params(), plain, "the step on whole tensors")
+    check_same_bits(found.weights, plain, "the step on whole tensors")
 
 
 BY_TURNS = [
@@ -125,6 +118,11 @@ def _locals(states: Any) -> list[list[torch.Tensor]]:
         ({}, {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
          ("main_params_dtype=torch.float16", "DDP config is torch.float32")),
         ({}, {"exp_avg_dtype": torch.uint8}, ("exp_avg_dtype=torch.uint8", "Use torch.float32")),
+        *(pytest.param({}, {**LION, name: value}, ("optimizer='lion'", f"{name}={value}"),
+                       marks=OF_LATER_CORE)
+          for name, value in (
+              ("optimizer_cpu_offload", True), ("use_precision_aware_optimizer", True),
+              ("fp16", True), ("adam_beta1" if LION_BESIDE_ADAM else "lion_beta1", 1.0))),
     ],
 )  # fmt: skip
 @on_ranks(1)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.checks import Step, check_run_bits, recorded_step
@@ -28,8 +29,6 @@ from tests.distributed.gpt import (
     build_trainer,
     distributed_optimizer,
     init_megatron,
-    optimizer_config,
-    train_step,
 )
 from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
@@ -129,8 +128,13 @@ RULES: Mapping[str, Rule] = {
     "Lion": Rule(LION, of_lion, _lions_state),
     "Lion in bf16": Rule(LION, of_lion, _lions_state, {"bf16": True}),
 }  # fmt: skip
-OF_CORE = ("SGD", pytest.param("Lion", marks=pytest.mark.skipif(
-    not LION_IN_CORE, reason="this release has no optimizer 'lion'")))  # fmt: skip
+WITHOUT = {"use_distributed_optimizer": False}
+"""In both configs: wrapper and optimizer switch it on, and a checkpoint has their form."""
+
+OF_LATER_CORE = pytest.mark.skipif(
+    not LION_IN_CORE, reason="this release has no optimizer 'lion'"
+)
+OF_CORE = ("SGD", pytest.param("Lion", marks=OF_LATER_CORE))
 
 
 @pytest.mark.parametrize("of_core", OF_CORE)
@@ -144,27 +148,15 @@ def test_ranks_take_the_steps_of_whole_weights(rank: int, world: int, of_core: s
             made = rule.made_by_core or core_optimizer.SGD
             with mock.patch.object(core_optimizer, "SGD", made):
                 case = CASE.but(**rule.case)
-                trainer = build_trainer(case, strategy, device, optimizer=rule.options)
+                trainer = build_trainer(
+                    case, strategy, device, ddp=WITHOUT, optimizer={**rule.options, **WITHOUT}
+                )
             locals_ = [param._local_tensor for param in trainer.wrapper.parameters()]
             _check_rule(rank, world, f"{name}, {strategy} ", rule, trainer)
             if strategy == "optim_grads_params" and world > 1:
                 some_are_empty = torch.tensor(float(any(not one.numel() for one in locals_)))
                 dist.all_reduce(some_are_empty)
                 assert some_are_empty, "a case that shows nothing about empty shards"
-    if of_core == "Lion":
-        _refuses_for_lion(trainer.wrapper)
-
-
-def _refuses_for_lion(wrapper: Any) -> None:
-    """What core would do otherwise, or cannot."""
-    for name, value in (
-        ("optimizer_cpu_offload", True), ("use_precision_aware_optimizer", True), ("fp16", True),
-        ("adam_beta1" if LION_BESIDE_ADAM else "lion_beta1", 1.0),
-    ):  # fmt: skip
-        options = optimizer_config(CASE, **LION)
-        setattr(options, name, value)
-        with pytest.raises(ValueError, match=rf"optimizer='lion'.*{name}={value}"):
-            get_megatron_optimizer(options, [wrapper], use_gloo_process_groups=False)
 
 
 def _check_rule(rank: int, world: int, label: str, rule: Rule, trainer: Trainer) -> None:
@@ -202,8 +194,7 @@ def _check_state(
     world: int, label: str, rule: Rule, trainer: Trainer, whole: Mapping[str, torch.Tensor]
 ) -> None:
     """The same on every rank, also of what a rank has no rows of; before the first step too."""
-    said = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-    state = trainer.optimizer.sharded_state_dict({}, metadata=said)["state"]
+    state = trainer.optimizer.sharded_state_dict({})["state"]
     mine = {plain_name(name): sorted(entry) for name, entry in state.items()}
     assert all(other == mine for other in everyones(mine)), label
     expected = {name: rule.state(name, weight) for name, weight in whole.items()}
@@ -222,14 +213,10 @@ ADAM = sys.modules[torch.optim.Adam.__module__]
 Act = Callable[[Trainer, int], None]
 
 
-def _built(kind: str, clip: float) -> Trainer:
-    case = ONE_MICROBATCH.but(clip=clip)
-    return build_trainer(case, "optim_grads_params", CPU, optimizer={"optimizer": kind})
-
-
 def _run(kind: str, clip: float, act: Act, rank: int) -> list[Step]:
     """Two steps, what `act` does, and two more."""
-    trainer = _built(kind, clip)
+    case = ONE_MICROBATCH.but(clip=clip)
+    trainer = build_trainer(case, "optim_grads_params", CPU, optimizer={"optimizer": kind})
     found = []
     for step in range(4):
         if step == 2:
@@ -261,11 +248,23 @@ def _zeroed(trainer: Trainer, rank: int) -> None:
             getattr(value, "_local_tensor", value).zero_()
 
 
+def _taken_out(trainer: Trainer, rank: int, again: bool = False) -> None:
+    """Every other parameter, of its group. again: into one whose learning rate is zero."""
+    trainer.wrapper.stop_communication()
+    inner = distributed_optimizer(trainer).optimizer
+    for group in list(inner.param_groups):
+        taken, group["params"] = group["params"][1::2], group["params"][::2]
+        if again:
+            inner.add_param_group({**group, "params": taken, "lr": 0.0})
+
+
 ALIKE: Mapping[str, tuple[Act, Act]] = {
     "a step that raises at once, as one that does nothing": (
         _adam_does(MemoryError), _adam_does()),
     "a step that raises half way": (_adam_does(None, MemoryError), _adam_does()),
     "cleared state, as zeros": (lambda trainer, _: trainer.optimizer.state.clear(), _zeroed),
+    "unclipped, parameters that are taken out of groups": (
+        _taken_out, partial(_taken_out, again=True)),
 }  # fmt: skip
 """What is done, and what has the same bits afterwards. On all ranks; where Adam raises, what Muon
 and Lion have updated before stays so."""
@@ -279,27 +278,9 @@ def test_what_is_done_to_the_inner_optimizer_has_its_effect(
 ) -> None:
     """A step that raised leaves the next one right; state that is cleared is zero."""
     init_megatron()
-    # Without clipping gradients are not copied; where Adam raises that matters.
-    for clip in (0.0, 0.05) if "at once" in what and kind == "muon" else (0.05,):
+    # Without clipping gradients are not copied; where Adam raises that matters. A norm is of what
+    # is in groups.
+    clips = (0.0, 0.05) if "at once" in what and kind == "muon" else (0.05,)
+    for clip in (0.0,) if "unclipped" in what else clips:
         found, expected = (_run(kind, clip, act, rank) for act in ALIKE[what])
         check_run_bits(found, expected, f"clip {clip}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_parameters_that_are_taken_out_of_groups_are_stepped_no_more(rank: int, kind: str) -> None:
-    init_megatron()
-    trainer = _built(kind, 0.05)
-    train_step(trainer, batches(trainer.case, 0, rank, CPU))
-    trainer.wrapper.stop_communication()
-    groups = distributed_optimizer(trainer).optimizer.param_groups
-    taken = [param for group in groups for param in group["params"][1::2]]
-    for group in groups:
-        group["params"] = group["params"][::2]
-    kept = [param for group in groups for param in group["params"]]
-    before = [[param._local_tensor.clone() for param in params] for params in (taken, kept)]
-    train_step(trainer, batches(trainer.case, 1, rank, CPU))
-    for params, values, stays in zip((taken, kept), before, (True, False), strict=True):
-        both = zip(params, values, strict=True)
-        same = [torch.equal(param._local_tensor, v) for param, v in both if v.numel()]
-        assert same == [stays] * len(same) and same, kind
