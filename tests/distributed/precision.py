@@ -14,7 +14,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.distributed.exact import gamma
 from tests.distributed.gpt import full_all
 from tests.distributed.plain import Block, device, net, tokens
 from tests.matrix.cover import Space, covering_array
+from tests.matrix.table import Rule
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 UNIT = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
@@ -58,11 +59,6 @@ class Cell:
     def main_dtype(self) -> torch.dtype:
         return self.params if self.main_params is None else self.main_params
 
-    @property
-    def loses_bits(self) -> bool:
-        """Whether main weights cannot hold what the parameters do, which is refused."""
-        return torch.promote_types(self.main_dtype, self.params) != self.main_dtype
-
     def __str__(self) -> str:
         return " ".join(str(value).removeprefix("torch.") for value in astuple(self))
 
@@ -76,7 +72,13 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "microbatches": (1, 4),
     "world": (1, 2, 4),
 }
-SPACE = Space(FACTORS, (), {})
+NARROW = Rule(
+    "main weights", "they cannot hold what the parameters do, which is refused",
+    lambda params, main_params: (
+        main_params is not None and torch.promote_types(main_params, params) != main_params
+    ),
+)
+SPACE = Space(FACTORS, (NARROW,), {})
 
 
 def pairwise() -> list[Cell]:
@@ -84,26 +86,20 @@ def pairwise() -> list[Cell]:
     return [Cell(**row) for row in covering_array(SPACE)]  # type: ignore[arg-type]
 
 
-def with_fp32_accumulation() -> Iterator[Cell]:
-    for strategy in list(STRATEGIES)[1:]:
-        for microbatches, world in ((4, 1), (1, 2), (4, 4)):
-            yield Cell(strategy, BF16, FP32, None, BF16, microbatches, world, True)
-
-
-def over_two_axes() -> Iterator[Cell]:
-    """Four ranks in two instances, which hold the same or share main weights out."""
-    for strategy, main_grads, comm, microbatches, shard_outer in (
-        ("no_shard", BF16, FP32, 4, False),
-        ("optim", None, BF16, 4, True),
-        ("optim_grads", BF16, None, 1, True),
-        ("optim_grads_params", None, BF16, 4, False),
-        ("optim_grads_params", BF16, FP32, 1, True),
-    ):
-        yield Cell(
-            strategy, BF16, FP32, main_grads, comm, microbatches, 4, outer=2,
-            shard_outer=shard_outer,
-        )  # fmt: skip
-    yield Cell("optim", BF16, FP32, None, BF16, 4, 4, True, 2, True)
+WITH_FP32_ACCUMULATION = [
+    Cell(strategy, BF16, FP32, None, BF16, microbatches, world, True)
+    for strategy in list(STRATEGIES)[1:]
+    for microbatches, world in ((4, 1), (1, 2), (4, 4))
+]
+OVER_TWO_AXES = [
+    Cell("no_shard", BF16, FP32, BF16, FP32, 4, 4, outer=2),
+    Cell("optim", BF16, FP32, None, BF16, 4, 4, outer=2, shard_outer=True),
+    Cell("optim", BF16, FP32, None, BF16, 4, 4, True, outer=2, shard_outer=True),
+    Cell("optim_grads", BF16, FP32, BF16, None, 1, 4, outer=2, shard_outer=True),
+    Cell("optim_grads_params", BF16, FP32, None, BF16, 4, 4, outer=2),
+    Cell("optim_grads_params", BF16, FP32, BF16, FP32, 1, 4, outer=2, shard_outer=True),
+]
+"""Four ranks in two instances, which hold the same or share main weights out."""
 
 
 def build(cell: Cell) -> Any:
@@ -134,21 +130,16 @@ def exact_gradients(
     model = net(cell.params)
     for name, param in model.named_parameters():
         param.data.copy_(weights[name].view(param.shape))
-    sums: dict[str, torch.Tensor] = {}
-    sizes: dict[str, torch.Tensor] = {}
-    for microbatch in range(cell.microbatches):
-        model.zero_grad()
-        model(tokens(step, microbatch, rank)).backward()
-        for name, param in model.named_parameters():
-            assert param.grad is not None
-            grad = param.grad.double()
-            sums[name] = sums.get(name, 0) + grad
-            sizes[name] = sizes.get(name, 0) + grad.abs()
-    for values in (sums, sizes):
-        for name in values:
-            dist.all_reduce(values[name])
-            values[name] = values[name].cpu() / cell.world
-    return sums, sizes
+    params = dict(model.named_parameters())
+    losses = (model(tokens(step, number, rank)) for number in range(cell.microbatches))
+    grads = [torch.autograd.grad(loss, [*params.values()]) for loss in losses]
+    means = []
+    for of in (torch.Tensor.double, lambda grad: grad.double().abs()):
+        sums = [sum(map(of, each)) for each in zip(*grads, strict=True)]
+        for value in sums:
+            dist.all_reduce(value)
+        means.append({n: v.cpu() / cell.world for n, v in zip(params, sums, strict=True)})
+    return means[0], means[1]
 
 
 def allowed_relative(cell: Cell) -> float:
@@ -169,10 +160,8 @@ def backwards(model: Any, cell: Cell, step: int, rank: int) -> None:
 
 def check_gradients(model: Any, cell: Cell, exact: Any, absolute: Any) -> float:
     """All within their bounds; returns the largest error as a part of the mean of absolutes."""
-    for name, param in model.named_parameters():
-        assert param.grad is not None, f"{cell}: {name} has no gradient"
-        assert param.grad.dtype == cell.policy.grads_dtype, f"{cell}: {name} {param.grad.dtype}"
-        assert param.dtype == cell.main_dtype, f"{cell}: {name} {param.dtype}"
+    dtypes = {(param.grad.dtype, param.dtype) for param in model.parameters()}
+    assert dtypes == {(cell.policy.grads_dtype, cell.main_dtype)}, f"{cell}: {dtypes}"
     named = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
     worst = 0.0
     for name, grad in full_all(named).items():

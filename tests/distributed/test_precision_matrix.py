@@ -7,24 +7,16 @@ import pytest
 from tests.distributed.precision import (
     BF16,
     FP32,
-    SPACE,
+    OVER_TWO_AXES,
     UNIT,
+    WITH_FP32_ACCUMULATION,
     Cell,
-    build,
     check_cell,
-    over_two_axes,
     pairwise,
-    with_fp32_accumulation,
 )
 from tests.distributed.shared_ranks import on_ranks
-from tests.matrix.cover import covered
 
-CELLS = [*pairwise(), *with_fp32_accumulation(), *over_two_axes()]
-
-
-def test_every_pair_of_values_is_in_the_matrix() -> None:
-    assert set(SPACE.possible_pairs) <= covered([vars(cell) for cell in CELLS], SPACE)
-    assert len(CELLS) < 40
+CELLS = [*pairwise(), *WITH_FP32_ACCUMULATION, *OVER_TWO_AXES]
 
 
 @pytest.mark.parametrize(
@@ -41,10 +33,6 @@ def test_gradients_and_updates_in_every_mixture(rank: int, world: int, cell: Cel
     """Two steps each: gradients within the bounds of their dtypes, and updates bit for bit those of
     whole tensors. Where something travels or is summed in bf16, the error is more than float32's:
     the dtypes are really used."""
-    if cell.loses_bits:
-        with pytest.raises(ValueError, match="which has more bits"):
-            build(cell)
-        return
     error = check_cell(cell, rank)
     sums_in_bf16 = cell.policy.grads_dtype == BF16 and cell.microbatches > 1
     adds_on_the_wire = world // cell.outer > 2 or cell.params != BF16 or cell.microbatches > 1
