@@ -33,9 +33,7 @@ ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 
 def gpt(config: Any, tied: bool) -> GPTModel:
     spec = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
-    mtp = None
-    if config.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     return GPTModel(
         config, spec, vocab_size=CASE.vocab, max_sequence_length=CASE.seq,
         share_embeddings_and_output_weights=tied, position_embedding_type="rope",

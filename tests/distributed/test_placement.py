@@ -3,23 +3,24 @@ after wrapping is an error (traps R5, MB-956: a tower with another scheme than t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from tests.distributed.checkpoints import loaded, saved
-from tests.distributed.gpt import Case, batches, init_megatron, make_trainer, train_step
+from tests.distributed.gpt import batches, init_megatron, make_trainer, train_step
 from tests.distributed.models import ALONE, CASE, TwoTowers, freeze_part, gpt, varied
 from tests.distributed.shared_ranks import on_ranks
-from tests.distributed.test_models import SIZES
+from tests.distributed.test_models import SIZES, towers
 from tests.distributed.topologies import model_config
 from tests.distributed.variants import (
     STRATEGIES,
     ZERO_1,
     ZERO_3,
+    Change,
     Variant,
     compare,
     differ_by_rank,
@@ -31,8 +32,7 @@ LEFT: dict[str, str] = {"*": "leave", "text*": "shard", "projector": "shard"}
 """All but the frozen tower is sharded: later patterns win."""
 
 
-def _towers(case: Case, device: torch.device) -> nn.Module:
-    return varied(lambda: TwoTowers({}, False), case.seed, freeze_part)
+_towers = partial(towers, recompute={}, tied=False, change=freeze_part)
 
 
 def tower_is_left_alone(ours: Any, reference: Any, strategy: str) -> None:
@@ -74,8 +74,6 @@ def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
     for step in (2, 3):
         results = [train_step(t, batches(case, step, rank, device)) for t in (one, other)]
         assert results[0] == results[1], step
-    vision = [dict(t.wrapper.named_buffers()) for t in (one, other)]
-    assert vision[0].keys() == vision[1].keys()
 
 
 @pytest.mark.parametrize(
@@ -99,35 +97,30 @@ def test_wrong_places_are_one_early_error(placements: dict[str, str], said: str)
     assert said in str(caught.value), caught.value
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    ((False, "decoder.layers.0.mlp.linear_fc1.weight"), (True, "embedding.word_embeddings.weight")),
-)
+LINEAR = "decoder.layers.0.mlp.linear_fc1.weight"
+AFTERWARDS: dict[str, tuple[Change, str, Callable[[Any], Any], str]] = {
+    "frozen": (unchanged, LINEAR, lambda p: p.requires_grad_(False), "requires_grad of"),
+    "trained": (
+        freeze_part, "embedding.word_embeddings.weight", lambda p: p.requires_grad_(True),
+        "requires_grad of",
+    ),
+    **{
+        hook: (unchanged, LINEAR, lambda p, hook=hook: getattr(p, hook)(print), "gradient hooks on")
+        for hook in ("register_hook", "register_post_accumulate_grad_hook")
+    },
+}  # fmt: skip
+"""What is done before wrapping; to which parameter, and what, behind it; what the error says."""
+
+
+@pytest.mark.parametrize("what", AFTERWARDS)
 @on_ranks(1)
-def test_a_change_of_requires_grad_after_wrapping_is_one_error(
-    rank: int, value: bool, name: str
-) -> None:
+def test_what_is_changed_of_a_parameter_after_wrapping_is_one_error(rank: int, what: str) -> None:
+    before, name, change, said = AFTERWARDS[what]
     device = init_megatron()
-    change = freeze_part if value else unchanged
-    model = varied(lambda: gpt(model_config(ALONE, CASE), False), 1, change)
+    model = varied(lambda: gpt(model_config(ALONE, CASE), False), 1, before)
     trainer = make_trainer(model, CASE, ZERO_3)
     train_step(trainer, batches(CASE, 0, rank, device))
     trainer.wrapper.stop_communication()
-    param = dict(trainer.wrapper.module.module.named_parameters())[name]
-    param.requires_grad_(value)
-    with pytest.raises(RuntimeError, match=f"requires_grad of {name} .1 parameters"):
+    change(dict(trainer.wrapper.module.module.named_parameters())[name])
+    with pytest.raises(RuntimeError, match=f"{said} {name} .1 parameters"):
         train_step(trainer, batches(CASE, 1, rank, device))
-
-
-@pytest.mark.parametrize("hook", ("register_hook", "register_post_accumulate_grad_hook"))
-@on_ranks(1)
-def test_a_gradient_hook_that_is_registered_after_wrapping_is_an_error(
-    rank: int, hook: str
-) -> None:
-    device = init_megatron()
-    trainer = make_trainer(varied(lambda: gpt(model_config(ALONE, CASE), False), 1), CASE, ZERO_3)
-    name = "decoder.layers.0.mlp.linear_fc1.weight"
-    param = dict(trainer.wrapper.module.module.named_parameters())[name]
-    getattr(param, hook)(lambda given: None)
-    with pytest.raises(RuntimeError, match=f"gradient hooks on {name} .1 parameters"):
-        train_step(trainer, batches(CASE, 0, rank, device))
