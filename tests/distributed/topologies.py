@@ -345,8 +345,7 @@ def global_name(trainer: TopologyTrainer, name: str) -> str:
 
 def local_of(value: Any) -> torch.Tensor:
     """A copy of this rank's part of a DTensor."""
-    local: torch.Tensor = value._local_tensor.detach().clone()
-    return local
+    return value._local_tensor.detach().clone()
 
 
 def build_topology_trainer(
