@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -38,48 +37,29 @@ def tensors() -> Iterator[torch.Tensor]:
                     yield local
 
 
+def storages() -> dict[int, Any]:
+    """Of all that is alive, by address; the collector does not run before."""
+    found = (tensor.untyped_storage() for tensor in tensors())
+    return {storage._cdata: storage for storage in found}
+
+
 def live_bytes() -> int:
-    """Of all storages of this process, counted once each; the collector does not run before."""
-    storages = (tensor.untyped_storage() for tensor in tensors())
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum(storage.nbytes() for storage in storages().values())
 
 
-@dataclass
-class Baseline:
-    """What was alive before wrapping and is not to be counted: everything but the parameters.
-    Its storages are kept alive, so that no address is used again."""
-
-    storages: dict[int, Any] = field(default_factory=dict)
-
-    def take(self, model: torch.nn.Module) -> None:
-        params = {param.untyped_storage()._cdata for param in model.parameters()}
-        gc.collect()
-        for tensor in tensors():
-            storage = tensor.untyped_storage()
-            if storage._cdata not in params:
-                self.storages[storage._cdata] = storage
-
-    def held(self) -> dict[int, tuple[int, str]]:
-        """(bytes, description) of what is alive now and was not then, by address."""
-        gc.collect()
-        found = {}
-        for tensor in tensors():
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.storages and storage.nbytes() > SCALAR_BYTES:
-                text = f"{tuple(tensor.shape)} {tensor.dtype}"
-                found[storage._cdata] = (storage.nbytes(), text)
-        return found
-
-    def live_bytes(self) -> int:
-        return sum(nbytes for nbytes, _ in self.held().values())
+def beside(model: torch.nn.Module) -> dict[int, Any]:
+    """The storages of all that is alive but the model's parameters. They are kept alive, so that no
+    address is used again."""
+    params = {param.untyped_storage()._cdata for param in model.parameters()}
+    gc.collect()
+    return {key: value for key, value in storages().items() if key not in params}
 
 
-def _warm(case: Case, device: torch.device, baseline: Baseline, model: torch.nn.Module) -> None:
-    """Core makes its caches in the first forward: run one before anything is counted."""
-    [tokens, *_] = batches(case, 0, 0, device)
-    with torch.no_grad():
-        forward_step(case, iter([tokens]), model)
-    baseline.take(model)
+def bytes_beyond(known: Mapping[int, Any]) -> int:
+    """Of what is alive now and not in `known`."""
+    gc.collect()
+    sizes = [one.nbytes() for key, one in storages().items() if key not in known]
+    return sum(size for size in sizes if size > SCALAR_BYTES)
 
 
 def measure(
@@ -91,20 +71,26 @@ def measure(
 ) -> dict[str, int]:
     """Live bytes at the points of two steps. `ddp`: fields of the DDP config."""
     device = init_megatron()
-    baseline = Baseline()
-    trainer = build_trainer(
-        case, strategy, device, lambda model: _warm(case, device, baseline, model), ddp
-    )
-    points = {"wrapped": baseline.live_bytes()}
+    known: dict[int, Any] = {}
+
+    def warm(model: torch.nn.Module) -> None:
+        """Core makes its caches in the first forward: run one before anything is counted."""
+        [tokens, *_] = batches(case, 0, 0, device)
+        with torch.no_grad():
+            forward_step(case, iter([tokens]), model)
+        known.update(beside(model))
+
+    trainer = build_trainer(case, strategy, device, warm, ddp)
+    points = {"wrapped": bytes_beyond(known)}
     for step in ("first", "second"):
         forward_backward(trainer, batches(case, 0, rank, device))
-        points[f"{step}: reduced"] = baseline.live_bytes()
+        points[f"{step}: reduced"] = bytes_beyond(known)
         success, _, _ = trainer.optimizer.step()
         assert success
         trainer.wrapper.stop_communication()
-        points[f"{step}: stepped"] = baseline.live_bytes()
+        points[f"{step}: stepped"] = bytes_beyond(known)
         trainer.wrapper.zero_grad_buffer()
-        points[f"{step}: zeroed"] = baseline.live_bytes()
+        points[f"{step}: zeroed"] = bytes_beyond(known)
         trainer.wrapper.engine.main_weights_changed()  # as a load does: nothing stays gathered
-        points[f"{step}: at rest"] = baseline.live_bytes()
+        points[f"{step}: at rest"] = bytes_beyond(known)
     return points

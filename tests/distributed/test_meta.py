@@ -110,15 +110,11 @@ class Unfilled(MegatronModule):
         self.register_buffer("table", torch.ones(2))
 
 
-class Forgetful(nn.Module):
+class Forgetful(nn.Linear):
     """Fills one of its two parameters."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.one)
+        nn.init.ones_(self.weight)
 
 
 def _add_unfilled(model: Any) -> None:
@@ -147,8 +143,8 @@ def test_what_cannot_be_initialized_is_one_error(rank: int) -> None:
     with pytest.raises(ValueError, match="init_model_with_meta_device=False: .*word_embeddings"):
         FullyShardedDataParallel(model.config, ddp_config(case, "optim"), model)
     with torch.device("meta"):
-        forgetful = nn.Sequential(nn.Linear(3, 3), Forgetful())
-    with pytest.raises(ValueError, match=r"of the module of 1\.two left a part"):
+        forgetful = nn.Sequential(nn.Linear(3, 3), Forgetful(3, 3))
+    with pytest.raises(ValueError, match=r"of the module of 1\.bias left a part"):
         fully_shard_model(forgetful, init_model_with_meta_device=True)
     with torch.device("meta"):
         plain = nn.Linear(3, 3)
@@ -177,21 +173,12 @@ class Block(nn.Module):
 WIDTH, BLOCKS = 64, 6
 
 
-class Tied(nn.Module):
+def tied() -> nn.Sequential:
     """Embedding and head share a weight; buffers; a bias beside the shared weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 11)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
+    blocks = (Block(WIDTH) for _ in range(BLOCKS))
+    model = nn.Sequential(nn.Embedding(11, WIDTH), *blocks, nn.Linear(WIDTH, 11))
+    model[-1].weight = model[0].weight
+    return model
 
 
 @on_ranks(2)
@@ -200,7 +187,7 @@ def test_a_plain_module_starts_unit_by_unit() -> None:
     for meta in (True, False):
         torch.manual_seed(5)
         with on_meta(meta):
-            model = Tied()
+            model = tied()
         gc.collect()
         before = live_bytes()
         Block.seen.clear()
@@ -210,7 +197,7 @@ def test_a_plain_module_starts_unit_by_unit() -> None:
         if meta:
             _check_growth(before, dist.get_world_size())
         states.append(full_all(dict(sharded.named_parameters())))
-        assert model.head.weight is model.embedding.weight
+        assert model[-1].weight is model[0].weight
         generator = torch.Generator().manual_seed(dist.get_rank())
         loss = sharded(torch.randint(0, 11, (8,), generator=generator)).square().mean()
         loss.backward()
@@ -235,11 +222,6 @@ class _Linear(nn.Linear):
     """Puts a new object in its weight's place when it initializes it, and marks that, as
     Transformer Engine's do."""
 
-    def __init__(self, whole: bool) -> None:
-        super().__init__(3, 2, bias=False, device="meta")
-        if whole:
-            setattr(self.weight, "sequence_parallel", True)  # noqa: B010
-
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
@@ -247,29 +229,27 @@ class _Linear(nn.Linear):
 
 
 class _MarkingLinear(_Linear):
-    """Core's marks whole weights in its constructor, from 0.19 on."""
+    """Core's marks whole weights in its constructor, from 0.19 on: that has the name in it."""
 
-    def __init__(self, whole: bool) -> None:
-        super().__init__(whole)
-        if whole:
-            setattr(self.weight, "tensor_model_parallel", False)  # noqa: B010
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.marks = "tensor_model_parallel"
 
 
-@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("kind", [_MarkingLinear, _Linear])
 @pytest.mark.parametrize("whole", [True, False])
 def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_counts_them(
-    marks: bool, whole: bool
+    kind: type[nn.Linear], whole: bool
 ) -> None:
     """Each once in the gradient norm, where core's release says that they are whole. The object
     stays."""
-    kind = type("TELinear", (_Linear,), {})
-    if marks:
-        kind = type("TELinear", (_MarkingLinear,), {"__init__": _MarkingLinear.__init__})
-    linear = kind(whole)
+    linear = type("TELinear", (kind,), {})(3, 2, bias=False, device="meta")
     weight = linear.weight
+    if whole:
+        weight.sequence_parallel = True
     run = core_initializers(None)(linear, None)
     assert run is not None
     initialize("layer", linear, torch.device("cpu"), run)
-    assert linear.weight.tensor_model_parallel is not (whole and marks)
+    assert linear.weight.tensor_model_parallel is not (whole and kind is _MarkingLinear)
     assert linear.weight is weight and bool((weight == 2.0).all())
     assert hasattr(linear.weight, "sequence_parallel") is whole

@@ -15,9 +15,7 @@ from megatron.core import full_cuda_graph
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.guard import unchecked
-from megatron_fsdp_adapter.core.engine.memory import KINDS
 from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
@@ -25,7 +23,6 @@ from tests.distributed.gpt import (
     Case,
     Trainer,
     build_trainer,
-    distributed_optimizer,
     full_weights,
     init_megatron,
 )
@@ -108,14 +105,11 @@ def between(trainer: Trainer, schedule: Any, number: int) -> list[float]:
                 for name, value in state.items()
             })
         return found
-    if number == 4:  # somebody writes what is shown, and frees the optimizer's state for a while
+    if number == 4:  # the program writes what is shown
         trainer.wrapper.synchronize_param_gather()
         with torch.no_grad():
             for pair in engine.pairs:
                 pair.sharded._local_tensor.mul_(1.25)
-        inner = distributed_optimizer(trainer).optimizer
-        release_memory(trainer.wrapper, inner, keep=list(KINDS))
-        return_memory(trainer.wrapper, inner)
         return [evaluate()]
     return []
 
@@ -131,27 +125,22 @@ def train(trainer: Trainer, schedule: Any) -> tuple[list[float], dict[str, Any]]
     return numbers, full_weights(trainer)
 
 
-class Launches:
-    """Gathers that one trainer launches, by whether they are captured."""
+Launches = list[tuple[bool, str]]
+"""Gathers that a trainer launches: whether they are captured, and of which unit."""
 
-    def __init__(self, trainer: Trainer, host: HostTorch) -> None:
-        self.found: list[tuple[bool, str]] = []
-        pipeline = trainer.wrapper.engine.gather
-        launch = pipeline.launch
 
-        def noted(unit: Any, *use: Any) -> None:
-            self.found.append((host.capturing, unit.name))
-            launch(unit, *use)
+def noted(trainer: Trainer, host: HostTorch) -> Launches:
+    """Of all that is launched from now on."""
+    found: Launches = []
+    pipeline = trainer.wrapper.engine.gather
+    launch = pipeline.launch
 
-        pipeline.launch = noted
+    def noting(unit: Any, *use: Any) -> None:
+        found.append((host.capturing, unit.name.rpartition(".")[2]))
+        launch(unit, *use)
 
-    def captured(self) -> list[list[str]]:
-        """Of each capture."""
-        return [
-            [unit.rpartition(".")[2] for _, unit in group]
-            for is_captured, group in itertools.groupby(self.found, lambda one: one[0])
-            if is_captured
-        ]
+    pipeline.launch = noting
+    return found
 
 
 def graphed(
@@ -161,12 +150,13 @@ def graphed(
     engine = trainer.wrapper.engine
     trainer.wrapper.captures = FullIterationGraphs(engine, lambda: host.capturing)
     engine.runtime.is_capturing = lambda: host.capturing
-    return trainer, HostIterations(host), Launches(trainer, host)
+    return trainer, HostIterations(host), noted(trainer, host)
 
 
 def _trains_alike(
     changes: dict[str, Any], ddp: dict[str, Any], strategy: str = ZERO_3
-) -> Launches:
+) -> list[list[str]]:
+    """The gathers of each capture."""
     init_megatron()
     case = CASE.but(**changes)
     eager = build_trainer(case, strategy, torch.device("cpu"), ddp=ddp)
@@ -178,7 +168,10 @@ def _trains_alike(
         assert all(FullCudaGraphWrapper.cuda_graph.values())
     assert found[0] == expected[0], (changes, found[0], expected[0])
     check_same_bits(found[1], expected[1], str(changes))
-    return launches
+    return [
+        [unit for _, unit in group]
+        for is_captured, group in itertools.groupby(launches, lambda one: one[0]) if is_captured
+    ]  # fmt: skip
 
 
 FIRST = ["root", "embedding"]
@@ -188,7 +181,7 @@ FIRST = ["root", "embedding"]
 def test_replays_train_like_eager_steps_and_a_graph_has_every_gather(rank: int) -> None:
     layers, head = ["0", "1", "2"], ["output_layer"]
     backward = [*head, *layers[::-1]]
-    training, evaluation = _trains_alike({}, SLOTS).captured()
+    training, evaluation = _trains_alike({}, SLOTS)
     assert training == [
         *FIRST, *layers, *backward, "embedding", *layers, *backward
     ], training
@@ -202,7 +195,7 @@ def test_replays_train_like_eager_steps_and_a_graph_has_every_gather(rank: int) 
 def test_weights_that_are_kept_are_gathered_once(
     rank: int, strategy: str, more: dict[str, float]
 ) -> None:
-    training, _ = _trains_alike({}, {**SLOTS, **more}, strategy).captured()
+    training, _ = _trains_alike({}, {**SLOTS, **more}, strategy)
     assert training == [*FIRST, "0", "1", "2", "output_layer"], training
 
 
@@ -210,4 +203,4 @@ def test_weights_that_are_kept_are_gathered_once(
 @on_ranks(2)
 def test_tied_embeddings(rank: int) -> None:
     tied = _trains_alike({"tied": True, "microbatches": 1}, SLOTS)
-    assert tied.captured()[0][:2] == ["root", "0"]
+    assert tied[0][:2] == ["root", "0"]
