@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -138,24 +138,11 @@ class SharedRanks:
         assert not error, f"seed {wanted.seed}\n{error}"
 
 
-class Runs(Protocol):
-    """What `run_jobs` runs: on each rank `run`, which may take so many seconds. All are of as many
-    processes; `whole`: see `on_ranks`."""
-
-    world: int
-    whole: bool
-    seconds: float
-
-    def run(self, rank: int, root: Path) -> None: ...
-
-
-AnyJob = TypeVar("AnyJob", bound=Runs)
-
-
-def run_jobs(jobs: Sequence[AnyJob], backend: str = "gloo") -> Iterator[tuple[AnyJob, str]]:
-    """Each with what went wrong in it, empty if nothing did. A set of processes ends with the first
-    error on any rank, and a new one goes on with the next job. Raises RuntimeError if processes
-    do not get as far as a job."""
+def run_jobs(jobs: Sequence[Any], backend: str = "gloo") -> Iterator[tuple[Any, str]]:
+    """Each with what went wrong in it, empty if nothing did. A job has what `Job` has of `run`,
+    `world`, `whole` and `seconds`, the same number of ranks for all. A set of processes ends with
+    the first error on any rank, and a new one goes on with the next job. Raises RuntimeError if
+    processes do not get as far as a job."""
     left = list(jobs)
     while left:
         passed, error = _run_until_one_fails(left, backend)
@@ -163,7 +150,7 @@ def run_jobs(jobs: Sequence[AnyJob], backend: str = "gloo") -> Iterator[tuple[An
         left = left[passed + 1 :]
 
 
-def _run_until_one_fails(jobs: Sequence[AnyJob], backend: str) -> tuple[int, str]:
+def _run_until_one_fails(jobs: Sequence[Any], backend: str) -> tuple[int, str]:
     """How many passed on all ranks, and what the next one said."""
     said, world = "", jobs[0].world
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +185,7 @@ def _log(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}"
 
 
-def _run_on_rank(rank: int, world: int, jobs: Sequence[Runs], folder: str) -> None:
+def _run_on_rank(rank: int, world: int, jobs: Sequence[Any], folder: str) -> None:
     with _log(folder, rank).open("w") as log:
         for index, job in enumerate(jobs):
             root = Path(folder) / str(index)
@@ -215,7 +202,7 @@ def _run_on_rank(rank: int, world: int, jobs: Sequence[Runs], folder: str) -> No
             gc.collect()
 
 
-def _error_of(job: Runs, rank: int, root: Path) -> str:
+def _error_of(job: Any, rank: int, root: Path) -> str:
     try:
         job.run(rank, root)
     except BaseException:  # pytest's failures are no Exceptions

@@ -25,34 +25,30 @@ from tests.distributed.shared_ranks import on_ranks
 STEPS = 3
 FROZEN = "blocks.0.norm.weight"
 
-Train = Callable[[Any, torch.optim.Optimizer], None]
-
-
-def plainly(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def plainly(
+    model: Any, optimizer: torch.optim.Optimizer, behind: Callable[[Any, int], None] | None = None
+) -> None:
     for step in range(STEPS):
         model(tokens(step, 0, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if behind is not None:
+            behind(model, step)
 
 
-def written_between(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def _write_between(model: Any, step: int) -> None:
     """After a forward, for a log, that no backward follows."""
-    for step in range(STEPS):
-        plainly(model, optimizer)
+    model(tokens(10 + step, 0, 0))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def _evaluate(model: Any, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
         model(tokens(10 + step, 0, 0))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
-
-
-def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Only an evaluation writes."""
-    for step in range(STEPS):
-        plainly(model, optimizer)
-        model.eval()
-        with torch.no_grad():
-            model(tokens(10 + step, 0, 0))
-        model.train()
+    model.train()
 
 
 def _clamp(module: Any, *given: Any) -> None:
@@ -74,12 +70,12 @@ def _scale_when_evaluated(module: Any, *given: Any) -> None:
 
 class Program(NamedTuple):
     """write: of the module called `where`, before each of its forwards. name: of a parameter that
-    is written."""
+    is written. behind: each step."""
 
     write: Callable[..., None] | None
     where: str
     name: str
-    train: Train = plainly
+    behind: Callable[[Any, int], None] | None = None
 
     def run(self, side: Side, precision: str = "fp32") -> dict[str, torch.Tensor]:
         dtype, policy = PRECISIONS[precision]
@@ -90,7 +86,7 @@ class Program(NamedTuple):
             module.get_submodule(self.where).register_forward_pre_hook(write)
         model = side.model(module, mixed_precision_policy=policy)
         trained = [param for param in model.parameters() if param.requires_grad]
-        self.train(model, side.optimizer(torch.optim.SGD(trained, lr=0.1)))
+        plainly(model, side.optimizer(torch.optim.SGD(trained, lr=0.1)), self.behind)
         return side.weights()
 
     def is_lost(self, strategy: str, precision: str) -> bool:
@@ -105,9 +101,9 @@ PROGRAMS: Mapping[str, Program] = {
     "clamped in the root": Program(_clamp, "head", "head.weight"),
     "codebook that is frozen": Program(_scale, "blocks.0.norm", FROZEN),
     "written in an evaluation": Program(
-        _scale_when_evaluated, "blocks.1.up", "blocks.1.up.bias", evaluated
+        _scale_when_evaluated, "blocks.1.up", "blocks.1.up.bias", _evaluate
     ),
-    "written after a forward for a log": Program(None, "", "", written_between),
+    "written after a forward for a log": Program(None, "", "", _write_between),
 }
 PRECISIONS = {
     "fp32": (torch.float32, MixedPrecisionPolicy()),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from megatron_fsdp_adapter import fully_shard_model
@@ -96,14 +96,12 @@ def test_operators_give_and_write_what_they_do_of_whole_tensors(rank: int, world
         for number, param in enumerate(p for p in made.parameters() if p.dim() == 2):
             generator = torch.Generator().manual_seed(number)
             begin = torch.randn(param.shape, generator=generator).to(device())
-            mesh = param.device_mesh
-
-            def even(whole: torch.Tensor, mesh: Any = mesh) -> DTensor:
-                return distribute_tensor(whole, mesh, [Shard(0)])
-
-            def everywhere(whole: torch.Tensor, mesh: Any = mesh) -> DTensor:
-                return distribute_tensor(whole, mesh, [Replicate()])
-
+            even, everywhere = (
+                functools.partial(
+                    distribute_tensor, device_mesh=param.device_mesh, placements=[form]
+                )
+                for form in (Shard(0), Replicate())
+            )
             for names, writes in ((READ, False), (WRITTEN, True)):
                 for name, use in names.items():
                     param.copy_(everywhere(begin))
