@@ -125,22 +125,18 @@ class Spoiler:
 # Faults while training.
 
 
-def _act(fault: Fault) -> None:
-    if dist.get_rank() != fault.rank:
-        return
-    if fault.kind == "raised on one rank":
-        raise Mishap
-    if fault.kind == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1.5 * TIMEOUT_S)
-
-
 @contextmanager
 def happening(fault: Fault, model: nn.Module) -> Iterator[None]:
     """Inside, the fault happens whenever its place is reached."""
 
     def act(*unused: Any) -> None:
-        _act(fault)
+        if dist.get_rank() != fault.rank:
+            return
+        if fault.kind == "raised on one rank":
+            raise Mishap
+        if fault.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5 * TIMEOUT_S)
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         (output if isinstance(output, torch.Tensor) else output[0]).register_hook(act)

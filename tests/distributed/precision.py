@@ -152,12 +152,6 @@ def allowed_relative(cell: Cell) -> float:
     return (1 + over_ranks) * (1 + gamma(cell.microbatches + 1 + cell.outer, grads)) - 1
 
 
-def backwards(model: Any, cell: Cell, step: int, rank: int) -> None:
-    for microbatch in range(cell.microbatches):
-        model.engine.is_last_microbatch = microbatch == cell.microbatches - 1
-        model(tokens(step, microbatch, rank)).backward()
-
-
 def check_gradients(model: Any, cell: Cell, exact: Any, absolute: Any) -> float:
     """All within their bounds; returns the largest error as a part of the mean of absolutes."""
     dtypes = {(param.grad.dtype, param.dtype) for param in model.parameters()}
@@ -200,7 +194,9 @@ def check_cell(cell: Cell, rank: int, steps: int = 2) -> float:
     for step in range(steps):
         optimizer = fully_shard_optimizer(adamw(model.parameters()))
         exact, absolute = exact_gradients(cell, full_params(model), step, rank)
-        backwards(model, cell, step, rank)
+        for microbatch in range(cell.microbatches):
+            model.engine.is_last_microbatch = microbatch == cell.microbatches - 1
+            model(tokens(step, microbatch, rank)).backward()
         worst = max(worst, check_gradients(model, cell, exact, absolute))
         check_update(model, optimizer, cell)
         optimizer.zero_grad()

@@ -247,9 +247,7 @@ def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_c
     weight = linear.weight
     if whole:
         weight.sequence_parallel = True
-    run = core_initializers(None)(linear, None)
-    assert run is not None
-    initialize("layer", linear, torch.device("cpu"), run)
+    initialize("layer", linear, torch.device("cpu"), core_initializers(None)(linear, None))
     assert linear.weight.tensor_model_parallel is not (whole and kind is _MarkingLinear)
     assert linear.weight is weight and bool((weight == 2.0).all())
     assert hasattr(linear.weight, "sequence_parallel") is whole

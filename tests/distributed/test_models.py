@@ -100,8 +100,9 @@ def layers_are_units(ours: Any, reference: Any, strategy: str) -> None:
 
 
 def _predicting(config: Any, block: Any, **options: Any) -> GPTModel:
-    layer = get_gpt_layer_local_spec()
-    spec = get_gpt_mtp_block_spec(config, layer, False, vp_stage=options["vp_stage"])
+    spec = get_gpt_mtp_block_spec(
+        config, get_gpt_layer_local_spec(), False, vp_stage=options["vp_stage"]
+    )
     return GPTModel(config, block, mtp_block_spec=spec, **options)
 
 

@@ -181,10 +181,11 @@ def test_layers_that_are_compiled_train_to_the_same_bits(rank: int, world: int) 
     for name, (before, after, more) in COMPILED.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        options = {**eager.options, **more}
-        side = Compiled(rank, world, eager.strategy, options, before=before, after=after)
+        side = Compiled(
+            rank, world, eager.strategy, {**eager.options, **more}, before=before, after=after
+        )
         LOOPS["nested_no_sync"](side)
         assert side.numbers == eager.numbers, name
-        both = zip(side.weights().values(), eager.weights().values(), strict=True)
-        assert all(torch.equal(*values) for values in both), name
+        both = (dict(enumerate(one.weights().values())) for one in (side, eager))
+        check_same_bits(*both, name)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "layers were compiled"

@@ -67,17 +67,13 @@ READ: dict[str, Callable[[Any, Whole, Whole], Any]] = {
 }
 
 
-def _add_to(target: Any, value: Any) -> Any:
-    return target.add_(value)
-
-
 WRITTEN: dict[str, Callable[[Any, Whole, Whole], Any]] = {
     "centered": lambda p, even, everywhere: p.sub_(p.mean(0)),
     "rows of norm one": lambda p, even, everywhere: p.div_(p.norm(dim=1, keepdim=True)),
     "copied from the whole": lambda p, even, everywhere: p.copy_(everywhere(_counted(p))),
     "copied from an even split": lambda p, even, everywhere: p.copy_(even(_counted(p))),
     "a list": lambda p, even, everywhere: torch._foreach_lerp_([p], [even(_counted(p))], 0.3),
-    "an even split": lambda p, even, everywhere: p.copy_(_add_to(even(_counted(p)), p)),
+    "an even split": lambda p, even, everywhere: p.copy_(even(_counted(p)).add_(p)),
     "a row": lambda p, even, everywhere: p[0].zero_(),
     "columns": lambda p, even, everywhere: p[:, 1:3].zero_(),
     "transposed": lambda p, even, everywhere: (view := p.t(), p.mul_(2), view.add_(1), view[1]),
