@@ -424,7 +424,7 @@ LOOPS |= {
         _trained, wraps=False, before=_left_out
     ),
     "initialized_after_wrapping": functools.partial(_trained, before=_initialized),
-    "clamped": functools.partial(_trained, after=_clamped),
+    "clamped": functools.partial(_trained, make=OPTIMIZERS["AdamW"], after=_clamped),
     "frozen_between_backwards": functools.partial(
         _trained, before=_frozen_later, changed=_trained_again
     ),
