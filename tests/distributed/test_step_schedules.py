@@ -190,11 +190,11 @@ def _exports(trainer: Trainer, number: int) -> Any:
     _check_export(trainer)
     trainer.load({name: value * 0.5 for name, value in trainer.params().items()})
     _check_export(trainer)
-    released = release_memory(trainer.wrapper, trainer.optimizer, keep="main_weights")
+    first = release_memory(trainer.wrapper, trainer.optimizer, keep="main_weights")
     dict(export_weights(trainer.wrapper))
-    released |= release_memory(trainer.wrapper, trainer.optimizer)
+    second = release_memory(trainer.wrapper, trainer.optimizer)
     if _is_offloaded(trainer):
-        assert released["optimizer"] == released["main_weights"] == 0, "they are on the host"
+        assert first["optimizer"] == second["main_weights"] == 0, "they are on the host"
     return_memory(trainer.wrapper, trainer.optimizer)
     _check_export(trainer)
     return found
