@@ -24,6 +24,7 @@ from torch import nn
 from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES as STRATEGY_ROWS
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.diagnostics.memory import Precision
@@ -246,6 +247,10 @@ def gathered_bytes(trainer: TopologyTrainer) -> Iterator[list[int]]:
 
     with mock.patch.object(FlatBuffer, "allocate", counted):
         yield found
+
+
+def nbytes(unit: Unit) -> int:
+    return sum(buffer.nbytes for group in unit.groups for buffer in group.weights)
 
 
 @on_ranks(2)
