@@ -1,5 +1,4 @@
-"""Processes that a run of tests left behind: its descendants, and those that have its mark in their
-environment.
+"""Processes that a run of tests left behind: those that have its mark in their environment.
 
 Children inherit the mark through any number of parents, and keep it when these end; other runs on
 the same machine have other marks. A run inside of a run adds a mark of its own behind the outer.
@@ -29,51 +28,27 @@ def new_mark() -> tuple[str, str]:
     return mark, " ".join([*os.environ.get(VARIABLE, "").split(), mark])
 
 
-def _command_of(folder: Path) -> str:
-    """Nothing of a process that has ended and waits to be reaped."""
-    return (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
-
-
 def marked(mark: str) -> Mapping[int, str]:
     """Command lines of living processes that have the mark, by process id; without this process,
     and without those that have ended and wait to be reaped. Empty where there is no /proc."""
     found = {}
     for folder in PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            if f"{VARIABLE}=".encode() not in (environment := (folder / "environ").read_bytes()):
-                continue
-            values = dict(item.partition(b"=")[::2] for item in environment.split(b"\0"))
-            if mark in values.get(VARIABLE.encode(), b"").decode().split():
-                found[int(folder.name)] = _command_of(folder)
+            if mark.encode() in (folder / "environ").read_bytes():
+                words = (folder / "cmdline").read_bytes().decode(errors="replace")
+                found[int(folder.name)] = words.replace("\0", " ").strip()
     return {pid: words for pid, words in found.items() if words and pid != os.getpid()}
 
 
-def descendants() -> Mapping[int, str]:
-    """Command lines of living processes that descend from this one, by process id."""
-    parents, words = {}, {}
-    for folder in PROCESSES.glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # Behind the name, which may hold anything: state, parent.
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(folder.name)] = int(parent)
-                words[int(folder.name)] = _command_of(folder)
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {pid: words[pid] for pid in found - {os.getpid()}}
-
-
 def left_behind(
-    mark: str, grace_s: float, spared: Callable[[int, str], bool] = lambda pid, words: False
+    mark: str, grace_s: float, spared: Callable[[int, str], bool]
 ) -> Mapping[int, str]:
-    """Command lines of descendants, and of processes that have the mark, that are there after
-    `grace_s` seconds, by process id; as soon as there are none, none. `spared(pid, command line)`:
-    whether one is left out."""
+    """Command lines of processes that have the mark and are there after `grace_s` seconds, by
+    process id; as soon as there are none, none. `spared(pid, command line)`: whether one is left
+    out."""
     deadline = time.monotonic() + grace_s
     while True:
-        found = {**descendants(), **marked(mark)}
-        found = {pid: words for pid, words in found.items() if not spared(pid, words)}
+        found = {pid: words for pid, words in marked(mark).items() if not spared(pid, words)}
         if not found or time.monotonic() >= deadline:
             return found
         time.sleep(0.1)
