@@ -6,6 +6,7 @@ and adds cells for pairs that are in none.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ BEGINS_WITH = {"gpu": "gpu_dp"}
 Cells = list[dict[str, Value]]
 
 
+@functools.cache
 def space(array: str) -> Space:
     return Space(DIMENSIONS, RULES, ARRAYS[array])
 

@@ -58,28 +58,22 @@ class Space:
                 return None
         if any(rule.breaks(cell) for rule in self.rules):
             return None
-        found = self._extend(cell, [name for name in self._order if name not in cell])
-        return None if isinstance(found, set) else {name: found[name] for name in self.dimensions}
+        if not self._extend(cell, [name for name in self._order if name not in cell]):
+            return None
+        return {name: cell[name] for name in self.dimensions}
 
-    def _extend(
-        self, cell: dict[str, Value], names: list[str]
-    ) -> dict[str, Value] | set[str]:
-        """The cell with all of `names`, or, if there is none, dimensions that it has already and
-        whose values alone exclude it: where the last one is not among them, its other values need
-        not be tried."""
+    def _extend(self, cell: dict[str, Value], names: list[str]) -> bool:
+        """Whether the cell can have all of `names`, which it then has."""
         if not names:
-            return dict(cell)
+            return True
         name, *others = names
-        blamed: set[str] = set()
         for value in self.values[name]:
             cell[name] = value
-            broken = next((rule for rule in self._rules_of[name] if rule.breaks(cell)), None)
-            found = set(broken.reads) if broken else self._extend(cell, others)
-            del cell[name]
-            if isinstance(found, dict) or name not in found:
-                return found
-            blamed |= found - {name}
-        return blamed
+            broken = any(rule.breaks(cell) for rule in self._rules_of[name])
+            if not broken and self._extend(cell, others):
+                return True
+        del cell[name]
+        return False
 
     @cached_property
     def all_pairs(self) -> list[Pair]:

@@ -416,8 +416,7 @@ rank has whole gradients and main weights and nothing has to be put together; bu
 which are stock DDP's `fp8_param_gather`: it is the distributed optimizer that makes their bytes."""
 
 
-def plain_value(dimension: str) -> Value:
-    return DIMENSIONS[dimension][0]
+PLAIN: Cell = {dimension: values[0] for dimension, values in DIMENSIONS.items()}
 
 
 def name_of(cell: Cell) -> str:
@@ -425,7 +424,7 @@ def name_of(cell: Cell) -> str:
     words = [
         f"{dimension}={cell[dimension]}"
         for dimension in DIMENSIONS
-        if dimension != "target" and cell[dimension] != plain_value(dimension)
+        if dimension != "target" and cell[dimension] != PLAIN[dimension]
     ]
     return " ".join([str(cell["target"]), *words])
 
@@ -433,7 +432,7 @@ def name_of(cell: Cell) -> str:
 def cell_named(name: str) -> dict[str, Value]:
     """The reverse of `name_of`. Raises ValueError for an unknown dimension or value."""
     target, *words = name.split()
-    cell = {dimension: plain_value(dimension) for dimension in DIMENSIONS} | {"target": target}
+    cell = {**PLAIN, "target": target}
     for word in words:
         dimension, _, text = word.partition("=")
         known = {str(value): value for value in DIMENSIONS.get(dimension, ())}
