@@ -58,19 +58,22 @@ def core_offloads_on_the_host(copied: Copied) -> Iterator[None]:
         copied.see(tensor)
         return offload(self, tensor, pin_memory=False, **options)
 
+    manages = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+    replaced = [
+        (module, "torch", _torch_on_host()), (handler, "offload", seen),
+        (extension, "cpu_offload", types.SimpleNamespace()),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (module, "print_offload_summary_table", lambda found: None),
+    ]  # fmt: skip
+    of_some_releases = [
+        (handler, "_can_manage_tensor_for_offload", manages),
+        (module, "nvtx_range_push", lambda message=None: None),
+        (module, "nvtx_range_pop", lambda message=None: None),
+    ]
+    replaced += [row for row in of_some_releases if hasattr(*row[:2])]
     with ExitStack() as stack:
-        enter = stack.enter_context
-        enter(mock.patch.object(module, "torch", _torch_on_host()))
-        enter(mock.patch.object(extension, "cpu_offload", types.SimpleNamespace()))
-        enter(mock.patch.object(handler, "offload", seen))
-        enter(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
-        enter(mock.patch.object(module, "print_offload_summary_table", lambda found: None))
-        if hasattr(handler, "_can_manage_tensor_for_offload"):
-            manages = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
-            enter(mock.patch.object(handler, "_can_manage_tensor_for_offload", manages))
-        for name in ("nvtx_range_push", "nvtx_range_pop"):
-            if hasattr(module, name):
-                enter(mock.patch.object(module, name, lambda message=None: None))
+        for row in replaced:
+            stack.enter_context(mock.patch.object(*row))
         module.PipelineOffloadManager.reset_instance()
         yield
     module.PipelineOffloadManager.OFFLOAD_MGR = None
