@@ -1,5 +1,5 @@
 """Every command and every piece of Python in README.md and docs/ does what it says: it is run, or
-has a mark that says why not. Links lead somewhere.
+has a mark that says why not.
 
     ```bash            runs by default         ```python          runs by default
     ```bash slow       runs with --full        ```python plain    runs behind what it goes on from
@@ -14,6 +14,7 @@ the first node, and the processes of each.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import itertools
 import json
@@ -23,16 +24,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import rendezvous
-from tests.test_prose import PAGES, without_code
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -136,7 +135,6 @@ def blocks_of(document: str, text: str) -> list[Block]:
 
 
 BLOCKS = [b for name in DOCUMENTS for b in blocks_of(name, (ROOT / name).read_text())]
-Outcomes = Mapping[str, Future[dict[Block, AssertionError]]]
 BASH = [block for block in BLOCKS if block.language == "bash"]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 
@@ -191,34 +189,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def block_outcomes(
-    saved: Path, request: pytest.FixtureRequest
-) -> Iterator[Outcomes]:
-    """What failed of the blocks that were chosen, by document: those of one document run in a
-    folder of its own, one after the other, and those of two at a time."""
+def folder_of(saved: Path) -> Callable[[str], Path]:
+    """The folder of a document, a copy of `saved`."""
 
-    def run_all(document: str, blocks: Iterable[Block]) -> dict[Block, AssertionError]:
-        folder, failed = saved.parent / document.replace("/", "-"), {}
-        shutil.copytree(saved, folder, symlinks=True)
-        for block in blocks:
-            try:
-                run_block(block, folder)
-            except AssertionError as error:
-                failed[block] = error
-        return failed
+    @functools.cache
+    def copied(document: str) -> Path:
+        folder = saved.parent / document.replace("/", "-")
+        return Path(shutil.copytree(saved, folder, symlinks=True))
 
-    chosen = [item.callspec.params["block"] for item in request.session.items
-              if "block_outcomes" in getattr(item, "fixturenames", ())]  # fmt: skip
-    blocks = sorted(filter(is_run, chosen), key=lambda block: (block.document, block.language))
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            document: pool.submit(run_all, document, list(of_one))
-            for document, of_one in itertools.groupby(blocks, lambda block: block.document)
-        }
+    return copied
 
 
 def run_block(block: Block, folder: Path) -> None:
-    """AssertionError with what it printed, if it fails."""
+    """Runs a block; an AssertionError with what it printed, if it fails."""
     if block.language == "bash":
         script = Path(os.environ.get("MEGATRON_LM_PATH", "."), "pretrain_gpt.py").resolve()
         text = block.text.replace("path/to/pretrain_gpt.py", str(script))
@@ -244,24 +227,17 @@ DEFAULT = [block for block in BASH if block.runs(BY_DEFAULT)]
 FULL = [block for block in BASH if block.runs(WITH_FULL) and not block.runs(BY_DEFAULT)]
 
 
-def is_run(block: Block) -> bool:
-    if "megatron-lm" in block.marks and not os.environ.get("MEGATRON_LM_PATH"):
-        return False
-    return block.runs(WITH_FULL if block.language == "bash" else frozenset({"", *BEFORE}))
-
-
 @pytest.mark.parametrize(
     "block",
     [*DEFAULT, *(pytest.param(block, marks=pytest.mark.full) for block in FULL)],
     ids=lambda block: block.name,
 )
 def test_a_documented_command_works(
-    block: Block, block_outcomes: Outcomes, request: pytest.FixtureRequest
+    block: Block, folder_of: Callable[[str], Path], request: pytest.FixtureRequest
 ) -> None:
     if "megatron-lm" in block.marks:
         request.getfixturevalue("megatron_lm")  # or it is skipped
-    if error := block_outcomes[block.document].result().get(block):
-        raise error
+    run_block(block, folder_of(block.document))
 
 
 IN_PLACE_OF = {"megatron_fsdp": "megatron_fsdp_adapter.plain.megatron_fsdp"}
@@ -281,15 +257,15 @@ def resolve_imports(tree: ast.AST, absent: tuple[str, ...] = ()) -> None:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
-def test_documented_python_works(block: Block, block_outcomes: Outcomes) -> None:
+def test_documented_python_works(block: Block, folder_of: Callable[[str], Path]) -> None:
     tree = ast.parse(block.text, block.name)
     absent = (ABSENT[mark] for mark in block.marks if mark in ABSENT)
     resolve_imports(tree, tuple(itertools.chain.from_iterable(absent)))
     # Where a comment says that a name is from.
     for name in re.findall(r"# from (megatron_fsdp_adapter[.\w]*)", block.text):
         importlib.import_module(name)
-    if is_run(block) and (error := block_outcomes[block.document].result().get(block)):
-        raise error
+    if block.runs(frozenset({"", *BEFORE})):
+        run_block(block, folder_of(block.document))
 
 
 def test_every_block_runs_or_says_why_not() -> None:
@@ -298,35 +274,4 @@ def test_every_block_runs_or_says_why_not() -> None:
         assert block.language in known, f"{block.name}: a block of {block.language}"
         unknown = set(block.marks) - set(known[block.language])
         assert not unknown, f"{block.name}: {unknown} is none of {list(known[block.language])}"
-    used = Counter((block.language, mark) for block in BLOCKS for mark in block.marks)
-    for language, marks in known.items():
-        unused = [mark for mark in marks if not used[language, mark]]
-        assert not unused, f"no {language} block has the mark {unused}"
     assert len(DEFAULT) >= 8 and FULL, "blocks are found"
-
-
-def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    found: Counter[str] = Counter()
-    for heading in re.findall(r"^#+ (.*)$", without_code(text), flags=re.M):
-        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-        found[re.sub(r"[^\w\- ]", "", title).replace(" ", "-")] += 1
-    return {f"{name}-{n}" if n else name for name, count in found.items() for n in range(count)}
-
-
-def broken_links(text: str, folder: Path) -> list[str]:
-    """Targets inside of the repository that are no file, or no heading of it."""
-    broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
-        name, _, anchor = target.partition("#")
-        file = folder / name
-        if "://" in target or (not name and anchor in anchors(text)):
-            continue
-        if not name or not file.exists() or (anchor and anchor not in anchors(file.read_text())):
-            broken.append(target)
-    return broken
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    assert not broken_links((ROOT / page).read_text(), (ROOT / page).parent)
