@@ -126,33 +126,3 @@ def test_what_another_package_puts_over_ours_stays(monkeypatch: pytest.MonkeyPat
     module.name = "theirs"
     patches.uninstall(rows)
     assert module.name == "theirs" and not patches.is_installed(rows[0])
-
-
-def test_what_other_modules_hold_of_a_class_is_replaced_in_defaults_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Wrapper:
-        pass
-
-    class Ours:
-        pass
-
-    def unwrap(model: Any, classes: Any = (int, Wrapper), also: Any = None) -> Any:
-        return classes
-
-    def knows(model: Any, classes: Any = (int, Ours)) -> Any:
-        return classes
-
-    core, framework = ModuleType("core"), ModuleType("framework")
-    core.Wrapper = framework.Named = Wrapper  # type: ignore[attr-defined]
-    framework.ALL = (int, Wrapper)  # type: ignore[attr-defined]
-    framework.unwrap, framework.knows = unwrap, knows  # type: ignore[attr-defined]
-    for module in (core, framework):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    rows = [Patch("core", "Wrapper", Ours, stands, everywhere=True)]
-    for _ in range(2):
-        patches.install(rows)
-        assert framework.Named is Ours and framework.ALL == unwrap(None) == (int, Ours)
-    patches.uninstall(rows)
-    assert framework.Named is Wrapper and framework.ALL == unwrap(None) == (int, Wrapper)
-    assert knows(None) == (int, Ours), "it had ours by its own name"

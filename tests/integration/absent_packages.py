@@ -37,7 +37,9 @@ class Nothing(metaclass=_Meta):
         return cls
 
 
-class _Module(ModuleType):
+class Empty(ModuleType):
+    """A module in which every name is a class that does nothing."""
+
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -48,7 +50,7 @@ class _Module(ModuleType):
 
 class _Loader(importlib.abc.Loader):
     def create_module(self, spec):
-        return _Module(spec.name)
+        return Empty(spec.name)
 
     def exec_module(self, module):
         module.__path__ = []

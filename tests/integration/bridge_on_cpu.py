@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, its own folder is there
 
-from tests.integration import absent_packages, on_cpu, warm_start  # noqa: F401
+from tests.integration import absent_packages, on_cpu, warm_start
 
 NEEDS_TE = ("megatron.bridge.peft.lora", "megatron.bridge.peft.lora_layers")
 TE = "transformer_engine"
@@ -52,18 +52,6 @@ TINY_LLAMA = {
 }  # fmt: skip
 
 
-def _empty_transformer_engine() -> dict[str, ModuleType]:
-    """Modules with the names that are needed to define classes, and nothing that works."""
-    root, torch_part = ModuleType(TE), ModuleType(f"{TE}.pytorch")
-    ops = ModuleType(f"{TE}.pytorch.ops")
-    for name in ("Linear", "LayerNormLinear", "GroupedLinear"):
-        setattr(torch_part, name, type(name, (), {}))
-    ops.Sequential = type("Sequential", (), {})  # type: ignore[attr-defined]
-    torch_part.ops = ops  # type: ignore[attr-defined]
-    root.pytorch = torch_part  # type: ignore[attr-defined]
-    return {module.__name__: module for module in (root, torch_part, ops)}
-
-
 class _Loader(importlib.abc.Loader):
     """Executes a module while Transformer Engine seems to be there. Not longer: megatron-core asks
     for it in many places, and would believe it."""
@@ -75,12 +63,12 @@ class _Loader(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        seeming = _empty_transformer_engine()
-        sys.modules.update(seeming)
+        names = (TE, f"{TE}.pytorch", f"{TE}.pytorch.ops")
+        sys.modules.update((name, absent_packages.Empty(name)) for name in names)
         try:
             self.loader.exec_module(module)
         finally:
-            for name in seeming:
+            for name in names:
                 sys.modules.pop(name, None)
 
 

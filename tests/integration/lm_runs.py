@@ -118,8 +118,7 @@ def finish(processes: list[Rank], log: Path, timeout: float) -> Run:
     if failed:
         time.sleep(1.0)  # what the others have to say
     for process in processes:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
         process.wait()
     timed_out = not failed and None in states
     return Run(failed[0] if failed else -int(timed_out), log.read_text())

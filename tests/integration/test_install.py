@@ -114,6 +114,9 @@ BODIES = {
         user.WRAPPERS = (DistributedDataParallel, original)
         user.NESTED = ((original,), "text")
         user.LISTED = [1, 2]
+        def unwrap(model, classes=(int, original), also=None):
+            return classes
+        user.unwrap = unwrap
         sys.modules["megatron.somebody"] = user
         stranger = types.ModuleType("megatronics")
         stranger.FSDP = original
@@ -142,7 +145,7 @@ BODIES = {
                 assert holders(helper) == [], name
                 assert holders(getattr(megatron_names, name)) == places[name], name
         assert user.WRAPPERS == (DistributedDataParallel, ours) and user.NESTED[0] == (ours,)
-        assert stranger.FSDP is ours is original
+        assert stranger.FSDP is ours is original and unwrap(None) == (int, ours)
         assert megatron_fsdp_adapter.megatron.FSDP is kept[0]
         late = types.ModuleType("late")
         late.FSDP = ours  # by our name, for all that is known
@@ -164,6 +167,7 @@ BODIES = {
             assert not changed, changed
             assert holders(ours) == []
             assert stranger.FSDP is original is kept[0] and late.FSDP is ours
+            assert unwrap(None) == (int, original)
             assert set(vars(stranger)) == set(vars(types.ModuleType("new"))) | {"FSDP"}
             assert dict(vars(DistributedOptimizer)) == methods
         install()
