@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,39 +138,24 @@ def test_kind_goes_by_the_mark_and_by_the_name_only_without_it() -> None:
 # asked.
 
 
-def _noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The groups that are made from now on."""
-    made: list[Any] = []
-    new_group = dist.new_group
-
-    def note(*args: Any, **options: Any) -> Any:
-        made.append(new_group(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(dist, "new_group", note)
-    return made
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("passed", [True, False])
 def test_gathers_and_reductions_run_on_the_groups_of_megatron(
-    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, strategy: str, passed: bool
+    one_rank: torch.device, strategy: str, passed: bool
 ) -> None:
-    made = _noted(monkeypatch)
     collection = ProcessGroupCollection.use_mpu_process_groups() if passed else None
-    wrapper = wrapped(strategy, pg_collection=collection)
+    with mock.patch.object(dist, "new_group") as makes:
+        wrapper = wrapped(strategy, pg_collection=collection)
+    makes.assert_not_called()
     domain = wrapper.megatron_fsdp_dist_index.domain(DENSE)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     assert domain.gather_group is group and domain.reduce_group is group
-    assert not made
 
 
-def test_a_group_is_made_where_one_is_asked_for(
-    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = _noted(monkeypatch)
+def test_a_group_is_made_where_one_is_asked_for(one_rank: torch.device) -> None:
     wrapper = wrapped(ddp={"create_all_gather_group": True})
-    assert wrapper.megatron_fsdp_dist_index.domain(DENSE).gather_group in made
+    domain = wrapper.megatron_fsdp_dist_index.domain(DENSE)
+    assert domain.gather_group not in (domain.reduce_group, dist.group.WORLD)
 
 
 # Making groups like those that there are exchanges a digest a rank, whatever their sizes.

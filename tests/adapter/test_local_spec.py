@@ -101,17 +101,6 @@ def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_spec, "get_transformer_layer_offset", lambda config, _: 0)
 
 
-@pytest.mark.parametrize("qk_layernorm", [False, True])
-def test_local_layer_is_made_of_them(qk_layernorm: bool, one_stage: None) -> None:
-    block: Any = local_block_spec(_config(qk_layernorm=qk_layernorm))
-    assert len(block.layer_specs) == 2 and block.layer_norm is TorchNorm
-    layer = block.layer_specs[0].submodules
-    attention = layer.self_attention.submodules
-    assert layer.input_layernorm is layer.pre_mlp_layernorm is TorchNorm
-    assert attention.core_attention is TorchAttention
-    assert (attention.q_layernorm is attention.k_layernorm is TorchNorm) is qk_layernorm
-
-
 def _parts(spec: Any) -> tuple[Any, Any]:
     """Class and submodules of a spec, which from 0.17 on may be a partial call of the class."""
     if isinstance(spec, functools.partial):
@@ -119,19 +108,29 @@ def _parts(spec: Any) -> tuple[Any, Any]:
     return getattr(spec, "module", spec), getattr(spec, "submodules", None)
 
 
-def test_local_layer_with_experts(one_stage: None) -> None:
-    """One MLP for each expert, and the norm in front of the router is ours."""
-    config = _config(num_moe_experts=4, add_bias_linear=False, moe_ffn_hidden_size=16)
-    layer: Any = local_block_spec(config).layer_specs[0].submodules  # type: ignore[index]
-    module, submodules = _parts(layer.mlp)
-    assert module is MoELayer and _parts(submodules.experts)[0] is SequentialMLP
-    assert layer.pre_mlp_layernorm is TorchNorm
+EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 16}
 
 
-@pytest.mark.parametrize(("frequency", "expected"), [(2, [True, False]), ([0, 1], [False, True])])
-def test_experts_are_where_their_frequency_says(
-    frequency: Any, expected: list[bool], one_stage: None
+@pytest.mark.parametrize(
+    ("changes", "with_experts"),
+    [
+        ({}, [False, False]), ({"qk_layernorm": True}, [False, False]), (EXPERTS, [True, True]),
+        ({**EXPERTS, "moe_layer_freq": 2}, [True, False]),
+        ({**EXPERTS, "moe_layer_freq": [0, 1]}, [False, True]),
+    ],
+)  # fmt: skip
+def test_local_layers_are_made_of_them(
+    changes: dict[str, Any], with_experts: list[bool], one_stage: None
 ) -> None:
-    config = _config(num_moe_experts=2, add_bias_linear=False, moe_layer_freq=frequency)
-    layers: Any = local_block_spec(config).layer_specs
-    assert [_parts(layer.submodules.mlp)[0] is MoELayer for layer in layers] == expected
+    """One MLP for each expert, where their frequency says."""
+    block: Any = local_block_spec(_config(**changes))
+    assert block.layer_norm is TorchNorm
+    for spec, has_experts in zip(block.layer_specs, with_experts, strict=True):
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        assert layer.input_layernorm is layer.pre_mlp_layernorm is TorchNorm
+        assert attention.core_attention is TorchAttention
+        norms = {attention.q_layernorm, attention.k_layernorm}
+        assert (norms == {TorchNorm}) is ("qk_layernorm" in changes)
+        module, submodules = _parts(layer.mlp)
+        assert (module is MoELayer) is has_experts
+        assert not has_experts or _parts(submodules.experts)[0] is SequentialMLP

@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_fsdp_adapter import apply_fsdp_overrides, fully_shard_model
+from megatron_fsdp_adapter.megatron.compat import releases
 from megatron_fsdp_adapter.megatron.options.rules import Rule
 from megatron_fsdp_adapter.megatron.options.support import (
     MODEL_CONFIG_RULES,
@@ -51,7 +52,6 @@ def test_every_argument_is_documented() -> None:
 
 TEXT = (option_pages.DOCS / "fields.md").read_text()
 VERSION = importlib.metadata.version("megatron-core")
-STATES = ("works", "refused", "nothing to do")
 
 CONFIGS: dict[str, tuple[type, type | None, tuple[Rule, ...]]] = {
     # section -> (class, class whose fields have a section of their own, rules)
@@ -74,18 +74,14 @@ def _rows(section: str) -> list[tuple[str, list[str], str]]:
     return [(state, re.findall(r"`(\w+)`", names), why) for state, names, why in _cells(section)]
 
 
-def _release(version: str) -> tuple[int, int]:
-    first, second = version.split(".")[:2]
-    return int(first), int(second)
-
-
 def _of_other_releases(installed: str) -> set[str]:
     """Fields that the installed release does not have yet, or no longer."""
-    here = _release(installed)
+    here = releases.parse(installed)[0][:2]
     found: set[str] = set()
     for release, change, names in _cells("Fields by release"):
         assert change in ("added", "removed")
-        is_absent = _release(release) > here if change == "added" else _release(release) <= here
+        is_later = releases.parse(release)[0] > here
+        is_absent = is_later if change == "added" else not is_later
         found |= set(re.findall(r"`(\w+)`", names)) if is_absent else set()
     return found
 
@@ -110,14 +106,11 @@ def test_what_is_refused_has_a_rule_and_what_has_none_is_not_refused(section: st
     """A rule may also limit the values of what works."""
     cls, _, rules = CONFIGS[section]
     limited = {rule.option for rule in rules}
+    named: dict[str, set[str]] = {"works": set(), "refused": set(), "nothing to do": set()}
     for state, names, _ in _rows(section):
-        assert state in STATES
-        if state == "refused":
-            assert set(names) <= limited, set(names) - limited
-        if state == "nothing to do":
-            assert not set(names) & limited
-    listed = {name for state, names, _ in _rows(section) for name in names if state != STATES[2]}
-    assert limited & _names(cls) <= listed | _names(CONFIGS["TransformerConfig"][0])
+        named[state] |= set(names)
+    assert named["refused"] <= limited and not named["nothing to do"] & limited
+    assert limited & _names(cls) <= named["works"] | named["refused"] | _names(TransformerConfig)
 
 
 @pytest.mark.parametrize("page", ("fields", "support", "support_features", "support_programs"))

@@ -119,16 +119,21 @@ def test_a_replaced_method_that_is_gone_is_refused_with_its_name(
     assert f"DistributedOptimizer.{either} (there is none)" in _refusal(act)
 
 
+FORMS = {
+    "self, first, second": True, "self, ...": True, "self, first, ...": True, "...": True,
+    "self, first": False, "self, second, ...": False, "": False,
+}  # fmt: skip
+"""Whether they are those of `self, first, second`."""
+
+
 def test_parameters_are_compared_with_each_known_form(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = ModuleType("owner")
     owner.name = lambda self, first, second: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "owner", owner)
-    for form in ("self, first, second", "self, ...", "self, first, ...", "..."):
-        assert patches.missing([Patch("owner", "name", len, parameters=("", form))]) == []
-    for form in ("self, first", "self, second, ...", ""):
-        found = patches.missing([Patch("owner", "name", len, parameters=(form,))])
-        given = "(self, first, second)"
-        assert found == [f"owner.name (its parameters are {given}, expected ({form}))"]
+    found = patches.missing([Patch("owner", "name", len, parameters=(form,)) for form in FORMS])
+    given = "owner.name (its parameters are (self, first, second), expected"
+    assert found == [f"{given} ({form}))" for form, is_known in FORMS.items() if not is_known]
+    assert patches.missing([Patch("owner", "name", len, parameters=("", "..."))]) == []
 
 
 def test_doctor_and_the_package_itself_say_the_same_releases() -> None:
@@ -151,8 +156,8 @@ REMARKS = {
 
 
 def test_other_packages_are_only_remarked_upon() -> None:
-    for (package, version), says in REMARKS.items():
-        assert releases.remark(package, version).startswith(says), (package, version)
+    found = {known: releases.remark(*known) for known in REMARKS}
+    assert all(found[known].startswith(says) for known, says in REMARKS.items()), found
     assert releases.remark("numpy", "2.0") == ""
 
 
