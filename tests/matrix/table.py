@@ -430,15 +430,12 @@ def name_of(cell: Cell) -> str:
 
 
 def cell_named(name: str) -> dict[str, Value]:
-    """The reverse of `name_of`. Raises ValueError for an unknown dimension or value."""
+    """The reverse of `name_of`. KeyError for an unknown dimension or value."""
     target, *words = name.split()
     cell = {**PLAIN, "target": target}
     for word in words:
         dimension, _, text = word.partition("=")
-        known = {str(value): value for value in DIMENSIONS.get(dimension, ())}
-        if text not in known:
-            raise ValueError(f"{word}: not a dimension and value of the matrix")
-        cell[dimension] = known[text]
+        cell[dimension] = {str(value): value for value in DIMENSIONS[dimension]}[text]
     return cell
 
 

@@ -1,4 +1,4 @@
-"""The matrix's rules, covering arrays and bounds, without any training."""
+"""The matrix's rules and covering arrays, without any training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 from tests.matrix import cells
-from tests.matrix.bounds import bounds_of
 from tests.matrix.cover import Space
-from tests.matrix.table import DIMENSIONS, MEANING, REFERENCE, RULES, Rule, cell_named
+from tests.matrix.table import DIMENSIONS, MEANING, REFERENCE, RULES, Rule
 
 
 def test_cells_have_every_possible_pair_and_no_other() -> None:
@@ -47,28 +46,3 @@ def test_recipes_that_are_accepted_are_in_the_table() -> None:
     recipes = [recipe for recipe in FP8_RECIPES if recipe != "mxfp8"]
     there = {f"{kind}_{recipe}" for recipe in recipes for kind in ("fp8", "fp8w")}
     assert there <= set(DIMENSIONS["precision"])
-
-
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    (
-        ("gpu precision=fp8w_delayed layers=te", True),
-        ("gpu strategy=optim precision=fp8w_blockwise microbatches=3 layers=te", True),
-        ("gpu precision=fp8w_delayed microbatches=3 layers=te", False),
-        ("gpu precision=fp8_delayed layers=te", False),
-        ("gpu precision=fp8w_delayed fusion=on layers=te", False),
-        ("gpu precision=fp8w_delayed layers=te tp=2", False),
-    ),
-)
-def test_fp8_weights_are_to_give_the_references_bits_where_sums_have_one_order(
-    name: str, exact: bool
-) -> None:
-    bounds = bounds_of(cell_named(name))
-    assert (bounds.gradient == bounds.loss == 0.0) is exact
-    assert bounds.later > 0 and bounds.movement > 0
-
-
-def test_a_name_that_tells_no_cell_is_an_error() -> None:
-    for name in ("cpu tp=3", "cpu nonsense=1", "cpu tp"):
-        with pytest.raises(ValueError, match="not a dimension and value"):
-            cell_named(name)
