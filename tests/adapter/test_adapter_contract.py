@@ -294,8 +294,9 @@ def test_units_by_default_and_by_name() -> None:
 
 
 def test_dtypes_can_be_read_under_megatrons_name() -> None:
-    bf16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
-    for options, comm in (({}, torch.float32), (bf16, torch.bfloat16)):
+    for options, comm in (
+        ({}, torch.float32), ({"megatron_fsdp_grad_comm_dtype": torch.bfloat16}, torch.bfloat16),
+    ):  # fmt: skip
         policy = wrapped("optim", ddp=options).mp_policy
         assert (policy.main_params_dtype, policy.grad_comm_dtype) == (torch.float32, comm)
 

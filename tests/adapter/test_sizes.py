@@ -150,6 +150,7 @@ def test_what_does_not_divide_is_told_with_option_value_and_remedy(
 
 
 def test_without_a_number_of_ranks_only_what_does_not_depend_on_it_is_told() -> None:
-    options = {**MODEL, "pipeline_model_parallel_size": 3, "global_batch_size": 5}
-    [line] = sizes.size_problems(options, None)
+    [line] = sizes.size_problems(
+        {**MODEL, "pipeline_model_parallel_size": 3, "global_batch_size": 5}, None
+    )
     assert line.startswith("pipeline_model_parallel_size=3: does not divide")
