@@ -58,22 +58,28 @@ class Space:
                 return None
         if any(rule.breaks(cell) for rule in self.rules):
             return None
-        if not self._extend(cell, [name for name in self._order if name not in cell]):
-            return None
-        return {name: cell[name] for name in self.dimensions}
+        found = self._extend(cell, [name for name in self._order if name not in cell])
+        return None if isinstance(found, set) else {name: found[name] for name in self.dimensions}
 
-    def _extend(self, cell: dict[str, Value], names: list[str]) -> bool:
-        """Whether the cell can have all of `names`, which it then has."""
+    def _extend(
+        self, cell: dict[str, Value], names: list[str]
+    ) -> dict[str, Value] | set[str]:
+        """The cell with all of `names`, or, if there is none, dimensions that it has already and
+        whose values alone exclude it: where the last one is not among them, its other values need
+        not be tried."""
         if not names:
-            return True
+            return dict(cell)
         name, *others = names
+        blamed: set[str] = set()
         for value in self.values[name]:
             cell[name] = value
-            broken = any(rule.breaks(cell) for rule in self._rules_of[name])
-            if not broken and self._extend(cell, others):
-                return True
-        del cell[name]
-        return False
+            broken = next((rule for rule in self._rules_of[name] if rule.breaks(cell)), None)
+            found = set(broken.reads) if broken else self._extend(cell, others)
+            del cell[name]
+            if isinstance(found, dict) or name not in found:
+                return found
+            blamed |= found - {name}
+        return blamed
 
     @cached_property
     def all_pairs(self) -> list[Pair]:
