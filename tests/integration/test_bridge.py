@@ -140,7 +140,9 @@ def test_resumes_where_tensor_parallelism_splits_the_model(tmp_path: Path) -> No
                                      "checkpoint.ckpt_step=2",
                                      "model.tensor_model_parallel_size=2"])  # fmt: skip
     assert (2, "grad norm") not in resumed.values
-    assert lm_log.differences(whole.values, resumed.values, tolerance=1e-4, start=3) == []
+    for step in (3, 4):
+        losses = [float(run.values[step, "lm loss"]) for run in (whole, resumed)]
+        assert abs(losses[0] - losses[1]) < 1e-4, (step, losses)
 
 
 @pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))

@@ -82,4 +82,5 @@ def test_adapters_alone_are_saved_and_resumed(bases: dict[str, str], tmp_path: P
     split = start(bases["fsdp_dtensor"], f"checkpoint.load={saved}", "checkpoint.ckpt_step=2",
                   "model.tensor_model_parallel_size=2")  # fmt: skip
     assert (2, "grad norm") not in split
-    assert lm_log.differences(whole, split, tolerance=1e-4, start=3) == []
+    for step in (3, 4):
+        assert abs(float(split[step, "lm loss"]) - float(whole[step, "lm loss"])) < 2e-5
