@@ -118,10 +118,17 @@ def finish(processes: list[Rank], log: Path, timeout: float) -> Run:
     if failed:
         time.sleep(1.0)  # what the others have to say
     for process in processes:
-        process.kill()
+        if process.poll() is None:
+            process.kill()
         process.wait()
     timed_out = not failed and None in states
     return Run(failed[0] if failed else -int(timed_out), log.read_text())
+
+
+def launch(checkout: Path, arguments: list[str], log: Path) -> list[Rank]:
+    """Starts a training on 2 processes, for a test that ends it itself."""
+    everything = [*SMALL, *NO_KERNELS, *arguments]
+    return start("on_cpu.py", checkout / "pretrain_gpt.py", everything, 2, log)
 
 
 def train(
