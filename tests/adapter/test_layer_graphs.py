@@ -3,10 +3,11 @@ on the same memory (`tests/engine/fake_graphs.py`). Trained beside the same mode
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -101,25 +102,6 @@ def test_replays_train_to_the_bits_of_eager_steps(one_rank: torch.device, name: 
     assert len(fake.replays) == 2 * case.microbatches * fake.captures
 
 
-def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
-    one_rank: torch.device,
-) -> None:
-    """In front of, between and behind passes of the length that was captured, in one step too."""
-    plain, (trainer, fake) = eager(), graphed()
-    replays, found = [], []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for step, lengths in enumerate(((5, 3), (5, 5), (5, 7), (3, 5))):
-            found += [(step, train_step(one, data(step, *lengths))) for one in (plain, trainer)]
-            replays.append(len(fake.replays))
-    assert found[::2] == found[1::2]
-    check_same_bits(full_weights(trainer), full_weights(plain), "lengths")
-    assert fake.captures == A_PASS and replays == [0, 2 * A_PASS, 3 * A_PASS, 4 * A_PASS]
-    lines = [str(one.message) for one in said if "without its CUDA graph" in str(one.message)]
-    assert len(lines) == 1, lines  # once, whatever lengths come
-    assert len(trainer.wrapper._layers.ran_eagerly) == 1
-
-
 # What is around replays: a run of an eager step, one with captures, and one of replays alone.
 
 
@@ -202,80 +184,91 @@ def test_what_does_not_fit_runs_eagerly_and_is_said_once(run: Any) -> None:
     assert len(run.fake.replays) == replays
 
 
-# Several passes in flight, as in a pipeline.
+# Several passes in flight, as in a pipeline, and sequences of other lengths.
 
 
-def _in_flight(trainer: Trainer, steps: list[tuple[int, ...]]) -> list[Any]:
-    """Losses and norms of steps as in a pipeline: all forwards, of sequences of these lengths, then
-    their backwards, in the order of the forwards."""
-    found: list[Any] = []
-    for step, lengths in enumerate(steps):
-        trainer.wrapper.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        outputs = [
-            trainer.wrapper(
-                tokens[:, :-1], torch.arange(n).expand(CASE.batch, -1),
-                torch.ones(n, n, dtype=torch.bool).triu(1)[None, None], labels=tokens[:, 1:],
-            ).float().mean()
-            for tokens, n in zip(data(step, *lengths), lengths, strict=True)
-        ]  # fmt: skip
-        with trainer.wrapper.no_sync():
-            for output in outputs[:-1]:
-                output.backward()
-        outputs[-1].backward()
-        trainer.wrapper.finish_grad_sync()
-        found += [output.item() for output in outputs]
-        found.append(float(trainer.optimizer.step()[1]))
-    return found
+def in_turn(trainer: Trainer, step: int, lengths: tuple[int, ...]) -> Any:
+    """Loss and norm of a step whose passes come one after the other."""
+    return train_step(trainer, data(step, *lengths))
 
 
-def _printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith("CUDA graphs of layers")]
+def in_flight(trainer: Trainer, step: int, lengths: tuple[int, ...]) -> Any:
+    """Losses and norm of a step as in a pipeline: all forwards, then their backwards, in the order
+    of the forwards."""
+    trainer.wrapper.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    outputs = [
+        trainer.wrapper(
+            tokens[:, :-1], torch.arange(n).expand(CASE.batch, -1),
+            torch.ones(n, n, dtype=torch.bool).triu(1)[None, None], labels=tokens[:, 1:],
+        ).float().mean()
+        for tokens, n in zip(data(step, *lengths), lengths, strict=True)
+    ]  # fmt: skip
+    with trainer.wrapper.no_sync():
+        for output in outputs[:-1]:
+            output.backward()
+    outputs[-1].backward()
+    trainer.wrapper.finish_grad_sync()
+    return [output.item() for output in outputs], float(trainer.optimizer.step()[1])
 
 
-def test_passes_in_flight_have_pools_of_their_own_and_each_pool_keeps_its_order(
-    one_rank: torch.device, capsys: pytest.CaptureFixture[str]
+class Passes(NamedTuple):
+    """`lengths` of the sequences of each step; `pools` that there are after it; how many passes are
+    `replayed`, the first use of each pool too; `reasons` why others are not; what is `printed`."""
+
+    take: Callable[[Trainer, int, tuple[int, ...]], Any]
+    lengths: tuple[tuple[int, ...], ...]
+    pools: list[int]
+    replayed: int
+    reasons: int
+    printed: str
+    parts: tuple[str, ...] = ()
+
+
+PASSES = {
+    "in turn": Passes(
+        in_turn, ((5, 3), (5, 5), (5, 7), (3, 5)), [0, 1, 1, 1], 4, 1,
+        "2 TransformerLayer, 2 calls captured.*layers.0 ran eagerly: inputs have other shapes",
+    ),
+    "parts": Passes(
+        in_turn, ((5, 3), (5, 3), (5, 3)), [0, 1, 1], 2, 1,
+        "2 SelfAttention, 2 calls.*self_attention ran eagerly: inputs have other", ("attn",),
+    ),
+    "in flight": Passes(
+        in_flight, ((5, 5), (5, 5), (5, 5)), [0, 2, 2], 4, 0,
+        r"2 TransformerLayer, 4 calls captured.* for each pass in flight: 0.500 \+ 1.000$",
+    ),
+    # On a GPU nodes that accumulate gradients would bring their stream into a capture that comes
+    # behind a pass of another length in flight.
+    "in flight, another length": Passes(
+        in_flight, ((5, 5), (5, 3), (5, 3, 5), (5, 5, 3), (3, 5, 5)), [0, 1, 1, 2, 2], 6, 2,
+        "inputs have other shapes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_in_flight_have_pools_of_their_own_and_other_lengths_run_eagerly(
+    one_rank: torch.device, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was captured is printed once nothing more is, with the memory of the pools."""
-    plain, (trainer, fake) = eager(), graphed()
-    found = _in_flight(trainer, [(5, 5)] * 2)
-    assert _printed(capsys) == []
-    found += _in_flight(trainer, [(5, 5)])
-    assert found == [one for count in (2, 1) for one in _in_flight(plain, [(5, 5)] * count)]
-    (line,) = _printed(capsys)
-    assert "2 TransformerLayer, 4 calls captured" in line
-    assert line.endswith("for each pass in flight: 0.500 + 1.000")
-    for pool in (1, 2):
+    """Each pool keeps its order. What runs eagerly is said once, and printed, with what was
+    captured, once nothing more is."""
+    row = PASSES[name]
+    plain, (trainer, fake), pools = eager(), graphed(parts=row.parts), []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step, lengths in enumerate(row.lengths):
+            found, expected = (row.take(one, step, lengths) for one in (trainer, plain))
+            assert found == expected, step
+            pools.append(fake.captures / A_PASS)
+    check_same_bits(full_weights(trainer), full_weights(plain), name)
+    assert pools == row.pools and len(fake.replays) == row.replayed * A_PASS
+    for pool in range(1, fake.pools + 1):
         order = [number for where, number in fake.replays if where == pool]
-        assert order == list(range(1, A_PASS + 1)) * 2, pool
-    assert fake.pools == 2
-
-
-def test_what_runs_eagerly_is_printed_with_the_reason(
-    one_rank: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _in_flight(graphed(parts=("attn",))[0], [(5, 3)] * 3)
-    (line,) = _printed(capsys)
-    assert "2 SelfAttention, 2 calls" in line
-    assert "self_attention ran eagerly: inputs have other shapes" in line
-
-
-def test_nothing_is_captured_while_a_pass_of_another_length_is_in_flight(
-    one_rank: torch.device,
-) -> None:
-    """On a GPU its nodes that accumulate gradients would bring their stream into the capture."""
-    plain, (trainer, fake), captures = eager(), graphed(), []
-    capture = fake.capture
-    fake.capture = lambda function, pool: (captures.append(pool), capture(function, pool))[1]
-    steps = [(5, 5), (5, 3), (5, 3, 5), (5, 5, 3), (3, 5, 5)]
-    found, counts = [], []
-    for step in steps:
-        found += _in_flight(trainer, [step])
-        counts.append(len(captures))
-    expected = [one for step in steps for one in _in_flight(plain, [step])]
-    assert found == expected
-    assert counts == [0, A_PASS, A_PASS, 2 * A_PASS, 2 * A_PASS] and set(captures) == {1, 2}
+        assert order == list(range(1, A_PASS + 1)) * (len(order) // A_PASS), pool
+    assert sum("without its CUDA graph" in str(one.message) for one in said) == row.reasons
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("CUDA graphs")]
+    assert re.search(row.printed, line), line
 
 
 def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.device) -> None:

@@ -11,24 +11,21 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from megatron_fsdp_adapter.graphs.captured import CapturedCall
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import TOPOLOGIES, TopologyTrainer
 from tests.distributed.variants import ZERO_3, Variant, compare, marked, train_and_evaluate
-from tests.engine.fake_graphs import FakeGraphs, put_graphs_into, to_be_graphed
+from tests.engine.fake_graphs import (
+    FakeGraphs,
+    has_accumulator,
+    put_graphs_into,
+    to_be_graphed,
+)
 
 EP2 = TOPOLOGIES["ep2"]
 SLOTS = {"fsdp_double_buffer": True}
 PARTS = {**SLOTS, "megatron_fsdp_enable_fine_grained_param_gather": True}
-
-
-def _has_accumulator(param: torch.nn.Parameter) -> bool:
-    """Whether some graph keeps the node that adds gradients to a weight: what is written to it is
-    still there when it is asked for again."""
-    get_gradient_edge(param).node.metadata["looked at"] = True
-    return "looked at" in get_gradient_edge(param).node.metadata
 
 
 @contextmanager
@@ -38,7 +35,7 @@ def weights_are_fresh() -> Iterator[None]:
 
     def record(self: CapturedCall, *args: Any) -> Any:
         params = [group.params[i] for group, indices in self.site.parts for i in indices]
-        assert not any(map(_has_accumulator, params)), self.site.name
+        assert not any(map(has_accumulator, params)), self.site.name
         return original(self, *args)
 
     with to_be_graphed(), mock.patch.object(CapturedCall, "record", record):

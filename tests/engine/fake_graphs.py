@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -206,6 +207,13 @@ def to_be_graphed() -> Iterator[None]:
     """Inside, a wrapper is built for graphs of its layers: those keep buckets, on one rank too."""
     with mock.patch.object(domains, "captures_layers", lambda config: True):
         yield
+
+
+def has_accumulator(param: torch.nn.Parameter) -> bool:
+    """Whether some graph keeps the node that adds gradients to a weight: what is written to it is
+    still there when it is asked for again."""
+    get_gradient_edge(param).node.metadata["looked at"] = True
+    return "looked at" in get_gradient_edge(param).node.metadata
 
 
 class HostTorch:
