@@ -66,8 +66,8 @@ class Shards:
     def quantize(self) -> None:
         """All ranks at once, with the MAX over their amaxes between the two passes."""
         for kind in zip(*self.quantizers, strict=True):
-            amaxes = torch.full((len(kind), kind[0].amax_numel), torch.nan)
-            amaxes = amaxes.to(self.case.mains[0].device)
+            device = self.case.mains[0].device
+            amaxes = torch.full((len(kind), kind[0].amax_numel), torch.nan, device=device)
             for quantizer, vector in zip(kind, amaxes, strict=True):
                 if vector.numel():
                     quantizer.bind(vector)
