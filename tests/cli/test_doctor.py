@@ -11,6 +11,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,10 +161,7 @@ def test_whatever_is_an_error_gives_status_1(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Also of the installation, with and without a configuration."""
-
-    def fails(replaced: Any) -> None:
-        raise error
-
+    fails = mock.Mock(side_effect=error)
     monkeypatch.setattr(core_support, "require_supported_core", fails)
     for words in ((), ("--set", "data_parallel_sharding_strategy=optim")):
         assert doctor.main(words) == 1

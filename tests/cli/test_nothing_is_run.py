@@ -7,9 +7,10 @@ import io
 import json
 import os
 import pickle
+import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,6 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {False: root, True: other}
 
 
-def _copied(root: Path, target: Path) -> Path:
-    (target / FOLDER).mkdir(parents=True)
-    for path in (*root.glob("*.txt"), *(root / FOLDER).iterdir()):
-        (target / path.relative_to(root)).write_bytes(path.read_bytes())
-    return target
-
-
 def _run_all(root: Path, clean: dict[bool, Path]) -> list[int]:
     """Every tool on it, also beside one of each format."""
     found = [
@@ -134,7 +128,7 @@ def test_nothing_is_run(
     put, read, is_torch_dist = PLACES[place]
     for name, payload in PAYLOADS.items():
         made = tmp_path / "made"
-        root = _copied(clean[is_torch_dist], tmp_path / name.replace(" ", "_"))
+        root = shutil.copytree(clean[is_torch_dist], tmp_path / name.replace(" ", "_"))
         put(root / FOLDER, Evil(*payload(str(made))))
         statuses = _run_all(root, clean)
         assert set(statuses) <= {0, 1, 2}
@@ -154,7 +148,7 @@ def test_nothing_is_run(
 def test_what_metadata_names_and_may_not_is_told(
     clean: dict[bool, Path], tmp_path: Path, capsys: Captured
 ) -> None:
-    root = _copied(clean[False], tmp_path / "root")
+    root = shutil.copytree(clean[False], tmp_path / "root")
     PLACES[".metadata"][0](root / FOLDER, Evil(os.system, "true"))
     for command in (["inspect", str(root)], ["diff", str(root), str(clean[False])]):
         assert main(command) == 2
@@ -178,33 +172,25 @@ def _objects(backend: Backend, seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def safe_globals() -> Iterator[None]:
-    before = torch.serialization.get_safe_globals()
-    yield
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(before)
-
-
 def test_objects_of_unknown_classes_are_shown_and_compared(
-    safe_globals: None, tmp_path: Path, capsys: Captured
+    tmp_path: Path, capsys: Captured
 ) -> None:
-    # Whatever the process takes for safe: importing Megatron adds to it.
-    torch.serialization.add_safe_globals([Path, Namespace, Backend])
-    a, same, b = (
-        save_fsdp(tmp_path / name, _objects(backend, seed))
-        for name, backend, seed in (
-            ("a", Backend.auto, 1), ("same", Backend.auto, 1), ("b", Backend.other, 2)
-        )
-    )  # fmt: skip
-    assert main(["diff", str(a), str(same)]) == 0
-    capsys.readouterr()
-    assert main(["diff", str(a), str(b), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert sorted(key.split(".")[0] for key in found["objects"]) == ["args", "numpy"]
-    assert main(["inspect", str(a), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"]["num_layers"] == 2
-    assert Backend in torch.serialization.get_safe_globals()
+    """Whatever the process takes for safe: importing Megatron adds to it."""
+    with torch.serialization.safe_globals([Path, Namespace, Backend]):
+        a, same, b = (
+            save_fsdp(tmp_path / name, _objects(backend, seed))
+            for name, backend, seed in (
+                ("a", Backend.auto, 1), ("same", Backend.auto, 1), ("b", Backend.other, 2)
+            )
+        )  # fmt: skip
+        assert main(["diff", str(a), str(same)]) == 0
+        capsys.readouterr()
+        assert main(["diff", str(a), str(b), "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert sorted(key.split(".")[0] for key in found["objects"]) == ["args", "numpy"]
+        assert main(["inspect", str(a), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["model"]["num_layers"] == 2
+        assert Backend in torch.serialization.get_safe_globals()
 
 
 def test_what_cannot_be_read_without_running_it_is_compared_by_its_bytes(tmp_path: Path) -> None:

@@ -77,8 +77,5 @@ def recipe(**changed: Any) -> SimpleNamespace:
     )  # fmt: skip
     for path, value in changed.items():
         section, _, name = path.partition("__")
-        if name:
-            setattr(getattr(cfg, section), name, value)
-        else:
-            setattr(cfg, section, value)
+        setattr(getattr(cfg, section) if name else cfg, name or section, value)
     return cfg

@@ -125,9 +125,7 @@ def test_asynchronous_saves_are_kept_and_need_no_package() -> None:
     package with its default strategy. 0.16.1 cannot save so."""
     given = {"async_save": True, "save": "there"}
     later = {"async_strategy": "nvrx", "use_persistent_ckpt_worker": False}
-    args = _complete(**given)
-    for name, value in later.items():
-        setattr(args, name, value)
+    args = parsed_arguments(**given, **later)
     changes = megatron_lm.complete(args, [*FSDP, "--async-save"])
     assert {"--use-persistent-ckpt-worker", "--async-strategy"} <= {c.option for c in changes}
     assert args.use_persistent_ckpt_worker and args.async_strategy == "mcore"
@@ -172,18 +170,16 @@ def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
 ) -> None:
     """Megatron-LM asserts that there is no such optimizer with sharded weights; the one that is
     made then has them."""
-    seen: list[str] = []
 
     def validate_args(args: Any, defaults: Any) -> Any:
-        seen.append(args.optimizer)
+        assert args.optimizer == ("adam" if use_megatron_fsdp else "muon")
         if defaults == "wrong":
-            raise AssertionError
+            raise ValueError(defaults)
         return args
 
     args = argparse.Namespace(optimizer="muon", use_megatron_fsdp=use_megatron_fsdp)
     validate = functools.partial(megatron_lm.validate, validate_args)
     assert validate(args, {}) is args and args.optimizer == "muon"
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="wrong"):
         validate(args, defaults="wrong")
     assert args.optimizer == "muon"
-    assert seen == ["adam" if use_megatron_fsdp else "muon"] * 2
