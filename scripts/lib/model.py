@@ -89,8 +89,9 @@ def layer_spec(config: TransformerConfig, options: Options) -> Any:
     """The layer spec of GPTModel: Transformer Engine's layers, or local ones."""
     if options.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
-        )
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )  # fmt: skip
     return local_block_spec(config)
 
 

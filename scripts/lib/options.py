@@ -31,7 +31,7 @@ from megatron_fsdp_adapter.models.spec import flag
 
 MODEL = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
-    "normalization", "hidden_dropout", "attention_dropout", "bias_dropout_fusion",
+    "normalization", "qk_layernorm", "hidden_dropout", "attention_dropout", "bias_dropout_fusion",
     "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "gradient_accumulation_fusion",
     "recompute_granularity", "recompute_method", "recompute_num_layers",
     "tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size",
