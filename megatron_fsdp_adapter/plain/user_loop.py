@@ -27,6 +27,9 @@ from .optimizer_rows import watch_steps
 class UserLoopEngine(FsdpEngine):
     """The engine under a loop of the user's own; arguments are those of `FsdpEngine`."""
 
+    # A rank that runs no microbatch knows of no `no_sync`, and reduces in the same order as others.
+    after_no_sync = None
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.quantization is not None:

@@ -214,9 +214,9 @@ def a_rank_without_data(side: Side) -> None:
 
 @loop
 def a_rank_without_microbatches(side: Side) -> None:
-    """As `a_rank_without_data`, in every other step, where others accumulate gradients."""
+    """As `a_rank_without_data`, where others accumulate gradients."""
     for step, model, optimizer in side.steps():
-        without = step % 2
+        without = 1 - step % 2
         if side.strategy is None or side.rank >= without:
             with side.no_sync(model):
                 side.loss(model, step, 0, without=without).backward()
