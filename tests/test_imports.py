@@ -59,7 +59,7 @@ BUDGETS = {
     "checkpoint": (1_945, 23),
     "cli": (490, 1),
     "comm": (120, 2),
-    "core": (2_727, 56),
+    "core": (2_700, 55),
     "diagnostics": (305, 7),
     "graphs": (406, 7),
     "launch": (268, 2),

@@ -40,8 +40,8 @@ def _metadata_functions() -> frozenset[Any]:
     getters = [getattr(torch.Tensor, name).__get__ for name in present]
     setters = [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
     methods = [getattr(torch.Tensor, name) for name in _METHODS]
-    functions: list[Any] = [torch.is_floating_point, torch.numel, torch.is_tensor]
-    return frozenset(functions + getters + setters + methods)
+    functions = torch.is_floating_point, torch.numel, torch.is_tensor
+    return frozenset([*functions, *getters, *setters, *methods])
 
 
 METADATA_FUNCTIONS = _metadata_functions()

@@ -115,9 +115,8 @@ class LaunchComparison:
             return
         self._raise_found()
         self._started = started
-        for stage in range(len(self._communicators)):
-            self._runtime.submit(REDUCE, partial(self._compare, started, stage))
-        self._runtime.submit(REDUCE, partial(self._fetch, started))
+        stages = (partial(self._compare, started, i) for i in range(len(self._communicators)))
+        self._runtime.submit(REDUCE, *stages, partial(self._fetch, started))
         if self._runtime.host_waits:
             self._runtime.wait(COMPUTE, self._runtime.record(REDUCE))
             self._raise_found()

@@ -17,7 +17,7 @@ saved are views, which have torch's class.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,13 +40,10 @@ def is_owned(tensor: torch.Tensor) -> bool:
     return any(is_owned(value) for value in inside)
 
 
-class _Kept:
+class _Kept(NamedTuple):
     """A saved tensor that was shown to no hook."""
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 class _Filter:

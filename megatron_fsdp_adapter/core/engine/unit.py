@@ -77,13 +77,11 @@ class Unit:
         self.gathered: Any = None
         self.stale = self.busy = self.behind_update = False
         self.updated: Any = None
-        slots = [one.weight_slot.number for one in gathered]
-        self.weight_slot = slots[0] if slots else None
+        self.weight_slot = next((one.weight_slot.number for one in gathered), None)
         self.phase = Phase.READY
-        quantized = [group for group in groups if group.key.quantized]
-        self.quantized = [param for group in quantized for param in group.params]
         self._knows = knows
         params = [(group, param) for group in groups for param in group.params]
+        self.quantized = [param for group, param in params if group.key.quantized]
         self._lossy = [param for group, param in params if not group.main_is_weight]
         self._versions = self._count_writes()
         self._own_classes = [(param, _gathered(group, type(param))) for group, param in params]

@@ -9,6 +9,7 @@ The lists that the methods take are the segments of a unit: one launch covers th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,11 +89,10 @@ class Communicator:
         run = functools.partial(COLLECTIVES[name], group=self.group, **options)
         if not self.stream_ordered:
             return [run(pair, async_op=True) for pair in pairs]
-        if len(pairs) > 1:
-            with _coalescing_manager(group=self.group, device=self.device, async_ops=False):
-                for pair in pairs:
-                    run(pair, async_op=False)
-        else:
+        one = contextlib.nullcontext() if len(pairs) < 2 else _coalescing_manager(
+            group=self.group, device=self.device, async_ops=False
+        )  # fmt: skip
+        with one:
             for pair in pairs:
                 run(pair, async_op=False)
         return []

@@ -35,10 +35,11 @@ Works = Iterable[Any] | None
 
 
 class Runtime(Protocol):
-    """The device as the engine uses it. `on_out_of_memory` gets the label and tensor of a buffer
-    that could not be allocated, and may raise an error with more in it. `poison`: storage is filled
-    with NaN when it is handed out, so that a read before a write becomes NaN. `host_waits`: the
-    host waits wherever compute does, so that results are there."""
+    """The device as the engine uses it; what has a body is the host's way, and correct where work
+    runs in the order in which it is submitted. `on_out_of_memory` gets the label and tensor of a
+    buffer that could not be allocated, and may raise an error with more in it. `poison`: storage is
+    filled with NaN when it is handed out, so that a read before a write becomes NaN. `host_waits`:
+    the host waits wherever compute does, so that results are there."""
 
     device: torch.device
     poison: bool = False
@@ -55,6 +56,7 @@ class Runtime(Protocol):
     ) -> None:
         """Like `submit`, where the first one is a collective that needs no result of the work
         submitted before it: on the host it starts now, not when that work is waited for."""
+        self.submit(role, collective, *tasks)
 
     def record(self, role: str) -> Any:
         """An event that has happened when all work submitted to `role` so far has finished."""
@@ -66,9 +68,11 @@ class Runtime(Protocol):
     def follow(self, role: str, other: str) -> None:
         """Work submitted to `role` from now on starts after all that was submitted to `other` so
         far."""
+        self.wait(role, self.record(other))
 
     def free(self, role: str, *tasks: Callable[[], None]) -> None:
         """Like `submit`, of tasks that only release storage which `role` has allocated."""
+        self.submit(role, *tasks)
 
     def allocate(self, flat: torch.Tensor) -> None:
         """Gives the released 1-D tensor `flat` its storage, on the current stream, which the
@@ -93,15 +97,19 @@ class Runtime(Protocol):
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
         """Starts to copy a tensor to the host, on the current stream; what is returned waits for
         that and gives the elements, as `tolist` does."""
+        return tensor.tolist
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """uint8, zero, in host memory that copies to and from the device need not wait for."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
 
     def block(self, event: Any) -> None:
         """Blocks the host until `event` has happened."""
+        self.wait(COMPUTE, event)
 
     def is_capturing(self) -> bool:
         """True if what is submitted goes into a CUDA graph."""
+        return False
 
 
 StreamId = tuple[int, int, int]
@@ -191,16 +199,7 @@ class CudaRuntime(Runtime):
     def free(self, role: str, *tasks: Callable[[], None]) -> None:
         # A block goes back to the stream that it was allocated on, whichever is current. Where
         # what is released is filled, that is work of the stream.
-        if self.poison:
-            self.submit(role, *tasks)
-        else:
-            for task in tasks:
-                task()
-
-    def launch(
-        self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
-    ) -> None:
-        self.submit(role, collective, *tasks)
+        self.submit(role if self.poison else COMPUTE, *tasks)
 
     def record(self, role: str) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -314,12 +313,6 @@ class HostRuntime(Runtime):
         if role != event.role or event.runtime is not self:
             event.runtime._drain(event.role, event.position)
 
-    def follow(self, role: str, other: str) -> None:
-        self.wait(role, self.record(other))
-
-    def free(self, role: str, *tasks: Callable[[], None]) -> None:
-        self.submit(role, *tasks)
-
     def _drain(self, role: str, position: int) -> None:
         queue = self._queues[role]
         while self._finished[role] < position:
@@ -327,8 +320,7 @@ class HostRuntime(Runtime):
             if callable(head):
                 # What has started stays as what runs: the wait may be interrupted, and the next
                 # one must not start it again.
-                queue[0] = list(head() or ())
-                continue
+                head = queue[0] = list(head() or ())
             for work in head:
                 work.wait()
             queue.popleft()
@@ -344,18 +336,6 @@ class HostRuntime(Runtime):
         for role, queue in self._queues.items():
             self._finished[role] += len(queue)
             queue.clear()
-
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
-        return tensor.tolist
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def block(self, event: HostEvent) -> None:
-        event.runtime._drain(event.role, event.position)
-
-    def is_capturing(self) -> bool:
-        return False
 
 
 def make_runtime(device: torch.device) -> Runtime:
