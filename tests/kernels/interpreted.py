@@ -55,12 +55,12 @@ def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
     last; some weights are another writer's."""
     torch.manual_seed(3)
     mains = [torch.randn(rows, 96).bfloat16() for rows in (64, 16, 48)]
-    plane = torch.full((sum(main.numel() for main in mains) + 64,), 7, dtype=torch.uint8)[16:]
-    made, first = [], 0
-    for main in mains:
-        data = plane[first : first + main.numel()]
-        made.append(OwnRows(tuple(main.shape), 0, main.view(-1), (data,)))
-        first += main.numel()
+    sizes = [main.numel() for main in mains]
+    plane = torch.full((sum(sizes) + 64,), 7, dtype=torch.uint8)[16:]
+    made = [
+        OwnRows(tuple(main.shape), 0, main.view(-1), (data,))
+        for main, data in zip(mains, plane[: sum(sizes)].split(sizes), strict=True)
+    ]
     cast_class = BlockCast if recipe == "block128" else TensorCast
     with mock.patch.object(e4m3, "kernels_for", kernels):
         cast = cast_class(made, torch.bfloat16).only({0, 2}, True)
@@ -68,15 +68,12 @@ def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
         cast.begin(vector)
         found = vector.clone()
         plane.untyped_storage().resize_(0)
-        keep.append(torch.empty(1 << 20))
+        elsewhere = torch.empty(1 << 20)  # so that memory is taken anew
         plane.untyped_storage().resize_(plane.numel() + 16)
         plane.fill_(7)
         cast.finish(vector + 1.0)
+    del elsewhere
     return [found, plane]
-
-
-keep: list[torch.Tensor] = []
-"""So that memory is taken anew elsewhere."""
 
 
 Line = tuple[str, bool]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,25 +27,13 @@ from megatron_fsdp_adapter.sharding.materialize import (
 def test_weights_are_read_when_every_stream_has_made_them(
     alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
-
-    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any) -> Any:
-            order.append(what)
-            return function(*arguments)
-
-        return called
-
-    materializer = building.materializer
-    monkeypatch.setattr(HostRuntime, "synchronize", noted("waited", HostRuntime.synchronize))
-    monkeypatch.setattr(
-        building, "verify_same_model", noted("compared", building.verify_same_model)
-    )
-    monkeypatch.setattr(
-        building, "materializer", lambda *arguments: noted("read", materializer(*arguments))
-    )
+    order = mock.Mock(materializer=mock.Mock(wraps=building.materializer))
+    monkeypatch.setattr(HostRuntime, "synchronize", order.synchronize)
+    monkeypatch.setattr(building, "verify_same_model", order.verify_same_model)
+    monkeypatch.setattr(building, "materializer", order.materializer)
     fully_shard_model(nn.Linear(4, 4))
-    assert order[:3] == ["waited", "compared", "read"]
+    calls = [name for name, _, _ in order.mock_calls]
+    assert calls[:3] == ["synchronize", "verify_same_model", "materializer"]
 
 
 def test_where_shards_live(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.layout import plan_group
 from megatron_fsdp_adapter.optim.muon import owners
-from megatron_fsdp_adapter.optim.muon.matrices import Member, MuonParam, row_blocks
+from megatron_fsdp_adapter.optim.muon.matrices import Member, MuonParam, Run, row_blocks
 from megatron_fsdp_adapter.optim.muon.plan import (
-    StagePlan,
     plan_stage,
     sent_before,
     stages_of,
@@ -23,19 +20,15 @@ from tests.layout.layout_cases import specs_of
 # Owners.
 
 
-def loads(costs: Sequence[int], found: Sequence[int], ranks: int) -> list[int]:
-    """The cost of what each rank owns."""
-    return [sum(c for c, owner in zip(costs, found, strict=True) if owner == rank)
-            for rank in range(ranks)]  # fmt: skip
-
-
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 40))
 def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: int) -> None:
     found = owners.assign(costs, ranks)
     assert len(found) == len(costs) and all(0 <= owner < ranks for owner in found)
     assert found == owners.assign(costs, ranks)
-    largest = max(loads(costs, found, ranks))
-    assert largest <= sum(costs) / ranks + max(costs, default=0)
+    loads = [0] * ranks
+    for cost, owner in zip(costs, found, strict=True):
+        loads[owner] += cost
+    assert max(loads) <= sum(costs) / ranks + max(costs, default=0)
 
 
 def test_what_is_costly_in_a_unit_lies_on_different_ranks() -> None:
@@ -91,10 +84,7 @@ def stages(draw: st.DrawFn) -> tuple[list[MuonParam], tuple[Member, ...], list[l
                   st.integers(1, 9), st.sampled_from([None, 0, 1])),
         min_size=1, max_size=4,
     ))  # fmt: skip
-    shapes = []
-    for heights, times, columns, split in fused:
-        rows = sum(heights) * times * (parts if split == 0 else 1)
-        shapes.append((rows // (parts if split == 0 else 1), columns))
+    shapes = [(sum(heights) * times, columns) for heights, times, columns, _ in fused]
     layout = plan_group(specs_of(shapes), shards)
     params = [
         MuonParam(layout, index, split, parts,
@@ -124,6 +114,16 @@ def pinned_by(param: MuonParam, member: Member, whole: torch.Tensor) -> torch.Te
     return whole.reshape(-1)[held.start : held.stop]
 
 
+def put(rows: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    target = rows[start : start + len(values)]
+    assert (target == -1).all(), "an element came twice"
+    target.copy_(values)
+
+
+def piece(run: Run) -> tuple[int, int, int, int, int]:
+    return run.param, run.matrix, run.panel, run.at, run.local.numel
+
+
 @settings(max_examples=150, deadline=None)
 @given(stages())
 def test_matrices_arrive_whole_and_every_holder_gets_their_updates(
@@ -137,40 +137,23 @@ def test_matrices_arrive_whole_and_every_holder_gets_their_updates(
         for param in params
     ]
     for me, plan in enumerate(plans):
-        _deliver(me, plan, plans, members, wholes, found)
+        for source, runs in enumerate(plan.received):
+            for sent, got in zip(plans[source].sent[me], runs, strict=True):
+                assert piece(sent) == piece(got)
+                rows = pinned_by(params[sent.param], members[source], wholes[sent.param])
+                panel = found[got.param][got.matrix][got.panel]
+                put(panel, got.at, rows[sent.local.start : sent.local.stop])
     for param, whole, matrices in zip(params, wholes, found, strict=True):
         for blocks, panels in zip(param.blocks, matrices, strict=True):
             rows = torch.cat([whole[start:stop] for start, stop in blocks])
-            split = [panel.view(len(rows), -1) for panel in panels]
-            assert torch.equal(torch.cat(split, 1), rows)
+            assert torch.equal(torch.cat([one.view(len(rows), -1) for one in panels], 1), rows)
     for me, plan in enumerate(plans):
-        _return(me, plan, plans, members, wholes, found)
-
-
-def _deliver(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  # type: ignore[no-untyped-def]
-    for source, runs in enumerate(plan.received):
-        assert runs_of(plans[source].sent[me]) == runs_of(runs)
-        for sent, got in zip(plans[source].sent[me], runs, strict=True):
-            rows = pinned_by(plan.params[sent.param], members[source], wholes[sent.param])
-            panel = found[got.param][got.matrix][got.panel]
-            target = panel[got.at : got.at + got.local.numel]
-            assert (target == -1).all(), "an element was sent twice"
-            target.copy_(rows[sent.local.start : sent.local.stop])
-
-
-def _return(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  # type: ignore[no-untyped-def]
-    own = [torch.full_like(pinned_by(p, members[me], w), -1)
-           for p, w in zip(plan.params, wholes, strict=True)]  # fmt: skip
-    for owner, runs in enumerate(plan.updates):
-        assert runs_of(plans[owner].returned[me]) == runs_of(runs)
-        for run in runs:
-            values = found[run.param][run.matrix][run.panel]
-            target = own[run.param][run.local.start : run.local.stop]
-            assert (target == -1).all(), "an element came back twice"
-            target.copy_(values[run.at : run.at + run.local.numel])
-    for param, whole, rows in zip(plan.params, wholes, own, strict=True):
-        assert torch.equal(rows, pinned_by(param, members[me], whole))
-
-
-def runs_of(runs) -> list[tuple[int, int, int, int, int]]:  # type: ignore[no-untyped-def]
-    return [(r.param, r.matrix, r.panel, r.at, r.local.numel) for r in runs]
+        both = zip(params, wholes, strict=True)
+        held = [pinned_by(param, members[me], whole) for param, whole in both]
+        own = [torch.full_like(rows, -1) for rows in held]
+        for owner, runs in enumerate(plan.updates):
+            for sent, got in zip(plans[owner].returned[me], runs, strict=True):
+                assert piece(sent) == piece(got)
+                values = found[got.param][got.matrix][got.panel][got.at :]
+                put(own[got.param], got.local.start, values[: got.local.numel])
+        assert all(map(torch.equal, own, held))

@@ -95,16 +95,12 @@ def test_what_is_given_is_kept_unless_its_memory_may_be_written() -> None:
     assert torch.equal(orthogonalized(x, steps, in_place=True), found)
 
 
-def test_zeros_stay_zeros() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        zeros = torch.zeros(1, 4, 6, dtype=dtype)
-        assert not orthogonalized(zeros, coefficients_of("simple", 5)).any()
-
-
-def test_what_is_not_finite_is_not_hidden() -> None:
-    x = torch.ones(1, 4, 6, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(dtype: torch.dtype) -> None:
+    x, steps = torch.zeros(1, 4, 6, dtype=dtype), coefficients_of("simple", 5)
+    assert not orthogonalized(x, steps).any()
     x[0, 1, 1] = float("nan")
-    assert orthogonalized(x, coefficients_of("simple", 5)).isnan().any()
+    assert orthogonalized(x, steps).isnan().any()
 
 
 def test_costs_are_those_of_the_products_that_are_computed() -> None:
