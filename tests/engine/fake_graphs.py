@@ -114,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self.operators.append((func, args, kwargs, out))
         return out
 
+    @torch.no_grad()
     def end(self) -> None:
         for flat, before in self.before.values():
             flat.copy_(before)
@@ -121,31 +122,19 @@ class Recorder(TorchDispatchMode):
             if tensor.is_floating_point():
                 torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)
 
-
-class FakeGraph:
-    def __init__(self, graphs: FakeGraphs, recorder: Recorder, pool: int, number: int) -> None:
-        self.graphs, self.recorder, self.pool, self.number = graphs, recorder, pool, number
-
+    @torch.no_grad()
     def replay(self) -> None:
-        self.graphs.replays.append((self.pool, self.number))
-        self.graphs.around()
-        self.graphs.running = True
-        self._run()
-        self.graphs.running = False
-
-    def _run(self) -> None:
-        with torch.no_grad():
-            for func, args, kwargs, out in self.recorder.operators:
-                if "empty" in func.__name__:
-                    continue
-                # A replay is unknown to autograd, which looks for writes to what it has saved.
-                touched = tuple(_tensors((args, kwargs, out)))
-                with torch.autograd._unsafe_preserve_version_counter(touched):
-                    result = func(*args, **kwargs)
-                    _wait(result)
-                    for old, new in zip(_tensors(out), _tensors(result), strict=True):
-                        if _memory(old) != _memory(new):
-                            old.copy_(new)
+        for func, args, kwargs, out in self.operators:
+            if "empty" in func.__name__:
+                continue
+            # A replay is unknown to autograd, which looks for writes to what it has saved.
+            touched = tuple(_tensors((args, kwargs, out)))
+            with torch.autograd._unsafe_preserve_version_counter(touched):
+                result = func(*args, **kwargs)
+                _wait(result)
+                for old, new in zip(_tensors(out), _tensors(result), strict=True):
+                    if _memory(old) != _memory(new):
+                        old.copy_(new)
 
 
 class FakeGraphs:
@@ -178,28 +167,29 @@ class FakeGraphs:
         with Recorder() as recorder:
             result = function()
         self.running = False
-        with torch.no_grad():
-            recorder.end()
-        return FakeGraph(self, recorder, pool, number).replay, result
+        recorder.end()
+
+        def replay() -> None:
+            self.replays.append((pool, number))
+            self.around()
+            self.running = True
+            recorder.replay()
+            self.running = False
+
+        return replay, result
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class Asked:
-    """A model config that asks for graphs of layers, or of parts of them, from the second step on.
-    """
-
-    cuda_graph_impl, cuda_graph_warmup_steps = "local", 1
-
-    def __init__(self, *parts: str) -> None:
-        self.cuda_graph_scope = list(parts)
-
-
 def put_graphs_into(wrapper: Any, graphs: FakeGraphs, *parts: str) -> None:
-    """What the wrapper does where its options ask for graphs, which they cannot without a GPU."""
-    wrapper._layers = layer_graphs(wrapper.engine, wrapper.module, Asked(*parts), graphs)
+    """What the wrapper does where its options ask for graphs of layers, or of parts of them, from
+    the second step on, which they cannot without a GPU."""
+    asked = SimpleNamespace(
+        cuda_graph_impl="local", cuda_graph_warmup_steps=1, cuda_graph_scope=list(parts)
+    )
+    wrapper._layers = layer_graphs(wrapper.engine, wrapper.module, asked, graphs)
 
 
 @contextmanager
@@ -223,7 +213,7 @@ class HostTorch:
     """
 
     def __init__(self) -> None:
-        self.capturing, self.fakes = False, FakeGraphs()
+        self.capturing = False
         self.cuda = SimpleNamespace(
             CUDAGraph=lambda: SimpleNamespace(),
             synchronize=lambda: None,
@@ -240,6 +230,5 @@ class HostTorch:
             self.capturing = True
             yield
             self.capturing = False
-        with torch.no_grad():
-            recorder.end()
-        graph.replay = FakeGraph(self.fakes, recorder, 1, 1).replay
+        recorder.end()
+        graph.replay = recorder.replay

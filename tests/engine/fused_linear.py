@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 
+def main_of(weight: Any) -> Any:
+    """The main gradient that a weight has at present."""
+    return weight.get_main_grad() if hasattr(weight, "get_main_grad") else weight.main_grad
+
+
+HABITS: dict[str, Callable[[Any], tuple[Any, bool] | None]] = {
+    "asks in backward": lambda weight: None,
+    "asks what it saved": lambda weight: None,
+    "asks in forward": lambda weight: (
+        (weight.get_main_grad, getattr(weight, "overwrite_main_grad", False))
+        if hasattr(weight, "get_main_grad") else None
+    ),
+    "asks for the flag in forward": lambda weight: (
+        functools.partial(main_of, weight), getattr(weight, "overwrite_main_grad", False)
+    ),
+    "asks the quantized weight": lambda weight: (functools.partial(main_of, weight), False),
+    "adds": lambda weight: (functools.partial(main_of, weight), False),
+    "always overwrites": lambda weight: (
+        getattr(weight, "get_main_grad", lambda: weight.main_grad), True
+    ),
+    "writes nothing": lambda weight: None,
+}  # fmt: skip
+"""What a module takes from a weight in forward, for its backward: the function that gives the main
+gradient, and whether it overwrites that."""
+
+
 def taken_early(weight: Any) -> tuple[Any, bool] | None:
-    """What a module takes from `weight` in forward, for its backward; None unless it `asks_early`.
+    """What a module takes from `weight` in forward; None unless it `asks_early`.
 
     Checked against Transformer Engine 2.20.2 (module/linear.py, layernorm_linear.py,
     layernorm_mlp.py, grouped_linear.py: flag and function are both taken in forward).
     """
-    if not getattr(weight, "asks_early", False):
-        return None
-    return weight.get_main_grad, weight.overwrite_main_grad
+    asks_early = getattr(weight, "asks_early", False)
+    return HABITS["asks in forward" if asks_early else "asks in backward"](weight)
 
 
 def left_to_autograd(
@@ -45,55 +72,27 @@ def left_to_autograd(
 
 
 class FusedProduct(torch.autograd.Function):
-    """`x @ weight.T` whose backward writes the weight gradient by itself."""
+    """`x @ weight.T` whose backward writes the weight gradient by itself, as the weight asks, or
+    with any habit in what it asks of a weight, and of which one. As `module/linear.py` of
+    Transformer Engine writes gradients: 2.11 "asks in backward", 2.20.2 "asks in forward"."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.early = weight, taken_early(weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        by_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return grad @ weight, left_to_autograd(weight, by_weight, ctx.early)
-
-
-class HabitualProduct(torch.autograd.Function):
-    """`FusedProduct` with any habit in what it asks of a weight, and of which one. As
-    `module/linear.py` of Transformer Engine writes gradients: 2.11 "asks in backward", 2.20.2 "asks
-    in forward" and takes the function then too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str = "") -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.habit = weight, habit
-        ctx.early = getattr(weight, "overwrite_main_grad", False)
-        ctx.getter = getattr(weight, "get_main_grad", None)
+        ctx.early = HABITS[habit](weight) if habit else taken_early(weight)
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        weight, (x, saved) = ctx.weight, ctx.saved_tensors
-        by_weight, main = grad.flatten(0, -2).t() @ x.flatten(0, -2), weight.main_grad
-        if hasattr(weight, "__fsdp_param__"):
-            asks_early = ctx.habit in ("asks in forward", "always overwrites")
-            main = ctx.getter() if asks_early else weight.get_main_grad()
-        if ctx.habit == "writes nothing":
-            return grad @ weight, by_weight, None
-        overwrites = {
-            "asks in backward": getattr(weight, "overwrite_main_grad", False),
-            "asks what it saved": getattr(saved, "overwrite_main_grad", False),
-            "asks in forward": ctx.early,
-            "asks for the flag in forward": ctx.early,
-            "asks the quantized weight": False,
-            "adds": False,
-            "always overwrites": True,
-        }
-        write = main.copy_ if overwrites[ctx.habit] else main.add_
-        write(by_weight)
-        return grad @ weight, None, None
+        (x, saved), weight, early = ctx.saved_tensors, ctx.weight, ctx.early
+        left = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        if ctx.habit == "asks what it saved":
+            main = main_of(weight)
+            early = (lambda: main), getattr(saved, "overwrite_main_grad", False)
+        if ctx.habit != "writes nothing":
+            left = left_to_autograd(weight, left, early)
+        return grad @ weight, left, None
 
 
 class FusedLinear(nn.Linear):

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,25 +64,13 @@ class RaceError(AssertionError):
     """Two uses of one storage are not ordered, or storage was used that is not there."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One line of the log. `what` is the label of a buffer (read, write, allocate, release), the
-    role that an event is of (record, wait) or free text (mark); `nbytes` is the extent in the
-    buffer."""
+Entry = namedtuple("Entry", "role action what op nbytes", defaults=("", 0))
+"""One line of the log. `what` is the label of a buffer (read, write, allocate, release), the
+role that an event is of (record, wait) or free text (mark); `nbytes` is the extent in the
+buffer."""
 
-    role: str
-    action: str
-    what: str
-    op: str = ""
-    nbytes: int = 0
-
-
-@dataclass(frozen=True)
-class ClockEvent:
-    """What had happened before, on every role, when `role` recorded this."""
-
-    role: str
-    clock: dict[str, int]
+ClockEvent = namedtuple("ClockEvent", "role clock")
+"""What had happened before, by role, when `role` recorded this."""
 
 
 Span = tuple[int, int]
@@ -106,13 +95,7 @@ def _without(spans: list[Span], hole: Span) -> list[Span]:
     return [(start, stop) for start, stop in pieces if start < stop]
 
 
-@dataclass(frozen=True)
-class _Use:
-    role: str
-    epoch: int
-    action: str
-    op: str
-    span: Span
+_Use = namedtuple("_Use", "role epoch action op span")
 
 
 @dataclass
@@ -213,12 +196,6 @@ class RecordingRuntime:
 
     # Runtime.
 
-    def launch(
-        self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
-    ) -> None:
-        """As on CUDA, the role's stream is the only order there is."""
-        self.submit(role, collective, *tasks)
-
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
         outer, self._role = self._role, role
         try:
@@ -227,6 +204,8 @@ class RecordingRuntime:
                     work.wait()
         finally:
             self._role = outer
+
+    launch = submit  # as on CUDA, the role's stream is the only order there is
 
     def record(self, role: str) -> ClockEvent:
         """A copy of the role's clock; what the role does from now on is not in it."""
@@ -237,8 +216,7 @@ class RecordingRuntime:
 
     def wait(self, role: str, event: ClockEvent) -> None:
         self._note(role, WAIT, event.role)
-        for name, epoch in event.clock.items():
-            self._clocks[role][name] = max(self._clocks[role][name], epoch)
+        self._join(role, event)
 
     def follow(self, role: str, other: str) -> None:
         self.wait(role, self.record(other))
@@ -290,9 +268,8 @@ class RecordingRuntime:
 
     def block(self, event: ClockEvent) -> None:
         """Whatever is submitted from now on comes after it, on every role."""
-        for clock in self._clocks.values():
-            for name, epoch in event.clock.items():
-                clock[name] = max(clock[name], epoch)
+        for role in self._clocks:
+            self._join(role, event)
 
     def is_capturing(self) -> bool:
         return False
@@ -320,6 +297,10 @@ class RecordingRuntime:
 
     def _note(self, role: str, action: str, what: str, op: str = "", nbytes: int = 0) -> None:
         self.log.append(Entry(role, action, what, op, nbytes))
+
+    def _join(self, role: str, event: ClockEvent) -> None:
+        for name, epoch in event.clock.items():
+            self._clocks[role][name] = max(self._clocks[role][name], epoch)
 
     def _track(self, tensor: torch.Tensor) -> _Tracked:
         storage = tensor.untyped_storage()

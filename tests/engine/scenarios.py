@@ -144,6 +144,10 @@ SCRIPTS = {
     # The second microbatch uses what the first has made of weights: those nodes are older than its
     # own, so that autograd comes to them when the units are done.
     "gradients_late": "caches 1; step 2; caches 1; step 2; caches 0; step 2",
+    "no_backward": "step; zero; finish; optimizer_step; step",
+    # A caller that ends the step after a microbatch that was not said to be the last: what was
+    # gathered for a forward that did not come is outdated.
+    "last_is_not_said": "step; zero; more; forward 0; backward; finish; optimizer_step; step",
     # Each is said to be the last, and after the second the gradients are finished.
     "further_backwards": f"{FURTHER}; {FURTHER}",
     # After a step, with gathers in flight; with gradients; behind an evaluation; not to the end.

@@ -8,6 +8,7 @@ import torch
 
 from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD
 from megatron_fsdp_adapter.megatron.scheduled_pass import ScheduledPass
+from tests.engine.small_model import microbatch
 
 
 class Passes:
@@ -22,7 +23,7 @@ class Passes:
         throughout = [unit for unit in rig.engine.units if unit.ordinal not in inside]
         self.forward_pass = ScheduledPass(rig.engine, stages, throughout, FORWARD)
         self.backward_pass = ScheduledPass(rig.engine, stages[::-1], throughout, BACKWARD)
-        self.value: Any = rig.tokens(index)
+        self.value: Any = microbatch(index)
         self.graphs: list[tuple[Any, torch.Tensor]] = []
         self.grad: Any = None
 

@@ -1,5 +1,5 @@
 """A small model for the engine: its options, its modules, and a training loop, which without an
-engine runs under autograd alone (`PlainRig`)."""
+engine runs under autograd alone."""
 
 from __future__ import annotations
 
@@ -130,21 +130,6 @@ class Setup:
         )
 
 
-class Marked(torch.autograd.Function):
-    """The identity; tells when forward passes here, and when backward comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, mark: Callable[[str], None], name: str) -> Any:
-        mark(f"forward {name}")
-        ctx.mark, ctx.name = mark, name
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.mark(f"backward {ctx.name}")
-        return grad, None, None
-
-
 class Layer(nn.Module):
     """Two linear maps around a GELU, a norm, and `width` scales. `marker` wraps what happens.
     `caches`: something made of the norm's weight is kept from one forward to the next, as autocast
@@ -170,8 +155,15 @@ class Layer(nn.Module):
         up, down = self.maps
         return down(torch.nn.functional.gelu(up(x)))
 
+    def _marked(self, x: torch.Tensor) -> torch.Tensor:
+        """Tells when forward passes here, and when backward comes back."""
+        self.mark(f"forward {self.label}")
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.mark(f"backward {self.label}"))
+        return x
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = Marked.apply(x, self.mark, self.label)
+        x = self._marked(x.view_as(x))
         h = self.norm(x)
         if self.setup.recompute == "selective":
             h = checkpoint(self._inner, h, use_reentrant=False)
@@ -256,14 +248,11 @@ def began_with(model: Net) -> dict[str, torch.Tensor]:
 class Loop:
     """What a training loop does with a model. Without an engine: this, under autograd alone."""
 
-    setup: Setup
-    model: Net
-
-    def tokens(self, index: int) -> torch.Tensor:
-        return microbatch(index)
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.model = setup, make_net(setup)
 
     def loss(self, index: int = 0) -> torch.Tensor:
-        return self.model(self.tokens(index)).float().square().mean()
+        return self.model(microbatch(index)).float().square().mean()
 
     def forward_backward(self, microbatches: int = 1) -> None:
         for index in range(microbatches):
@@ -316,10 +305,3 @@ class Loop:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-
-class PlainRig(Loop):
-    """A model under autograd alone."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.model = setup, make_net(setup)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
@@ -181,3 +182,19 @@ def test_work_on_another_stream_is_a_race(place, to):
     parts = (slice(1), slice(-1, None), slice(None))
     seen = any(is_seen("submit", place, to, part) for part in parts)
     assert seen or (place, to) in ORDERED_TOO
+
+
+def test_memory_that_is_not_there_or_not_written_yet_is_not_read_nor_given_back_elsewhere():
+    """Which no order of the engine's tells: what is left out above is seen as a race."""
+    runtime, flat = RecordingRuntime(), torch.zeros(8)
+    with runtime.watch():
+        with pytest.raises(RaceError, match=f"{GATHER} releases an unnamed .* allocated"):
+            runtime.submit(GATHER, lambda: runtime.release(flat))
+        runtime.release(flat)
+        with pytest.raises(RaceError, match="add read of an unnamed tensor, which is released"):
+            flat + 1
+        runtime.allocate(flat)
+        flat[:3] = flat[5:] = 2.0
+        assert flat[:3].sum() == 6.0
+        with pytest.raises(RaceError, match="not written yet"):
+            flat + 1

@@ -18,9 +18,8 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.saved_tensors import is_owned, mark_owned
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine import fused_linear
 from tests.engine.engine_cases import Rig, buffers_of, built
-from tests.engine.fused_linear import HabitualProduct
+from tests.engine.fused_linear import FusedProduct
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.scenarios import EVENTS, SCENARIOS, cells
 from tests.engine.small_model import Exploded, Setup
@@ -66,10 +65,10 @@ def test_a_flag_that_hooks_hide_is_not_relied_on(
     """Transformer Engine 2.11 asks the saved weight: it would add to a bucket of NaN."""
     monkeypatch.setenv("MEGATRON_FSDP_ADAPTER_POISON", "1")
     expected = _trained(Setup(strategy=strategy), "microbatches", offloads=False)
+    plainly = FusedProduct.apply
     monkeypatch.setattr(
-        fused_linear.FusedProduct, "apply",
-        lambda x, weight: HabitualProduct.apply(x, weight, "asks what it saved"),
-    )  # fmt: skip
+        FusedProduct, "apply", lambda x, weight: plainly(x, weight, "asks what it saved")
+    )
     setup = Setup(strategy=strategy, fused=WgradProtocol.OVERWRITES_UNHOOKED)
     plain = _trained(setup, "microbatches", offloads=False)
     found = _trained(setup, "microbatches", offloads=True)
@@ -104,28 +103,14 @@ def test_views_of_a_weight_that_are_saved_read_what_is_gathered_again() -> None:
 def test_hooks_of_modules_of_the_root_are_sifted_as_well() -> None:
     """Opened around a module that is no unit, in the model's own forward."""
     with made(Setup()) as (rig, copies):
-        inside = rig.model.norm.__call__
-
-        class Offloaded(torch.nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                with copies.hooks():
-                    return inside(x)
-
-        rig.model.norm = Offloaded()
+        rig.model.norm = copies.hooks()(rig.model._modules.pop("norm"))
         rig.step()
         assert copies.packed
 
 
-def _depth() -> int:
-    """How many pairs of hooks are on."""
-    taken = []
-    autograd = torch._C._autograd
-    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
-        taken.append(top)
-        autograd._pop_saved_tensors_default_hooks()
-    for pair in reversed(taken):
-        autograd._push_saved_tensors_default_hooks(*pair)
-    return len(taken)
+def top_hooks() -> Any:
+    """The pair of hooks that is asked at present; None if none is on."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 ERRORS: dict[str, tuple[str | None, Any, type[BaseException]]] = {
@@ -146,14 +131,15 @@ def test_a_pass_that_raises_leaves_the_users_hooks_as_they_were(name: str, goes_
         layer = rig.model.layers[1]
         inside = layer.forward
         with copies.hooks():
+            users = top_hooks()
             rig.model.explode, layer.forward = explode, forward or inside
             with pytest.raises(error):
                 rig.forward_backward()
             rig.model.explode, layer.forward = None, inside
             if goes_on:
                 rig.step()
-            assert error is KeyboardInterrupt or _depth() == 1
-        assert _depth() == 0
+            assert error is KeyboardInterrupt or top_hooks() == users
+        assert top_hooks() is None
         packed = copies.packed
         rig.step()
         assert packed == copies.packed > 0
@@ -184,11 +170,8 @@ def test_whose_a_storage_is_is_told_by_any_view_and_by_what_is_made_of_it() -> N
     param = torch.nn.Parameter(torch.empty(0))
     param.data = ours[1:3]
     views = [ours, ours.t(), ours[1:], ours.view(-1)[5:9], param, param.t(), param.detach()]
-    assert all(map(is_owned, views))
-    ours.untyped_storage().resize_(0)
-    assert is_owned(ours)
-    ours.untyped_storage().resize_(ours.numel() * 4)
-    assert all(map(is_owned, views))
-    assert not any(map(is_owned, [other, other.t(), ours.clone(), ours + 1]))
-    sparse = other.to_sparse()
-    assert not is_owned(sparse)
+    for nbytes in (ours.nbytes, 0, ours.nbytes):
+        ours.untyped_storage().resize_(nbytes)
+        assert all(map(is_owned, views))
+    others = [other, other.t(), ours.clone(), ours + 1, other.to_sparse()]
+    assert not any(map(is_owned, others))

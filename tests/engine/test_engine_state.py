@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,13 +16,13 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.guard import GatheredParameter, ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
-from megatron_fsdp_adapter.core.engine.unit import TRANSITIONS, Phase, Unit
+from megatron_fsdp_adapter.core.engine.unit import Phase, Unit
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT
 from tests.engine import schedule
-from tests.engine.engine_cases import Rig, buffers_of, build, built, streamed_buffers
-from tests.engine.scenarios import INSTANCES, ZERO_1, ZERO_3
-from tests.engine.small_model import Loop, Setup, microbatch
+from tests.engine.engine_cases import Rig, build, built, streamed_buffers
+from tests.engine.scenarios import BF16, INSTANCES, ZERO_1, ZERO_3, play
+from tests.engine.small_model import Loop, Setup
 
 LEGAL = {
     ("SHARDED", "GATHERING"),
@@ -30,16 +32,15 @@ LEGAL = {
 }
 
 
-def test_the_table_has_the_legal_transitions_only():
-    assert {(old.name, new.name) for old, new in TRANSITIONS} == LEGAL
+@pytest.mark.parametrize(("old", "new"), itertools.product(Phase, repeat=2))
+def test_the_table_has_the_legal_transitions_only(old, new):
     unit = Unit(UnitPlan("decoder.layers.7", None), 7, [], STRATEGIES[ZERO_3])
-    for old, new in itertools.product(Phase, repeat=2):
-        unit.phase = old
-        message = rf"decoder\.layers\.7: {old.name} -> {new.name} is"
-        legal = (old.name, new.name) in LEGAL
-        with nullcontext() if legal else pytest.raises(RuntimeError, match=message):
-            unit.advance(new)
-        assert unit.phase is (new if legal else old)
+    unit.phase = old
+    refused = pytest.raises(RuntimeError, match=rf"layers\.7: {old.name} -> {new.name} is")
+    legal = (old.name, new.name) in LEGAL
+    with nullcontext() if legal else refused:
+        unit.advance(new)
+    assert unit.phase is (new if legal else old)
 
 
 # Guard.
@@ -72,29 +73,32 @@ READS = {
 }
 
 
+@pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("strategy", [ZERO_1, ZERO_3])
-def test_reading_a_resharded_parameter_names_it(two_ranks, strategy):
+def test_reading_a_resharded_parameter_names_it(two_ranks, strategy, name):
     """With kept weights the values are there, but older than the main weights."""
     rig = build(Setup(strategy))
     rig.step(sync=False)
     message = r"parameter layers\.1\.up\.weight of unit layers\.1.*SHARDED"
-    for name, read in READS.items():
-        with pytest.raises(RuntimeError, match=message):
-            read(resharded(rig))
-            pytest.fail(f"{name} reads it")
+    with pytest.raises(RuntimeError, match=message):
+        READS[name](resharded(rig))
 
 
-def test_metadata_of_a_resharded_parameter_can_be_read(two_ranks):
-    rig = build(Setup())
-    param = resharded(rig)
-    assert isinstance(param, ReshardedParameter)
-    assert tuple(param.shape) == (7, 6) and param.numel() == 42 and param.dim() == 2
-    assert param.dtype == torch.bfloat16 and param.device.type == "cpu" and param.requires_grad
-    assert param.grad is None and param.is_leaf and param.size(0) == 7 and param.stride() == (6, 1)
-    assert param.element_size() == 2 and param.is_floating_point() and len(param) == 7
-    assert {param: 1}[param] == 1
-    assert "layers.1.up.weight" in repr(param)
-    assert isinstance(param, nn.Parameter) and torch.is_tensor(param)
+METADATA: dict[str, tuple[Callable[[nn.Parameter], Any], Any]] = {
+    "shape": (lambda p: (tuple(p.shape), p.size(0), p.dim(), len(p)), ((7, 6), 7, 2, 7)),
+    "memory": (lambda p: (p.numel(), p.stride(), p.element_size()), (42, (6, 1), 2)),
+    "kind": (lambda p: (p.dtype, p.device.type, p.is_floating_point()), (BF16, "cpu", True)),
+    "gradient": (lambda p: (p.requires_grad, p.is_leaf, p.grad), (True, True, None)),
+    "identity": (lambda p: {p: 1}[p], 1),
+    "text": (lambda p: "layers.1.up.weight" in repr(p), True),
+    "class": (lambda p: isinstance(p, nn.Parameter) and torch.is_tensor(p), True),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_of_a_resharded_parameter_can_be_read(two_ranks, name):
+    read, expected = METADATA[name]
+    assert read(resharded(build(Setup()))) == expected
 
 
 def test_gathered_parameters_count_writes_and_call_no_python(two_ranks):
@@ -105,9 +109,8 @@ def test_gathered_parameters_count_writes_and_call_no_python(two_ranks):
     seen = []
     layer.up.register_forward_hook(lambda module, args, out: seen.append(type(module.weight)))
     rig.step()
-    assert seen == [GatheredParameter] and isinstance(layer.up.weight, nn.Parameter)
+    assert seen == [GatheredParameter] and type(resharded(rig)) is ReshardedParameter
     assert seen[0].__torch_function__ is torch._C._disabled_torch_function_impl
-    assert type(resharded(rig)) is ReshardedParameter
     unit = next(u for u in rig.engine.units if u.name == "layers.1")
     rig.engine.to_unsharded()
     rig.engine.gather.unshard(unit)
@@ -157,28 +160,10 @@ def test_the_optimizer_has_gradients_from_the_end_of_backwards_to_their_zeroing(
     two_ranks, strategy
 ):
     rig = build(Setup(strategy))
-    for _ in range(2):
-        rig.forward_backward(2)
-        for _ in range(2):
-            rig.finish()
-            assert all(pair.sharded.grad is pair.grad for pair in rig.engine.pairs)
-        for _ in range(2):
-            rig.zero()
-            assert all(pair.sharded.grad is None for pair in rig.engine.pairs)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("path", [[0, 2], None], ids=["some layers", "no backward"])
-def test_units_that_no_backward_reached_have_gradients_of_zero(two_ranks, strategy, path):
-    rig = build(Setup(strategy))
-    if path is not None:
-        rig.model.path = path
-        rig.forward_backward()
-    rig.finish()
-    for pair in rig.engine.pairs:
-        grad = pair.sharded.grad._local_tensor  # type: ignore[union-attr]
-        unused = path is None or pair.managed.fqns[0].startswith(("layers.1.", "layers.3."))
-        assert grad.isfinite().all() and not (unused and grad.any())
+    for done in ("forward_backward 2; finish", "finish", "zero", "zero") * 2:
+        play(done, rig)
+        for pair in rig.engine.pairs:
+            assert pair.sharded.grad is (None if done == "zero" else pair.grad)
 
 
 def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(two_ranks):
@@ -209,29 +194,19 @@ def test_the_tree_shows_one_identity_or_the_other(two_ranks):
     assert rig.model.embedding.weight is rig.model.head.weight is pair.sharded
 
 
-def test_raw_parameters_are_views_of_one_storage_for_life(two_ranks):
-    """Also of the same address: backward reads what forward saved."""
-    rig = build(Setup())
-    storages = [pair.unsharded.untyped_storage()._cdata for pair in rig.engine.pairs]
-    offsets = [pair.unsharded.storage_offset() for pair in rig.engine.pairs]
-    rig.step()
-    rig.evaluate()
-    assert [pair.unsharded.untyped_storage()._cdata for pair in rig.engine.pairs] == storages
-    assert [pair.unsharded.storage_offset() for pair in rig.engine.pairs] == offsets
-
-
 def test_nothing_transient_is_alive_behind_an_evaluation_and_between_steps(two_ranks):
     rig = build(Setup())
-    kinds = {name: name.rpartition(".")[2] for name, _ in buffers_of(rig.engine)}
-    main, grads = ({name for name in kinds if kinds[name] == kind} for kind in ("main", "grad"))
-    with torch.no_grad():
-        rig.model(microbatch(0))
-    assert rig.allocated() - grads == main
+
+    def alive() -> set[str]:
+        return {name.rpartition(".")[2] for name in rig.allocated()}
+
+    rig.evaluate()
+    assert alive() - {"grad"} == {"main"}
     for _ in range(2):
         rig.step(sync=False)
-        assert rig.allocated() == main | grads
+        assert alive() == {"main", "grad"}
     rig.zero()
-    assert rig.allocated() == main
+    assert alive() == {"main"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

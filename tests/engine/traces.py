@@ -104,6 +104,5 @@ def collectives(rig: Rig) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for name in GOLDEN:
         (FOLDER / f"{name}.txt").write_text("\n".join(traced(name)) + "\n")
