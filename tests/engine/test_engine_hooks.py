@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.hooks import (
+    _tensors_in,
     accumulates,
     has_grad_output,
     on_inputs_done,
@@ -20,112 +21,88 @@ from megatron_fsdp_adapter.core.engine.hooks import (
 )
 
 
-def test_a_parameter_passed_as_an_input_is_not_watched() -> None:
-    """An output layer is called with the weight it shares. The weight's gradient is accumulated
-    after a hook on it, so that the end of the unit's backward would come too early."""
-    weight, hidden = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
-    grads: list[torch.Tensor | None] = []
-    (given, watched), kwargs = on_inputs_done(
-        (weight, hidden), {"also": weight}, lambda *_: grads.append(weight.grad)
-    )
-    assert given is weight and kwargs["also"] is weight and watched is not hidden
-    (given * watched).sum().backward()
-    assert len(grads) == 1 and grads[0] is not None
-
-
 @dataclass
 class Answer:
-    hidden: torch.Tensor
+    hidden: Any
     note: str = "none"
 
 
 class Plain:
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Any) -> None:
         self.hidden, self.me = hidden, self
 
 
-OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "dataclass": Answer,
-    "dataclass with slots": make_dataclass("Slim", ["hidden"], slots=True),
-    "object": Plain,
-    "list of dataclasses in a dict": lambda hidden: {"all": [1, Answer(hidden)]},
-    "dataclass of an object": lambda hidden: Answer(Plain(hidden)),  # type: ignore[arg-type]
+Slim, Named = make_dataclass("Slim", ["hidden"], slots=True), namedtuple("Named", "x, y")
+
+
+def made(kind: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, Any]:
+    """The result of a computation, and an input or output that holds it."""
+    hidden = torch.ones(3, requires_grad=True) * 2
+    return hidden, kind(hidden)
+
+
+OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
+    "a dataclass": (Answer, True),
+    "a dataclass with slots": (Slim, True),
+    "an object": (Plain, True),
+    "a list of dataclasses in a dict": (lambda hidden: {"all": [1, Answer(hidden)]}, True),
+    "a dataclass of an object": (lambda hidden: Answer(Plain(hidden)), True),
+    "a view that is changed in place": (lambda hidden: hidden.view(-1).add_(1), True),
+    # It has weights, on which hooks would stay for life.
+    "a module that an object refers to": (
+        lambda hidden: Plain(nn.ParameterList([nn.Parameter(hidden.detach())])), False
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_gradients_of_what_pytree_does_not_see_are_noticed(kind: str) -> None:
-    hidden = torch.ones(3, requires_grad=True) * 2
-    output, seen = OUTPUTS[kind](hidden), []
-    assert has_grad_output(output)
+def test_gradients_of_outputs_that_pytree_does_not_see_are_noticed(kind: str) -> None:
+    make, expected = OUTPUTS[kind]
+    (hidden, output), seen = made(make), []
+    assert has_grad_output(output) is expected
     on_outputs_needed(output, seen.append)
-    hidden.sum().backward()
-    assert len(seen) == 1
+    (output if isinstance(output, torch.Tensor) else hidden).sum().backward()
+    assert len(seen) == expected
 
 
-def test_what_is_no_output_is_not_searched() -> None:
-    """A module that an output refers to has weights, on which hooks would stay for life."""
-    output = Plain(torch.ones(3))
-    output.module = nn.Linear(2, 2)  # type: ignore[attr-defined]
-    assert not has_grad_output(output)
+REPLACED, WATCHED, LEFT = "replaced", "watched", "left"
+INPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a tensor": (lambda hidden: hidden, REPLACED),
+    "a tuple": (lambda hidden: (1, hidden), REPLACED),
+    "a named tuple, which stays one": (lambda hidden: Named(2, hidden), REPLACED),
+    "a list": (lambda hidden: [hidden], WATCHED),
+    "a dict": (lambda hidden: {"z": hidden}, WATCHED),
+    "a dataclass": (Answer, WATCHED),
+    # A cache has what units before this one computed: their backward comes later.
+    "another object": (Plain, LEFT),
+    # A hook on it would stay for life, so that backward's end is the unit's.
+    "a leaf in a list": (lambda hidden: [hidden.detach().requires_grad_()], LEFT),
+    # Of the embedding, with which an output layer is called: a hook comes before its accumulation.
+    "a parameter": (lambda hidden: nn.Parameter(hidden.detach()), LEFT),
+}
+"""Inputs, and whether their tensor is another one for the module, or the same with a hook on it."""
 
 
-def test_a_view_that_is_changed_in_place_is_noticed() -> None:
-    leaf, seen = torch.ones(2, 3, requires_grad=True), []
-    output = (leaf * 2).view(-1)
-    on_outputs_needed(output, seen.append)
-    output += 1
-    output.sum().backward()
-    assert len(seen) == 1
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs_are_replaced_or_watched_or_left(kind: str) -> None:
+    make, expected = INPUTS[kind]
+    _, value = made(make)
+    (given,), _ = on_inputs_done((value,), {}, print)
+    assert type(given) is type(value) and (given is not value) == (expected == REPLACED)
+    assert any(held._backward_hooks for held in _tensors_in(value)) == (expected == WATCHED)
 
 
-def test_lists_and_dicts_are_given_on_and_their_tensors_watched() -> None:
+def test_the_end_comes_when_the_gradients_of_all_inputs_are_known() -> None:
     leaf, done = torch.ones(3, requires_grad=True), []
     x, y, z = leaf * 2, leaf * 3, leaf * 4
-    found, cache = [y], {"z": z}
-    (first, pair, same), kwargs = on_inputs_done(
-        (x, (x, 1), found), {"cache": cache}, lambda *_: done.append(1)
+    (first, pair, found), cache = on_inputs_done(
+        (x, (x, 1), [y]), {"cache": {"z": z}}, lambda *_: done.append(1)
     )
-    assert same is found and kwargs["cache"] is cache and found[0] is y and cache["z"] is z
-    assert first is not x and pair[0] is not x and pair[1] == 1
     z.register_hook(lambda grad: done.append(0))
     (first + pair[0] + found[0]).sum().backward(retain_graph=True)
     assert done == [1]
-    (first + pair[0] + found[0] + cache["z"]).sum().backward()
+    (first + pair[0] + found[0] + cache["cache"]["z"]).sum().backward()
     assert sorted(done[1:]) == [0, 1]
-
-
-def test_dataclasses_are_watched_and_other_objects_left() -> None:
-    """A cache has what units before this one computed: their backward comes later."""
-    leaf = torch.ones(3, requires_grad=True)
-    y, z = leaf * 3, leaf * 4
-    on_inputs_done((leaf * 2, Answer(y), [Plain(z)]), {}, print)
-    assert y._backward_hooks and not z._backward_hooks
-
-
-def test_a_leaf_in_a_list_leaves_the_end_to_the_end_of_backward() -> None:
-    leaf, done = torch.ones(3, requires_grad=True), []
-    for _ in range(2):
-        (x, found), _ = on_inputs_done((leaf * 2, [leaf]), {}, lambda *_: done.append(1))
-        (x + found[0]).sum().backward()
-    assert not done and not leaf._backward_hooks
-
-
-NAMED = namedtuple("NAMED", "x, y")
-
-
-def test_named_tuples_stay_what_they_are() -> None:
-    (given,), _ = on_inputs_done((NAMED(torch.ones(1, requires_grad=True), 2),), {}, print)
-    assert isinstance(given, NAMED) and given.y == 2 and given.x.grad_fn is not None
-
-
-def test_a_backward_of_the_backward_is_noticed() -> None:
-    leaf, again = torch.ones(3, requires_grad=True), []
-    (x,), _ = on_inputs_done((leaf,), {}, lambda *_: None, lambda *_: again.append(1))
-    [grad] = torch.autograd.grad(x.pow(3).sum(), leaf, create_graph=True)
-    assert not again
-    grad.square().sum().backward()
-    assert again == [1]
 
 
 BACKWARDS: dict[str, tuple[Callable[[Any, Any, Any], Any], bool]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.engine import launches
-from megatron_fsdp_adapter.core.engine.launches import GATHERED, REDUCED, LaunchComparison, Launched
+from megatron_fsdp_adapter.core.engine.launches import GATHERED, LaunchComparison, Launched
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import built
-from tests.engine.pretended import PretendCommunicator
+from tests.engine.pretended import REPORTED
 from tests.engine.scenarios import SCENARIOS, cells
 
 
@@ -37,20 +36,11 @@ class Played:
         return {0: value, self.ranks[1]: self.other()}
 
 
-class Device(HostRuntime):
-    """Does not wait for results; `read` is called when one is asked for."""
-
-    host_waits = capturing = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = mock.Mock(side_effect=list)
-
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
-        return functools.partial(self.read, tensor.tolist())
-
-    def is_capturing(self) -> bool:
-        return self.capturing
+def device() -> Any:
+    """A runtime that does not wait for results."""
+    runtime = HostRuntime()
+    runtime.host_waits = False
+    return runtime
 
 
 def launched(*names: str, kind: str = GATHERED) -> Launched:
@@ -71,7 +61,7 @@ def compared(runtime: Any, other: Launched, *names: str) -> LaunchComparison:
 def test_order_number_and_kind_tell() -> None:
     orders = ("ab", "ba", "aab", "a", "b", "aba", "abab", "")
     numbers = {launched(*names).folded for names in orders}
-    numbers.add(launched("a", kind=REDUCED).folded)
+    numbers.add(launched("a", kind=launches.REDUCED).folded)
     assert len(numbers) == 9
 
 
@@ -82,46 +72,36 @@ def test_equal_launches_exchange_two_numbers_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "other", "told"),
+    ("mine", "other", "kept", "told"),
     [
-        ("abc", "acb", r"launch 2 of 3:.*ranks \[0\]: weights of b .*ranks \[1\]: weights of c "),
-        ("ab", "a", r"launch 2 of 2:.*ranks \[0\]: weights of b .*ranks \[1\]: nothing more"),
-        ("", "a", r"launch 1 of 1:.*ranks \[0\]: nothing more.*ranks \[1\]: weights of a "),
+        ("abc", "acb", 9, r"launch 2 of 3:.*\[0\]: weights of b .*ranks \[1\]: weights of c "),
+        ("ab", "a", 9, r"launch 2 of 2:.*ranks \[0\]: weights of b .*ranks \[1\]: nothing more"),
+        ("", "a", 9, r"launch 1 of 1:.*ranks \[0\]: nothing more.*ranks \[1\]: weights of a "),
+        ("abcd", "abcde", 2, r"launch 3 of 5:.*weights of c .*ranks \[1\]: no longer remembered"),
     ],
 )
-def test_the_first_difference_is_told(mine: str, other: str, told: str) -> None:
+def test_the_first_difference_is_told(
+    monkeypatch: pytest.MonkeyPatch, mine: str, other: str, kept: int, told: str
+) -> None:
+    """Or that it is the first of those that are remembered."""
+    monkeypatch.setattr(launches, "KEPT", kept)
     with pytest.raises(RuntimeError, match=f"(?s){told}"):
         compared(HostRuntime(), launched(*other), *mine)
 
 
-def test_a_difference_that_is_no_longer_remembered_is_told_as_such() -> None:
-    assert launched("a").last.maxlen == launches.KEPT
-    ranks = {rank: launched(*names) for rank, names in enumerate(("abcd", "abcde"))}
-    for each in ranks.values():
-        each.last = type(each.last)(each.last, maxlen=2)
-    text = launches._difference(ranks)
-    assert "launch 3 of 5" in text and "ranks [1]: no longer remembered" in text
-
-
 def test_where_the_host_does_not_wait_the_result_is_read_a_step_later() -> None:
-    runtime = Device()
-    comparison = compared(runtime, launched("a"), "b")
-    assert not runtime.read.called
+    comparison = compared(device(), launched("a"), "b")
     with pytest.raises(RuntimeError, match="launch 1 of 1"):
         comparison.compare()
-    runtime.read.assert_called_once()
 
 
 def test_a_capture_launches_and_reads_nothing() -> None:
-    runtime = Device()
-    comparison = compared(runtime, launched("a"), "a")
-    runtime.capturing = True
-    comparison._launched, before = launched("c"), comparison._started
-    comparison.compare()
-    assert not runtime.read.called and comparison._started is before
-    runtime.capturing, comparison._launched = False, launched("a")
-    comparison.compare()
-    runtime.read.assert_called_once()
+    comparison = compared(device(), launched("a"), "b")
+    comparison._launched = launched("a")  # in which nothing would differ
+    with mock.patch.object(HostRuntime, "is_capturing", lambda self: True):
+        comparison.compare()
+    with pytest.raises(RuntimeError, match="launch 1 of 1"):
+        comparison.compare()
 
 
 @pytest.mark.parametrize(
@@ -144,19 +124,9 @@ def test_what_one_group_of_ranks_found_is_passed_on_to_the_next(
     assert (inner.asked, outer.asked) == asked
 
 
-def test_one_rank_compares_nothing() -> None:
-    runtime = Device()
-    runtime.submit = None  # type: ignore[assignment,method-assign]
-    alone = Played(1, Launched)
-    alone.size = 1
-    comparison = LaunchComparison(runtime, [alone])  # type: ignore[list-item]
-    comparison.note(GATHERED, [SimpleNamespace(name="a")], alone)  # type: ignore[list-item,arg-type]
-    comparison.compare()
-    assert comparison._launched.count == 0
-
-
-def test_groups_of_the_same_ranks_are_compared_once() -> None:
-    ones = [Played(1, Launched), Played(2, Launched), Played(1, Launched)]
+def test_groups_of_the_same_ranks_are_compared_once_and_those_of_one_rank_not_at_all() -> None:
+    ones = [Played(number, Launched) for number in (1, 2, 1, 3)]
+    ones[-1].size = 1
     comparison = LaunchComparison(HostRuntime(), ones)  # type: ignore[arg-type]
     assert [one.ranks for one in comparison._communicators] == [[0, 1], [0, 2]]
 
@@ -170,13 +140,7 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
     """And compared once a step, behind all others."""
     setup = SCENARIOS[scenario].setup(strategy)
     reported: list[str] = []
-
-    class Reporting(PretendCommunicator):
-        def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
-            reported.append("compared")
-            return []
-
-    with built(setup, None, Reporting) as rig:
+    with built(setup) as rig, mock.patch.dict(REPORTED, all_reduce_max=0):
         rig.mark = reported.append  # type: ignore[method-assign]
         rig.step()
         reported.clear()
@@ -191,7 +155,8 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
         for line in reported[:-times]
         for unit in line.split()[1:]
     ]
-    assert reported[-times:] == ["compared"] * times and "compared" not in reported[:-times]
+    compares = ["all_reduce_max" in line for line in reported]
+    assert compares[-times:] == [True] * times and not any(compares[:-times])
     assert len(noted) == len(carried) > 0
     assert setup.slots or noted == carried  # buffers in slots have the name of one unit for all
     assert rig.engine.launches._launched.count == 0

@@ -96,14 +96,6 @@ def test_which_unit_a_parameter_is_in(name):
     assert list(plans_of(model).items()) == list(expected.items())
 
 
-def test_a_module_held_twice_is_listed_once_with_both_names():
-    block = Block()
-    model = nn.ModuleDict({"a": block, "b": nn.ModuleDict({"c": block})})
-    [entry] = managed_params(model)
-    assert entry.fqns == ("a.own",)
-    assert entry.slots == ((block, "own"),)
-
-
 def test_groups_share_domain_dtype_and_requires_grad():
     model = nn.Sequential(Block(nn.Linear(2, 2), nn.Linear(2, 2)))
     model[0].inner[0].weight.requires_grad_(False)
@@ -120,21 +112,6 @@ def test_groups_share_domain_dtype_and_requires_grad():
         ("d", torch.float32, True): ["0.inner.0.bias"],
         ("d", torch.bfloat16, True): ["0.inner.1.weight", "0.inner.1.bias"],
     }
-
-
-def test_a_model_without_trainable_parameters_is_refused():
-    model = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"Linear has no trainable parameter.*requires_grad"):
-        partition(model, {}, domain_of=lambda param, name: "d")
-
-
-def test_units_say_whether_their_backward_reads_weights():
-    model = nn.Sequential(Block(), Block())
-    plans = partition(
-        model, {"0": model[0], "1": model[1]}, domain_of=lambda param, name: "d",
-        backward_reads_weights=lambda module: module is not model[0],
-    )  # fmt: skip
-    assert [plan.backward_reads_weights for plan in plans] == [False, True, True]
 
 
 def _table(**attributes: Any) -> nn.Module:

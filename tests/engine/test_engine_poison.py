@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +97,7 @@ def test_fixed_memory_is_poisoned_when_it_is_given_back_and_only_then() -> None:
 def test_the_environment_variable_is_read_when_an_engine_is_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def config(**options: Any) -> EngineConfig:
-        return EngineConfig(strategy_named("optim"), **options)
-
+    config = functools.partial(EngineConfig, strategy_named("optim"))
     monkeypatch.delenv(POISON_VARIABLE, raising=False)
     assert not config().poison_buffers and config(poison_buffers=True).poison_buffers
     monkeypatch.setenv(POISON_VARIABLE, "1")

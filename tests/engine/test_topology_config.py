@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +20,9 @@ from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
     MixedPrecisionPolicy,
-    forced_overlaps,
     strategy_named,
 )
+from megatron_fsdp_adapter.core.runtime.device import make_runtime
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, Axis, ShardDomain
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as OurConfig,
@@ -54,8 +57,7 @@ def test_one_group_serves_everything(world):
     assert domain.gather_group is domain.reduce_group is world and domain.grad_scale == 0.25
     assert index.get_fsdp_group() is index.get_dp_group() is world
     assert index.get_fsdp_group(independent_all_gather=True) is world
-    assert index.get_outer_fsdp_group() is None
-    assert domain.mesh.mesh_dim_names == ("dp_cp",) and domain.mesh.shape == (4,)
+    assert index.get_outer_fsdp_group() is None and domain.mesh.shape == (4,)
 
 
 def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
@@ -66,15 +68,7 @@ def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
     assert index.domain(EXPERT).axis.ranks == (0, 2) and index.domain(EXPERT).axis.rank == 1
     assert index.get_fsdp_group(is_expert_parallel=True) is half
     assert index.get_dp_group(is_expert_parallel=True) is half
-    assert index.domain(EXPERT).mesh.shape == (2,)
     assert index.domain(EXPERT).grad_scale == index.domain(DENSE).grad_scale
-    assert index.domain(DENSE).mesh.mesh_dim_names == ("dp_cp",)
-
-
-def test_missing_kinds_are_named(world):
-    index = index_of(world)
-    with pytest.raises(ValueError, match=r"kind 'expert'.*\['dense'\].*expt_dp"):
-        index.get_fsdp_group(is_expert_parallel=True)
 
 
 def test_an_outer_axis_and_the_mesh_over_it():
@@ -139,6 +133,10 @@ BAD = {
         )
         for scale in (0.0, -1.0, float("nan"))
     },
+    "a kind has a group": (
+        lambda world: index_of(world).get_fsdp_group(is_expert_parallel=True),
+        r"kind 'expert'.*\['dense'\].*expt_dp",
+    ),
     "a collection has the shard group": (
         lambda world: build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=float),
         r"pg_collection\.dp_cp is missing",
@@ -198,52 +196,95 @@ def test_accepted_options_change_nothing(strategy, option):
     assert engine_config(config) == engine_config(plain)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_dtypes_go_with_any_strategy(strategy):
-    dtypes = (None, torch.float32, torch.bfloat16)
-    for policy in itertools.starmap(MixedPrecisionPolicy, itertools.product(dtypes, repeat=3)):
-        given = {f"megatron_fsdp_{name}": dtype for name, dtype in vars(policy).items()}
-        config = good(data_parallel_sharding_strategy=strategy, **given)
-        assert problems(config, DDP_CONFIG_RULES) == []
-        assert engine_config(config).policy == policy
+BF16, FP32 = torch.bfloat16, torch.float32
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(
+        (
+            {"data_parallel_sharding_strategy": strategy, **dict.fromkeys(OVERLAPS, False)},
+            dict(zip(OVERLAPS, forced, strict=True)),
+        )
+        for strategy, forced in zip(
+            STRATEGIES, ((False, False), (False, False), (True, False), (True, True)), strict=True
+        )
+    ),
+    *(
+        ({"gradient_reduce_div_fusion": fusion, "average_in_collective": average},
+         {"scale_before_sum": not fusion and not average})
+        for fusion, average in itertools.product((False, True), repeat=2)
+    ),
+    *(
+        ({"data_parallel_sharding_strategy": strategy, "megatron_fsdp_main_grads_dtype": grads,
+          "reduce_scatter_with_fp32_accumulation": True, "megatron_fsdp_grad_comm_dtype": BF16},
+         {"reduce_scatter": ALL_TO_ALL_SUM})
+        for strategy, grads in (
+            ("optim", None), ("optim_grads", FP32), ("optim_grads_params", None),
+        )
+    ),
+    # Any dtypes, with any strategy.
+    *(
+        (
+            {f"megatron_fsdp_{name}": dtype for name, dtype in vars(policy).items()}
+            | {"data_parallel_sharding_strategy": strategy},
+            {"policy": policy},
+        )
+        for strategy in STRATEGIES
+        for policy in itertools.starmap(
+            MixedPrecisionPolicy, itertools.product((None, FP32, BF16), repeat=3)
+        )
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("strategy", "comm", "grads", "allowed"),
-    [
-        ("optim", torch.bfloat16, None, True),
-        ("optim_grads", torch.bfloat16, torch.float32, True),
-        ("optim_grads_params", torch.bfloat16, None, True),
-        ("no_shard", torch.bfloat16, None, False),
-        ("optim", None, None, False),
-        ("optim", torch.bfloat16, torch.bfloat16, False),
-    ],
-)
-def test_sums_in_float32_are_for_a_reduce_scatter_of_bf16(strategy, comm, grads, allowed):
-    config = good(
-        data_parallel_sharding_strategy=strategy,
-        reduce_scatter_with_fp32_accumulation=True,
-        megatron_fsdp_grad_comm_dtype=comm,
-        megatron_fsdp_main_grads_dtype=grads,
-    )
-    found = problems(config, DDP_CONFIG_RULES)
-    assert (found == []) is allowed
-    policy = MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm)
-    if allowed:
-        assert engine_config(config).reduce_scatter is ALL_TO_ALL_SUM
-    else:
-        with pytest.raises(ValueError, match="reduce_scatter=all_to_all_sum with"):
-            EngineConfig(STRATEGIES[strategy], policy, reduce_scatter=ALL_TO_ALL_SUM)
+@pytest.mark.parametrize(("changes", "expected"), CONFIGS)
+def test_what_the_engine_is_told(changes, expected):
+    """Overlaps that a strategy needs are forced, and gradients scaled before the sum where neither
+    option says otherwise."""
+    config = good(**changes)
+    assert problems(config, DDP_CONFIG_RULES) == []
+    told = engine_config(config)
+    assert {name: getattr(told, name) for name in expected} == expected
 
 
-PREFER_FP32 = MixedPrecisionPolicy(*[torch.float32] * 3)
+SUMS = "reduce_scatter=all_to_all_sum with"
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    *(
+        (f"{option}=False with {strategy}.*Set {option}=True",
+         partial(EngineConfig, STRATEGIES[strategy], **{option: False}))
+        for strategy, option in (
+            ("optim_grads", OVERLAPS[0]), *(("optim_grads_params", one) for one in OVERLAPS),
+        )
+    ),
+    *(
+        (SUMS, partial(
+            EngineConfig, STRATEGIES[strategy],
+            MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm),
+            reduce_scatter=ALL_TO_ALL_SUM,
+        ))
+        for strategy, comm, grads in (
+            ("no_shard", BF16, None), ("optim", None, None), ("optim", BF16, BF16),
+        )
+    ),
+    ("grad_comm_dtype=torch.float16: unsupported. Use one of",
+     partial(MixedPrecisionPolicy, grad_comm_dtype=torch.float16)),
+    ("device=meta: only 'cuda' and 'cpu'", partial(make_runtime, torch.device("meta"))),
+    ("data_parallel_sharding_strategy='zero3': unknown", partial(strategy_named, "zero3")),
+    ("bucket_size=5 and num_buckets=2 are mutually exclusive",
+     partial(OurConfig, bucket_size=5, num_buckets=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "make"), REFUSED)
+def test_what_does_not_go_together_is_refused(message, make):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, MixedPrecisionPolicy()),
-        ({"grad_reduce_in_fp32": True}, PREFER_FP32),
+        ({"grad_reduce_in_fp32": True}, MixedPrecisionPolicy(FP32, FP32, FP32)),
     ],
 )
 @pytest.mark.parametrize("make", [DistributedDataParallelConfig, OurConfig])
@@ -280,61 +321,7 @@ def test_contradictions_of_old_and_new_names_are_refused(changes, refused):
     assert found == ([] if refused is None else [refused])
 
 
-def test_our_config_has_main_s_fields_with_main_s_defaults():
-    config = OurConfig(use_megatron_fsdp=True, use_distributed_optimizer=True)
-    assert isinstance(config, DistributedDataParallelConfig)
-    assert problems(config, DDP_CONFIG_RULES) == []
-    ours = {field.name for field in dataclasses.fields(OurConfig)}
-    assert ours >= {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
-    plain = good(data_parallel_sharding_strategy="no_shard")
-    assert engine_config(config) == engine_config(plain)
-    with pytest.raises(ValueError, match="bucket_size=5 and num_buckets=2 are mutually exclusive"):
-        OurConfig(bucket_size=5, num_buckets=2)
-
-
-@pytest.mark.parametrize(
-    ("fusion", "average", "before"),
-    [(True, False, False), (True, True, False), (False, True, False), (False, False, True)],
-)
-def test_where_the_gradient_scale_is_applied(fusion, average, before):
-    config = good(gradient_reduce_div_fusion=fusion, average_in_collective=average)
-    assert engine_config(config).scale_before_sum is before
-
-
-def test_strategies_are_rows_in_order_of_what_they_shard():
-    rows = list(STRATEGIES.values())
-    sharded = [(row.shard_main, row.shard_grads, row.shard_weights) for row in rows]
-    assert sharded == [(False,) * 3, (True, False, False), (True, True, False), (True,) * 3]
-    assert all(strategy_named(name) is row for name, row in STRATEGIES.items())
-    with pytest.raises(ValueError, match="data_parallel_sharding_strategy='zero3': unknown"):
-        strategy_named("zero3")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "forced"),
-    [
-        ("no_shard", set()),
-        ("optim", set()),
-        ("optim_grads", {"overlap_grad_reduce"}),
-        ("optim_grads_params", {"overlap_grad_reduce", "overlap_param_gather"}),
-    ],
-)
-def test_overlaps_that_a_strategy_needs_are_forced(strategy, forced):
-    assert forced_overlaps(STRATEGIES[strategy]) == dict.fromkeys(forced, True)
-    config = engine_config(
-        good(data_parallel_sharding_strategy=strategy, overlap_grad_reduce=False,
-             overlap_param_gather=False)
-    )  # fmt: skip
-    assert config.overlap_grad_reduce is ("overlap_grad_reduce" in forced)
-    assert config.overlap_param_gather is ("overlap_param_gather" in forced)
-    for option in forced:
-        with pytest.raises(ValueError, match=f"{option}=False with {strategy}.*Set {option}=True"):
-            EngineConfig(STRATEGIES[strategy], **{option: False})
-
-
-def test_dtypes_default_to_float32_and_float16_is_no_dtype_of_the_wire():
+def test_dtypes_default_to_float32():
     policy = MixedPrecisionPolicy()
-    assert policy.grads_dtype == policy.comm_dtype == policy.main_params_dtype == torch.float32
-    assert MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16).comm_dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"grad_comm_dtype=torch.float16: unsupported. Use one of"):
-        MixedPrecisionPolicy(grad_comm_dtype=torch.float16)
+    assert policy.grads_dtype == policy.comm_dtype == policy.main_params_dtype == FP32
+    assert MixedPrecisionPolicy(main_grads_dtype=BF16).comm_dtype == BF16
