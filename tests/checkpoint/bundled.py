@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-from megatron.core.optimizer import get_megatron_optimizer
 from torch.distributed import DeviceMesh
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 from tests.checkpoint.megatron_states import preprocessed, raw_state
-from tests.distributed.gpt import Case, Trainer, build_model, ddp_config, optimizer_config
+from tests.distributed import gpt
+from tests.distributed.gpt import Case, Trainer
 
 _PACKAGE = "megatron.core.distributed.fsdp"
 
@@ -47,22 +47,11 @@ def run_on_cpu() -> None:
 
 def build_bundled(case: Case, strategy: str, device: torch.device) -> Trainer:
     """The model of `build_trainer`, under the bundled engine."""
-    model = build_model(case, device)
     # Not `average_in_collective`: the engine of 0.18 and 0.19 fails with it on a dense model.
-    config = ddp_config(case, strategy, {"gradient_reduce_div_fusion": False})
-    wrapper = mcore_fsdp_adapter.FullyShardedDataParallel(
-        config=model.config, ddp_config=config, module=model, device=device
-    )
-    optimizer = get_megatron_optimizer(
-        optimizer_config(case), [wrapper], use_gloo_process_groups=False
-    )
-    for group in optimizer.param_groups:
-        group["lr"] = case.lr * group["lr_mult"]
-        group["weight_decay"] = case.weight_decay * group["wd_mult"]
-    wrapper.config.no_sync_func = wrapper.no_sync
-    wrapper.config.finalize_model_grads_func = finalize_model_grads
-    wrapper.config.grad_scale_func = optimizer.scale_loss
-    return Trainer(case, wrapper, optimizer, strategy)
+    ddp = {"gradient_reduce_div_fusion": False}
+    bundled = mcore_fsdp_adapter.FullyShardedDataParallel
+    with mock.patch.object(gpt, "FullyShardedDataParallel", bundled):
+        return gpt.make_trainer(gpt.build_model(case, device), case, strategy, ddp, device=device)
 
 
 def save(trainer: Trainer, folder: str, with_optimizer: bool = True) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +86,6 @@ def buckets(root: Path) -> Path:
         key = next(key for key in stored if key.startswith("optimizer.state.exp_avg."))
         bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(0).bucket_idx_0.exp_avg"
         stored[bucket] = stored.pop(key)
-        places = metadata.storage_data
-        for index in [index for index in places if index.fqn == key]:
-            places[replace(index, fqn=bucket)] = places.pop(index)
 
     return metadata_of(torch_dist(root), rename)
 
