@@ -70,6 +70,14 @@ def end_all(mark: str) -> None:
         time.sleep(0.2)
 
 
+def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Returns once it is so; fails if it is not within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)
+
+
 def guard(mark: str) -> subprocess.Popen[bytes]:
     """A process that ends all that have the mark as soon as this process has ended, however that
     did: killed, too, when it can end nothing itself. It does nothing if it is killed before."""

@@ -11,66 +11,7 @@ import pytest
 
 from tests.gpu import __main__ as gpu
 from tests.gpu import gpu_ranks, journal, shards
-from tests.gpu.shards import FAILED, HUNG, PASSED, SKIPPED, UNREACHED, Shard
-
-BEGUN: dict[str, Any] = {"begun": True}
-A, MEASURED = "test_gpu_a", "test_gpu_fp8_weights"
-
-
-def lines(*of: tuple[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for test, said in of:
-        more = {"outcome": said, "seconds": 2.0, "why": "w"} if said in (PASSED, FAILED) else said
-        found.append({"test": f"tests/gpu/{test}", **more})
-    return found
-
-
-LACKED = {"outcome": FAILED, "seconds": 1.0, "why": "w", "lacked_memory": True}
-IDLE_END = {"ended": 1, "idle": True}
-BESIDE = {"ended": 1, "idle": False, "beside": 2, "gib": 30}
-
-NOTES: dict[str, tuple[str, list[Any]]] = {
-    "what did not end is not reached once, what was begun is last, and hung then": (A, [
-        (lines((f"{A}.py::x", {}), (f"{A}.py::y", {}), (f"{A}.py::z", {}), (f"{A}.py::x", BEGUN),
-               (f"{A}.py::y", BEGUN), (f"{A}.py::y", FAILED)),
-         {UNREACHED: 2, FAILED: 1}, {"unreached": ["z", "x"], "is_over": False}),
-        (lines((f"{A}.py::x", BEGUN), (f"{A}.py::z", PASSED)),
-         {FAILED: 1, HUNG: 1, PASSED: 1}, {"is_over": True, "x is hung": True}),
-        ([{"shard": A, "again": True}], {UNREACHED: 2, PASSED: 1}, {"is_over": False}),
-    ]),
-    "a file whose process ends without a word is begun twice": (A, [
-        ([{"shard": A, **IDLE_END}], {UNREACHED: 1}, {"is_over": False}),
-        ([{"shard": A, **IDLE_END}], {HUNG: 1}, {"is_over": True}),
-    ]),
-    "what lacked memory beside others runs once more alone": (A, [
-        ([*lines((f"{A}.py::x", LACKED), (f"{A}.py::y", FAILED)), {"shard": A, **BESIDE}],
-         {UNREACHED: 1, FAILED: 1}, {"unreached": ["x"], "gib": shards.ALONE, "is_over": False}),
-        ([*lines((f"{A}.py::x", LACKED)), {"shard": A, **BESIDE, "beside": 0}],
-         {FAILED: 2}, {"is_over": True}),
-    ]),
-    "memory that was measured counts if it is more": (MEASURED, [
-        ([{"shard": MEASURED, "ended": 0, "idle": False, "gib": gib}], None, {"gib": expected})
-        for gib, expected in ((1, shards.GIB), (90, 90), (50, 90))
-    ]),
-}  # fmt: skip
-"""A file, and one after the other what is noted of it, how many of its tests are then in which
-state, and what else is known."""
-
-
-@pytest.mark.parametrize("name", NOTES)
-def test_what_is_noted_of_a_file_is_where_the_next_call_goes_on(name: str) -> None:
-    file, steps = NOTES[name]
-    shard = Shard(file)
-    for told, counts, known in steps:
-        shards.learn({file: shard}, told)
-        assert counts is None or shard.counts() == counts
-        found = {"unreached": [test[-1] for test in shard.unreached], "gib": shard.gib,
-                 "is_over": shard.is_over,
-                 "x is hung": f"HUNG tests/gpu/{A}.py::x" in shards.table([shard])}  # fmt: skip
-        assert known.items() <= found.items()
-        assert not (counts or {}).get(HUNG) or not shards.is_clean([shard])
-    assert not shards.is_clean([Shard("test_gpu_b")])
-
+from tests.gpu.shards import FAILED, HUNG, PASSED, SKIPPED
 
 TESTS = """
 import time, pytest, pathlib

@@ -113,10 +113,5 @@ def test_checks_run_on_ranks_of_the_host(chosen: str) -> None:
         for name in names:
             checks[f"{module}: {name}"] = Check(run_on_host, (known[name],))
     outcomes = Outcomes(checks, timeout_s=240.0, backend="gloo")
-    wrong = []
     for name in checks:
-        try:
-            outcomes.expect(name)
-        except AssertionError as error:
-            wrong.append(f"{name}: {error}")
-    assert not wrong, "\n".join(wrong)
+        outcomes.expect(name)

@@ -14,14 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LM, SAVES
-from tests.one_rank import world_of_one
 from tests.stand_ins import opener_of, save_as_megatron, stand_ins
 
 
@@ -49,24 +47,9 @@ def modules(request: pytest.FixtureRequest) -> Iterator[dict[str, types.ModuleTy
         yield made
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-def test_only_these_modules_see_it(modules: dict[str, types.ModuleType]) -> None:
-    real = torch.distributed.checkpoint
-    for module in modules.values():
-        seen = module.torch.distributed
-        assert seen.checkpoint.FileSystemWriter is not real.FileSystemWriter is FileSystemWriter
-        assert seen.checkpoint.load is real.load and seen.barrier is torch.distributed.barrier
-        assert module.torch.Tensor is torch.Tensor
-
-
 @pytest.mark.parametrize("name", [LM, BRIDGE])
 def test_a_save_as_megatron_does_it(
-    modules: dict[str, types.ModuleType], one_rank: None, tmp_path: Path, name: str
+    modules: dict[str, types.ModuleType], alone: None, tmp_path: Path, name: str
 ) -> None:
     module, root = modules[name], tmp_path / "root"
     for iteration in (1, 2, 2):
@@ -92,7 +75,7 @@ def test_a_save_as_megatron_does_it(
 
 def test_a_save_that_fails_leaves_no_half_under_the_name(
     modules: dict[str, types.ModuleType],
-    one_rank: None,
+    alone: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

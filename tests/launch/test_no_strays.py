@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,13 +30,6 @@ def begun(
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     return process, mark
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.05)
 
 
 ORPHAN = """
@@ -67,13 +58,13 @@ def test_orphans_of_a_run_that_is_ended_in_a_test_end_with_it(tmp_path: Path, en
     text = IS_ENDED.replace("ENDS", ends)
     process, mark = begun(tmp_path, text, "from tests.conftest import *\n")
     try:
-        wait_for((tmp_path / "begun").exists)
+        strays.wait_for((tmp_path / "begun").exists)
         if "sleep" in ends:
             words = " ".join(strays.marked(mark).values())
             assert "sleep 600" in words and "spawn_main" in words, words
             process.send_signal(signal.SIGKILL)
         assert process.wait(60) != 0
-        wait_for(lambda: not strays.marked(mark), 10.0)
+        strays.wait_for(lambda: not strays.marked(mark), 10.0)
     finally:
         strays.end_all(mark)
 

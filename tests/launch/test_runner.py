@@ -48,7 +48,9 @@ def add_megatron_arguments(parser):
                         dest="gradient_accumulation_fusion")
     return parser
 
-TORCH
+if "NO_GPU" in os.environ:  # as the real ones import torch, to ask it for a GPU's capability
+    from types import SimpleNamespace
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=bool))
 
 def parse_args(*unused):
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
@@ -87,23 +89,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = folder / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from . import training\n")
-    (package / "arguments.py").write_text(ARGUMENTS.replace("TORCH", ""))
+    (package / "arguments.py").write_text(ARGUMENTS)
     (package / "training.py").write_text(TRAINING)
     (folder / "helper_beside_the_script.py").write_text("")
     (folder / "train.py").write_text(SCRIPT)
-    return folder / "train.py"
-
-
-@pytest.fixture(scope="module")
-def asks_torch(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a Megatron-LM whose arguments import torch, as the real ones do, to ask it for
-    a GPU's capability. Whatever GPUs are here, they find none."""
-    folder = tmp_path_factory.mktemp("asks") / "checkout"
-    shutil.copytree(script.parent, folder)
-    cuda = "SimpleNamespace(is_available=bool)"
-    none = f"from types import SimpleNamespace\ntorch = SimpleNamespace(cuda={cuda})"
-    text = ARGUMENTS.replace("TORCH", none)
-    (folder / "megatron" / "training" / "arguments.py").write_text(text)
     return folder / "train.py"
 
 
@@ -191,9 +180,7 @@ def as_python(folder: Path) -> tuple[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    script: Path, asks_torch: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Runs]:
+def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """What became of each, by name. Two run at a time: most of it is the import of Megatron."""
     own = tmp_path_factory.mktemp("own") / "own.py"
     own.write_text(OWN)
@@ -223,7 +210,8 @@ def runs(
             "elsewhere": pool.submit(run, alone, PYTHONPATH=path),
             "elsewhere, flag": pool.submit(run, alone, "--use-megatron-fsdp", PYTHONPATH=path),
             "no GPU": pool.submit(
-                run, str(asks_torch), "--use-megatron-fsdp", "--fp8-format", "hybrid", **one,
+                run, str(script), "--use-megatron-fsdp", "--fp8-format", "hybrid", **one,
+                NO_GPU="1",
             ),
             # Two ranks, of which the second is ready to end before the first.
             "under torchrun": pool.submit(
