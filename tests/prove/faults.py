@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.engine import construction
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
-from megatron_fsdp_adapter.core.engine.reduction import Reduction
 
 
 def wait_for_ever() -> None:
@@ -39,21 +38,6 @@ def scale_twice() -> None:
         }
 
     construction.domain_reduces = twice
-
-
-def lose_last_microbatch_of_a_unit() -> None:
-    """What the reduction of a unit's last microbatch gave is not added to the shard."""
-    original = Reduction.finish
-    seen: dict[int, int] = {}
-
-    def finish(self: Reduction) -> None:
-        if UNIT in self.group.managed[0].fqns[0]:
-            number = seen[id(self.group)] = seen.get(id(self.group), 0) + 1
-            if number % 3 == 0:
-                return
-        original(self)
-
-    Reduction.finish = finish  # type: ignore[method-assign]
 
 
 def keep_old_weights() -> None:

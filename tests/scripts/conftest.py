@@ -66,9 +66,3 @@ def train(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         return read_log(log)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def reference(train: Train) -> Log:
-    """Stock DDP on one process."""
-    return train("reference")

@@ -16,17 +16,19 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Twenty text files in nested folders, and what must be left out."""
+    files = {
+        f"part{number % 3}/file{number:02d}.txt":
+            f"text {number} \N{LATIN SMALL LETTER E WITH ACUTE}\r\n".encode() * 9
+        for number in range(20)
+    }  # fmt: skip
+    left_out = {
+        "empty.txt": b"", "binary.txt": b"a\0b", "other.log": b"not matched",
+        "site-packages/x.txt": b"not ours",
+    }  # fmt: skip
     root = tmp_path / "texts"
-    for number in range(20):
-        path = root / f"part{number % 3}" / f"file{number:02d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"text {number} \N{LATIN SMALL LETTER E WITH ACUTE}\r\n".encode() * 9)
-    (root / "empty.txt").touch()
-    (root / "binary.txt").write_bytes(b"a\0b")
-    (root / "other.log").write_text("not matched")
-    packages = root / "site-packages" / "x.txt"
-    packages.parent.mkdir()
-    packages.write_text("not ours")
+    for name, content in (files | left_out).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
     return root
 
 
