@@ -7,10 +7,7 @@ copy engines that carry gradients as autograd gives them, at a width that is use
 from __future__ import annotations
 
 import itertools
-import json
-import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -45,8 +42,6 @@ CASE = Case(
     microbatches=2, lr=1e-3,
 )  # fmt: skip
 STEPS = 20
-ITEMSIZE = {"Float": 4, "BFloat16": 2}
-"""Bytes of an element, by the profiler's names of dtypes."""
 
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # fields of the DDP config, fields of the optimizer config
@@ -156,40 +151,6 @@ def sums_of_rows(rank: int, world: int) -> str:
     return "all within one rounding"
 
 
-def _traffic(trainer: Trainer, data: list[torch.Tensor]) -> int:
-    """Bytes that one step hands to reduce-scatters, from the profiler's record of collectives."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    ) as profiler:
-        train_step(trainer, data)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    records = [e["args"] for e in events if e.get("name") == "record_param_comms"]
-    return sum(
-        int(record["In msg nelems"]) * ITEMSIZE[record["dtype"]]
-        for record in records
-        if "reduce_scatter" in record.get("Collective name", "")
-    )
-
-
-def traffic_halves(rank: int, world: int) -> str:
-    """Communication in bf16 moves half the bytes: as many elements, in a dtype half as wide."""
-    device = init_megatron()
-    data = batches(CASE, 0, rank, device)
-    found = {}
-    for name, itemsize in (("defaults", 4), ("bf16 communication", 2)):
-        trainer = _trainer("optim_grads_params", name, device)
-        train_step(trainer, data)
-        buckets = {group.bucket.tensor.element_size() for group in trainer.wrapper.engine.groups}
-        assert buckets == {itemsize}
-        found[name] = _traffic(trainer, data)
-    assert found["defaults"] == 2 * found["bf16 communication"] > 0, found
-    return str(found)
-
-
 # Narrow buckets of copy engines: the bits of float32 pieces.
 
 RECOMPUTED = Case(
@@ -233,7 +194,6 @@ CHECKS = {
     "matrix": Check(matrix),
     "one reduction": Check(one_reduction),
     "sums of rows": Check(sums_of_rows),
-    "traffic": Check(traffic_halves),
 }
 NARROW = {
     name: Check(narrow_buckets_have_the_same_bits, (name == "fused",))

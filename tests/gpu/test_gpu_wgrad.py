@@ -2,7 +2,6 @@
 precision that is accepted, on the release that is installed. Training beside stock DDP:
 test_gpu_matrix.py.
 
-    python -m tests.gpu.test_gpu_wgrad                       prints the table; one GPU
     python -m pytest -q -rA tests/gpu/test_gpu_wgrad.py      two GPUs of the Hopper kind or newer
 """
 
@@ -25,8 +24,6 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
-from megatron_fsdp_adapter.megatron.compat import patches
-from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Precision
 from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.distributed.gpt import full
@@ -61,23 +58,6 @@ def precision_of(name: str) -> Precision:
         return Precision(name, context_of(name))
     made = functools.partial(wgrad_probe.te_context, "quantized_model_init", _recipe(recipe))
     return Precision(name, context_of(recipe), made)
-
-
-def table() -> list[str]:
-    """A line for each class and precision."""
-    patches.install(FUSED_WGRAD)
-    device, lines = torch.device("cuda"), []
-    for maker in MAKERS:
-        for name in (*RECIPES, *WEIGHTS):
-            for main in (torch.float32, torch.bfloat16):
-                try:
-                    seen: Any = wgrad_probe.observe(
-                        MAKERS[maker], precision_of(name), torch.bfloat16, main, device
-                    )
-                except Exception as error:
-                    seen = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
-                lines.append(f"{maker:<40} {name:<18} {str(main)[6:]:<9} {seen}")
-    return lines
 
 
 class Pair(nn.Module):
@@ -252,10 +232,3 @@ CHECKS = {
 OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, needs=("te",), environment=DETERMINISTIC)
 
 test_fused_weight_gradients = expecting(OUTCOMES)
-
-
-if __name__ == "__main__":
-    import transformer_engine
-
-    print("Transformer Engine", transformer_engine.__version__)
-    print("\n".join(table()))

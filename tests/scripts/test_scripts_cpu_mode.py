@@ -118,25 +118,3 @@ def test_torch_itself_is_left_alone() -> None:
             torch.zeros(1, device="cuda")
         with pytest.raises((AssertionError, RuntimeError)):
             torch.ones(2).cuda()
-
-
-@pytest.mark.usefixtures("cpu_mode_off")
-def test_core_gets_answers_for_the_cpu() -> None:
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
-
-    with cpu_mode_inside():
-        view = clip_grads.torch
-        assert view.zeros(1, device="cuda").device.type == "cpu"
-        assert view.cuda.current_device() == torch.device("cpu")
-        assert view.float32 is torch.float32 and view.cuda.is_available() is False
-        namespace = {"__name__": "megatron.core.optimizer.test", "x": torch.ones(1)}
-        assert eval("x.type()", namespace) == "torch.cuda.FloatTensor"
-        assert eval("x.type('torch.LongTensor').dtype", namespace) is torch.int64
-        namespace["__name__"] = "megatron.core.optimizers"  # not inside that package
-        assert eval("x.type()", namespace) == "torch.FloatTensor"
-        assert moe_utils.te_general_gemm is None
-        random._set_cuda_rng_state(torch.Generator().manual_seed(7).get_state())
-        expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
-        assert torch.equal(torch.rand(3), expected)

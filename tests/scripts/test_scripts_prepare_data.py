@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import os
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import prepare_data
 import pytest
-from lib.check import Machine, validated
-from lib.data import SampleOrder, build_datasets
-from lib.options import parse
+from lib.data import SampleOrder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
@@ -95,12 +92,6 @@ def test_bad_input(
     assert not list(tmp_path.glob("d_*"))
 
 
-def test_standard_library_is_the_default(corpus: Path) -> None:
-    first = _documents(corpus, "train")[0]
-    source = Path(os.__file__).parent
-    assert bytes(first[:-1].astype(np.uint8)) == sorted(source.rglob("*.py"))[0].read_bytes()
-
-
 def _order(consumed: int, rank: int, ranks: int, count: int, length: int = 100) -> list[list[int]]:
     order = iter(SampleOrder(length, consumed, 2, rank, ranks))
     return [next(order) for _ in range(count)]
@@ -117,21 +108,3 @@ def test_order_of_samples_depends_on_nothing_but_their_number() -> None:
         assert both == one
     assert _order(8, 1, 2, 4) == two[1][2:]
     assert _order(99, 0, 1, 1) == [[99, 0]]
-
-
-def test_datasets_hold_the_text(corpus: Path) -> None:
-    """A sample is a piece of the files, labels are its next bytes."""
-    flags = ["--num-layers=1", "--hidden-size=8", "--num-attention-heads=1", "--seq-length=64",
-             "--micro-batch-size=1", "--train-iters=4", "--lr=1", "--eval-iters=1",
-             f"--train-data-path={corpus}_train", f"--valid-data-path={corpus}_valid",
-             f"--data-cache-path={corpus.parent / 'own-cache'}"]  # fmt: skip
-    options, _ = validated(parse(flags), Machine(1, False, False))
-    train, valid = build_datasets(options)
-    text = np.concatenate(_documents(corpus, "train")).tolist()
-    assert len(train) >= 4 and len(valid) >= 1
-    sample = train[0]
-    tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
-    assert tokens[1:] == labels[:-1] and len(tokens) == 64
-    piece = tokens[: tokens.index(256)] if 256 in tokens else tokens
-    joined = ",".join(map(str, text))
-    assert ",".join(map(str, piece)) in joined
