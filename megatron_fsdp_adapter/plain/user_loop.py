@@ -27,14 +27,14 @@ from .optimizer_rows import watch_steps
 class UserLoopEngine(FsdpEngine):
     """The engine under a loop of the user's own; arguments are those of `FsdpEngine`."""
 
-    # A rank that runs no microbatch knows of no `no_sync`, and reduces in the same order as others.
-    after_no_sync = None
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.quantization is not None:
             self.quantization.unnotified = True
         self.reduce.repeats_outer = True
+        if self.reduce.outer:
+            # A rank that runs no microbatch knows of no `no_sync`, and reduces in the same order.
+            self.after_no_sync = None
         self._found_unsharded = False  # by the forward that runs, or ran last
         self._frozen = {pair for pair in self.pairs if not pair.group.key.requires_grad}
         self._has_frozen = False  # a group that is trained
