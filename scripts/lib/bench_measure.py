@@ -15,7 +15,8 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -196,7 +197,8 @@ class Bench:
             self.say(f"round {number + 1} of {self.given.repeats}")
             for offset in range(len(runners)):
                 index = (number + offset) % len(runners)
-                columns[index].append(self._block(runners[index]))
+                with without_collections():
+                    columns[index].append(self._block(runners[index]))
         return columns
 
     def _block(self, runner: Runner) -> tuple[float, float]:
@@ -224,7 +226,8 @@ class Bench:
         """Reads the results after the timed steps."""
         on_gpu = self.place.device.type == "cuda"
         if on_gpu:
-            samples = [self._launches(runner) for _ in range(HOST_STEPS)]
+            with without_collections():
+                samples = [self._launches(runner) for _ in range(HOST_STEPS)]
             columns = [median(column) for column in zip(*samples, strict=True)]
             result.host = [distributed.largest(one, self.place) for one in columns]
         if self.given.profile is not None:
@@ -289,6 +292,18 @@ def live_bytes(device: torch.device) -> int:
         return 0
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Inside, Python collects no garbage, as with Megatron's `--manual-gc`. A full collection takes
+    tenths of a second, in which the other ranks may wait."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def free_memory(device: torch.device) -> int:

@@ -85,7 +85,7 @@ class FsdpEngine:
     """True if no further backward follows in this step; None if that is unknown. Several may run
     then, except where gradients are kept: there the first one counts as the last."""
     after_no_sync: bool | None = True
-    """What it becomes after `no_sync`, if it was None before."""
+    """Value of `is_last_microbatch` after `no_sync`, if it was None before."""
     auto_sync = False
     """True if the last backward of a step also finishes its gradients."""
     calls_parts = False

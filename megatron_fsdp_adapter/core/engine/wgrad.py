@@ -68,7 +68,8 @@ class FusedWgrad:
         label: str,
     ) -> None:
         self.label = label
-        self._params, self._views = list(params), list(views)
+        self._params: list[Any] = list(params)
+        self._views = list(views)
         self.any = any(one is not WgradProtocol.AUTOGRAD for one in writers)
         self.is_open = self.hooked = self._overwrites = False
         self.written: set[int] = set()
@@ -78,8 +79,15 @@ class FusedWgrad:
             of[WgradProtocol.ACCUMULATES], of[WgradProtocol.OVERWRITES_EARLY]
         )  # fmt: skip
         self._adding_hooked = [*self._adding, *of[WgradProtocol.OVERWRITES_UNHOOKED]]
-        for index, writer in enumerate(writers):
-            param: Any = self._params[index]
+        # Made once: thousands of them a step would make Python collect garbage more often.
+        self._decided = {
+            index: [
+                functools.partial(_write, weakref.ref(self), index, overwrites)
+                for overwrites in (False, True)
+            ]
+            for index in self._early
+        }
+        for index, (param, writer) in enumerate(zip(self._params, writers, strict=True)):
             if writer is not WgradProtocol.AUTOGRAD:
                 param.main_grad = self._views[index]
                 if writer is not WgradProtocol.ACCUMULATES:
@@ -92,9 +100,8 @@ class FusedWgrad:
         changed = self._early if overwrites is not self._overwrites else ()
         self._overwrites = overwrites
         for index in changed:
-            param: Any = self._params[index]
-            param.overwrite_main_grad = overwrites
-            param.get_main_grad = functools.partial(_write, weakref.ref(self), index, overwrites)
+            self._params[index].overwrite_main_grad = overwrites
+            self._params[index].get_main_grad = self._decided[index][overwrites]
 
     def open(self, empty: bool) -> None:
         """The unit's backward begins; the bucket has storage. `empty`: it holds no gradients yet,
@@ -131,7 +138,7 @@ class FusedWgrad:
             )
         view, is_first = self._views[index], index not in self.written
         if overwrites is None:
-            self._params[index].overwrite_main_grad = is_first  # type: ignore[attr-defined]
+            self._params[index].overwrite_main_grad = is_first
         elif overwrites and not is_first:
             self._aside.append((view, view.clone()))
         elif is_first and not overwrites:
