@@ -187,11 +187,12 @@ def test_work_on_another_stream_is_a_race(place, to):
 def test_memory_that_is_not_there_or_not_written_yet_is_not_read_nor_given_back_elsewhere():
     """Which no order of the engine's tells: what is left out above is seen as a race."""
     runtime, flat = RecordingRuntime(), torch.zeros(8)
+    runtime.label(flat, "b")
     with runtime.watch():
-        with pytest.raises(RaceError, match=f"{GATHER} releases an unnamed .* allocated"):
+        with pytest.raises(RaceError, match=f"{GATHER} releases b, which {COMPUTE} allocated"):
             runtime.submit(GATHER, lambda: runtime.release(flat))
         runtime.release(flat)
-        with pytest.raises(RaceError, match="add read of an unnamed tensor, which is released"):
+        with pytest.raises(RaceError, match="read of b, which is released"):
             flat + 1
         runtime.allocate(flat)
         flat[:3] = flat[5:] = 2.0
