@@ -89,10 +89,10 @@ class Communicator:
         run = functools.partial(COLLECTIVES[name], group=self.group, **options)
         if not self.stream_ordered:
             return [run(pair, async_op=True) for pair in pairs]
-        one = contextlib.nullcontext() if len(pairs) < 2 else _coalescing_manager(
+        together = contextlib.nullcontext() if len(pairs) < 2 else _coalescing_manager(
             group=self.group, device=self.device, async_ops=False
         )  # fmt: skip
-        with one:
+        with together:
             for pair in pairs:
                 run(pair, async_op=False)
         return []
