@@ -92,7 +92,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """What a process of `-n` left behind is told by the run."""
+    """The run reports what a process of `-n` left behind."""
     left = getattr(node, "workeroutput", {}).get("left", [])
     node.config.stash.setdefault(LEFT, []).extend(left)
 

@@ -1,5 +1,5 @@
 """Hooks that keep what autograd saves in copies on the host, as offload of activations does, and
-spoil the originals: whoever reads one in backward gets NaN.
+spoil the originals: a read of one in backward gives NaN.
 
 `torch.autograd.graph.save_on_cpu` is the same without the spoiling.
 """
@@ -22,7 +22,7 @@ class HostCopies:
 
     Args:
         forbidden: `_cdata` of storages that must not be packed.
-        spoils: whether originals are spoiled, which nobody may need any more when a backward
+        spoils: whether originals are spoiled, which nothing may read any more when a backward
             begins. False for a schedule that runs backwards beside forwards.
 
     Attributes:

@@ -46,7 +46,7 @@ def _torch_on_host() -> ModuleView:
 
 @contextmanager
 def core_offloads_on_the_host(copied: Copied) -> Iterator[None]:
-    """`fine_grained_activation_offloading` of megatron-core; `copied` begins anew."""
+    """`fine_grained_activation_offloading` of megatron-core; `copied` begins empty."""
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
 

@@ -87,7 +87,7 @@ def save(trainee: Trainee, progress: Progress, options: Options) -> None:
 
 
 def begins(options: Options) -> bool:
-    """Whether the run starts from its beginning: there is nothing to load, or --load is the folder
+    """True if the run starts from its beginning: there is nothing to load, or --load is the folder
     of --save, where nothing was saved yet. So the command that a launcher starts again, after a
     failure, is the first one. Collective: nodes may see a shared folder at different times."""
     if options.load is None or options.load != options.save:

@@ -153,7 +153,7 @@ def test_other_checkpoint_formats_are_refused(trainer: Trainer) -> None:
 @pytest.mark.parametrize("bf16", (False, True))
 def test_buffers_are_loaded_whatever_levels_are_between(bf16: bool) -> None:
     """Plain tensors of the state. A Float16Module is a level in the tree of modules and none in
-    keys. Nothing is said to be missing or unexpected."""
+    keys. No key is reported as missing or unexpected."""
 
     def change(model: Any) -> None:
         layer = (model.module if bf16 else model).decoder.layers[0]

@@ -1,5 +1,4 @@
-"""What is told of a wrapper and of what goes wrong in it: its table of domains and parameters, the
-report of a failure."""
+"""Reports about a wrapper: the table of its domains and parameters, and the report of a failure."""
 
 from __future__ import annotations
 

@@ -251,8 +251,8 @@ PASSES = {
 def test_passes_in_flight_have_pools_of_their_own_and_other_lengths_run_eagerly(
     one_rank: torch.device, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each pool keeps its order. What runs eagerly is said once, and printed, with what was
-    captured, once nothing more is."""
+    """Each pool keeps its order. What runs eagerly is logged once, and printed with what was
+    captured when nothing more is."""
     row = PASSES[name]
     plain, (trainer, fake), pools = eager(), graphed(parts=row.parts), []
     with warnings.catch_warnings(record=True) as said:

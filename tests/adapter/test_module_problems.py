@@ -74,7 +74,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_parameter_that_no_buffer_can_hold_is_an_early_error(name: str) -> None:
     """Before: cast warnings and wrong weights (complex), an error in the first backward (sparse),
-    or one of another rank that is said to have failed."""
+    or one that names another rank as the one that failed."""
     make, says = BAD[name]
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(main_params_dtype=None)):
         with pytest.raises(ValueError) as caught:

@@ -1,5 +1,5 @@
 """The options that make quantized weights and compute: what follows from them, what they ask of the
-device, what is said, and TE's cache of weights. Training with them: tests/quantized, and on GPUs
+device, what is printed, and TE's cache of weights. Training with them: tests/quantized, and on GPUs
 tests/gpu/test_gpu_fp8.py and test_gpu_fp8_params.py."""
 
 from __future__ import annotations

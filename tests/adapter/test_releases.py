@@ -1,6 +1,6 @@
 """Which megatron-core is used: tested releases silently, newer ones with one warning, older ones
 and those that are not as expected not at all, before anything is changed; and what differs between
-them is told by what is there."""
+them is found by what is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a parameter is cut is told by its marks where they tell, else by the class of its layer."""
+"""The cut of a parameter: by its marks where it has some, else by the class of its layer."""
 
 from __future__ import annotations
 

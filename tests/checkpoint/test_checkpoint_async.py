@@ -97,7 +97,7 @@ def _nothing_of_training_is_used(rank: int, size: int, work: str) -> None:
         assert called and not any(of_training for _, of_training in called), called
         dist.barrier()
         assert called[-1] == ("barrier", True), "the test sees nothing"
-        # Bad arguments of one rank are told at once, to all.
+        # Bad arguments of one rank raise at once, on all.
         state = _full_state(rank, size) if rank == 0 else {"model": {1: 2}}
         with pytest.raises(ValueError, match="keys must be strings"):
             saver.save(work, 4, state)

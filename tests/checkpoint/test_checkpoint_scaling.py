@@ -1,5 +1,5 @@
 """State of FP8's delayed scaling in checkpoints, of layers that are like Transformer Engine's: it
-is loaded where it is, missed by nobody, and left out by converters. One rank."""
+is loaded where it is, missing in no load, and left out by converters. One rank."""
 
 from __future__ import annotations
 

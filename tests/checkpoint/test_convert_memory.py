@@ -20,7 +20,7 @@ ROWS = 2**20  # of 16 fp32 numbers: embedding and output layer have 64 MiB each
 BLOCK = 2 * MIB
 BOUND = 2 * BLOCK + 5 * BLOCK  # blocks are the chunks of the source
 SLACK = 8 * MIB
-"""Of the interpreter. The allocator has none, being told to give back what is freed."""
+"""Of the interpreter. The allocator has none, as it is set to return what is freed."""
 
 PROGRAM = """
 import resource, sys

@@ -264,7 +264,7 @@ def test_what_a_layer_of_llama_takes_while_it_is_used(
 
 
 LINEAR_8B = 6_979_321_856
-"""Elements of the weights of matrix products in the 32 layers of Llama-3 8B."""
+"""Elements of the weights of GEMMs in the 32 layers of Llama-3 8B."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Linear layers of core that make weight gradients when they are told to, as those of Transformer
+"""Linear layers of core that make weight gradients when they are asked to, as those of Transformer
 Engine do with `delay_wgrad_compute`; core's own ignore that option.
 
 Checked against `backward_dw` of Transformer Engine 2.11 (module/base.py). Products are torch's; a

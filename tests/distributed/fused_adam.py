@@ -155,7 +155,7 @@ def _adam(
 
 
 class HostKernel:
-    """Stands for the kernel of `fused_adam`: in torch, keeping what it was told."""
+    """Stands for the kernel of `fused_adam`: in torch, keeping its arguments."""
 
     def __init__(self) -> None:
         self.tables: list[Table] = []

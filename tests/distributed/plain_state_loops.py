@@ -198,7 +198,7 @@ def two_that_load_one_learning_rate(side: Side) -> None:
 
 
 class Failing(torch.optim.AdamW):
-    """Raises in a step when it is told to."""
+    """Raises in a step on demand."""
 
     fails = False
 

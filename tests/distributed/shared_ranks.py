@@ -151,7 +151,7 @@ def run_jobs(jobs: Sequence[Any], backend: str = "gloo") -> Iterator[tuple[Any, 
 
 
 def _run_until_one_fails(jobs: Sequence[Any], backend: str) -> tuple[int, str]:
-    """How many passed on all ranks, and what the next one said."""
+    """The number that passed on all ranks, and the outcome of the next one."""
     said, world = "", jobs[0].world
     with tempfile.TemporaryDirectory() as folder:
         limit = START_S + sum(job.seconds for job in jobs)

@@ -286,7 +286,7 @@ def test_a_start_on_the_meta_device(rank: int) -> None:
 @on_ranks(2)
 def test_backwards_inside_of_a_pass(rank: int) -> None:
     """The head's, chunk by chunk, before that of the features that it was given; gradients of all
-    are summed whatever is said of one module."""
+    are summed whatever is set for one module."""
     found = []
     for shard in (theirs, ours):
         made = checkpointed(shard, model(), forward="hidden")

@@ -1,4 +1,4 @@
-"""The matrix product in place of apex's for `gradient_accumulation_fusion`. Megatron's own layers
+"""The GEMM in place of apex's for `gradient_accumulation_fusion`. Megatron's own layers
 with it: cells of the matrix, whose reference is stock DDP with the same option. Transformer
 Engine's: tests/gpu/test_gpu_wgrad.py; both protocols against a plain model: tests/engine.
 """

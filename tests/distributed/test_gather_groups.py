@@ -43,7 +43,7 @@ LAYOUTS: tuple[tuple[str, dict[str, int]], ...] = (
 
 @on_ranks(WORLD)
 def test_gather_groups_have_the_members_of_the_groups_they_mirror(rank: int) -> None:
-    """Ranks that are computed anew, by splitting the world in one fixed order, would be other ones
+    """Ranks that are computed again, by splitting the world in one fixed order, would be other ones
     in some layouts."""
     for order, sizes in LAYOUTS:
         use_groups(**sizes, order=order)

@@ -36,7 +36,7 @@ Path = Sequence[int]
 
 class Chosen(Chain):
     """Blocks of one size between two linear layers of the root's, of which each call runs those
-    that it is told."""
+    that are passed."""
 
     def forward(self, x: torch.Tensor, path: Path) -> torch.Tensor:  # type: ignore[override]
         x = self.first(x)

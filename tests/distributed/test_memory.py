@@ -163,7 +163,7 @@ def without_collector() -> Iterator[None]:
 
 def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
     """What is not freed. Collectives that were running keep their tensors until they are done, and
-    a little longer: a thread of gloo's lets go of them after it has told that it is done."""
+    a little longer: a thread of gloo's releases them after it has reported the end."""
     dist.barrier()
     for _ in range(600):
         left = [name for name, storage in storages.items() if not storage.expired()]

@@ -118,7 +118,7 @@ ROWS = (
         compare=Comparison(same_scale, same_scale),
     ),
 )  # fmt: skip
-"""Sizes of the models are drawn anew in each run. Where a loss scaler leaves a step out, all ranks
+"""Each run draws other sizes of the models. Where a loss scaler leaves a step out, all ranks
 do, the scale is halved, and no weight has moved."""
 
 

@@ -1,4 +1,4 @@
-"""Adam in one pass: what the kernel is told, and that gradients are clipped in it, on a stand-in
+"""Adam in one pass: the kernel's arguments, and that gradients are clipped in it, on a stand-in
 for Transformer Engine's FusedAdam. The kernel itself: tests/gpu/test_gpu_optimizer.py."""
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def test_gradients_are_clipped_in_the_pass_that_updates(rank: int) -> None:
 
 @on_ranks(2)
 def test_clipped_gradients_are_left_by_a_step_that_is_left_out(rank: int) -> None:
-    """A step that is left out leaves clipped gradients; who counts zeros reads them before."""
+    """A step that is left out leaves clipped gradients; a count of zeros reads them before."""
     device = init_megatron()
     for options, leaves_out in (({}, True), ({"log_num_zeros_in_grad": True}, False)):
         with transformer_engine_optimizer():

@@ -62,7 +62,7 @@ def check_loops(
                 LOOPS[name](side)
                 assert side.numbers == pytest.approx(reference.numbers, rel=1e-5, abs=1e-7)
                 check_weights(side.weights(), expected, "after the loop", 2e-5)
-            except Exception as error:  # told with the others, by name
+            except Exception as error:  # reported with the others, by name
                 problems.append(f"{name}, {strategy}: {type(error).__name__}: {error}")
     assert not problems, "\n".join(problems)
 

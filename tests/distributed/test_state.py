@@ -43,7 +43,7 @@ ENDS = tuple(STRATEGIES)[::3]
 """Nothing is sharded, or everything."""
 
 PLAIN = ("temperature", "counter")
-"""A 0-d parameter and a buffer, which nobody splits."""
+"""A 0-d parameter and a buffer, which are not split."""
 
 
 class Odd(Net):

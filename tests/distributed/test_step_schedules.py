@@ -51,7 +51,7 @@ BF16 = torch.bfloat16
 
 
 def read_now_and_then(trainer: Any, number: int, rank: int) -> Step:
-    """Weights are read after steps, and after several between which nobody has read any."""
+    """Weights are read after steps, and after several without a read between them."""
     if number not in (2, 3):
         return train(trainer, number, rank)
     if isinstance(trainer, TopologyTrainer):
@@ -264,7 +264,7 @@ def test_steps_have_the_bits_of_steps_without_offload(row: Variant, rank: int, s
     compare(row, rank, seed)
 
 
-# Who reads or writes what the updates of a step that has returned still write or read.
+# What reads or writes what the updates of a step that has returned still write or read.
 
 
 class DoesNotBlock(RecordingRuntime):
@@ -284,7 +284,7 @@ def _released(trainer: Trainer) -> None:
 
 
 def _evaluates_before_the_step(trainer: Trainer) -> None:
-    """Between a backward and its step; the evaluation raises, with gathers that nobody uses."""
+    """Between a backward and its step; the evaluation raises, with gathers that nothing uses."""
     forward_backward(trainer, _data(trainer, 8))
     layer = next(one for name, one in trainer.wrapper.named_modules() if name.endswith("layers.0"))
     raises = layer.register_forward_pre_hook(lambda *unused: 1 / 0)

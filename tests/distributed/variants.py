@@ -249,7 +249,7 @@ def compare(row: Variant, rank: int, seed: int) -> None:
 
 
 def check_row(rank: int, world: int, module: str, table: str, name: str, seed: int) -> None:
-    """`compare` of a row that is told by its name, for processes that tests are sent to."""
+    """`compare` of the row with this name, for processes that tests are sent to."""
     [row] = [row for row in getattr(import_module(module), table) if row.name == name]
     compare(row, rank, seed)
 

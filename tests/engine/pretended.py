@@ -29,14 +29,14 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[None]:
 
 
 REPORTED = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 1, "all_to_all": 1}
-"""Collectives that tests are told of, by the place of the whole tensor in a pair."""
+"""Collectives that tests hear of, by the place of the whole tensor in a pair."""
 
 
 class PretendCommunicator(Communicator):
     """`Communicator` whose other ranks hold the weights that the model began with, and send the
     gradients that this one does.
 
-    `initial` maps a gather's output to its contents at the beginning. `report` is told the name
+    `initial` maps a gather's output to its contents at the beginning. `report` gets the name
     of each collective and its tensors before it runs.
     """
 

@@ -145,10 +145,10 @@ SCRIPTS = {
     # own, so that autograd comes to them when the units are done.
     "gradients_late": "caches 1; step 2; caches 1; step 2; caches 0; step 2",
     "no_backward": "step; zero; finish; optimizer_step; step",
-    # A caller that ends the step after a microbatch that was not said to be the last: what was
+    # A caller that ends the step after a microbatch that was not marked as the last: what was
     # gathered for a forward that did not come is outdated.
     "last_is_not_said": "step; zero; more; forward 0; backward; finish; optimizer_step; step",
-    # Each is said to be the last, and after the second the gradients are finished.
+    # Each is marked as the last, and after the second the gradients are finished.
     "further_backwards": f"{FURTHER}; {FURTHER}",
     # After a step, with gathers in flight; with gradients; behind an evaluation; not to the end.
     "exports": "step; export bf16; step 1 unsynced; export as_it_is; zero; forward_backward 2; "

@@ -62,7 +62,7 @@ class Exchanged(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """A matrix product on the side stream, which thus reads a weight and writes its gradient."""
+    """A GEMM on the side stream, which thus reads a weight and writes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, side: Side) -> torch.Tensor:
@@ -100,7 +100,7 @@ def computed(layer: Any, inner: Inner, side: Side, x: torch.Tensor) -> torch.Ten
 
 
 def reordered(layer: Any, inner: Inner, side: Side, x: torch.Tensor) -> torch.Tensor:
-    """As shared experts beside a dispatcher: autograd is told to run nodes of their branch before
+    """As shared experts beside a dispatcher: autograd runs nodes of their branch before
     all others, or after some."""
     if not torch.is_grad_enabled():
         return inner(x)

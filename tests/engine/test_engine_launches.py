@@ -68,7 +68,7 @@ def test_order_number_and_kind_tell() -> None:
 def test_equal_launches_exchange_two_numbers_and_nothing_else() -> None:
     comparison = compared(HostRuntime(), launched("a", "b"), "a", "b")
     assert comparison._communicators[0].asked == 0  # type: ignore[attr-defined]
-    assert comparison._launched.count == 0  # the next step begins anew
+    assert comparison._launched.count == 0  # the next step begins at zero
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Poisoned buffers: who reads or adds to what nobody wrote gets NaN, and nobody else does."""
+"""Poisoned buffers: a read of memory that was not written gives NaN, and no other read does."""
 
 from __future__ import annotations
 

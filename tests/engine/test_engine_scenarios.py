@@ -77,7 +77,7 @@ SLOW = ("microbatches", "layers_skipped", "evaluation_between", "gradients_late"
 )
 def test_values(strategy, scenario):
     """On the slowest network there can be, and with NaN in all memory that is handed out, weights
-    have the bits of collectives that happen at once, whatever is said to change no bit."""
+    have the bits of collectives that happen at once, whatever option that changes no bit is set."""
     row = SCENARIOS[scenario]
     for event in row.events:
         found = ended(row.setup(strategy, poison=True), event, LateCommunicator)

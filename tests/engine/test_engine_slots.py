@@ -1,4 +1,4 @@
-"""Which slot a unit has, who may hold it, and that nothing comes or goes in it."""
+"""The slot of a unit, the units that may hold it, and that no memory comes or goes in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups read once, and what the engine is told."""
+"""Process groups read once, and the configuration of the engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reading the log of a recording runtime: the schedule of steps, and what they had at once.
 
-`python -m tests.engine.traces` writes the golden traces anew; a difference has to be understood
+`python -m tests.engine.traces` writes the golden traces again; a difference has to be understood
 line by line before it is committed.
 """
 

@@ -56,7 +56,7 @@ def reason(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     lines = [line for line in text.splitlines() if line.strip()]
-    # A rank's traceback is told as text: what was raised ends it.
+    # A rank's traceback is text: what was raised ends it.
     return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:])))[:LONGEST]
 
 

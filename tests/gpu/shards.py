@@ -13,7 +13,7 @@ from tests.gpu.journal import FAILED, PASSED, SKIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 24
-"""Of device memory, for all ranks of a file and their contexts, where no more is said."""
+"""Of device memory, for all ranks of a file and their contexts, where a row says no more."""
 ALONE = 1000
 """For files that read the device's memory, look at when kernels run, or fill the device."""
 MEMORY: Mapping[str, int] = {

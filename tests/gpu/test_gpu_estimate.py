@@ -105,7 +105,7 @@ def measured(
 
 def compare(rank: int, world: int, words: list[str], precision: str, again: bool) -> str:
     """What is held between steps is what is estimated. What is beside the estimate at the peak,
-    activations less kinds that are not there at once, is told."""
+    activations less kinds that are not there at once, is printed."""
     expected = estimated(rank, world, words, precision, again)
     held, peak = measured(rank, world, words, precision, again)
     wanted = expected["between_steps"]

@@ -55,7 +55,7 @@ def trainer_of(
 
 def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Bytes and scales of every quantized weight, copied, by name. What fills up the scales of
-    blocks to a multiple of four is nobody's."""
+    blocks to a multiple of four belongs to no block."""
     found = {}
 
     def note(name: str, param: Any) -> None:
@@ -196,7 +196,7 @@ def holds_bytes(rank: int, world: int, recipe: str) -> str:
 
 
 def exports_its_bytes(rank: int, world: int, recipe: str) -> str:
-    """`export_weights(quantized=True)` of bytes that nobody keeps has those that are gathered."""
+    """`export_weights(quantized=True)` of bytes that are not kept has those that are gathered."""
     device = init_megatron()
     trainer = trainer_of(CASE, recipe, "optim_grads_params", device)
     for step in range(2):

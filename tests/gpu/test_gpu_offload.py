@@ -113,7 +113,7 @@ Span = tuple[float, float]
 def spans_of(
     trainer: Trainer, rank: int, steps: int, device: torch.device
 ) -> dict[str, list[Span]]:
-    """When long copies to the device and from it, and matrix products, ran in these steps: start
+    """When long copies to the device and from it, and GEMMs, ran in these steps: start
     and end in microseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         _steps(trainer, rank, steps, device)
@@ -162,7 +162,7 @@ def copies_beside_compute(rank: int, world: int) -> str:
 
 def updates_beside_the_next_forward(rank: int, world: int) -> str:
     """Of several steps whose weights nothing reads: a part of the copies, which were all in the
-    step when that waited for them, runs beside matrix products."""
+    step when that waited for them, runs beside GEMMs."""
     device = init_megatron()
     trainer = build_trainer(MANY_TOKENS, ZERO_3, device, ddp=STREAMED)
     _steps(trainer, rank, 2, device)

@@ -80,7 +80,7 @@ def fixed_memory(rank: int, world: int, name: str) -> str:
 
 
 def registers_once(rank: int, world: int) -> str:
-    """Each pool with each communicator: at construction, or when told to; never in training."""
+    """Each pool with each communicator: at construction, or on request; never in training."""
     device = init_megatron()
     for manual in (False, True):
         options = {"nccl_ub": True, "fsdp_manual_registration": manual}

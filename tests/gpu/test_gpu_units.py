@@ -28,8 +28,8 @@ from tests.distributed.test_launches import HANGS, LIKE, UNLIKE, loss_of, sharde
 from tests.gpu.gpu_ranks import WORLD, Check, Outcomes, expecting
 from tests.gpu.runs import ZERO_3
 
-# Ranks that use different units: said a step later, since no host waits for a device. Gathers have
-# a communicator of their own, as in Megatron's wrapper.
+# Ranks that use different units: reported a step later, since no host waits for a device. Gathers
+# have a communicator of their own, as in Megatron's wrapper.
 
 STEPS = 6
 

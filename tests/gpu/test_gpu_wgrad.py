@@ -1,4 +1,4 @@
-"""Who writes a fused weight gradient, and how: every class of Transformer Engine that can, in every
+"""How modules write fused weight gradients: every class of Transformer Engine that can, in every
 precision that is accepted, on the release that is installed. Training beside stock DDP:
 test_gpu_matrix.py.
 
@@ -111,7 +111,7 @@ def _gradients(model: Model, context: Any, microbatches: int, run: Callable[...,
 
 
 def _reference(name: str, calls: int, context: Any, microbatches: int) -> dict[str, torch.Tensor]:
-    """The contract of Megatron's DDP: a zeroed float32 `main_grad`, modules told nothing."""
+    """The contract of Megatron's DDP: a zeroed float32 `main_grad`, and no word to modules."""
     model = _model(name, calls)
     for param in model.parameters():
         if param.ndim == 2:
@@ -193,7 +193,7 @@ def writes_what_ddp_writes(rank: int, world: int, name: str, recipe: str) -> str
 
 
 def guarantee_removed_is_seen(rank: int, world: int) -> str:
-    """Taken for one that overwrites, a layer in FP8 adds to a bucket that nobody cleared."""
+    """Taken for one that overwrites, a layer in FP8 adds to a bucket that was not cleared."""
     seen = []
     blind = Observed(adds=True, overwrites_in_backward=True)
     for name in ("LayerNormLinear", "LayerNormMLP"):

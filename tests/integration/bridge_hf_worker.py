@@ -119,7 +119,7 @@ def innermost(model: Any) -> Any:
     return model
 
 
-GIVEN = {  # what Megatron-Bridge is given, by who calls it
+GIVEN = {  # what Megatron-Bridge is given, by caller
     "wrapper": lambda model: [model],
     "inner wrapper, as a start from a folder": lambda model: [model.module],
     "unwrapped": lambda model: [innermost(model)],

@@ -5,8 +5,8 @@
 In the place of `-m megatron_fsdp_adapter`, whose runner it calls. The package's CPU mode makes
 megatron-core train on a CPU; this does the same for `megatron.training`, which asks more of CUDA:
 it refuses to start without, counts devices, reads their memory. What the modules of
-`megatron.training` see in place of torch says that CUDA is there and means the CPU by it. That is
-a lie which no user should be told; so it is here and not in the package.
+`megatron.training` see in place of torch says that CUDA is there and means the CPU by it. No
+user should meet such a lie; so it is here and not in the package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A pytest plugin for Megatron-LM's unit test of its own FSDP wrapper, unmodified, with this
 package's class in its place.
 
-Without GPUs the ranks are of gloo, what on_cpu.py tells Megatron-LM about CUDA is told to its tests
-as well, and layers are core's own where they switch on Transformer Engine.
+Without GPUs the ranks are of gloo, on_cpu.py tells its tests about CUDA what it tells
+Megatron-LM, and layers are core's own where they switch on Transformer Engine.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _programs(folder: Path) -> Path:
 
 
 def run_bash(text: str, folder: Path, timeout: float = 900.0) -> None:
-    """Runs a block as a person does who pasted it; an AssertionError with what it printed if any of
+    """Runs a block as if pasted into a shell; an AssertionError with what it printed if any of
     its commands fails."""
     environment = {
         **os.environ, "PATH": f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",

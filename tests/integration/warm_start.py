@@ -84,7 +84,7 @@ class Rank:
 
 
 def serve(run: Callable[[list[str]], Any]) -> Any:
-    """Answers `Server` until there is nobody to ask; in a forked rank, what `run` returns."""
+    """Answers `Server` until it is closed; in a forked rank, what `run` returns."""
     answers = os.fdopen(int(os.environ[ANSWERS]), "w")
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)

@@ -68,7 +68,7 @@ def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
         cast.begin(vector)
         found = vector.clone()
         plane.untyped_storage().resize_(0)
-        elsewhere = torch.empty(1 << 20)  # so that memory is taken anew
+        elsewhere = torch.empty(1 << 20)  # so that memory is taken again
         plane.untyped_storage().resize_(plane.numel() + 16)
         plane.fill_(7)
         cast.finish(vector + 1.0)

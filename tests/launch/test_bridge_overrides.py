@@ -127,7 +127,7 @@ FROM_0_6 = {"checkpoint__async_strategy": "nvrx"}
 ASYNC = {**FROM_0_6, "checkpoint__async_save": True}
 BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
 LATER: dict[str, tuple[dict[str, Any], str]] = {
-    # From 0.6 on, told by an option; asynchronous saves need a package, and a folder.
+    # From 0.6 on, by an option; asynchronous saves need a package, and a folder.
     "asynchronous": ({**ASYNC, "checkpoint__save": "folder"}, ""),
     "without the package": (
         {**ASYNC, "checkpoint__save": "folder", "is_installed": None}, "nvidia_resiliency_ext"),

@@ -30,7 +30,7 @@ TE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine_to
 
 @pytest.fixture(params=(False, True), ids=("without Transformer Engine", "with its name"))
 def suite(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Every module of tests/gpu, imported anew; by name. Those that need Transformer Engine skip
+    """Every module of tests/gpu, imported again; by name. Those that need Transformer Engine skip
     themselves without. It is there by name alone: no module may use more of it when imported."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in [name for name in sys.modules if name.split(".")[:2] == ["tests", "gpu"]]:

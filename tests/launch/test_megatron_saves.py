@@ -64,7 +64,7 @@ def test_a_save_as_megatron_does_it(
     found = record.read_record(folder)
     assert found is not None and found["iteration"] == 2
     assert found["topology"] == ({"tensor_model_parallel_size": 2} if name == LM else {})
-    # A newer format is told there too.
+    # A newer format is named there too.
     reader = module.torch.distributed.checkpoint.FileSystemReader(str(folder))
     assert type(reader) is Reader
     path = folder / record.RECORD

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def begun(
     folder: Path, text: str, conftest: str = "", *options: str
 ) -> tuple[subprocess.Popen[str], str]:
-    """A run of tests that is told by its mark, and what it is."""
+    """A run of tests that its mark identifies, and its kind."""
     (folder / "test_it.py").write_text(text)
     (folder / "conftest.py").write_text(conftest)
     (folder / "pytest.ini").write_text("[pytest]\n")

@@ -166,7 +166,7 @@ class Record:
 
 
 def _main_weights(trainer: TopologyTrainer, whole: Tensors) -> Tensors:
-    """`whole`: of FP8 weights the values that they were made from, which nobody keeps of frozen
+    """`whole`: of FP8 weights the values that they were made from, which are not kept of frozen
     ones."""
     if whole:
         mains = put_together(trainer.named_parameters(), trainer.optimizer, main_piece)

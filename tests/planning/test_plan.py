@@ -187,7 +187,7 @@ FLAGS = [
       "--num-distributed-optimizer-instances 4", "--outer-dp-sharding-strategy optim",
       "--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter",
       "--recompute-granularity full"), ("unit-size", "layout")),
-    # Megatron splits experts like the rest unless told.
+    # Megatron splits experts like the rest by default.
     (model_named("deepseek-v3"), Configuration(16, Parallel(tensor=2, pipeline=2, expert=4)),
      ("--pipeline-model-parallel-layout 'Et*31|t*30L'", "--expert-tensor-parallel-size 1",
       "'model.pipeline_model_parallel_layout=Et*31|t*30L'"), ()),

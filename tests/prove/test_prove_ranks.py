@@ -1,4 +1,4 @@
-"""Proofs on processes: a right engine is proven, a broken one is told what is wrong with it."""
+"""Proofs on processes: a right engine is proven, of a broken one the error is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that make a run small keep what it is: kinds stay, sizes shrink, every change is told."""
+"""Rules that make a run small keep what it is: kinds stay, sizes shrink, changes are printed."""
 
 from __future__ import annotations
 

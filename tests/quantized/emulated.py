@@ -62,7 +62,7 @@ class EmulatedQuantizer:
 
 
 class Float8Quantizer(EmulatedQuantizer):
-    """Of delayed scaling, which is told by this name."""
+    """Of delayed scaling, which this name identifies."""
 
 
 def quantizer_of(recipe: str, **options: Any) -> EmulatedQuantizer:

@@ -103,7 +103,7 @@ def _install(folder: Path) -> None:
 
 
 def _dequantize_on_the_host() -> None:
-    """2.20 copies these tensors to a GPU for it. The modules go when nobody stands in any more."""
+    """2.20 copies these tensors to a GPU for it. The modules go when nothing stands in any more."""
     module = "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage"
     function = importlib.import_module(module)._FromMXFP8Func
     function.forward = staticmethod(lambda ctx, *given: Extension.dequantize(*given))

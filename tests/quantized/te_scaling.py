@@ -27,7 +27,7 @@ def recipe_state(mode: str, count: int, length: int = LENGTH) -> Any:
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and modules whose weight is that of a matrix product of a layer."""
+    """Names and modules whose weight is that of a GEMM of a layer."""
     return [
         (name, module) for name, module in model.named_modules()
         if ".linear_" in f".{name}" and "decoder" in name

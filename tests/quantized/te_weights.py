@@ -112,7 +112,7 @@ def derived(weight: Any) -> Any:
 
 
 def check_padded(weight: Any) -> None:
-    """Scales of MXFP8 have the shapes that TE's matrix products want."""
+    """Scales of MXFP8 have the shapes that TE's GEMMs want."""
     if type(weight).__name__ == "MXFP8Tensor":
         m, k = weight.shape
         rows = -(-m // 128) * 128, -(-k // 32 // 4) * 4

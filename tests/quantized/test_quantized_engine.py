@@ -76,7 +76,7 @@ def test_weights_are_quantized_once_after_each_change_and_at_no_other_time(two_r
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_what_was_wrapped_stays_as_it_was_until_the_first_step(two_ranks, strategy, monkeypatch):
-    """Whoever made the bytes may have made them of other values than main weights begin as. ZeRO-3
+    """The bytes may have been made of other values than main weights begin as. ZeRO-3
     does not keep bytes: it casts main weights at the first gather."""
     original = CountingParams.high_precision
     monkeypatch.setattr(

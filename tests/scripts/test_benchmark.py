@@ -1,4 +1,4 @@
-"""benchmark.py: what it is told, what it computes from samples, and that it runs and sees a wrapper
+"""benchmark.py: its arguments, what it computes from samples, and that it runs and sees a wrapper
 that trains differently."""
 
 from __future__ import annotations
