@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.prefetch import BACKWARD, FORWARD
+from ..core.engine.gather import BACKWARD, FORWARD
 from ..core.engine.unit import Unit
 from .options.table import DELAY
 from .options.table import PARTS_OF_LAYERS as OPTION

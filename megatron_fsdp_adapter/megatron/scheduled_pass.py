@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.prefetch import BACKWARD
+from ..core.engine.gather import BACKWARD
 from ..core.engine.unit import Unit
 
 

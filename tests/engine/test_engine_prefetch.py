@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
+from megatron_fsdp_adapter.core.engine.gather import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
 from tests.engine.engine_cases import build
 from tests.engine.scenarios import ZERO_3, play
 from tests.engine.small_model import Setup

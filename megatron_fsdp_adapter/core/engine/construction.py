@@ -23,11 +23,10 @@ from .buffer_pool import (
     ordinary_memory,
     weights_in_slot,
 )
-from .gather import GatherPipeline
+from .gather import GatherPipeline, PrefetchOrder
 from .group import ParamGroup
 from .launches import LaunchComparison
 from .partition import UnitPlan
-from .prefetch import PrefetchOrder
 from .quantized import QuantizedWeights
 from .reduce import GradCheck, ReducePipeline
 from .reduction import domain_reduces, outer_reduces
