@@ -220,7 +220,7 @@ REVERSED = [
     ("core/engine/unit.py", "from ...checkpoint.chunks import dtensor_like"),
     ("core/engine/engine.py", "from ...quantized.weights import QuantizedParams"),
     ("core/engine/engine.py", "from ...graphs.layer_graphs import LayerGraphs"),
-    ("core/engine/memory.py", "from ...optim.host_stash import HostStash"),
+    ("core/engine/buffer.py", "from ...optim.host_stash import HostStash"),
     ("core/engine/unit.py", f"def f():\n    from {PACKAGE}.megatron.domains import kind_of"),
     (
         "core/engine/unit.py",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..core.config import STRATEGIES, Strategy
-from ..core.engine.buffer_pool import (
+from ..core.engine.buffer import (
     bucket_bytes,
     buckets_in_slot,
     plan_slots,

@@ -11,8 +11,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from ..comm.registered import RegisteredMemory
+from ..core.engine.buffer import COMPUTE, GRADIENTS, MAIN
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.memory import COMPUTE, GRADIENTS, MAIN
 from ..optim.memory import release, take_back
 from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
 

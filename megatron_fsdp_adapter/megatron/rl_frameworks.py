@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..core.engine.memory import GRADIENTS, KINDS, MAIN
+from ..core.engine.buffer import GRADIENTS, KINDS, MAIN
 from ..optim.memory import release_memory, return_memory
 from ..sharding.module_weights import ModuleWeight, module_weights
 from .checkpoint.bridge_weights import engines_of, ordinary_parameters

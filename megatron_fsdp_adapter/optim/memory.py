@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from ..core.engine.buffer import COMPUTE, GRADIENTS, KINDS, MAIN, SLOTS
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.memory import COMPUTE, GRADIENTS, KINDS, MAIN, SLOTS
 from ..core.runtime.device import Runtime
 from ..quantized import memory_of
 from ..sharding.export_source import Source, sources

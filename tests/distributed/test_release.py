@@ -23,7 +23,7 @@ from megatron_fsdp_adapter import (
     return_memory,
 )
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.memory import KINDS
+from megatron_fsdp_adapter.core.engine.buffer import KINDS
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FRAMEWORKS, VERL

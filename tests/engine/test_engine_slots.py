@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.engine import hooks
-from megatron_fsdp_adapter.core.engine.buffer_pool import plan_slots
+from megatron_fsdp_adapter.core.engine.buffer import plan_slots
 from megatron_fsdp_adapter.core.topology import DENSE
 from tests.engine.engine_cases import buffers_of, built
 from tests.engine.pretended import PretendCommunicator

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
-from megatron_fsdp_adapter.core.engine.memory import COMPUTE, MAIN
+from megatron_fsdp_adapter.core.engine.buffer import COMPUTE, MAIN
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

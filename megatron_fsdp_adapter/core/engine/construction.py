@@ -14,9 +14,9 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
-from .buffer import FlatBuffer
-from .buffer_pool import (
+from .buffer import (
     AllocateSlots,
+    FlatBuffer,
     Slot,
     buckets_in_slot,
     make_slots,

@@ -27,10 +27,10 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
+from .buffer import KINDS, MAIN, READ, check_here
 from .gather import BACKWARD, FORWARD, PrefetchOrder
 from .group import GradState, laid_out
 from .identity import ParameterSwitch, make_pairs
-from .memory import KINDS, MAIN, READ, check_here
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, GradCheck

@@ -14,7 +14,7 @@ their bytes where they are kept; optim_grads_params casts trained ones at every 
 Backward writes gradients into `collected`: the bucket where gradients are sharded, else the kept
 gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of
 that. `bucket` is in the communication dtype, or in that of the gradients where an exchange makes
-the same sums of those (`buffer_pool.bucket_dtype`), `grad` in the main-gradient dtype.
+the same sums of those (`buffer.bucket_dtype`), `grad` in the main-gradient dtype.
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
@@ -48,8 +48,7 @@ from megatron_fsdp_adapter.core.runtime.comm import Pair
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
-from .buffer import WHOLE, ShardedBuffer, copies_to, copy_each
-from .buffer_pool import Slot, bucket_dtype
+from .buffer import WHOLE, ShardedBuffer, Slot, bucket_dtype, copies_to, copy_each
 from .guard import unchecked
 from .partition import GroupKey, ManagedParam, UnitPlan
 from .quantized import QuantizedWeights

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_fsdp_adapter.core.engine.buffer import MAIN, check_here
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.memory import MAIN, check_here
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
 from megatron_fsdp_adapter.quantized.scaling import scalings_of
 from megatron_fsdp_adapter.quantized.start import values_follow
