@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine import saved_tensors
+from megatron_fsdp_adapter.core.engine import hooks
 from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
@@ -158,7 +158,7 @@ def live_bytes(rig: Rig) -> int:
 
 def test_autograd_keeps_the_parameter_and_no_copy_of_it(two_ranks, monkeypatch):
     """What backward reads of a weight is in the unit's buffers, which hooks are not shown."""
-    monkeypatch.setattr(saved_tensors, "is_owned", lambda value: False)
+    monkeypatch.setattr(hooks, "is_owned", lambda value: False)
     rig = build(Setup(recipe="current"))
     kept: list[torch.Tensor] = []
 

@@ -27,10 +27,29 @@ from megatron_fsdp_adapter.core.layout.group import GroupLayout, ShardSpec
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import Runtime, fill_with_nan, storage_bytes
 
-from .saved_tensors import mark_owned
-
 LARGE = 1 << 20
 """Elements from which a tensor is copied by a kernel of its own."""
+
+_MARK = "_fsdp_engine_buffer"
+"""Attribute of an engine's storages. A table of them was rejected: code that offloads inside of
+units (Megatron's) would have to find the engine. So was a subclass of `Parameter`: most of what is
+saved for backward are views, which have torch's class."""
+
+
+def mark_owned(tensor: torch.Tensor) -> None:
+    """Marks the storage of `tensor` as an engine's, for as long as it lives."""
+    setattr(tensor.untyped_storage(), _MARK, True)
+
+
+def is_owned(tensor: torch.Tensor) -> bool:
+    """True if `tensor` is in a buffer of an engine; of a tensor made of others, which it holds as
+    attributes, whether any of them is."""
+    if torch._C._has_storage(tensor) and getattr(tensor.untyped_storage(), _MARK, False):
+        return True
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    inside = [value for value in vars(tensor).values() if isinstance(value, torch.Tensor)]
+    return any(is_owned(value) for value in inside)
 
 
 def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:

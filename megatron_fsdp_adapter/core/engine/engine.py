@@ -34,7 +34,6 @@ from .identity import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, GradCheck
-from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
 
@@ -151,7 +150,7 @@ class FsdpEngine:
         self.quantization = quantized and quantized.made(self.groups, self.gather)
         self.pairs = make_pairs(self.groups)
         self.trained = [pair for pair in self.pairs if pair.grad is not None]
-        self.switch, self.saved = ParameterSwitch(self.pairs), SavedTensorFilter()
+        self.switch, self.saved = ParameterSwitch(self.pairs), hooks.SavedTensorFilter()
         self.backward = Backward(running=False)  # the one that runs, or the last one
         # Ordinals in the order in which the last backward that accumulates completed the units, so
         # that a rank on which none runs launches as the others do. At first what most models do:

@@ -9,6 +9,18 @@ replaced by a view of itself, whose backward node runs after all of the unit's g
 accumulated (autograd runs accumulation first) and before the unit in front of it is touched.
 Counting post-accumulate hooks was rejected: a Python call for every parameter, and a count that
 never completes when one gets no gradient.
+
+Tensors in the engine's buffers are kept from other hooks on what autograd saves for backward
+(`saved_tensors_hooks`, `save_on_cpu`, offload of activations). Such hooks copy what is saved to the
+host, and weights are saved by nearly every operation: as the parameter, as a view of it, or as a
+plane of a quantized one. A copy would be a whole model on the host, copied again in each forward;
+the buffer itself takes no memory while its unit is resharded, and a view of it reads the weights
+that backward has gathered again.
+
+When a unit or the model is called, a filter takes the place of hooks that are on, and shows them
+tensors only whose storage has no mark (`mark_owned`). It replaces them and is not pushed on top:
+torch pops the topmost hooks, and after an interrupt, which no hook of a module sees, that would be
+the filter.
 """
 
 from __future__ import annotations
@@ -18,8 +30,8 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +39,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed._composable.contract import _get_registry
 from torch.utils._pytree import tree_leaves
 
+from .buffer import is_owned
 from .group import ParamGroup
 from .guard import unchecked
 from .partition import ROOT
@@ -349,3 +362,62 @@ def _untraced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 def at_end_of_backward(method: Callable[[], None]) -> None:
     """Calls the bound engine `method` when the running backward has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(grad_callback(method))  # type: ignore[attr-defined]
+
+
+class _Kept(NamedTuple):
+    """A saved tensor that was shown to no hook."""
+
+    tensor: torch.Tensor
+
+
+class _Filter:
+    """A pair of hooks: `pack` and `unpack` of other hooks, which are not shown owned tensors."""
+
+    def __init__(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> None:
+        self._pack, self._unpack = self.theirs = pack, unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return _Kept(tensor) if is_owned(tensor) else self._pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return packed.tensor if type(packed) is _Kept else self._unpack(packed)
+
+
+class SavedTensorFilter:
+    """The filters of one engine. `enter` and `leave` of a call are given the same key; a call that
+    raises is left as well."""
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[Hashable, _Filter]] = []
+
+    def enter(self, key: Hashable) -> bool:
+        """A module is called; returns whether hooks are on. Costs 0.2 us where none are."""
+        found = _innermost()
+        if found is None:
+            return False
+        if not isinstance(getattr(found[0], "__self__", None), _Filter):
+            sieve = _Filter(*found)
+            _replace(sieve.pack, sieve.unpack)
+            self._entered.append((key, sieve))
+        return True
+
+    def leave(self, key: Hashable) -> None:
+        """Ends the filtering for a call."""
+        if self._entered and self._entered[-1][0] == key:
+            _, sieve = self._entered.pop()
+            found = _innermost()
+            if found is not None and getattr(found[0], "__self__", None) is sieve:
+                _replace(*sieve.theirs)
+
+
+def _innermost() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks that are on; torch's types do not know the function."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined,no-any-return]
+
+
+def _replace(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """Puts these in the place of the innermost hooks."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

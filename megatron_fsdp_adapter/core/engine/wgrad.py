@@ -17,7 +17,7 @@ gradient on. Three protocols are spoken:
     ACCUMULATES        adds to `param.main_grad`, which must hold zeroes first.
 
 OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the weight that it has
-saved for backward. Where hooks are on saved tensors (`saved_tensors.py`), torch returns another
+saved for backward. Where hooks are on saved tensors (`hooks.py`), torch returns another
 tensor, without attributes, and the module adds: then this is ACCUMULATES.
 
 None returns a gradient to autograd: `grad_added_to_main_grad`, which would make modules return a
