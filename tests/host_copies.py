@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_fsdp_adapter.core.engine.guard import GatheredParameter, PresentParameter
+from megatron_fsdp_adapter.core.engine.params import GatheredParameter, PresentParameter
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, PresentParameter, GatheredParameter)
 

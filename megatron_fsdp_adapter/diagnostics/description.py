@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 from ..core.topology import ShardDomain
 
 MAX_RANKS = 8

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 from ..optim.lion import lion as lion_rule
 from ..optim.local_shards import Options, UpdateRule
 from .compat import core_api

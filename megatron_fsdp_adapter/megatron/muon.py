@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 from ..optim.local_shards import Options, UpdateRule
 from ..optim.muon.exchange import exchange_groups
 from ..optim.muon.matrices import row_blocks

@@ -12,7 +12,7 @@ import weakref
 from types import SimpleNamespace
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 from ..core.topology import TP_DIM
 from ..sharding.sharded_module import mark_shard
 from .checkpoint.megatron_names import make_fsdp_dtensor

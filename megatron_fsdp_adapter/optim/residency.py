@@ -35,7 +35,7 @@ from ..core.engine.buffer import ShardedBuffer
 from ..core.engine.deferred_updates import DeferredUpdates
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 from ..core.engine.unit import Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .state_init import ADAM, make_state, moments_of

@@ -18,8 +18,8 @@ from torch import nn
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import GradState, ParamGroup
-from ..core.engine.guard import unchecked
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
+from ..core.engine.partition import unchecked
 from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
 from .optimizer_rows import watch_steps
 

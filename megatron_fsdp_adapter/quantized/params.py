@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.engine.guard import resharded_class
+from megatron_fsdp_adapter.core.engine.params import resharded_class
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
 from megatron_fsdp_adapter.core.layout.format import (
     BLOCK128,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.engine.identity import ParamPair
+from megatron_fsdp_adapter.core.engine.params import ParamPair
 
 DIRECTIONS = (("scaling_fwd", 3), ("scaling_bwd", 2))
 """Attributes of TE's modules with that state, and the tensors of a GEMM that are quantized

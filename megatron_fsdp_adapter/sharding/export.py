@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..core.engine.buffer import COMPUTE, MAIN, check_here
 from ..core.engine.group import ParamGroup
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
 from ..quantized import dequantized, scales_of

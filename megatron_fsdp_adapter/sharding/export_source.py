@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.identity import ParamPair
+from megatron_fsdp_adapter.core.engine.params import ParamPair
 from megatron_fsdp_adapter.core.layout.group import ShardSpec
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange, nested_shard_rank
 from megatron_fsdp_adapter.core.topology import Axis

@@ -21,7 +21,7 @@ import torch
 from ..core.engine.buffer import ShardedBuffer, copy_each
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
-from ..core.engine.identity import ParamPair
+from ..core.engine.params import ParamPair
 from ..core.engine.unit import Unit
 from ..core.layout.format import Plane
 from ..core.runtime.comm import Pair

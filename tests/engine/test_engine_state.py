@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.guard import GatheredParameter, ReshardedParameter
+from megatron_fsdp_adapter.core.engine.params import GatheredParameter, ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
 from megatron_fsdp_adapter.core.engine.unit import Phase, Unit
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, storage_bytes

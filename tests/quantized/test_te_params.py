@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
-from megatron_fsdp_adapter.core.engine.guard import set_classes
+from megatron_fsdp_adapter.core.engine.params import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
 from megatron_fsdp_adapter.quantized import format_of
 from tests.quantized.te_extension import FOLDERS, WITHOUT, standing_in

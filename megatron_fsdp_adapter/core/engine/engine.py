@@ -30,7 +30,7 @@ from . import construction, hooks
 from .buffer import KINDS, MAIN, READ, check_here
 from .gather import BACKWARD, FORWARD, PrefetchOrder
 from .group import GradState, laid_out
-from .identity import ParameterSwitch, make_pairs
+from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 from .reduce import REDUCED_STATES, GradCheck

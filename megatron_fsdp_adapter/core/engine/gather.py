@@ -27,8 +27,8 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .deferred_updates import DeferredUpdates
 from .group import ParamGroup, by_domain
-from .guard import refuse_writes
 from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
+from .params import refuse_writes
 from .unit import Phase, Unit
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -49,8 +49,7 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer import WHOLE, ShardedBuffer, Slot, bucket_dtype, copies_to, copy_each
-from .guard import unchecked
-from .partition import GroupKey, ManagedParam, UnitPlan
+from .partition import GroupKey, ManagedParam, UnitPlan, unchecked
 from .quantized import QuantizedWeights
 from .wgrad import FusedWgrad
 

@@ -41,8 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from .buffer import is_owned
 from .group import ParamGroup
-from .guard import unchecked
-from .partition import ROOT
+from .partition import ROOT, unchecked
 from .unit import Unit
 
 _PLAIN = frozenset({type(None), bool, int, float, str})

@@ -41,7 +41,7 @@ class QuantizedWeights(Protocol):
 
     def guard_class(self, original: type) -> type:
         """The class of a parameter of class `original` while its planes are not there: a subclass
-        that refuses to read fields, by `guard.resharded_class`."""
+        that refuses to read fields, by `params.resharded_class`."""
 
     def made(self, groups: Any, gather: Any) -> QuantizedWeights | None:
         """All units are built: the engine's groups, and its `GatherPipeline`. Sets `write_planes`

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import Strategy
 
 from .group import ParamGroup
-from .guard import GatheredParameter, PresentParameter, ReshardedParameter, set_classes
+from .params import GatheredParameter, PresentParameter, ReshardedParameter, set_classes
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
 

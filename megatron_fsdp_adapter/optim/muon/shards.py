@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.engine.engine import FsdpEngine
-from ...core.engine.identity import ParamPair
+from ...core.engine.params import ParamPair
 from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
 from ..local_shards import LocalShards, Options, UpdateRule

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ...core.engine.engine import FsdpEngine
-from ...core.engine.identity import ParamPair
+from ...core.engine.params import ParamPair
 from ..local_shards import Options, UpdateRule
 from .exchange import exchange_groups, wanted_groups
 from .shards import MuonOptions, muon

@@ -1,0 +1,299 @@
+"""The two `Parameter` objects of a weight, and which of them the module tree shows.
+
+Inside forward and backward a module's slot holds the unsharded parameter, a plain tensor over the
+gathered weights. Outside it holds the sharded parameter, a DTensor over this rank's rows of the
+main weights. Both objects are made once: optimizer groups, name caches and state dicts go by
+object identity.
+
+An unsharded parameter whose weights are not there raises when it is read; one whose weights go
+away again counts what is written to them. Without this a read of released storage is a segmentation
+fault on the CPU, an illegal memory access on CUDA, or, where the weights are kept but stale,
+silently the last step's values.
+
+The class of the parameter object is swapped instead of checking a flag at every use. A swap takes
+about 0.1 us. While the weights are present no function of Python's stands between the parameter and
+an operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves
+
+from megatron_fsdp_adapter.dtensor import UnevenDTensor
+
+from .group import ParamGroup
+from .partition import ManagedParam
+
+
+def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTensor:
+    """A DTensor of item `index`'s global shape over this rank's rows `local`.
+
+    The mesh may end in an axis over which the model itself splits tensors: the global shape is
+    then that of the whole tensor, of which the group's layout has one part. Rows are split
+    unevenly and without communication: shape and stride are stated, so torch neither checks nor
+    infers them. `chunks` later gives the rows. `local` is aliased.
+    """
+    shape = group.layout.specs[index].layout_shape
+    placements: list[Placement] = []
+    if group.domain.outer is not None:
+        placements.append(Shard(0) if group.splits_outer else Replicate())
+    placements.append(Shard(0) if group.shards_main else Replicate())
+    if group.domain.mesh.ndim > len(placements):
+        split = group.managed[index].split
+        placements.append(Replicate() if split is None else Shard(split))
+        if split is not None:
+            parts = group.domain.mesh.size(-1)
+            shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
+    stride = torch.empty(shape, device="meta").stride()
+    return UnevenDTensor.over(local, group.domain.mesh, placements, shape, stride)
+
+
+@dataclass(frozen=True, eq=False)
+class ParamPair:
+    """Both identities of one parameter, and its gradient as the optimizer sees it.
+
+    `grad` aliases this rank's rows of the main gradients; None for a frozen parameter.
+    """
+
+    managed: ManagedParam
+    group: ParamGroup
+    index: int
+    sharded: nn.Parameter
+    grad: DTensor | None
+
+    @property
+    def unsharded(self) -> nn.Parameter:
+        return self.managed.param
+
+    def attach_grad(self) -> None:
+        """One DTensor under both names that optimizers look at. A gradient that is there already,
+        of a loss that reads the sharded parameter, is part of it."""
+        given: Any = self.sharded.grad
+        if given is not None and given is not self.grad:
+            self.grad._local_tensor.add_(self.local_of(given))  # type: ignore[union-attr]
+        self.sharded.grad = self.sharded.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
+
+    def local_of(self, given: Any) -> torch.Tensor:
+        """This rank's rows of a gradient that the engine did not make."""
+        if getattr(given, "placements", None) != self.grad.placements:  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"grad of parameter {self.managed.fqns[0]} was set to a {type(given).__name__} "
+                f"that is not sharded like the parameter ({self.grad.placements}). Make it from "  # type: ignore[union-attr]
+                "the .grad that is there, by operations that keep its placement"
+            )
+        return given._local_tensor
+
+    def drop_grad(self) -> None:
+        self.sharded.grad = self.sharded.decoupled_grad = None  # type: ignore[attr-defined]
+
+
+def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
+    """Sharded parameters and gradients for every parameter of `groups`. The gradient buffers
+    may be released."""
+    pairs = []
+    for group in groups:
+        trainable, held = group.key.requires_grad, group.held
+        for index, managed in enumerate(group.managed):
+            made = nn.Parameter(
+                as_dtensor(group.device_main.items(held)[index], group, index),
+                requires_grad=trainable,
+            )
+            sharded = managed.shown_as(made)
+            if group.main_on_host:
+                # Gradients are on the device, and torch takes none of another device than its
+                # parameter: the DTensor still reports it.
+                sharded._local_tensor = group.main.items(held)[index]  # type: ignore[attr-defined]
+            grad = as_dtensor(group.grad.items(held)[index], group, index) if trainable else None
+            if grad is not None and grad.dtype != sharded.dtype:
+                sharded.grad_dtype = grad.dtype  # type: ignore[attr-defined]
+            pairs.append(ParamPair(managed, group, index, sharded, grad))
+    return pairs
+
+
+class ParameterSwitch:
+    """Puts unsharded or sharded parameters into all slots of the module tree, tied ones too."""
+
+    def __init__(self, pairs: Sequence[ParamPair]) -> None:
+        self.shows_unsharded = True
+        self._slots = [
+            (module._parameters, name, pair.unsharded, pair.sharded, fqn)
+            for pair in pairs
+            for (module, name), fqn in zip(pair.managed.slots, pair.managed.fqns, strict=True)
+        ]
+
+    def show(self, unsharded: bool, before: Callable[[], None] = lambda: None) -> None:
+        """Shows unsharded or sharded parameters; runs `before` first if that is a change.
+        RuntimeError, before anything is changed, if a slot does not hold what was put there: a
+        weight that was tied or rebuilt after sharding would be undone here in silence."""
+        if unsharded is self.shows_unsharded:
+            return
+        now, then = (3, 2) if unsharded else (2, 3)
+        for slot in self._slots:
+            if slot[0].get(slot[1]) is not slot[now]:
+                raise RuntimeError(_replaced(slot[4]))
+        before()
+        for slot in self._slots:
+            slot[0][slot[1]] = slot[then]  # type: ignore[assignment]
+        self.shows_unsharded = unsharded
+
+
+def _replaced(fqn: str) -> str:
+    return (
+        f"parameter {fqn} was replaced or removed after the model was sharded (by an assignment, "
+        "tie_weights(), a parametrization, functional_call), so the flat buffers have neither "
+        "its values nor its attributes. Do that before sharding the model, and change values by "
+        "load_state_dict"
+    )
+
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "_grad", "grad_fn",
+    "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized", "itemsize",
+    "nbytes", "names", "_base", "output_nr", "retains_grad", "_backward_hooks", "_version",
+    "_post_accumulate_grad_hooks", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr",
+)  # fmt: skip
+_METHODS = (
+    "size", "numel", "nelement", "dim", "ndimension", "stride", "storage_offset", "element_size",
+    "is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "untyped_storage",
+    "register_hook", "register_post_accumulate_grad_hook", "type", "__hash__", "__len__",
+    "get_device", "is_inference",
+)  # fmt: skip
+
+
+def _metadata_functions() -> frozenset[Any]:
+    # Not every property exists in every torch that is supported ("names" left in 2.13).
+    present = [name for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    getters = [getattr(torch.Tensor, name).__get__ for name in present]
+    setters = [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
+    methods = [getattr(torch.Tensor, name) for name in _METHODS]
+    functions = torch.is_floating_point, torch.numel, torch.is_tensor
+    return frozenset([*functions, *getters, *setters, *methods])
+
+
+METADATA_FUNCTIONS = _metadata_functions()
+
+
+class ReshardedParameter(nn.Parameter):
+    """Class of an unsharded parameter while its unit's weights are resharded or stale.
+
+    Metadata (shape, dtype, `.grad`, ...) can be read; anything that would read data raises
+    RuntimeError naming parameter, unit and phase, unless the parameter's `_fsdp_reach` has the
+    weights gathered, and returns True.
+    """
+
+    _fsdp_resharded = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in METADATA_FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        given = tree_leaves((args, kwargs))
+        param = next((value for value in given if hasattr(type(value), "_fsdp_resharded")), None)
+        if func is torch.Tensor.__repr__:
+            return f"<resharded {_label(param)}>"
+        if getattr(param, "_fsdp_reach", lambda: False)():
+            return func(*args, **(kwargs or {}))
+        raise _not_gathered(getattr(func, "__name__", func), param)
+
+
+def _assign_data(param: Any, value: torch.Tensor) -> None:
+    # A copy has no label, and is a parameter like any. Core's router assigns what is there.
+    if hasattr(param, "_fsdp_label") and value.data_ptr() != param.data_ptr():
+        raise RuntimeError(
+            f"{_label(param)}.data was assigned, but the parameter is a view of a flat buffer, "
+            "which keeps the old values. Write it in place (copy_) between steps"
+        )
+    torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+
+
+class PresentParameter(nn.Parameter):
+    """Class of an unsharded parameter while its weights are there. RuntimeError where `data` is
+    assigned.
+    """
+
+    data = property(torch.Tensor.data.__get__, _assign_data)  # type: ignore[attr-defined,assignment]
+
+
+class GatheredParameter(nn.Parameter):
+    """Class of an unsharded parameter whose weights are dropped, or cast from main weights again,
+    afterwards.
+
+    `_version` counts what is written to them. A tensor that torch gives as `data` has a count of
+    its own, so that `weight.data.clamp_()` would not be seen: this one shares the parameter's.
+    """
+
+    data = property(torch.Tensor.detach, _assign_data)  # type: ignore[assignment]
+
+
+def refuse_writes(labels: Sequence[str]) -> None:
+    """RuntimeError if there are any, of parameters whose gathered weights were written."""
+    if labels:
+        raise RuntimeError(
+            f"{', '.join(labels)}: gathered weights were written in a forward, or between a "
+            "forward and its backward, and the next cast from main weights overwrites them. Keep "
+            "such values in a buffer (register_buffer), write parameters between steps after "
+            "zero_grad(), or run a forward without a backward under torch.no_grad()"
+        )
+
+
+def _label(param: Any) -> str:
+    return getattr(param, "_fsdp_label", "a parameter")
+
+
+def _not_gathered(action: Any, param: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{action} reads {_label(param)}, whose weights are not gathered (phase SHARDED). Call "
+        "the module that owns it (a unit, or the whole model), or read the sharded parameter "
+        "from named_parameters() of the wrapped model, between a complete backward and the next "
+        "forward"
+    )
+
+
+_OF_THE_OBJECT = ("shape", "size", "dtype", "device", "is_cuda", "is_cpu")
+"""Names that classes of quantized tensors look up in their fields."""
+
+
+@functools.cache
+def resharded_class(original: type, fields: tuple[str, ...]) -> type:
+    """The class of a parameter of class `original`, whose values are in attributes `fields`, while
+    those are not there: reads of a field raise, and so do operations. A field can be assigned.
+
+    A class for each original one, whose layout in memory it must have to be swapped with it. The
+    fields are in the object's own dictionary, which these properties hide: nothing is moved.
+    """
+    members: dict[str, Any] = {
+        name: getattr(torch.Tensor, name) for name in _OF_THE_OBJECT if hasattr(torch.Tensor, name)
+    }
+    members |= {name: _refused(name) for name in fields}
+    members["__torch_function__"] = ReshardedParameter.__dict__["__torch_function__"]
+    members |= {"_fsdp_resharded": True, "__repr__": lambda self: f"<resharded {_label(self)}>"}
+    return type(f"Resharded{original.__name__}", (original,), members)
+
+
+def _refused(name: str) -> property:
+    def read(param: Any) -> Any:
+        raise _not_gathered(name, param)
+
+    def write(param: Any, value: Any) -> None:
+        param.__dict__[name] = value
+
+    return property(read, write)
+
+
+def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
+    """Gives each parameter the class beside it: a guarding class makes reads raise, the parameter's
+    own class undoes that."""
+    for param, kind in classes:
+        param.__class__ = kind
