@@ -236,7 +236,7 @@ REVERSED = [
     ),
     ("sharding/building.py", "from ..plain import fully_shard"),
     ("sharding/building.py", "from ..optim.step import adopt"),
-    ("core/engine/deferred_updates.py", "from ...optim.residency import Residency"),
+    ("core/engine/unit.py", "from ...optim.residency import Residency"),
     ("plain/fully_shard.py", "from megatron.core import parallel_state"),
     ("megatron/options/settings.py", "from ..optimizer import install"),
     ("megatron/options/cuda_graphs.py", "from ..captures import FullIterationGraphs"),

@@ -10,7 +10,7 @@ they are updated unit by unit.
 A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
 element by element, so each number is what one step on all of them gives. Units are updated in the
 order of a forward pass, and a step returns when all that is queued: the next forward runs
-meanwhile, and waits for its units one by one (`core/engine/deferred_updates.py`). What a step
+meanwhile, and waits for its units one by one (`DeferredUpdates`). What a step
 reads on the host, learning rates and counts of steps, it reads before it returns. Gradients are
 clipped with their unit's update.
 
@@ -32,11 +32,10 @@ from typing import Any
 import torch
 
 from ..core.engine.buffer import ShardedBuffer
-from ..core.engine.deferred_updates import DeferredUpdates
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
-from ..core.engine.unit import Unit
+from ..core.engine.unit import DeferredUpdates, Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .state_init import ADAM, make_state, moments_of
 from .state_view import is_like
@@ -242,7 +241,7 @@ class Residency:
             self._runtime.block(ahead[-1])
             self.drop_loads()
 
-    # Calls of the engine (`core/engine/deferred_updates.py`).
+    # Calls of the engine (`DeferredUpdates`).
 
     def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
         """Loads when the last of several model chunks calls."""

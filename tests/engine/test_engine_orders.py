@@ -69,10 +69,10 @@ ELSEWHERE = [
 ]
 """Places that no scenario comes to, or whose order concerns no memory."""
 NEEDLESS = [
-    ("deferred_updates", "order_compute", "finish_updates"),  # the host has waited already
+    ("unit", "order_compute", "finish_updates"),  # the host has waited already
     ("gather", "_drop", "_mark_unit_stale"),  # `mark_stale` orders all gathers behind it
     ("reduce", "finish", "abandon"), ("reduce", "finish", "zero_grads"),  # as does the next filling
-    ("deferred_updates", "begin_backward"),  # its event is hardly newer than the one before it
+    ("unit", "begin_backward"),  # its event is hardly newer than the one before it
     ("weights", "catch_up"),  # behind a gather's reads of the bytes there is more of that gather
 ]  # fmt: skip
 """Callers whose wait no scenario needs, or places whose event may be the one before, and why."""

@@ -25,11 +25,10 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
-from .deferred_updates import DeferredUpdates
 from .group import ParamGroup, by_domain
 from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
 from .params import refuse_writes
-from .unit import Phase, Unit
+from .unit import DeferredUpdates, Phase, Unit
 
 FORWARD, BACKWARD = "forward", "backward"
 
