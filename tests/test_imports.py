@@ -205,7 +205,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 REVERSED = [
-    ("core/engine/reduction.py", "from ...comm.all_to_all_sum import ALL_TO_ALL_SUM"),
+    ("core/engine/reduce.py", "from ...comm.all_to_all_sum import ALL_TO_ALL_SUM"),
     ("core/layout/planner.py", "from ..engine import engine"),
     ("core/layout/planner.py", f"import {PACKAGE}.core.runtime.device"),
     ("core/layout/planner.py", "from .. import config"),

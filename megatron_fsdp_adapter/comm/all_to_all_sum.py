@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..core.engine.reduction import Reduction
+from ..core.engine.reduce import Reduction
 from ..core.runtime.comm import Communicator, Pair, Reduce
 from ..kernels import kernel_or_warning
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.runtime.comm import ALL_REDUCE, ALONE, REDUCE_SCATTER, Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
@@ -25,11 +25,10 @@ from .buffer import (
 )
 from .gather import GatherPipeline, PrefetchOrder
 from .group import ParamGroup
-from .launches import LaunchComparison
+from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
-from .reduce import GradCheck, ReducePipeline
-from .reduction import domain_reduces, outer_reduces
+from .reduce import DomainReduce, GradCheck, ReducePipeline
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -133,6 +132,32 @@ def build_units(
             units[-1].advance(Phase.SHARDED)
             units[-1].release_weights()
     return units
+
+
+def domain_reduces(
+    config: EngineConfig, domains: Mapping[str, ShardDomain],
+    communicators: Mapping[str, Communicator], received: FlatBuffer | None,
+) -> dict[str, DomainReduce]:
+    """The reductions over the shard axis of each domain."""
+    found = {}
+    for name, domain in domains.items():
+        own = config.for_group(None, name)
+        comm, main = own.policy.comm_dtype, own.policy.grads_dtype
+        way = own.reduce_scatter if own.strategy.shard_main else ALL_REDUCE
+        scaled = "result" if comm.itemsize > main.itemsize else "shard"
+        found[name] = DomainReduce(
+            REDUCED, communicators[name], ALONE if name in config.whole else way, comm == main,
+            domain.grad_scale, "sent" if own.scale_before_sum else scaled, received,
+        )
+    return found
+
+
+def outer_reduces(
+    config: EngineConfig, communicators: Mapping[str, Communicator]
+) -> dict[str, DomainReduce]:
+    """The reductions over outer axes, in place, of what has been reduced and scaled."""
+    way = REDUCE_SCATTER if config.shard_outer else ALL_REDUCE
+    return {name: DomainReduce(REDUCED_OUTER, one, way) for name, one in communicators.items()}
 
 
 def pipelines(
