@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,12 +32,6 @@ ROOT, TO = "root", " to "
 
 Slot = tuple[nn.Module, str]
 """A place in the module tree that holds a parameter: `module._parameters[name]`."""
-
-
-def unchecked() -> AbstractContextManager[Any]:
-    """Inside, resharded parameters are not checked. For loops over `.grad`, in every backward: a
-    check costs microseconds a parameter, although it passes."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class ManagedParam:
     def has_grads_of_its_dtype(self) -> bool:
         """True if autograd leaves `.grad` in the parameter's dtype: torch lets one ask for another
         (`grad_dtype`)."""
-        with unchecked():
+        with torch._C.DisableTorchFunctionSubclass():
             return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
 
     def shown_as(self, made: nn.Parameter) -> nn.Parameter:
