@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
-from megatron_fsdp_adapter.core.layout.spec import ParamSpec
+from megatron_fsdp_adapter.core.layout.group import ParamSpec
 from megatron_fsdp_adapter.diagnostics.memory import Moments, Precision
 
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}

@@ -15,8 +15,7 @@ import torch
 from ..core.config import STRATEGIES, Strategy
 from ..core.engine.buffer import bucket_bytes, buckets_in_slot, plan_slots, weights_in_slot
 from ..core.layout.format import WeightFormat
-from ..core.layout.group import GroupLayout
-from ..core.layout.spec import ParamSpec
+from ..core.layout.group import GroupLayout, ParamSpec
 from ..core.runtime.comm import Reduce
 
 COMPUTE_WEIGHTS = "compute weights"

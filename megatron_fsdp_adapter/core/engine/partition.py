@@ -22,8 +22,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
-from megatron_fsdp_adapter.core.layout.group import GroupLayout
-from megatron_fsdp_adapter.core.layout.spec import ParamSpec
+from megatron_fsdp_adapter.core.layout.group import GroupLayout, ParamSpec
 from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 
 from .wgrad import WgradProtocol

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .spec import ParamSpec
+from .group import ParamSpec
 
 Offsets = tuple[tuple[int, int], ...]
 """(number of the item in its group, its first element counted from the segment's start)."""

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 
-from .group import GroupLayout, Placement, Segment
+from .group import GroupLayout, ParamSpec, Placement, Segment
 from .packing import Packing, pack
-from .spec import ParamSpec
 
 __all__ = ["GroupLayout", "Placement", "Segment", "plan_group"]
 
