@@ -4,8 +4,8 @@ May enter: what every rank can compute alone, and alike, from shapes and numbers
 """
 
 from .format import BLOCK128, MXFP8, PER_TENSOR, Plane, WeightFormat, plain
-from .group import ParamSpec, row_granularity
-from .planner import GroupLayout, Placement, Segment, plan_group
+from .group import GroupLayout, ParamSpec, Placement, Segment, row_granularity
+from .planner import plan_group
 from .ranges import EMPTY, Box, FlatRange, flat_range_to_boxes, nested_shard_rank, split_evenly
 
 __all__ = [
