@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp_adapter.core.runtime import host_pages as module
-from megatron_fsdp_adapter.core.runtime.host_pages import PART, host_pages
+from megatron_fsdp_adapter.core.runtime import device
+from megatron_fsdp_adapter.core.runtime.device import PART, host_pages
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, mmap.PAGESIZE + 3, PART + 5])
@@ -42,5 +42,5 @@ def test_all_its_pages_are_there_and_go_with_it() -> None:
 
 
 def test_a_system_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.mmap, "MADV_HUGEPAGE", -1)
+    monkeypatch.setattr(device.mmap, "MADV_HUGEPAGE", -1)
     assert not host_pages(2 * mmap.PAGESIZE).any()
