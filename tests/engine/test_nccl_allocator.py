@@ -12,12 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_fsdp_adapter.comm import nccl_allocator
-from megatron_fsdp_adapter.comm.nccl_allocator import (
-    allocator_of,
-    compiled,
-    loaded_library,
-)
+from megatron_fsdp_adapter.comm import registered
+from megatron_fsdp_adapter.comm.registered import allocator_of, compiled, loaded_library
 
 LIBRARY = """
 #include <stdlib.h>
@@ -68,10 +64,10 @@ def test_without_library_or_compiler_the_error_names_options_and_remedy(
     nothing = tmp_path / "maps"
     nothing.touch()
     find = functools.partial(loaded_library, maps=nothing)
-    monkeypatch.setattr(nccl_allocator, "loaded_library", find)
+    monkeypatch.setattr(registered, "loaded_library", find)
     with pytest.raises(RuntimeError, match=f"{names}no libnccl.so is loaded{remedy}"):
         allocator_of(Refusing())
-    monkeypatch.setattr(nccl_allocator, "loaded_library", lambda name: nothing)
+    monkeypatch.setattr(registered, "loaded_library", lambda name: nothing)
     if shutil.which("cc") is not None:  # which takes it for no library
         with pytest.raises(RuntimeError, match=names + remedy):
             allocator_of(Refusing())
