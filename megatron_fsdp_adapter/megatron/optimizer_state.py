@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.names import HALVES, GlobalNames, global_names
 from ..checkpoint.parts import join_parts, part_of
-from ..optim.state_init import COUNT
+from ..optim.state import COUNT
 
 STATE, META = "state", "param_to_group_meta"
 

@@ -18,8 +18,7 @@ import torch
 from .fused_adam import FusedAdamStep
 from .host_stash import HostStash
 from .residency import OPTION, LocalPair, Residency
-from .state_init import COUNT, make_state
-from .state_view import Shown, are_same, changed, is_same, shown, taken_over
+from .state import COUNT, Shown, are_same, changed, is_same, make_state, shown, taken_over
 
 Options = dict[str, Any]
 """Options of a parameter group: all of it, or all but its parameters."""

@@ -37,8 +37,7 @@ from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
 from ..core.engine.unit import DeferredUpdates, Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
-from .state_init import ADAM, make_state, moments_of
-from .state_view import is_like
+from .state import ADAM, is_like, make_state, moments_of
 
 OPTION = "chunked_optimizer_state_offload"
 

@@ -23,8 +23,7 @@ import torch
 from .fused_adam import install
 from .local_shards import INNER, LocalShards, Options, UpdateRule, options_of, set_options
 from .residency import Part, Residency
-from .state_init import COUNT, is_torch_optimizer, make_state, moments_of
-from .state_load import load_options, load_values
+from .state import COUNT, is_torch_optimizer, load_options, load_values, make_state, moments_of
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""

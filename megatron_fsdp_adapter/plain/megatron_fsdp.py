@@ -36,7 +36,7 @@ from ..core.config import (
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE
 from ..diagnostics.grad_check import GradCheck
-from ..optim.state_init import is_known
+from ..optim.state import is_known
 from ..optim.step import initialize_state
 from ..sharding.distributed_index import FSDPDistributedIndex as Index
 from ..sharding.materialize import target_device

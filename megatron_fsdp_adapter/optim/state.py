@@ -1,0 +1,276 @@
+"""State of inner optimizers: made before their first step, shown to programs, and loaded.
+
+A program sees DTensors over the local tensors' storages. torch leaves it to programs to change
+`optimizer.state`: to drop it, or to put other tensors there. So what was shown is remembered, and
+compared with what is there before it is read again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.chunks import dtensor_like
+from ..dtensor import chunks_of
+from ..sharding.model_state import Piece, Place, piece_of, write_pieces
+
+COUNT = "step"
+"""The option in which fused optimizers count the steps of a group."""
+ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+FUSED = {"FusedAdam": ADAM, "FusedSGD": SGD}
+"""Names of the classes of fused optimizers, as Transformer Engine and apex have them."""
+
+
+def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """torch's own initialization of a group's state, which it runs at the start of a step. It
+    skips parameters without a gradient, so each one stands in as its own for the moment. What it
+    found goes into lists, of which each class wants its own number."""
+    found: list[list[Any]] = [[] for _ in range(_lists_of(type(optimizer)))]
+    before = [local.grad for local in group["params"]]
+    for local in group["params"]:
+        local.grad = local.detach()
+    try:
+        optimizer._init_group(group, *found)
+    finally:
+        for local, grad in zip(group["params"], before, strict=True):
+            local.grad = grad
+
+
+def _lists_of(kind: type) -> int:
+    """Number of lists that `_init_group` fills: a subclass may take them as `*args` and pass them
+    on."""
+    for one in kind.__mro__:
+        if "_init_group" in vars(one):
+            wanted = inspect.signature(vars(one)["_init_group"]).parameters.values()
+            if not any(each.kind is each.VAR_POSITIONAL for each in wanted):
+                return len(wanted) - len(("self", "group"))
+    raise AssertionError(f"{kind} has no _init_group that names its arguments")
+
+
+def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
+    no such entry before the first step: a load asks for what is there, and would leave it out."""
+    group.setdefault(COUNT, 0)
+    for local in group["params"]:
+        if optimizer.state[local]:
+            continue
+        if hasattr(optimizer, "initialize_state"):
+            optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
+        else:
+            for name in ADAM:
+                optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
+
+
+def moments_of(optimizer: Any) -> tuple[str, ...]:
+    """Names of what Adam or SGD keeps in a parameter's shape: torch's, or the fused one of
+    Transformer Engine or apex. () for any other optimizer."""
+    if isinstance(optimizer, torch.optim.Adam):
+        return ADAM
+    if isinstance(optimizer, torch.optim.SGD):
+        return SGD
+    names = (base.__name__ for base in type(optimizer).__mro__)
+    return next((FUSED[name] for name in names if name in FUSED), ())
+
+
+def is_known(optimizer: Any) -> bool:
+    """True if `make_state` makes what its first step would."""
+    return is_torch_optimizer(optimizer) or bool(moments_of(optimizer))
+
+
+def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
+    """Zeros. torch's begins with the first gradient, which is what a step makes of zeros. Without
+    a momentum torch's keeps nothing, the fused one a buffer all the same."""
+    if group["momentum"] == 0 and is_torch_optimizer(optimizer):
+        return
+    for local in group["params"]:
+        if "momentum_buffer" not in optimizer.state[local]:
+            optimizer.state[local]["momentum_buffer"] = torch.zeros_like(local)
+
+
+def is_torch_optimizer(optimizer: Any) -> bool:
+    """True if it is one of torch's own, or derived from one."""
+    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    return any(base.__module__.startswith("torch.optim.") for base in bases)
+
+
+@torch.no_grad()
+def make_state(
+    optimizer: Any, leaves_out: Callable[[dict[str, Any]], Any] = lambda group: False
+) -> None:
+    """State for the parameters that `optimizer` has now, without taking a step; not for those of
+    groups that it `leaves_out`."""
+    init = _init_torch_state if is_torch_optimizer(optimizer) else _init_fused_state
+    if moments_of(optimizer) == SGD:
+        init = _init_momentum
+    for group in optimizer.param_groups:
+        if not leaves_out(group):
+            init(optimizer, group)
+
+
+Entry = dict[str, Any]
+"""State of one parameter."""
+
+
+Shown = tuple[Entry, Entry, Entry]
+"""The shown state of a parameter: the dict in `optimizer.state`, what was in it, and what the inner
+optimizer had at that time."""
+
+
+def is_same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if both have the same objects under the same names."""
+    return entry.keys() == other.keys() and (
+        all(map(operator.is_, entry.values(), other.values())) or not changed(entry, other)
+    )
+
+
+def changed(entry: Mapping[str, Any], before: Mapping[str, Any]) -> Entry:
+    """The part of `entry` that is new, or another object than in `before`."""
+    return {n: v for n, v in entry.items() if n not in before or before[n] is not v}
+
+
+def are_same(params: Sequence[Any], others: Sequence[Any]) -> bool:
+    """True if both have the same objects in the same order."""
+    return len(params) == len(others) and all(map(operator.is_, params, others))
+
+
+def is_like(value: Any, local: torch.Tensor) -> bool:
+    """True if a value of a parameter's state has an element for each of its own."""
+    return isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0
+
+
+def shown(param: Any, local: torch.Tensor, state: Entry) -> Entry:
+    """State of a parameter with DTensors where it has the parameter's shape."""
+    return {n: dtensor_like(param, v) if is_like(v, local) else v for n, v in state.items()}
+
+
+def taken_over(param: Any, local: torch.Tensor, name: str, value: Any) -> Any:
+    """The value for the inner optimizer of a `value` that a program has put into `optimizer.state`.
+
+    Raises:
+        RuntimeError: it is of the parameter's shape, and not of this rank's rows.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    own = getattr(value, "_local_tensor", value)
+    of_others = isinstance(value, DTensor) and _boxes(value) not in (None, _boxes(param))
+    if value.shape == param.shape and (own.shape != local.shape or of_others):
+        raise RuntimeError(
+            f"optimizer.state[param][{name!r}] of a parameter of shape {tuple(param.shape)}: a "
+            f"{type(value).__name__} has other rows than this rank. Put torch.zeros_like(param) "
+            "there, or a tensor computed from the one that was there"
+        )
+    return own
+
+
+def _boxes(value: DTensor) -> Any:
+    found = chunks_of(value)
+    return None if found is None else found.boxes
+
+
+def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, Entry]) -> None:
+    """Replaces the state of an optimizer on local shards by `state`, by the keys in `groups`; what
+    is not in it goes. ValueError as `_sorted_out`, and as `write_pieces`."""
+    shards = optimizer._fsdp_shards
+    keyed = [
+        pair for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for pair in zip(group["params"], saved["params"], strict=True)
+    ]  # fmt: skip
+    like, others = _sorted_out(optimizer, keyed, state)
+    write_pieces(
+        {label: piece for label, (_, _, piece, _) in like.items()},
+        {label: value for label, (_, _, _, value) in like.items()},
+    )
+    for param, name, piece, _ in like.values():
+        if piece.target is not optimizer.state[param].get(name):
+            shards.put(param, name, piece.target._local_tensor)
+    for param, name, value in others:
+        target = optimizer.state[param].get(name)
+        if isinstance(target, torch.Tensor):
+            target.copy_(torch.as_tensor(value).view(target.shape))
+        else:
+            shards.put(param, name, copy.deepcopy(getattr(value, "_local_tensor", value)))
+    for param, key in keyed:
+        loaded = state.get(key, {})
+        gone = [name for name in optimizer.state.get(param, {}) if name not in loaded]
+        if gone:
+            shards.drop(param, gone)
+    shards.show_state(optimizer)
+
+
+Moment = tuple[Any, str, Piece, torch.Tensor]
+"""A parameter, the name of state with rows like it, where that goes, and the value for it, a
+DTensor or a plain whole tensor."""
+
+
+def _sorted_out(
+    optimizer: Any, keyed: Sequence[tuple[Any, Any]], state: dict[Any, Entry]
+) -> tuple[dict[str, Moment], list[tuple[Any, str, Any]]]:
+    """The values of `state` that have a parameter's rows, by what they are; parameter, name and
+    value of the others. keyed: parameters and their keys. Nothing is written. ValueError naming the
+    moments of a wrong shape."""
+    like: dict[str, Moment] = {}
+    others, wrong = [], []
+    for param, key in keyed:
+        for name, value in state.get(key, {}).items():
+            shown = optimizer.state[param].get(name)
+            new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
+            if not (new or isinstance(shown, DTensor)):
+                others.append((param, name, value))
+                continue
+            label, fitting = f"{name} of parameter {key}", _fitting(param, value)
+            if fitting is None:
+                given = tuple(getattr(value, "shape", ())) or type(value).__name__
+                wrong.append(f"{label}: {given} for {tuple(param.shape)}")
+            else:
+                target = _target(param, shown, value.dtype)
+                like[label] = param, name, piece_of(target, param, Place(label)), fitting
+    if wrong:
+        raise ValueError(
+            f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
+            f"({len(wrong)} in all). Give DTensors or whole tensors, of the same model"
+        )
+    return like, others
+
+
+def _fitting(param: Any, value: Any) -> torch.Tensor | None:
+    """`value` as a DTensor or a whole tensor, if it is one, or is this rank's rows; else None."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, DTensor):
+        return value if value.shape == param.shape else None
+    local = param._local_tensor
+    if value.numel() == math.prod(param.fsdp_layout_ref.shape):
+        return value
+    if value.numel() != local.numel():
+        return None
+    return dtensor_like(param, value.detach().view(local.shape).to(local.device))
+
+
+def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
+    """The tensor that a moment of `param` is written into; `shown` is what the optimizer has."""
+    if shown is not None and chunks_of(shown) is not None:
+        return shown
+    local = param._local_tensor
+    # An optimizer that made its state before it was adopted made DTensors that know no rows.
+    own = torch.empty_like(local, dtype=dtype) if shown is None else shown._local_tensor
+    return dtensor_like(param, own)
+
+
+def load_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Gives a group the saved options; what is a tensor is filled. A group that had counted no step
+    when it was saved has counted none then."""
+    missing = {COUNT: 0} if COUNT in group else {}
+    for name, value in {**missing, **saved}.items():
+        if name == "params":
+            continue
+        if isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(torch.as_tensor(value).view(group[name].shape))
+        else:
+            group[name] = value
