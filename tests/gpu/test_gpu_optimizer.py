@@ -18,7 +18,7 @@ import torch
 from megatron_fsdp_adapter.optim import fused_adam
 from megatron_fsdp_adapter.optim import step as step_module
 from megatron_fsdp_adapter.optim.multi_tensor import CHUNK
-from megatron_fsdp_adapter.optim.muon import symmetric
+from megatron_fsdp_adapter.optim.muon import newton_schulz
 from megatron_fsdp_adapter.optim.muon.newton_schulz import (
     coefficients_of,
     orthogonalized,
@@ -182,7 +182,7 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 def products(rank: int, world: int, shape: tuple[int, int]) -> str:
     """Of matrices of real width: the error beside that of plain steps in bf16, and the same bits
     alone and in a batch."""
-    assert symmetric._kernel(torch.device("cuda", torch.cuda.current_device())) is not None
+    assert newton_schulz._kernel(torch.device("cuda", torch.cuda.current_device())) is not None
     generator = torch.Generator("cuda").manual_seed(shape[0])
     small, large = sorted(shape)
     noise = torch.randn(small, large, device="cuda", generator=generator)
