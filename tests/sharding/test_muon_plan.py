@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.layout import plan_group
-from megatron_fsdp_adapter.optim.muon import owners
 from megatron_fsdp_adapter.optim.muon.matrices import Member, MuonParam, Run, row_blocks
-from megatron_fsdp_adapter.optim.muon.plan import (
-    plan_stage,
-    sent_before,
-    stages_of,
-)
+from megatron_fsdp_adapter.optim.muon.plan import assign, plan_stage, sent_before, stages_of
 from tests.layout.layout_cases import specs_of
 
 # Owners.
@@ -22,9 +17,9 @@ from tests.layout.layout_cases import specs_of
 
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 40))
 def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: int) -> None:
-    found = owners.assign(costs, ranks)
+    found = assign(costs, ranks)
     assert len(found) == len(costs) and all(0 <= owner < ranks for owner in found)
-    assert found == owners.assign(costs, ranks)
+    assert found == assign(costs, ranks)
     loads = [0] * ranks
     for cost, owner in zip(costs, found, strict=True):
         loads[owner] += cost
@@ -33,7 +28,7 @@ def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: 
 
 def test_what_is_costly_in_a_unit_lies_on_different_ranks() -> None:
     """Of units with one large and one smaller matrix, each rank has one of each unit."""
-    found = owners.assign([9, 5] * 4, 2)
+    found = assign([9, 5] * 4, 2)
     assert all(one != other for one, other in zip(found[::2], found[1::2], strict=True))
 
 

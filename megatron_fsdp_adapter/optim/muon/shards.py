@@ -21,10 +21,10 @@ from ...core.engine.params import ParamPair
 from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
 from ..local_shards import LocalShards, Options, UpdateRule
-from . import newton_schulz, owners
+from . import newton_schulz
 from .exchange import Groups, Parties, StageExchange, parties_in
 from .matrices import MuonParam
-from .plan import plan_stage, sent_before, stages_of
+from .plan import assign, plan_stage, sent_before, stages_of
 
 MOMENTUM = "momentum_buffer"
 """The name of Muon's state, as torch.optim.Muon has it."""
@@ -114,7 +114,7 @@ class Muon:
                 for parties, entries in rows if tuple(parties) == ranks
                 for _, _, param in entries for shape in param.shapes
             ]  # fmt: skip
-            owned[ranks] = iter(owners.assign(costs, len(ranks)))
+            owned[ranks] = iter(assign(costs, len(ranks)))
         self._stages = [
             (entries, self._exchange(parties, entries, owned[tuple(parties)], groups))
             for parties, entries in rows
