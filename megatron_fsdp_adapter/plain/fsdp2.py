@@ -152,10 +152,11 @@ class ShardedModule(NotCopyable, FSDPModule):
         engine_of(self).is_last_microbatch = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Sets whether weights that are sharded between passes are resharded after each forward."""
-        gather = engine_of(self).gather
+        """Sets whether weights that are sharded between passes are resharded after each forward,
+        and after each backward of a step but the last."""
+        engine_of(self)
         for mark in _chosen(self, recurse):
-            gather.keep(mark.unit, not reshard_after_forward)
+            mark.unit.stays = not reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
