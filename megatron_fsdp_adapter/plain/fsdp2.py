@@ -53,6 +53,7 @@ from .fsdp2_model import (
     unsharded_reads,
 )
 from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
+from .user_loop import METHOD
 
 
 class ShardedModule(NotCopyable, FSDPModule):
@@ -264,10 +265,6 @@ HINTS = (
 )  # fmt: skip
 for _name in HINTS:
     setattr(ShardedModule, _name, _does_nothing)
-
-
-METHOD = "a method of the root"
-"""Under which name the engine knows its call; the root may be called inside of it."""
 
 
 @functools.cache

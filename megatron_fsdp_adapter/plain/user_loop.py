@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from itertools import groupby
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -18,9 +19,14 @@ from torch import nn
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import GradState, ParamGroup, unchecked
+from ..core.engine.hooks import RAISED
 from ..core.engine.params import ParamPair
 from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
 from .optimizer_rows import watch_steps
+
+METHOD = "a registered method"
+"""Is `FsdpEngine.running_root` while a method of the root, of torch's
+`register_fsdp_forward_method`, runs. The root may be called inside of it."""
 
 
 class UserLoopEngine(FsdpEngine):
@@ -42,6 +48,12 @@ class UserLoopEngine(FsdpEngine):
         self._frozen_late: set[ParamPair] = set()  # behind a backward of this step
 
     # What the engine calls.
+
+    def root_pre_forward(self, name: str) -> None:
+        """Sees that a registered method has raised, which torch's wrapper of it does not say."""
+        if self.running_root == METHOD and not _runs_method():
+            self.running_root = RAISED
+        super().root_pre_forward(name)
 
     def begin_forward(self, name: str) -> None:
         """Follows the user's changes also while a forward waits for its backward."""
@@ -257,6 +269,11 @@ class UserLoopEngine(FsdpEngine):
         self.grads_attached &= self.has_grads
         if self.reduce.check is not None and not self.has_grads:
             self.reduce.check.clear()
+
+
+def _runs_method() -> bool:
+    """True if this thread is inside of torch's wrapper of a registered method."""
+    return any(frame.f_code.co_name == "wrapped_method" for frame, _ in walk_stack(None))
 
 
 def mark_shards(engine: UserLoopEngine, module: nn.Module, shown_by: nn.Module) -> None:

@@ -365,20 +365,22 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
         each(x).mean().backward()
     found, whole_ones = ([p.grad.full_tensor() for p in m.parameters()] for m in (made, one))
     assert all(map(torch.equal, found, (grad / 4 for grad in whole_ones)))
-    register_fsdp_forward_method(made, "features")
     share_comm_ctx([made, block])
     made.zero_grad()
     made.set_reshard_after_forward(False)
-    hook = made.head.register_forward_pre_hook(lambda *_: {}["a pass that raises"])
-    with pytest.raises(KeyError):
-        made(x)
-    hook.remove()
-    found, expected = (one.features(x) for one in (made, model()))
-    assert torch.equal(found, expected)
-    assert made.blocks[0].up.weight.untyped_storage().nbytes() > 0, "stays, also after an error"
-    found.mean().backward()
+    bare = sharded(ours, model(), (), "features")  # no hooks of units see its passes
+    for each, raises, trains in ((made, "__call__", "features"), (bare, "features", "__call__")):
+        register_fsdp_forward_method(each, "features")
+        hook = each.head.register_forward_pre_hook(lambda *_: {}["a pass that raises"])
+        with pytest.raises(KeyError):
+            getattr(each, raises)(x)
+        hook.remove()
+        found, expected = getattr(each, trains)(x), model().features(x)
+        assert torch.equal(found, expected)
+        assert each.blocks[0].up.weight.untyped_storage().nbytes() > 0, "stays, also after an error"
+        found.mean().backward()
+        assert all(isinstance(param.grad, DTensor) for param in each.parameters())
     made.set_reshard_after_forward(True)
-    assert all(param.grad is not None for param in made.parameters())
     made.chosen = lambda of: made(of).detach().argmax()
     register_fsdp_forward_method(made, "chosen")
     made.chosen(x)
