@@ -339,7 +339,8 @@ def _check_present(dtensor: DTensor) -> None:
     if local.numel() and not local.is_meta and local.untyped_storage().nbytes() == 0:
         raise RuntimeError(
             f"reading a tensor of shape {tuple(dtensor.shape)} of a sharded model whose memory was "
-            "released. Call return_memory(model, optimizer) first"
+            "released. Call return_memory(model, optimizer) first; of a gradient that was taken "
+            "off its parameter (grad = None), and is gone with the next forward, keep grad.clone()"
         )
 
 

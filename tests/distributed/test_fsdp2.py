@@ -430,6 +430,13 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "in torch.bfloat16 and its gradients accumulate in torch.float32.*fully_shard_optimizer",
         lambda made: _step(adam(ours(_two_dtypes(made))), made),
     ),
+    "gradient kept aside": (
+        "whose memory was released.*keep grad.clone",
+        lambda made: (
+            _step(adam(ours(made)), made), (kept := made.temperature.grad), made.zero_grad(),
+            made(tokens(0, 0, 0)), kept + 1,
+        ),
+    ),
     "factor of a part": (
         "set_gradient_divide_factor was called for modules in it",
         lambda made: (ours(made.blocks[0]).set_gradient_divide_factor(2.0), ours(made)),
