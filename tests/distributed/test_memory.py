@@ -7,8 +7,8 @@ import gc
 import io
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from types import MappingProxyType
 from typing import Any
 
@@ -151,16 +151,6 @@ def test_offloaded_state_is_counted_where_it_is(rank: int, world: int, bf16: boo
 # Deleting the model.
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
     """What is not freed. Collectives that were running keep their tensors until they are done, and
     a little longer: a thread of gloo's releases them after it has reported the end."""
@@ -179,16 +169,18 @@ def test_deleting_a_trained_gpt_and_its_optimizer_frees_the_engines_storage(rank
     wrapper and optimizer, which refer back to the config, a cycle of its own."""
     device = init_megatron()
     for strategy in STRATEGIES:
-        with without_collector():
-            trainer = build_trainer(BASE, strategy, device)
-            train_step(trainer, batches(BASE, 0, rank, device))
-            forward_backward(trainer, batches(BASE, 1, rank, device))
-            storages = {
-                name: StorageWeakRef(flat.untyped_storage())
-                for name, flat in buffers_of(trainer.wrapper.engine)
-            }
-            config = trainer.wrapper.config
-            config.no_sync_func = config.grad_scale_func = None
-            del trainer
-            left = still_there(storages)
-            assert not left, (strategy, left)
+        gc.collect()
+        gc.disable()
+        trainer = build_trainer(BASE, strategy, device)
+        train_step(trainer, batches(BASE, 0, rank, device))
+        forward_backward(trainer, batches(BASE, 1, rank, device))
+        storages = {
+            name: StorageWeakRef(flat.untyped_storage())
+            for name, flat in buffers_of(trainer.wrapper.engine)
+        }
+        config = trainer.wrapper.config
+        config.no_sync_func = config.grad_scale_func = None
+        del trainer
+        left = still_there(storages)
+        assert not left, (strategy, left)
+        gc.enable()
