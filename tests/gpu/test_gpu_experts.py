@@ -213,7 +213,8 @@ def _main_weights(trainer: Trainer) -> Weights:
         return {n: getattr(p, "main_param", p).detach().float().cpu().clone() for n, p in named}
     trainer.wrapper.stop_communication()
     pairs = [(plain_name(pair.managed.fqns[0]), pair) for pair in trainer.wrapper.engine.pairs]
-    return full_values(pairs, lambda pair: local_of(pair.sharded).cpu())
+    found = full_values(pairs, lambda pair: local_of(pair.sharded))
+    return {name: value.cpu() for name, value in found.items()}
 
 
 @dataclass(frozen=True)

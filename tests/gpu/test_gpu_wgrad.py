@@ -26,7 +26,8 @@ from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Precision
 from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
-from tests.distributed.gpt import full
+from tests.distributed.gather_full import full_values
+from tests.distributed.topologies import local_of
 from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
@@ -167,9 +168,8 @@ def _ours(
 
     _gradients(model, context, microbatches, run)
     engine.finish_grads()
-    found = {}
-    for pair in engine.pairs:
-        found[pair.managed.fqns[0]] = full(pair.grad).float().cuda()
+    named = [(pair.managed.fqns[0], pair) for pair in engine.pairs]
+    found = full_values(named, lambda pair: local_of(pair.grad).float())
     writers = {p.managed.writer.value for p in engine.pairs if p.unsharded.ndim == 2}
     return found, "/".join(sorted(writers))
 
