@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import GradState, ParamGroup, unchecked
+from ..core.engine.group import GradState, ParamGroup
 from ..core.engine.hooks import RAISED
 from ..core.engine.params import ParamPair
+from ..core.engine.partition import unchecked
 from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
 from .optimizer_rows import watch_steps
 

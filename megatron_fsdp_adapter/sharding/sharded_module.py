@@ -16,8 +16,8 @@ from torch import nn
 from ..checkpoint.chunks import LayoutRef
 from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, global_names
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import unchecked
 from ..core.engine.params import ParamPair
+from ..core.engine.partition import unchecked
 from ..dtensor import Chunks, whole_tensor
 from ..quantized import attributes_of_class, dequantized
 from ..quantized.scaling import Scaling, scaling_of, scalings_of

@@ -15,7 +15,7 @@ from megatron.core import full_cuda_graph
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_fsdp_adapter.core.engine.group import unchecked
+from megatron_fsdp_adapter.core.engine.partition import unchecked
 from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits

@@ -33,10 +33,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +49,7 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer import WHOLE, ShardedBuffer, Slot, bucket_dtype, copies_to, copy_each
-from .partition import GroupKey, ManagedParam, UnitPlan
+from .partition import GroupKey, ManagedParam, UnitPlan, unchecked
 from .quantized import QuantizedWeights
 from .wgrad import FusedWgrad
 
@@ -64,12 +62,6 @@ class GradState(enum.Enum):
     ACCUMULATED = "accumulated"
     REDUCED = "reduced"
     FINISHED = "finished"
-
-
-def unchecked() -> AbstractContextManager[Any]:
-    """Inside, resharded parameters are not checked. For loops over `.grad`, in every backward: a
-    check costs microseconds a parameter, although it passes."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 class ParamGroup:

@@ -40,8 +40,8 @@ from torch.distributed._composable.contract import _get_registry
 from torch.utils._pytree import tree_leaves
 
 from .buffer import is_owned
-from .group import ParamGroup, unchecked
-from .partition import ROOT
+from .group import ParamGroup
+from .partition import ROOT, unchecked
 from .unit import Unit
 
 _PLAIN = frozenset({type(None), bool, int, float, str})

@@ -220,8 +220,10 @@ def _label(group: ParamGroup, unit: str) -> None:
 
 
 class DeferredUpdates:
-    """Args:
-    units: of one engine.
+    """Updates of weights that go on behind the step that queued them.
+
+    Args:
+        units: of one engine.
     """
 
     def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
