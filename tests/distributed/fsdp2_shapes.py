@@ -54,7 +54,7 @@ class Features(Net):
         for block in self.blocks if reads else self.blocks[::2]:
             x = block(x)
         scale = self.temperature if reads else self.temperature.detach()
-        return (self.head(x).square() * scale).float()
+        return self.head(x).square().float() * scale.float()
 
     def with_head(self, tokens: torch.Tensor) -> torch.Tensor:
         """A loss that reads the weight of the output layer, which is not called."""
