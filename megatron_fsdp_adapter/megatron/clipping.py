@@ -153,40 +153,54 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
 def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     """Core's own norm and clipping, given local tensors: none is empty (`norm_grads`), and none
     pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
-    if not our_chunks(self) or self.is_stub_optimizer:
+    if not our_chunks(self):
         return original(self, clip_grad)
+    if self.is_stub_optimizer:
+        self.norm_of_step = original(self, clip_grad)
+        return self.norm_of_step
     norms = {
         group: norm_of(self, group) for group in (None, *core_api.present_norm_groups(self))
     }
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.follow_groups(self.optimizer)
     shards.clip_grads(clip_by(dict(norms), clip_grad, shards.decoupled))
-    total = self.clipped_norm = norms.pop(None)
+    total = self.norm_of_step = norms.pop(None)
     self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
     return total
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Inside, gradients between clipping and the inner optimizer's step are read only by code that
+    """A step returns the norm without clipping too. Core computes that for a chain of optimizers,
+    as stock DDP's are, and ours is in one only where there are several model chunks.
+
+    Inside, gradients between clipping and the inner optimizer's step are read only by code that
     reports it. A step that is left out leaves clipped ones, as without this."""
-    shards = _shards(self)
-    if shards is None:
+    if not our_chunks(self):
         return original(self)
-    shards.step_follows = True
+    shards, self.in_own_step = _shards(self), True
+    if shards is not None:
+        shards.step_follows = True
     try:
-        return original(self)
+        updated, norm, zeros = original(self)
     finally:
-        shards.clip_now()
+        self.in_own_step = False
+        if shards is not None:
+            shards.clip_now()
+    is_finite = norm is not None  # core returns none of gradients that are not
+    return updated, self.norm_of_step if is_finite else None, zeros
 
 
-def step_unless_large(original: Callable[..., bool], self: Any) -> bool:
-    """Leaves the step out, on all ranks, where the norm is above `grad_norm_skip_threshold`. Core
-    asks that only of a chain of optimizers, which ours is not in."""
-    threshold = core_api.norm_threshold(self.config)
-    if not our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
+def step_with_norm(original: Callable[..., bool], self: Any) -> bool:
+    """Computes the norm that clipping has not, and leaves the step out, on all ranks, where it is
+    above `grad_norm_skip_threshold`. A chain of core's optimizers does both itself."""
+    if not getattr(self, "in_own_step", False):
         return original(self)
-    norm = self.clipped_norm if self.config.clip_grad > 0.0 else norm_of(self, None)
-    return False if norm > threshold else original(self)
+    if self.config.clip_grad <= 0.0:
+        self.norm_of_step = norm_of(self, None)
+    threshold = core_api.norm_threshold(self.config)
+    if math.isinf(threshold):  # the norm may be on the device
+        return original(self)
+    return False if self.norm_of_step > threshold else original(self)
 
 
 def _shards(optimizer: Any) -> LocalShards | None:

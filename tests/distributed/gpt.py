@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
-from tests.distributed.gather_full import main_piece, optimizers_of, plain_name, put_together
+from tests.distributed.gather_full import (
+    main_piece,
+    optimizers_of,
+    plain_name,
+    put_together,
+    whole_tensors,
+)
 from tests.distributed.groups import use_groups
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -389,8 +395,9 @@ def full(value: Any) -> torch.Tensor:
 
 
 def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The same for several, by name."""
-    return {name: full(value) for name, value in values.items()}
+    """The same for several, by name, in few collectives."""
+    split = {name: value for name, value in values.items() if isinstance(value, DTensor)}
+    return {name: full(value) for name, value in (values | whole_tensors(split)).items()}
 
 
 def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:

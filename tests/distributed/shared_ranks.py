@@ -200,6 +200,7 @@ def _run_on_rank(rank: int, world: int, jobs: Sequence[Any], folder: str) -> Non
             forget_groups()
             torch.set_grad_enabled(True)
             gc.collect()
+            gc.freeze()  # or each later collection goes through what modules keep
 
 
 def _error_of(job: Any, rank: int, root: Path) -> str:

@@ -217,6 +217,7 @@ def _bits(ours: Step, reference: Step, label: str) -> None:
 
 def _bits_but_norm(ours: Step, reference: Step, label: str) -> None:
     checks.check_run_bits([ours], [reference], label)
+    checks.check_norm(ours.norm, reference.norm, label)
 
 
 @dataclass(frozen=True)
@@ -238,8 +239,8 @@ COMPARE: Mapping[str, Comparison] = {
 }
 """Bounds of `checks`: of gradients, norm and loss in each step; or of the first step, and of loss,
 norm and weights in the others; or of these alone. Bits are those of losses, gradients and weights,
-and of the norm of all gradients, where both are sharded alike: it is a sum over tensors, which are
-cut and ordered by how they are sharded."""
+and of the norm of all gradients, where both are sharded alike. It is a sum over tensors, which are
+cut and ordered by how they are sharded: "bits but norm" has a bound for it."""
 
 
 def compare(row: Variant, rank: int, seed: int) -> None:

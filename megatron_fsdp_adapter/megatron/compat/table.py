@@ -57,7 +57,7 @@ OPTIMIZER: tuple[Patch, ...] = (
     ),
     _step("clip_grad_norm", "clipping:clip", "self, clip_grad"),
     _step("step", "clipping:step"),
-    _step("step_with_ready_grads", "clipping:step_unless_large"),
+    _step("step_with_ready_grads", "clipping:step_with_norm"),
     _step("count_zeros", "clipping:count_zeros"),
     _step("_init_optimizer_states_with_dummy_values", "optimizer:_init_states"),
     _step("_collect_main_grad_data_for_unscaling", "optimizer:_unscaling_data"),
