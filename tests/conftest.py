@@ -77,6 +77,15 @@ def alone() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def one_rank(alone: None) -> Iterator[None]:
+    """The same, which stands for one of many."""
+    from tests.one_rank import as_one_of_many
+
+    with as_one_of_many():
+        yield
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n 2` a process is given a file at a time, or all of folders that are `TOGETHER`."""

@@ -9,17 +9,10 @@ import torch
 from megatron.core import parallel_state
 
 from tests.distributed.gpt import init_megatron
-from tests.one_rank import as_one_of_many, world_of_one
 
 # Spawned ranks import the helper modules of these folders by name.
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    with world_of_one(), as_one_of_many():
-        yield
 
 
 @pytest.fixture

@@ -86,21 +86,21 @@ def _check_each(ours: Tensors, reference: Tensors, label: str, bound: float, nor
         )
 
 
-def check_norm(ours: float, reference: float, label: str, bound: float = NORM) -> None:
+def check_number(ours: float, reference: float, label: str, bound: float = FREE) -> None:
+    """A loss, or a norm of gradients, relative to the reference's."""
     error = relative(ours, reference)
-    assert error <= bound, f"{label}: norm {ours!r}, reference {reference!r}, off by {error:.2e}"
+    assert error <= bound, f"{label} {ours!r}, reference {reference!r}, off by {error:.2e}"
 
 
-def check_loss(ours: float, reference: float, label: str, bound: float = FREE) -> None:
-    error = relative(ours, reference)
-    assert error <= bound, f"{label}: loss {ours!r}, reference {reference!r}, off by {error:.2e}"
+def check_numbers(ours: Step, reference: Step, label: str, bound: float = FREE) -> None:
+    for what in ("loss", "norm"):
+        check_number(getattr(ours, what), getattr(reference, what), f"{label}: {what}", bound)
 
 
 def check_step(ours: Step, reference: Step, label: str) -> None:
     """Show (a): both steps began with the same weights."""
     check_gradients(ours.gradients, reference.gradients, label)
-    check_norm(ours.norm, reference.norm, label)
-    check_loss(ours.loss, reference.loss, label, NORM)
+    check_numbers(ours, reference, label, NORM)
 
 
 def check_same_bits(ours: Tensors, reference: Tensors, label: str) -> None:

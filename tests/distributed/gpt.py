@@ -390,14 +390,16 @@ def train_step(trainer: Trainer, data: list[torch.Tensor]) -> tuple[float, float
 def full(value: Any) -> torch.Tensor:
     """A copy, on the host, of the whole tensor behind a parameter, a gradient or a moment of ours,
     or of what is no DTensor (a module that is left alone); collective."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.detach().cpu().clone()
+    return full_all({"": value})[""]
 
 
 def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The same for several, by name, in few collectives."""
     split = {name: value for name, value in values.items() if isinstance(value, DTensor)}
-    return {name: full(value) for name, value in (values | whole_tensors(split)).items()}
+    return {
+        name: value.detach().cpu().clone()
+        for name, value in {**values, **whole_tensors(split)}.items()
+    }
 
 
 def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:

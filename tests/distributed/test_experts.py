@@ -30,7 +30,7 @@ from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.prove.build import coordinates
 from tests.distributed import deep_ep_stand_in
-from tests.distributed.checks import Step, check_gradients, check_loss
+from tests.distributed.checks import Step, check_gradients, check_number
 from tests.distributed.delayed_weights import delay_weight_gradients
 from tests.distributed.groups import everyones
 from tests.distributed.shared_ranks import on_ranks
@@ -232,7 +232,7 @@ def parts_are_called(ours: Any, reference: Any, strategy: str) -> None:
     assert ours.topology is not EP2 or ours.seen == {"self_attention"}, "parts are called"
     ours.load(reference.params())
     losses = [run_schedule(one, 9, forward_only=True) for one in (ours, reference)]
-    check_loss(*losses, "evaluation")
+    check_number(*losses, "evaluation: loss")
 
 
 def delay_all(model: Any) -> None:
@@ -247,7 +247,7 @@ def gradients_came_late(ours: Any, reference: Any, strategy: str) -> None:
 
 def _rounded(ours: Step, reference: Step, label: str) -> None:
     check_gradients(ours.gradients, reference.gradients, label, 2**-7)
-    check_loss(ours.loss, reference.loss, label)
+    check_number(ours.loss, reference.loss, f"{label}: loss")
 
 
 def _overlapped(name: str, fields: Any = None, delays: bool = False, **more: Any) -> Variant:

@@ -26,7 +26,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from tests.distributed import gpt, models, topologies
-from tests.distributed.checks import Step, check_norm
+from tests.distributed.checks import Step, check_number
 from tests.distributed.gpt import Case, batches, distributed_optimizer, forward_backward
 from tests.distributed.models import ALONE, ATTENTION, BLOCK, CASE, TwoTowers, freeze_part, varied
 from tests.distributed.shared_ranks import on_ranks
@@ -118,7 +118,7 @@ def heads_have_a_norm(ours: Any, reference: Any, strategy: str) -> None:
     norms = reference.optimizer.grad_norms_by_group
     assert set(norms) == {"mtp"} and norms["mtp"] > reference.case.clip, norms
     for name, norm in norms.items():
-        check_norm(float(ours.optimizer.grad_norms_by_group[name]), float(norm), name, 1e-5)
+        check_number(float(ours.optimizer.grad_norms_by_group[name]), float(norm), name, 1e-5)
 
 
 @contextmanager

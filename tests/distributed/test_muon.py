@@ -16,7 +16,7 @@ from torch import nn
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.megatron.muon import has as rule_of
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
-from tests.distributed.checks import check_norm, check_same_bits
+from tests.distributed.checks import NORM, check_number, check_same_bits
 from tests.distributed.gather_full import plain_name
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.muon_reference import Reference, is_muons
@@ -86,7 +86,7 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
         found = topology_step(trainer, number)
         if cell.topology is DP:  # others have a part of the gradients on each rank
             norm = math.hypot(*(float(grad.norm()) for grad in found.gradients.values()))
-            check_norm(found.norm, norm, f"{cell}, {strategy}")
+            check_number(found.norm, norm, f"{cell}, {strategy}: norm", NORM)
         wanted = reference.step(params, wanted, found.gradients, found.norm)
     for name, param in params.items():
         error = float((found.weights[name] - wanted[name]).abs().max())

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -35,7 +36,7 @@ from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 
 from . import checks
-from .checks import FREE, Step, recorded_step
+from .checks import Step, recorded_step
 from .gpt import (
     STRATEGIES,
     Case,
@@ -205,19 +206,13 @@ def marked(rows: tuple[Variant, ...]) -> list[Any]:
 
 
 def _free(ours: Step, reference: Step, label: str) -> None:
-    checks.check_loss(ours.loss, reference.loss, label)
-    checks.check_norm(ours.norm, reference.norm, label, FREE)
+    checks.check_numbers(ours, reference, label)
     checks.check_weights(ours.weights, reference.weights, label)
 
 
-def _bits(ours: Step, reference: Step, label: str) -> None:
+def _bits(ours: Step, reference: Step, label: str, of_norm: float = 0.0) -> None:
     checks.check_run_bits([ours], [reference], label)
-    assert ours.norm == reference.norm, f"{label}: norm {ours.norm!r} != {reference.norm!r}"
-
-
-def _bits_but_norm(ours: Step, reference: Step, label: str) -> None:
-    checks.check_run_bits([ours], [reference], label)
-    checks.check_norm(ours.norm, reference.norm, label)
+    checks.check_number(ours.norm, reference.norm, f"{label}: norm", of_norm)
 
 
 @dataclass(frozen=True)
@@ -235,7 +230,7 @@ COMPARE: Mapping[str, Comparison] = {
     "free": Comparison(checks.check_step, _free),
     "loosely": Comparison(_free, _free),
     "bits": Comparison(_bits, _bits),
-    "bits but norm": Comparison(_bits_but_norm, _bits_but_norm),
+    "bits but norm": Comparison(*2 * [partial(_bits, of_norm=checks.NORM)]),
 }
 """Bounds of `checks`: of gradients, norm and loss in each step; or of the first step, and of loss,
 norm and weights in the others; or of these alone. Bits are those of losses, gradients and weights,

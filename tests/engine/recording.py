@@ -27,7 +27,6 @@ Checked against `CudaRuntime` (`core/runtime/device.py`), and streams and events
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections import namedtuple
@@ -80,9 +79,6 @@ Span = tuple[int, int]
 
 def _span(tensor: torch.Tensor) -> Span:
     """From the first to the last byte of a tensor that is not empty."""
-    if tensor.is_contiguous():
-        start = tensor.storage_offset() * tensor.element_size()
-        return start, start + tensor.nbytes
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     first, itemsize = int(tensor.storage_offset()), tensor.element_size()
     last = first + sum((size - 1) * stride for size, stride in axes)
@@ -139,62 +135,42 @@ class _Watcher(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper: it comes back here with the tensors it wraps
         kwargs = kwargs or {}
-        use = _use_by(func)
-        if use.of_no_data:
+        name = func._schema.name.split("::")[1]
+        if name in METADATA_ONLY or _only_views(func):
             return func(*args, **kwargs)
-        reads, writes = use.operands(args, kwargs)
-        self.runtime._used(READ, reads, use.name)
-        self.runtime._used(WRITE, writes, use.name)
+        reads, writes = _operands(func, args, kwargs)
+        self.runtime._used(READ, reads, name)
+        self.runtime._used(WRITE, writes, name)
         result = func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in reads + writes}
         made = [t for t in _tensors(result) if t.untyped_storage()._cdata not in known]
-        self.runtime._used(WRITE, made, use.name)
+        self.runtime._used(WRITE, made, name)
         return result
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
     return [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
 
 
-@dataclass(frozen=True)
-class _UseBy:
-    """What an operation does with its arguments' data. arguments: name and whether it is written,
-    of those that may hold tensors, by position."""
-
-    name: str
-    of_no_data: bool
-    arguments: tuple[tuple[int, str, bool], ...]
-
-    def operands(self, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tensors that it reads, and those that it writes."""
-        reads: list[torch.Tensor] = []
-        writes: list[torch.Tensor] = []
-        for position, name, written in self.arguments:
-            value = args[position] if position < len(args) else kwargs.get(name)
-            if value is not None:
-                (writes if written else reads).extend(_tensors(value))
-        return reads, writes
+def _only_views(func: Any) -> bool:
+    """Whether all results alias an input that is not written: nothing is read."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-@functools.cache
-def _use_by(func: Any) -> _UseBy:
-    """By its schema. Those of collectives do not say what is written: it is their first argument,
-    except where that is sent."""
-    schema = func._schema
-    name = schema.name.split("::")[1]
-    aliases = [result.alias_info for result in schema.returns]
-    only_views = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-    collective, sends = func.namespace == "c10d", "send" in schema.name
-    arguments = []
-    for position, argument in enumerate(schema.arguments):
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors that an operation reads, and those that it writes. The schemas of collectives do
+    not say what is written: it is their first argument, except where that is sent."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    collective = func.namespace == "c10d"
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         if collective:
-            written = position == 0 and not sends
-        if "Tensor" in str(argument.type):
-            arguments.append((position, argument.name, written))
-    return _UseBy(name, name in METADATA_ONLY or only_views, tuple(arguments))
+            written = position == 0 and "send" not in func._schema.name
+        (writes if written else reads).extend(_tensors(value))
+    return reads, writes
 
 
 class RecordingRuntime:
