@@ -170,8 +170,9 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """A step returns the norm without clipping too. Core computes that for a chain of optimizers,
-    as stock DDP's are, and ours is in one only where there are several model chunks.
+    """A step returns what a step of stock DDP does, whose optimizers are in a chain: the norm
+    without clipping too, and no number of zeros where none is asked for. Ours is in a chain only
+    where there are several model chunks.
 
     Inside, gradients between clipping and the inner optimizer's step are read only by code that
     reports it. A step that is left out leaves clipped ones, as without this."""
@@ -186,8 +187,9 @@ def step(original: Callable[..., Any], self: Any) -> Any:
         self.in_own_step = False
         if shards is not None:
             shards.clip_now()
-    is_finite = norm is not None  # core returns none of gradients that are not
-    return updated, self.norm_of_step if is_finite else None, zeros
+    if norm is None:  # of gradients that are not finite
+        return updated, None, None
+    return updated, self.norm_of_step, zeros if self.config.log_num_zeros_in_grad else None
 
 
 def step_with_norm(original: Callable[..., bool], self: Any) -> bool:

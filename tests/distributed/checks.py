@@ -38,8 +38,8 @@ class Step:
 def finished(trainer: Any, loss: float) -> Step:
     """The optimizer's step behind backwards of that loss; collective."""
     gradients = trainer.gradients()
-    success, norm, _ = trainer.optimizer.step()
-    assert success, "the optimizer skipped the step"
+    success, norm, zeros = trainer.optimizer.step()
+    assert success and zeros is None, (success, zeros)  # skipped, or counted without being asked
     return Step(loss, float(norm), gradients, trainer.params())
 
 
