@@ -128,14 +128,9 @@ def import_problems(path: str, source: str) -> list[str]:
                 found.append(f"{path}: {part} imports {other}, which is not below it")
         elif words[0] == "megatron" and not path.startswith(MEGATRON_IMPORTERS):
             found.append(f"{path}: imports Megatron ({name})")
-        elif part == "core.layout" and not _is_plain(words):
+        elif part == "core.layout" and not (name == "torch" or words[0] in sys.stdlib_module_names):
             found.append(f"{path}: layout imports {name}")
     return found
-
-
-def _is_plain(words: list[str]) -> bool:
-    """Whether layout may import this: the standard library, and torch for its dtypes."""
-    return words[0] in sys.stdlib_module_names or words == ["torch"]
 
 
 def sources(folder: str, *suffixes: str) -> dict[str, str]:

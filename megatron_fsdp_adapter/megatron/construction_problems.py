@@ -70,6 +70,7 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
         *module_problems(
             module, given.unit_classes, given.given_device,
             read(ddp_config, MAIN_PARAMS), given.manages,
+            may_be_frozen=config.pipeline_model_parallel_size > 1,  # of a stage
         ),
         *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, given.initializer_of),

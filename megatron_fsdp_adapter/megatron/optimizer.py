@@ -208,12 +208,17 @@ def _unscaling_data(ours: Chunks, self: Any) -> Any:
 def _param_name(ours: Chunks, self: Any, param: Any) -> Any:
     """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
     model chunks of a rank have the same names."""
-    if not hasattr(self, "param_to_name"):
-        self.param_to_name, self.halved_names = optimizer_state.parameter_names(ours)
+    _look_up_names(ours, self)
     return self.param_to_name[param]
 
 
+def _look_up_names(ours: Chunks, self: Any) -> None:
+    if not hasattr(self, "param_to_name"):
+        self.param_to_name, self.halved_names = optimizer_state.parameter_names(ours)
+
+
 def _params_by_name(self: Any) -> dict[str, Any]:
+    _look_up_names(our_chunks(self), self)  # core asks for no name on a stage that is frozen
     params = [param for group in self.optimizer.param_groups for param in group["params"]]
     return {self._param_name(param): param for param in params}
 

@@ -287,7 +287,6 @@ def _engine(root: nn.Module) -> UserLoopEngine:
         manages=lambda managed: id(managed.param) in ids,
         format_of=format_of,
         compute_dtype_of=lambda name: mark_on(units.get(name, root)).options.policy.param_dtype,
-        may_be_frozen=True,
     )
     plans = _joined_by_call([
         replace(plan, strategy=STRATEGIES["optim_grads"])

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import GRAPH_RULES
-from megatron_fsdp_adapter.megatron.options.rules import Rule
 from megatron_fsdp_adapter.megatron.options.settings import SETTINGS
 from megatron_fsdp_adapter.megatron.options.support import (
     MODEL_CONFIG_RULES,
@@ -50,10 +49,6 @@ def _default(option: Option) -> str:
     return {None: "unset", (): "none"}.get(option.default, str(option.default))
 
 
-def _beside(rule: Rule) -> str:
-    return re.sub(r"=\{[^}]*\}", "", rule.beside).replace("{0.device}", "the CPU")
-
-
 def options() -> str:
     """Flags and fields that megatron-core 0.16.1, or some Megatron-LM, lacks."""
     return _table(
@@ -83,8 +78,9 @@ def refused(*kinds: str) -> str:
     return _table(
         ("option", "config or program", "refused with", "reason, and remedy"),
         (
-            (f"`{rule.option}`", kind, _beside(rule) or "-", rule.message)
+            (f"`{rule.option}`", kind, beside.replace("{0.device}", "the CPU") or "-", rule.message)
             for kind in kinds for rule in RULES[kind]
+            for beside in [re.sub(r"=\{[^}]*\}", "", rule.beside)]
         ),
     )  # fmt: skip
 

@@ -38,11 +38,6 @@ def _whole(trainer: gpt.Trainer, full: Callable[[dict[str, Any]], dict[str, Any]
     return {name: value.float().reshape(-1).numpy() for name, value in full(values).items()}
 
 
-def _local(values: dict[str, Any]) -> dict[str, Any]:
-    """On one rank every local tensor is whole."""
-    return {name: value.to_local().detach().clone() for name, value in values.items()}
-
-
 def _steps(trainer: gpt.Trainer, device: torch.device, steps: tuple[int, ...]) -> list[float]:
     """Losses on the data of one rank, which all ranks see."""
     return [gpt.train_step(trainer, gpt.batches(CASE, step, 0, device))[0] for step in steps]
@@ -65,7 +60,9 @@ def _bundled(rank: int, world: int, given: str, root: str, optimizer: bool) -> d
     whole: Values = {}
     if world == 1:
         trainer.wrapper.module.state_dict()  # it shows the main weights then
-        whole = _whole(trainer, _local)
+        whole = _whole(trainer, lambda values: {  # on one rank every local tensor is whole
+            name: value.to_local().detach().clone() for name, value in values.items()
+        })  # fmt: skip
     trainer.wrapper.module.zero_grad_buffer()
     return {"whole": whole, "losses": _steps(trainer, device, STEPS)}
 

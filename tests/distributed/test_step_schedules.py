@@ -179,10 +179,6 @@ def _goes_back(trainer: Trainer, number: int) -> Any:
     return found
 
 
-def _is_offloaded(trainer: Trainer) -> bool:
-    return any(group.main_on_host for group in trainer.wrapper.engine.groups)
-
-
 def _exports(trainer: Trainer, number: int) -> Any:
     """Exported tensors are the main weights: after a step, after a load, and after memory was away.
     """
@@ -193,7 +189,7 @@ def _exports(trainer: Trainer, number: int) -> Any:
     first = release_memory(trainer.wrapper, trainer.optimizer, keep="main_weights")
     dict(export_weights(trainer.wrapper))
     second = release_memory(trainer.wrapper, trainer.optimizer)
-    if _is_offloaded(trainer):
+    if any(group.main_on_host for group in trainer.wrapper.engine.groups):
         assert first["optimizer"] == second["main_weights"] == 0, "they are on the host"
     return_memory(trainer.wrapper, trainer.optimizer)
     _check_export(trainer)

@@ -11,7 +11,9 @@ Guards against traps E4 (scale of expert gradients), E9 (experts without tokens)
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import torch
 from megatron.core import parallel_state as ps
 from torch import nn
 
+from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.checks import Step, check_gradients
 from tests.distributed.gpt import batches, run_passes
 from tests.distributed.groups import everyones
@@ -55,11 +58,27 @@ def feed_two_experts(model: nn.Module) -> None:
             param.data.zero_()
 
 
+def freeze_stage(first: bool, model: nn.Module) -> None:
+    """All weights of the first or the last pipeline stage, whose optimizers then have none."""
+    if ps.is_pipeline_first_stage() == first:
+        model.requires_grad_(False)
+
+
 def evaluated_and_trained(trainer: TopologyTrainer, number: int, rank: int) -> Step:
     """The loss is the sum of both."""
     evaluated = run_schedule(trainer, number, forward_only=True)
     step = topology_step(trainer, number)
     return replace(step, loss=step.loss + evaluated)
+
+
+def resumed(trainer: TopologyTrainer, number: int, rank: int) -> Step:
+    """Ours loads what it has saved before its second step."""
+    if trainer.strategy is None or number == 0:
+        return topology_step(trainer, number)
+    with tempfile.TemporaryDirectory() as own:
+        saved(trainer, root := everyones(own)[0])
+        loaded(trainer, root)
+        return topology_step(trainer, number)
 
 
 def an_expert_is_idle(ours: Any, reference: TopologyTrainer, strategy: str) -> None:
@@ -89,6 +108,12 @@ ROWS = (
     # What core adds up over tensor-parallel ranks does not go over this wire.
     _row("tp2-sp", (ZERO_2, ZERO_3), name="tp2-sp, bf16 over data-parallel ranks", world=2,
          ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
+    *(
+        _row("pp2", strategies, name=f"pp2, {stage} stage frozen, clip {clip}",
+             case={"tied": False, "clip": clip}, change=partial(freeze_stage, stage == "first"),
+             drive=resumed)
+        for stage, strategies, clip in (("first", (ZERO_0, ZERO_3), 0.05), ("last", SECOND, 0.0))
+    ),
     *(
         _row(name, strategies, name=f"{name}, experts without tokens", change=feed_two_experts,
              steps=1, expect=an_expert_is_idle)

@@ -297,8 +297,14 @@ class TopologyTrainer:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The same of reduced gradients, between the backwards and the optimizer's step."""
         if self.strategy is None:
-            return {n: p.main_grad.detach().clone() for n, p in self.named_parameters()}
-        return full_values(self._pairs(), lambda pair: local_of(pair.sharded.grad))
+            return {
+                name: param.main_grad.detach().clone()
+                for name, param in self.named_parameters() if param.requires_grad
+            }  # fmt: skip
+        return full_values(
+            [(name, pair) for name, pair in self._pairs() if pair.sharded.requires_grad],
+            lambda pair: local_of(pair.sharded.grad),
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):

@@ -186,10 +186,6 @@ class Variant:
         return make_trainer(model, case, strategy, ddp, self.optimizer, **wrapper)
 
 
-def _is_module(name: str) -> bool:
-    return "." in name and find_spec(name) is not None
-
-
 def marked(rows: tuple[Variant, ...]) -> list[Any]:
     """Values for `parametrize`, by name; rows that the installed core lacks fields for are
     skipped."""
@@ -197,7 +193,9 @@ def marked(rows: tuple[Variant, ...]) -> list[Any]:
     known = TransformerConfig.__dataclass_fields__ | OptimizerConfig.__dataclass_fields__
     found = []
     for row in rows:
-        lacks = ", ".join(n for n in row.needs if n not in known and not _is_module(n))
+        lacks = ", ".join(
+            n for n in row.needs if n not in known and not ("." in n and find_spec(n))
+        )
         marks = [pytest.mark.skipif(bool(lacks), reason=f"this megatron-core has no {lacks}")]
         found.append(
             pytest.param(row, id=row.name, marks=marks + [pytest.mark.full] * row.full)

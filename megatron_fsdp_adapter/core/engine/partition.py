@@ -207,7 +207,6 @@ def partition(
     manages: Callable[[ManagedParam], bool] = lambda managed: True,
     format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
     compute_dtype_of: Callable[[str], torch.dtype | None] = lambda unit: None,
-    may_be_frozen: bool = False,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -222,18 +221,11 @@ def partition(
         format_of: how a parameter is represented; None in its own dtype.
         compute_dtype_of: by the name of a unit, the dtype of the compute weights of its
             floating-point parameters that are not quantized; None for each parameter's own.
-        may_be_frozen: whether all parameters may be, of a model that only runs.
 
     Raises:
-        ValueError: no parameter below `module` requires a gradient, unless that may be; or one
-            cannot be represented in its format.
+        ValueError: a parameter cannot be represented in its format.
     """
     params = [managed for managed in managed_params(module) if manages(managed)]
-    if not (may_be_frozen or any(managed.param.requires_grad for managed in params)):
-        raise ValueError(
-            f"module={type(module).__name__} has no trainable parameter: nothing can be sharded "
-            "or trained. Set requires_grad on at least one parameter, or do not wrap the module"
-        )
     plans = {
         name: UnitPlan(
             name, child, backward_reads_weights=backward_reads_weights(child),
