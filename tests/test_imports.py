@@ -128,6 +128,7 @@ def import_problems(path: str, source: str) -> list[str]:
                 found.append(f"{path}: {part} imports {other}, which is not below it")
         elif words[0] == "megatron" and not path.startswith(MEGATRON_IMPORTERS):
             found.append(f"{path}: imports Megatron ({name})")
+        # The standard library, and torch for its dtypes.
         elif part == "core.layout" and not (name == "torch" or words[0] in sys.stdlib_module_names):
             found.append(f"{path}: layout imports {name}")
     return found

@@ -78,9 +78,12 @@ def refused(*kinds: str) -> str:
     return _table(
         ("option", "config or program", "refused with", "reason, and remedy"),
         (
-            (f"`{rule.option}`", kind, beside.replace("{0.device}", "the CPU") or "-", rule.message)
+            (
+                f"`{rule.option}`", kind,
+                re.sub(r"=\{[^}]*\}", "", rule.beside).replace("{0.device}", "the CPU") or "-",
+                rule.message,
+            )
             for kind in kinds for rule in RULES[kind]
-            for beside in [re.sub(r"=\{[^}]*\}", "", rule.beside)]
         ),
     )  # fmt: skip
 

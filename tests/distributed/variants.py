@@ -228,7 +228,9 @@ COMPARE: Mapping[str, Comparison] = {
     "free": Comparison(checks.check_step, _free),
     "loosely": Comparison(_free, _free),
     "bits": Comparison(_bits, _bits),
-    "bits but norm": Comparison(*2 * [partial(_bits, of_norm=checks.NORM)]),
+    "bits but norm": Comparison(
+        partial(_bits, of_norm=checks.NORM), partial(_bits, of_norm=checks.NORM)
+    ),
 }
 """Bounds of `checks`: of gradients, norm and loss in each step; or of the first step, and of loss,
 norm and weights in the others; or of these alone. Bits are those of losses, gradients and weights,
