@@ -67,9 +67,11 @@ def added_up(parts: Callable[..., Iterator[Part]]) -> Callable[..., dict[str, to
 def full_values(named: Named, local_of: Callable[[Any], torch.Tensor]) -> Iterator[Part]:
     """Name -> whole value, over data-parallel ranks, from `local_of(pair)` of all of them."""
     for name, pair in named:
-        local, device = local_of(pair), pair.group.domain.mesh.device_type
-        whole = torch.zeros(pair.unsharded.shape, dtype=local.dtype, device=device)
-        whole.view(-1)[pair.sharded.megatron_fsdp_slice] = local.reshape(-1).to(device)
+        local, held = local_of(pair), pair.group.held.range(pair.index)
+        whole = torch.zeros(
+            pair.unsharded.shape, dtype=local.dtype, device=pair.group.domain.mesh.device_type
+        )
+        whole.view(-1)[held.start : held.stop] = local.reshape(-1).to(whole.device)
         yield name, whole, shard_groups(pair.group)
 
 
