@@ -35,23 +35,20 @@ _CORE = "megatron.core"
 _RANDOM = f"{_CORE}.tensor_parallel.random"
 
 
-# -------------------------------------------------------------------------------------------- The
-# CPU versions of a view
+# --------------------------------------------------------------------- The CPU versions of a view
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """No-op."""
 
 
 class NullStream:
     """A no-op stream or event that has always finished."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """No-op."""
+    __init__ = __exit__ = wait_stream = wait_event = wait = record = synchronize = _nothing
 
     def __enter__(self) -> NullStream:
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        """No-op."""
-
-    wait_stream = wait_event = wait = record = synchronize = __init__
 
     def record_event(self, event: object = None) -> NullStream:
         return NullStream()
@@ -62,10 +59,6 @@ class NullStream:
 
 _HOST = torch.device("cpu")
 _ONLY_STREAM = NullStream()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """No-op."""
 
 
 def _only_stream(*args: Any, **kwargs: Any) -> NullStream:

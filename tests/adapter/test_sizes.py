@@ -64,8 +64,7 @@ def test_layers_of_stages_are_those_that_core_builds_and_what_it_refuses_is_refu
         for layers, stages, virtual, embedding, loss in product(
             range(1, 13), (2, 3, 4), (None, 2, 3), (False, True), (False, True))
     ]  # fmt: skip
-    differ = [one for one in choices if ours(one) != layers_of_core(one)]
-    assert not differ
+    assert [one for one in choices if ours(one) != layers_of_core(one)] == []
     built = [one for one in choices if ours(one)]
     assert len(choices) > len(built) > 100
     assert all(sum(map(sum, sizes.stage_layers(one))) == one["num_layers"] for one in built)

@@ -102,8 +102,7 @@ def _full(rank: int, size: int, root: str) -> None:
     assert load_checkpoint(root, _state(rank, 0.0))[1]["number"] == 1.0
     dist.barrier()
     save_checkpoint(root, 3, _state(rank, 3.0))
-    loaded = load_checkpoint(root, _state(rank, 0.0))[1]
-    assert loaded["number"] == 3.0
+    assert load_checkpoint(root, _state(rank, 0.0))[1]["number"] == 3.0
 
 
 def test_a_save_that_does_not_fit_leaves_nothing_and_says_why(tmp_path: Path) -> None:

@@ -101,5 +101,4 @@ def test_what_is_joined_by_default(numels: list[int]):
      (80, 45_000_000, 3), (40, 60_000_000, 2), (17, 99_999_999, 2), (17, 100_000_000, 1)),
 )  # fmt: skip
 def test_how_many_layers_of_known_models_are_joined(count: int, layer: int, by: int):
-    numel = default_unit_numel([layer] * count)
-    assert max(1, -(-numel // layer)) == by
+    assert max(1, -(-default_unit_numel([layer] * count) // layer)) == by

@@ -14,10 +14,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.comm.all_to_all_sum import _kernel, reduce_scatter, sum_rows
+from megatron_fsdp_adapter.comm.all_to_all_sum import reduce_scatter
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.topology import DENSE
+from megatron_fsdp_adapter.kernels.sums import WIDE, _kernel, copy_large, sum_rows
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import check_run_bits
@@ -148,6 +149,9 @@ def sums_of_rows(rank: int, world: int) -> str:
     output = torch.empty(rows.shape[1], device=device)
     sum_rows(rows, output)
     assert bool((output == 3.0).all())
+    for value in torch.randn(3, WIDE + 5, device=device).bfloat16().unbind():
+        copy_large(output[: WIDE + 5], value)
+        assert torch.equal(output[: WIDE + 5], value.float())
     return "all within one rounding"
 
 

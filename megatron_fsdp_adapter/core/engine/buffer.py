@@ -26,6 +26,7 @@ from megatron_fsdp_adapter.core.layout.format import Plane, plain
 from megatron_fsdp_adapter.core.layout.group import GroupLayout, ShardSpec
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import Runtime, fill_with_nan, storage_bytes
+from megatron_fsdp_adapter.kernels.sums import copy_large
 
 LARGE = 1 << 20
 """Elements from which a tensor is copied by a kernel of its own."""
@@ -65,7 +66,7 @@ def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
 
     def copy(inputs: Sequence[torch.Tensor]) -> None:
         for i, output in large:
-            output.copy_(inputs[i])
+            copy_large(output, inputs[i])
         if small:
             torch._foreach_copy_(small_outputs, [inputs[i] for i in small])
 

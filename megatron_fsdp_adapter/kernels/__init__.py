@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from .core.runtime.rank_warnings import warn
+from ..core.runtime.rank_warnings import warn
 
 Kernel = TypeVar("Kernel")
-
 
 
 def kernel_or_warning(tried: Callable[[], Kernel], otherwise: str) -> Kernel | None:

@@ -32,7 +32,7 @@ def _sum_rows(
 def sum_rows(
     rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
-    """Sums rows, as `all_to_all_sum.sum_rows`. `rows` must be contiguous along their second
+    """Sums rows, as `sums.sum_rows`. `rows` must be contiguous along their second
     dimension, and so must `output`; all on the current CUDA device."""
     count, numel = rows.shape
     if numel:

@@ -1,0 +1,71 @@
+"""Sums of rows and casts of large tensors.
+
+On CUDA a Triton kernel reads every row once and writes, or adds to, the output: one pass, in
+float32, in the order of the rows. Torch's own reduction over a first dimension of 2 to 8 rows
+moves 2.0 to 3.9 TB/s of an H200's 4.3, and adding its result to the output is one pass more: for a
+layer of 218M gradients on 4 ranks 0.45 ms in place of 0.30.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from . import kernel_or_warning
+
+SumRows = Callable[[torch.Tensor, torch.Tensor, float, bool], None]
+
+WIDE = 1 << 24
+"""Elements from which a cast by the Triton kernel saves more time on the device than its launch
+costs on the host."""
+
+
+def sum_rows(
+    rows: torch.Tensor, output: torch.Tensor, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """`output` (n) becomes, or with `accumulate` grows by, `scale` times the sum of `rows` (r, n).
+
+    Both may be float32 or bfloat16; additions are in float32, the result is rounded once.
+    """
+    run = _kernel(rows.device) if rows.is_cuda else None
+    (run or _by_torch)(rows, output, scale, accumulate)
+
+
+def copy_large(output: torch.Tensor, value: torch.Tensor) -> None:
+    """`output` becomes `value`, cast.
+
+    Torch casts bfloat16 to float32 with a kernel that moves 2.1 TB/s. One row summed is a copy.
+    """
+    fits = (
+        value.is_cuda and output.is_cuda and value.numel() >= WIDE
+        and (value.dtype, output.dtype) == (torch.bfloat16, torch.float32)
+        and value.is_contiguous() and output.is_contiguous()
+    )  # fmt: skip
+    if fits and (run := _kernel(value.device)):
+        run(value.view(1, -1), output.view(-1), 1.0, False)
+    else:
+        output.copy_(value)
+
+
+def _by_torch(rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool) -> None:
+    total = torch.sum(rows, dim=0, dtype=torch.float32)
+    if accumulate:
+        output.add_(total, alpha=scale)
+    else:
+        output.copy_(total.mul_(scale))
+
+
+@functools.cache
+def _kernel(device: torch.device) -> SumRows | None:
+    def tried() -> SumRows:
+        from .triton_sums import sum_rows as kernel
+
+        kernel(torch.zeros(1, 1, device=device), torch.zeros(1, device=device), 1.0, False)
+        return kernel
+
+    return kernel_or_warning(
+        tried, "sums of exchanged gradients are left to torch, which takes half as long again, "
+        "and casts of gradients, which take twice as long"
+    )  # fmt: skip
