@@ -153,11 +153,8 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
 def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     """Core's own norm and clipping, given local tensors: none is empty (`norm_grads`), and none
     pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
-    if not our_chunks(self):
+    if not our_chunks(self) or self.is_stub_optimizer:
         return original(self, clip_grad)
-    if self.is_stub_optimizer:
-        self.norm_of_step = original(self, clip_grad)
-        return self.norm_of_step
     norms = {
         group: norm_of(self, group) for group in (None, *core_api.present_norm_groups(self))
     }
@@ -176,17 +173,15 @@ def step(original: Callable[..., Any], self: Any) -> Any:
 
     Inside, gradients between clipping and the inner optimizer's step are read only by code that
     reports it. A step that is left out leaves clipped ones, as without this."""
-    if not our_chunks(self):
+    if not our_chunks(self) or self.is_stub_optimizer:  # a stub on every rank: all is frozen
         return original(self)
-    shards, self.in_own_step = _shards(self), True
-    if shards is not None:
-        shards.step_follows = True
+    shards: LocalShards = self.optimizer._fsdp_shards
+    shards.step_follows = self.in_own_step = True
     try:
         updated, norm, zeros = original(self)
     finally:
         self.in_own_step = False
-        if shards is not None:
-            shards.clip_now()
+        shards.clip_now()
     if norm is None:  # of gradients that are not finite
         return updated, None, None
     return updated, self.norm_of_step, zeros if self.config.log_num_zeros_in_grad else None
