@@ -57,8 +57,8 @@ def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
     """A function that copies each of as many inputs to its output, casting it. Which outputs are
     large is looked at once.
 
-    Torch's kernel for many tensors casts 109M elements in 0.20 ms on an H200, and in 2.2 ms beside
-    GEMMs, which leave room for few of its blocks; one tensor's own in 0.15 and 0.74 ms.
+    Torch's kernel for many tensors is slow beside GEMMs, which leave room for few of its blocks
+    (docs/results_experiments.md).
     """
     large = [(i, output) for i, output in enumerate(outputs) if output.numel() >= LARGE]
     small = [i for i, output in enumerate(outputs) if output.numel() < LARGE]
