@@ -64,14 +64,14 @@ BUDGETS = {
     "graphs": (406, 7),
     "kernels": (46, 0),
     "launch": (268, 2),
-    "megatron": (2_800, 29),
+    "megatron": (2_790, 29),
     "models": (370, 3),
     "optim": (1_470, 15),
     "plain": (975, 9),
     "planning": (1_110, 21),
     "prove": (685, 7),
     "quantized": (854, 15),
-    "sharding": (1_210, 15),
+    "sharding": (1_220, 15),
 }
 """What each package may have: what it had when this was last set, and 2% more, so that growth is
 decided and not drifted into. Statements are those of the syntax tree but docstrings and imports."""

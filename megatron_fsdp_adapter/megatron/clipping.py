@@ -108,7 +108,7 @@ def norm_of(optimizer: Any, group: str | None) -> Any:
 @for_ours
 def count_zeros(ours: Chunks, self: Any) -> Any:
     """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
-    shards = _shards(self)
+    shards = getattr(getattr(self, "optimizer", None), "_fsdp_shards", None)
     if shards is not None:
         shards.clip_now()  # gradients are read before the step clips them
     norm_groups = (None, *core_api.SEPARATE_NORMS)
@@ -198,7 +198,3 @@ def step_with_norm(original: Callable[..., bool], self: Any) -> bool:
     if math.isinf(threshold):  # the norm may be on the device
         return original(self)
     return False if self.norm_of_step > threshold else original(self)
-
-
-def _shards(optimizer: Any) -> LocalShards | None:
-    return getattr(getattr(optimizer, "optimizer", None), "_fsdp_shards", None)

@@ -21,6 +21,7 @@ from ..core.engine.engine import FsdpEngine
 from ..optim.memory import local_shards, park_state, take_state, trim
 from ..optim.residency import Residency
 from ..optim.step import adopt, initialize_state
+from ..sharding.module_weights import copy_from_first_stage, shared_embeddings
 from ..sharding.problems import raise_problems
 from . import emerging, lion, optimizer_state
 from .inner_module import Chunks, for_ours, our_chunks, ours_among
@@ -178,10 +179,17 @@ def _remember_groups(
     original: Callable[..., Any], pg_collection: Any, model_chunks: Sequence[Any], *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Core is about to make an optimizer, and has looked up the groups for it."""
+    """Core is about to make an optimizer, and has looked up the groups for it. All chunks are there
+    now, so that copies of an embedding on other pipeline stages can get its values: core copies
+    none that starts on the meta device."""
     groups = original(pg_collection, model_chunks, *args, **kwargs)
     for chunk in ours_among(model_chunks):
         chunk.optimizer_groups = groups
+        shared = shared_embeddings([chunk.engine])
+        if shared and chunk.config.init_model_with_meta_device:
+            stages = (own.embd_group for own in chunk.modules() if hasattr(own, "embd_group"))
+            copy_from_first_stage(shared, next(stages))
+            chunk.engine.main_weights_changed(loaded=True)
     return groups
 
 

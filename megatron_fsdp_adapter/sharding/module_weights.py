@@ -6,8 +6,9 @@ gathered when it asks, what it writes is cut into rows. Nothing else is held mea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,3 +122,29 @@ def module_weights(engines: Iterable[FsdpEngine]) -> dict[int, ModuleWeight]:
         for pair in engine.pairs:
             found[id(pair.unsharded)] = found[id(pair.sharded)] = ModuleWeight(pair, engine)
     return found
+
+
+def shared_embeddings(engines: Iterable[FsdpEngine]) -> list[ModuleWeight]:
+    """The embedding weights that Megatron shares across pipeline stages."""
+    return [
+        ModuleWeight(pair, engine)
+        for engine in engines
+        for pair in engine.pairs
+        if getattr(pair.sharded, "shared_embedding", False)
+    ]
+
+
+def copy_from_first_stage(shared: Sequence[ModuleWeight], group: Any) -> None:
+    """Gives `shared` embeddings, those of this rank, the values of the first stage's. Collective
+    over their data-parallel ranks and over `group`, the embedding group of core. Call the
+    `main_weights_changed()` of their engines afterwards."""
+    first, *others = shared
+    source = dist.get_process_group_ranks(group)[0]
+    if dist.get_rank() == source:
+        value = first.gather(torch.float32)
+    else:
+        others = [first, *others]
+        value = torch.empty(first.shape, dtype=torch.float32, device=first.device)
+    dist.broadcast(value, source, group=group)
+    for weight in others:
+        weight.copy_(value)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -25,15 +26,17 @@ from tests.distributed.gpt import (
     ddp_config,
     full_all,
     init_megatron,
+    make_trainer,
     model_config,
 )
 from tests.distributed.memory import live_bytes
 from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case(heads=4, vocab=54)
+TIED = "tied, learned positions"
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "dense": (CASE, {}),
-    "tied, learned positions": (CASE.but(tied=True, positions="learned_absolute"), {}),
+    TIED: (CASE.but(tied=True, positions="learned_absolute"), {}),
     "bf16, SwiGLU": (CASE.but(bf16=True, swiglu=True, bias=False), {}),
     "experts, a shared one with a gate": (
         CASE.but(bias=False, bf16=True),
@@ -65,6 +68,8 @@ def build(case: Case, options: dict[str, Any], meta: bool, change: Any = None) -
         model = GPTModel(
             config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
             share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
         )  # fmt: skip
         if change is not None:
             change(model)
@@ -74,26 +79,29 @@ def build(case: Case, options: dict[str, Any], meta: bool, change: Any = None) -
 def _wrapped(case: Case, options: dict[str, Any], strategy: str, meta: bool) -> Any:
     model = build(case, options, meta)
     assert all(param.is_meta for param in model.parameters()) == meta
-    return FullyShardedDataParallel(model.config, ddp_config(case, strategy), model)
+    return make_trainer(model, case, strategy).wrapper
 
 
+WHOLE, TENSOR, PIPELINE = {}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 STARTS = (
-    ("dense", "optim", 1), *((name, "optim_grads_params", 1) for name in CASES),
-    *(pytest.param(name, "optim_grads_params", 2, marks=pytest.mark.full)
+    ("dense", "optim", WHOLE), *((name, "optim_grads_params", WHOLE) for name in CASES),
+    *((TIED, strategy, PIPELINE) for strategy in ("no_shard", "optim_grads_params")),
+    *(pytest.param(name, "optim_grads_params", TENSOR, marks=pytest.mark.full)
       for name in ("dense", "bf16, SwiGLU")),
 )  # fmt: skip
-"""Cases, strategies, and numbers of tensor-parallel ranks, each with its pieces of weights."""
+"""Cases, strategies, and what splits a model: tensor-parallel ranks each have their pieces of
+weights, and the second pipeline stage has a copy of a tied embedding."""
 
 
-@pytest.mark.parametrize(("name", "strategy", "tensor"), STARTS)
+@pytest.mark.parametrize(("name", "strategy", "split"), STARTS)
 @on_ranks(2)
 def test_weights_are_those_of_a_start_without_the_meta_device(
-    name: str, strategy: str, tensor: int
+    name: str, strategy: str, split: dict[str, int]
 ) -> None:
     """Bit for bit, with the same marks on the parameters."""
-    init_megatron(tensor_model_parallel_size=tensor)
+    init_megatron(**split)
     case, options = CASES[name]
-    options = {**options, "tensor_model_parallel_size": tensor}
+    options = {**options, **split}
     wrappers = [_wrapped(case, options, strategy, meta) for meta in (True, False)]
     for ours, expected in zip(*(wrapper.engine.pairs for wrapper in wrappers), strict=True):
         assert sorted(vars(ours.unsharded)) == sorted(vars(expected.unsharded))

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
@@ -33,7 +32,11 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
 from megatron_fsdp_adapter.quantized.scaling import scalings_of
 from megatron_fsdp_adapter.quantized.start import values_follow
-from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
+from megatron_fsdp_adapter.sharding.module_weights import (
+    copy_from_first_stage,
+    module_weights,
+    shared_embeddings,
+)
 from megatron_fsdp_adapter.sharding.sharded_module import engines_behind
 
 TASKS = "build_conversion_tasks"
@@ -217,27 +220,13 @@ def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     call, _, engines = _bound(original, args, kwargs)
     if not engines:
         return original(*args, **kwargs)
-    shared = [
-        ModuleWeight(pair, engine)
-        for engine in engines
-        for pair in engine.pairs
-        if getattr(pair.sharded, "shared_embedding", False)
-    ]
-    if not shared:  # without pipelines nothing is marked so
-        return None
-    bridge = sys.modules[CONVERSION]
-    find = getattr(bridge, "_get_embedding_group", lambda _: parallel_state.get_embedding_group())
-    group = find(call.arguments["megatron_model"])
-    source = dist.get_process_group_ranks(group)[0]
-    first, *others = shared
-    if dist.get_rank() == source:
-        value = first.gather(torch.float32)
-    else:
-        others = shared
-        value = torch.empty(first.shape, dtype=torch.float32, device=first.device)
-    dist.broadcast(value, source, group=group)
-    for weight in others:
-        weight.copy_(value)
+    shared = shared_embeddings(engines)
+    if shared:
+        find = getattr(
+            sys.modules[CONVERSION], "_get_embedding_group",
+            lambda _: parallel_state.get_embedding_group(),
+        )  # fmt: skip
+        copy_from_first_stage(shared, find(call.arguments["megatron_model"]))
     return None
 
 
