@@ -26,6 +26,14 @@ class Strategy:
     shard_grads: bool
     shard_main: bool
 
+    def __post_init__(self) -> None:
+        if self.shard_weights and not self.shard_grads:
+            raise ValueError(
+                f"strategy {self.name}: shard_weights=True with shard_grads=False: a unit that "
+                "keeps gradients is resharded when they are reduced, which may be at the end of a "
+                "backward. Shard gradients too, or change FsdpEngine.post_backward first"
+            )
+
 
 STRATEGIES: Mapping[str, Strategy] = {
     row.name: row
@@ -180,6 +188,12 @@ class EngineConfig:
         how gradients are reduced is the domain's matter."""
         if strategy is None or strategy == self.strategy:
             return self
+        if strategy.shard_main != self.strategy.shard_main:
+            raise ValueError(
+                f"strategy {strategy.name} of a unit of a model with {self.strategy.name}: one of "
+                "them shards main weights and the other does not. Choose rows with the same "
+                "shard_main"
+            )
         reduce_scatter = self.reduce_scatter if strategy.shard_grads else REDUCE_SCATTER
         return replace(self, strategy=strategy, reduce_scatter=reduce_scatter)
 

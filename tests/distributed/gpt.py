@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.core import config as engine_config
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
 from tests.distributed.gather_full import (
@@ -37,7 +38,7 @@ from tests.distributed.gather_full import (
 )
 from tests.distributed.groups import use_groups
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES = tuple(engine_config.STRATEGIES)
 
 
 OptimizerOptions = Mapping[str, Any] | Callable[[OptimizerConfig], OptimizerConfig]

@@ -101,8 +101,7 @@ def test_weights_are_those_of_a_start_without_the_meta_device(
     """Bit for bit, with the same marks on the parameters."""
     init_megatron(**split)
     case, options = CASES[name]
-    options = {**options, **split}
-    wrappers = [_wrapped(case, options, strategy, meta) for meta in (True, False)]
+    wrappers = [_wrapped(case, {**options, **split}, strategy, meta) for meta in (True, False)]
     for ours, expected in zip(*(wrapper.engine.pairs for wrapper in wrappers), strict=True):
         assert sorted(vars(ours.unsharded)) == sorted(vars(expected.unsharded))
         local = [pair.sharded._local_tensor for pair in (ours, expected)]
@@ -151,11 +150,9 @@ def test_what_cannot_be_initialized_is_one_error(rank: int) -> None:
     with pytest.raises(ValueError, match="init_model_with_meta_device=False: .*word_embeddings"):
         FullyShardedDataParallel(model.config, ddp_config(case, "optim"), model)
     with torch.device("meta"):
-        forgetful = nn.Sequential(nn.Linear(3, 3), Forgetful(3, 3))
+        forgetful, plain = nn.Sequential(nn.Linear(3, 3), Forgetful(3, 3)), nn.Linear(3, 3)
     with pytest.raises(ValueError, match=r"of the module of 1\.bias left a part"):
         fully_shard_model(forgetful, init_model_with_meta_device=True)
-    with torch.device("meta"):
-        plain = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
         fully_shard_model(plain)
 

@@ -59,7 +59,7 @@ from .topologies import (
     topology_step,
 )
 
-ZERO_0, ZERO_1, ZERO_2, ZERO_3 = STRATEGIES
+ZERO_0, ZERO_1, ZERO_2, ZERO_3, *_ = STRATEGIES
 Options = Mapping[str, Any]
 AnyTrainer = Trainer | TopologyTrainer
 Change = Callable[[Any], None]

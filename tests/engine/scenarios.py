@@ -20,7 +20,7 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.engine.small_model import Exploded, Loop, Setup
 from tests.quantized.emulated import RECIPES
 
-ZERO_0, ZERO_1, ZERO_2, ZERO_3 = STRATEGIES
+ZERO_0, ZERO_1, ZERO_2, ZERO_3, *_ = STRATEGIES
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -198,7 +198,10 @@ class Scenario:
 
 APART = ("further_backwards", "gathered_while_shown")
 ONE_AFTER_ANOTHER = tuple(event for event in EVENTS if event not in APART)
-SHARDED, REDUCED = (ZERO_2, ZERO_3), (ZERO_1, ZERO_2, ZERO_3)
+SHARDED, REDUCED = (
+    tuple(name for name, row in STRATEGIES.items() if getattr(row, flag))
+    for flag in ("shard_grads", "shard_main")
+)
 ONE_RANK_EACH = {"split": True, "whole": True}
 """Two ranks share a layer; one map of each layer has a domain of one rank."""
 TWO_DOMAINS = {"split": True, "world": 4, "rank": 1}

@@ -29,6 +29,7 @@ from tests.engine.scenarios import (
     FP32,
     ONE_AFTER_ANOTHER,
     SCENARIOS,
+    SHARDED,
     ZERO_1,
     ZERO_2,
     ZERO_3,
@@ -114,7 +115,7 @@ BOUNDED = (*ONE_AFTER_ANOTHER, "tied", "many_layers", "reentrant", "selective", 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "scenario"), cells(*BOUNDED, strategies=(ZERO_2, ZERO_3))
+    ("strategy", "scenario"), cells(*BOUNDED, strategies=SHARDED)
 )
 def test_alive_bytes(strategy, scenario):
     """The root unit, the one that computes and the next one have weights; two have buckets."""

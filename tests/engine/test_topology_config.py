@@ -20,6 +20,7 @@ from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
     MixedPrecisionPolicy,
+    Strategy,
     strategy_named,
 )
 from megatron_fsdp_adapter.core.runtime.device import make_runtime
@@ -202,11 +203,9 @@ CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(
         (
             {"data_parallel_sharding_strategy": strategy, **dict.fromkeys(OVERLAPS, False)},
-            dict(zip(OVERLAPS, forced, strict=True)),
+            dict(zip(OVERLAPS, (row.shard_grads, row.shard_weights), strict=True)),
         )
-        for strategy, forced in zip(
-            STRATEGIES, ((False, False), (False, False), (True, False), (True, True)), strict=True
-        )
+        for strategy, row in STRATEGIES.items()
     ),
     *(
         ({"gradient_reduce_div_fusion": fusion, "average_in_collective": average},
@@ -269,6 +268,10 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
      partial(MixedPrecisionPolicy, grad_comm_dtype=torch.float16)),
     ("device=meta: only 'cuda' and 'cpu'", partial(make_runtime, torch.device("meta"))),
     ("data_parallel_sharding_strategy='zero3': unknown", partial(strategy_named, "zero3")),
+    ("strategy new: shard_weights=True with shard_grads=False",
+     partial(Strategy, "new", shard_weights=True, shard_grads=False, shard_main=True)),
+    ("strategy optim of a unit of a model with no_shard: one of them shards main weights",
+     partial(EngineConfig(STRATEGIES["no_shard"]).for_unit, STRATEGIES["optim"])),
     ("bucket_size=5 and num_buckets=2 are mutually exclusive",
      partial(OurConfig, bucket_size=5, num_buckets=2)),
 ]  # fmt: skip

@@ -142,12 +142,12 @@ class GatherPipeline:
         self.units, self.config, self.runtime = units, config, runtime
         self.communicators, self.outer = communicators, outer
         self.order, self.launches = order, launches
-        self.forward_follows, self.updates = False, DeferredUpdates(units, runtime)
-        self.microbatch_follows = False
+        self.updates = DeferredUpdates(units, runtime)
+        # _unordered: gathers, before which the compute stream may write what they read.
+        self.forward_follows = self.microbatch_follows = self._unordered = False
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._held: Counter[int] = Counter()
-        self._unordered = False  # gathers, before which the compute stream may write what they read
         pairs = attrgetter("outer_pairs"), attrgetter("gather_pairs")
         self._planned = [self.plan(unit.groups, *pairs) for unit in units]
 
@@ -242,8 +242,7 @@ class GatherPipeline:
         self.runtime.submit(
             GATHER,
             lambda: self._fill_own(unit, stale),
-            *([partial(self._launch_each, outer)] if stale and outer else ()),
-            *([partial(self._launch_each, inner)] if inner else ()),
+            *(self.tasks(outer) if stale else ()), *self.tasks(inner),
         )
         unit.stale, unit.gathered = False, self.runtime.record(GATHER)
         self._unordered = True

@@ -138,8 +138,10 @@ class Unit:
     def check_gathered(self) -> None:
         """RuntimeError if a backward that is over had no weights to read. In a slot it may have
         read those of another unit in their place."""
-        read = self.backward_reads_weights and self.weight_slot is not None
-        if read and self.phase is not Phase.READY:
+        if (
+            self.backward_reads_weights and self.weight_slot is not None
+            and self.phase is not Phase.READY
+        ):  # fmt: skip
             raise RuntimeError(
                 f"unit {self.name}: its backward ran without its weights, because no tensor that "
                 "requires a gradient was found in its output. Return tensors, or containers, "

@@ -114,7 +114,8 @@ def missing(patches: Iterable[Patch]) -> list[str]:
     return [
         f"{patch.path}{found}"
         for patch in patches
-        if _is_used(patch) and (found := _problem(patch)) is not None
+        if (_is_imported(patch.module) or patch.module in sys.modules)
+        and (found := _problem(patch)) is not None
     ]
 
 
@@ -195,10 +196,6 @@ def _in_place(patch: Patch) -> tuple[Any, str] | None:
     """The owner and the name under which the replacement is in place."""
     found = place(patch, imports=False)
     return found if found is not None and found[1] in _kept(found[0]) else None
-
-
-def _is_used(patch: Patch) -> bool:
-    return _is_imported(patch.module) or patch.module in sys.modules
 
 
 def _problem(patch: Patch) -> str | None:
