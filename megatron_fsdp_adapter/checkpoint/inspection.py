@@ -219,8 +219,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def same(a: Any, b: Any) -> bool:
     """True if two values are equal; tensors and arrays in them are compared bit by bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        fits = a.dtype == b.dtype and a.shape == b.shape
-        return fits and torch.equal(_bits(a), _bits(b))
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
     if type(a) is not type(b):
         return False
     if isinstance(a, Mapping):

@@ -121,8 +121,7 @@ class Inert:
         self.__dict__.update(state if named else {"(state)": state})
 
     def __repr__(self) -> str:
-        arguments = self.__dict__["(arguments)"]
-        return f"{type(self).called}({', '.join(map(repr, arguments))})"
+        return f"{type(self).called}({', '.join(map(repr, self.__dict__['(arguments)']))})"
 
 
 @functools.cache

@@ -227,10 +227,6 @@ def _type_as_on_cuda(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: 
     return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
 
-def _stay_on_host(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor
-
-
 def _splits_as_numpy(
     original: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
@@ -241,8 +237,11 @@ FUNCTIONS = (
     # Compared with 'torch.cuda.*' in optimizer: distrib_optimizer, optimizer, clip_grads.
     Patch("torch", "Tensor.type", _for_callers_in(f"{_CORE}.optimizer", _type_as_on_cuda), makes),
     # In models.common (language_module, rope_utils), tensor_parallel.data, optimizer.optimizer,
-    # dist_checkpointing.exchange_utils.
-    Patch("torch", "Tensor.cuda", _for_callers_in(_CORE, _stay_on_host), makes),
+    # dist_checkpointing.exchange_utils: stays on the host.
+    Patch(
+        "torch", "Tensor.cuda",
+        _for_callers_in(_CORE, lambda original, tensor, *args, **kwargs: tensor), makes,
+    ),
     Patch(
         _RANDOM, "_get_cuda_rng_state", _get_host_rng_state, stands,
         why="reads torch.cuda's generators",

@@ -15,10 +15,13 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.transformer.module import param_is_not_shared
 
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.params import ParamPair
 from ..core.topology import TP_DIM
 from ..optim.local_shards import Clip, LocalPair, LocalShards
+from ..sharding.module_weights import ModuleWeight
 from .compat import core_api
-from .inner_module import Chunks, for_ours, our_chunks
+from .inner_module import Chunks, for_ours, our_chunks, ours_among
 
 EPS = 1e-6
 """The number that core adds to a norm before it divides by it."""
@@ -28,12 +31,15 @@ EPS = 1e-6
 
 
 def grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
-    """The ranks over which each gradient element is counted once: an optimizer instance, or all of
-    them where they split the shards again, which core does not know."""
+    """The ranks over which each gradient element is counted once."""
     ours = our_chunks(self)
-    if not ours:
-        return original(self)
-    instance, groups = original(self), ours[0].optimizer_groups
+    return _counting_ranks(ours, original(self)) if ours else original(self)
+
+
+def _counting_ranks(ours: Chunks, instance: Any) -> Any:
+    """The ranks over which each element is counted once: core's, of an optimizer `instance`, or all
+    of them where they split the shards again, which core does not know."""
+    groups = ours[0].optimizer_groups
     if groups is not None and not ours[0].engine.config.strategy.shard_main:
         # With 'no_shard' 0.18 gives its optimizer the model-parallel ranks, over which gradients
         # that one data-parallel rank counts are missing from the others' norm, and which miss
@@ -52,7 +58,13 @@ def grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
     return dist.group.WORLD
 
 
-def _is_counted(pair: Any, shards_main: bool) -> bool:
+def _counted(engine: FsdpEngine) -> list[ParamPair]:
+    """The parameters with elements that this rank counts."""
+    shards_main = engine.config.strategy.shard_main
+    return [pair for pair in engine.pairs if _is_counted(pair, shards_main)]
+
+
+def _is_counted(pair: ParamPair, shards_main: bool) -> bool:
     """True if this rank counts the gradient of a parameter: without sharding every rank of a domain
     holds the whole gradient, and the first one counts it; what tensor-parallel ranks hold alike,
     the first of them, in the mesh of the parameter's own kind. Core of 0.16.1 takes the dense ranks
@@ -77,8 +89,7 @@ def norm_grads(ours: Chunks, self: Any, grad_norm_group: str | None = None) -> A
     for chunk in ours:
         engine = chunk.engine
         engine.gather.updates.order_compute()  # of a step before, on the same gradients
-        shards_main = engine.config.strategy.shard_main
-        counted |= {id(p.sharded) for p in engine.pairs if _is_counted(p, shards_main)}
+        counted |= {id(pair.sharded) for pair in _counted(engine)}
     grads = [
         param.grad._local_tensor
         for param in self.get_parameters()
@@ -118,6 +129,24 @@ def count_zeros(ours: Chunks, self: Any) -> Any:
         zeros += grad.numel() - torch.count_nonzero(grad)
     dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
     return zeros.item()
+
+
+def params_norm(original: Callable[..., float], model: Any, *args: Any, **kwargs: Any) -> float:
+    """The norm of the main weights of the whole model. Megatron's own adds up the shards of each
+    DTensor over its mesh, and misses what other pipeline stages and expert-parallel ranks have."""
+    ours = ours_among(model if isinstance(model, list) else [model])
+    if not ours or ours[0].optimizer_groups is None:
+        return original(model, *args, **kwargs)
+    squares = torch.zeros(1, dtype=torch.float32, device=ours[0].engine.runtime.device)
+    for chunk in ours:
+        chunk.stop_communication()
+        for pair in _counted(chunk.engine):
+            if param_is_not_shared(pair.sharded):
+                local = ModuleWeight(pair, chunk.engine).local
+                squares += torch.linalg.vector_norm(local, dtype=torch.float32).to(squares) ** 2
+    instance = ours[0].optimizer_groups["intra_dist_opt_group"]
+    dist.all_reduce(squares, group=_counting_ranks(ours, instance))
+    return squares.item() ** 0.5
 
 
 # The clip, and the step behind it.

@@ -72,7 +72,8 @@ def captured_modules(
     are captured up to their attention."""
     parts = set(asked)
     for name, layer in module.named_modules():
-        if not _is_layer(layer):
+        # Blocks and whole models are graphable too, for inference.
+        if not _is_graphable(layer) or sum(map(_is_graphable, layer.modules())) != 1:
             continue
         # Tokens are dispatched in it: core's layers of experts hold a router.
         has_experts = any(hasattr(child, "router") for child in layer.modules())
@@ -81,11 +82,6 @@ def captured_modules(
             continue
         for part in sorted(_parts_of(layer, parts or {"attn"}, has_experts)):
             yield f"{name}.{part}", getattr(layer, part)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Blocks and whole models are graphable too, for inference."""
-    return _is_graphable(module) and sum(map(_is_graphable, module.modules())) == 1
 
 
 def _is_graphable(module: nn.Module) -> bool:

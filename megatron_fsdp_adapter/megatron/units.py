@@ -61,8 +61,7 @@ def _has_tied_weight(module: nn.Module) -> bool:
 def _is_read_from_outside(module: nn.Module) -> bool:
     """True if prediction heads (MTP) read the output layer's weight past its forward, and call the
     embedding without gradients."""
-    config = getattr(module, "config", None)
-    return bool(getattr(config, "mtp_detach_heads", False))
+    return bool(getattr(getattr(module, "config", None), "mtp_detach_heads", False))
 
 
 def _default_units(module: nn.Module) -> dict[str, nn.Module]:

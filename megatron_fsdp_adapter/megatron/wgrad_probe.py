@@ -104,18 +104,14 @@ def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
     return make
 
 
-def _in_groups(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """All tokens go to the first of two experts: the other one's gradient is zero, and has to be
-    written as well."""
-    return module(x, [TOKENS, 0])
-
-
 MAKERS: Mapping[str, Maker] = {
     "transformer_engine.Linear": Maker(_te_module("Linear", SIZE, SIZE)),
     "transformer_engine.LayerNormLinear": Maker(_te_module("LayerNormLinear", SIZE, SIZE)),
     "transformer_engine.LayerNormMLP": Maker(_te_module("LayerNormMLP", SIZE, SIZE)),
+    # All tokens go to the first of two experts: the other one's gradient is zero, and has to be
+    # written as well.
     "transformer_engine.GroupedLinear": Maker(
-        _te_module("GroupedLinear", 2, SIZE, SIZE), _in_groups
+        _te_module("GroupedLinear", 2, SIZE, SIZE), lambda module, x: module(x, [TOKENS, 0])
     ),
 }
 """Class -> maker; a module is that of the first class in its resolution order that has a row.

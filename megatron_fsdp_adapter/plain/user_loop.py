@@ -235,7 +235,11 @@ class UserLoopEngine(FsdpEngine):
     def _follow_grads(self) -> None:
         """Takes over what the user has done to `.grad` of the sharded parameters since it was
         attached: taken away, under either name, or replaced by another tensor."""
-        cleared = {pair for pair in self._given if _is_cleared(pair)}
+        names = ("grad", "decoupled_grad")
+        cleared = {
+            pair for pair in self._given
+            if any(getattr(pair.sharded, name, None) is None for name in names)
+        }  # fmt: skip
         replaced = [
             pair for pair in self._given - cleared if pair.sharded.grad is not pair.grad
         ]
@@ -300,8 +304,3 @@ def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> N
         reduced = group.grad_state is not GradState.ACCUMULATED
         items = group.grad.items(group.held) if reduced else group.collected.params
         torch._foreach_zero_([items[index] for index in indices])
-
-
-def _is_cleared(pair: ParamPair) -> bool:
-    """True if the attached gradient has been taken away, under either name."""
-    return any(getattr(pair.sharded, name, None) is None for name in ("grad", "decoupled_grad"))

@@ -98,8 +98,7 @@ class Group:
 def _reached(table: Mapping[int, float], ranks: int) -> float:
     """The value of the row for `ranks`, else of the next larger row, else of the largest."""
     known = sorted(table)
-    row = next((size for size in known if size >= ranks), known[-1])
-    return table[row]
+    return table[next((size for size in known if size >= ranks), known[-1])]
 
 
 def collective_seconds(

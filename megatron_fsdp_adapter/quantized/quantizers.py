@@ -35,8 +35,7 @@ def _settings(weight: QuantizedWeight) -> Settings:
     quantizer = _quantizer(weight)
     powers = bool(getattr(quantizer, "force_pow_2_scales", False))
     epsilon = float(getattr(quantizer, "amax_epsilon", 0.0))
-    kind = type(quantizer).__name__
-    return weight.format.name, kind, powers, epsilon, weight.param.dtype
+    return weight.format.name, type(quantizer).__name__, powers, epsilon, weight.param.dtype
 
 
 def _quantizer_of(settings: Settings) -> Callable[..., Quantizer]:

@@ -303,8 +303,7 @@ class _Chunk:
 
     def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a tensor of the rest, as a copy."""
-        value = dequantized(tensor).detach()
-        return value.to(self._dtype(described, tensor), copy=True)
+        return dequantized(tensor).detach().to(self._dtype(described, tensor), copy=True)
 
     def shards(self) -> Iterator[WeightShard]:
         """This rank's shards."""

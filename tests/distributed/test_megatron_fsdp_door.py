@@ -66,10 +66,6 @@ def _never(model: Any, is_last: bool) -> AbstractContextManager[Any]:
     return _last_syncs(model, False)
 
 
-def _no_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
-    return nullcontext() if is_last else model.no_sync()
-
-
 def train(model: Any, optimizer: Any, rank: int, around: Around, first: int = 0) -> list[float]:
     losses = []
     for step in range(first, first + STEPS):
@@ -102,7 +98,10 @@ def near(found: Any, expected: Any, say: Any) -> None:
 def test_loops_written_for_megatron_fsdp(rank: int, world: int, number: int, name: str) -> None:
     known = Side(rank, world, None)
     microbatched(known, adam, MICROBATCHES)
-    for strategy, around in ((number, _last_syncs), (name, _no_sync), (name, _never)):
+    for strategy, around in (
+        (number, _last_syncs), (name, _never),
+        (name, lambda model, is_last: nullcontext() if is_last else model.no_sync()),
+    ):  # fmt: skip
         model, optimizer = sharded(world, zero_dp_strategy=strategy)
         assert model.data_parallel_sharding_strategy == name
         losses = everyones(train(model, optimizer, rank, around))

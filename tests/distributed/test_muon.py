@@ -42,11 +42,6 @@ ROUNDING = 2e-3
 rounded in another way."""
 
 
-def by_package(matrix: torch.Tensor, coefficients: Any) -> torch.Tensor:
-    """One matrix by itself. That it becomes orthogonal: tests/sharding/test_newton_schulz.py."""
-    return orthogonalized(matrix[None], coefficients)[0]
-
-
 @dataclass(frozen=True)
 class Cell:
     """Of one topology, under some strategies; fields of the DDP config and of the optimizer's."""
@@ -78,7 +73,9 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
     dtype = torch.bfloat16 if cell.options is BF16 else torch.float32
     reference = Reference(
         trainer.chunks[0].config, LR, DECAY, trainer.case.adam_eps, cell.clip, dtype,
-        orthogonalize=by_package, coefficients=coefficients_of("quintic", 5),
+        # One matrix by itself. That it becomes orthogonal: tests/sharding/test_newton_schulz.py.
+        orthogonalize=lambda matrix, numbers: orthogonalized(matrix[None], numbers)[0],
+        coefficients=coefficients_of("quintic", 5),
     )  # fmt: skip
     params = {name: pair.unsharded for name, pair in trainer._pairs()}
     wanted = trainer.params()

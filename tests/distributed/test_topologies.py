@@ -21,6 +21,8 @@ import torch
 from megatron.core import parallel_state as ps
 from torch import nn
 
+from megatron_fsdp_adapter.megatron.clipping import params_norm
+from megatron_fsdp_adapter.prove.build import coordinates
 from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.checks import Step, check_gradients
 from tests.distributed.gpt import batches, run_passes
@@ -127,6 +129,24 @@ ROWS = (
 def test_topology(row: Variant, rank: int, seed: int) -> None:
     """Gradients, norm and loss of a step from the same weights; loss, norm and weights after."""
     compare(row, rank, seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("ep2-pp2", "optim_grads_params"), ("tp2-pp2", "no_shard")]
+)
+@on_ranks(4)
+def test_the_norm_of_weights_counts_each_weight_once(name: str, strategy: str) -> None:
+    """Also those of other stages and of other expert-parallel ranks; replicas and copies not."""
+    init_topology(TOPOLOGIES[name])
+    ours = build_topology_trainer(TOPOLOGIES[name], case_for(TOPOLOGIES[name]), strategy)
+    weights = ours.params()
+    mine = {
+        coordinates(param, n, 0): weights[n].square().sum() for n, param in ours.named_parameters()
+    }
+    squares = {place: value for part in everyones(mine) for place, value in part.items()}
+    assert params_norm(pytest.fail, ours.chunks) == pytest.approx(
+        float(sum(squares.values())) ** 0.5, rel=1e-6
+    )
 
 
 # The reference is itself what it should be.

@@ -65,10 +65,6 @@ def _scale(grads: list[torch.Tensor], factor: float | None) -> None:
             grad.copy_((grad.float() * factor).to(grad.dtype))
 
 
-def _copy(rows: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    return [[tensor.clone() for tensor in row] for row in rows]
-
-
 def _equal(rows: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
     return all(all(map(torch.equal, row, other)) for row, other in zip(rows, others, strict=True))
 
@@ -104,7 +100,7 @@ def test_bits_of_transformer_engine(
         (1, 0), (None, 0.37), (1.0, 1e-18), ((SIZES, 0), (even, 0), (even, 1))
     ):
         ours = _tensors(grads, weights, moments, sizes, scale, skip)
-        theirs = _copy(ours)
+        theirs = [[tensor.clone() for tensor in row] for row in ours]
         adam.clip = None if factor is None else torch.full((), factor, device="cuda")
         _scale(theirs[0], factor)
         for step in (1, 2, 7, 1000):

@@ -2,7 +2,7 @@
 
     python tests/integration/lm_log.py FIRST SECOND [--tolerance 0.001] [--from-iteration 3]
 
-Compared are losses and gradient norms of the iterations, and losses of evaluations. Without a
+Compared are losses and norms of the iterations, and losses of evaluations. Without a
 tolerance they must agree in every printed digit. Status 1 if they do not, or if there are none.
 """
 
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
-_FIELD = re.compile(r"(lm loss|grad norm): ([-+0-9.eEnaif]+)")
+_FIELD = re.compile(r"(lm loss|grad norm|params norm): ([-+0-9.eEnaif]+)")
 _EVALUATION = re.compile(
     r"(validation|test) loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: (\S+)"
 )
@@ -24,7 +24,7 @@ Values = dict[tuple[int, str], str]
 
 
 def read(text: str) -> Values:
-    """All losses and gradient norms of a log."""
+    """All losses and norms of a log."""
     values: Values = {}
     for line in text.splitlines():
         iteration = _ITERATION.search(line)

@@ -453,17 +453,15 @@ class ReducePipeline:
         model of one unit fills the very bucket that its last microbatch is still reducing. A unit
         in the same slot counts as the same."""
         while self._in_flight and (
-            len(self._in_flight) >= MAX_BUCKETS or self._are_in_flight(groups)
+            len(self._in_flight) >= MAX_BUCKETS
+            or any(
+                _same_memory(one, group)
+                for flight in self._in_flight
+                for one in flight.groups
+                for group in groups
+            )
         ):
             self._retire()
-
-    def _are_in_flight(self, groups: Sequence[ParamGroup]) -> bool:
-        return any(
-            _same_memory(one, group)
-            for flight in self._in_flight
-            for one in flight.groups
-            for group in groups
-        )
 
     def _retire(self) -> None:
         """Frees the buckets of the oldest reduction, behind that reduction alone."""

@@ -135,8 +135,7 @@ def plan_group(
 
     @functools.cache
     def packed(block: frozenset[int]) -> Packing:
-        items = [spec for spec in specs if spec.granularity in block]
-        return pack(items, num_shards, align)
+        return pack([spec for spec in specs if spec.granularity in block], num_shards, align)
 
     allowed = sum(spec.numel for spec in specs) * (1 + padding_bound)
     best: tuple[Packing, ...] = ()

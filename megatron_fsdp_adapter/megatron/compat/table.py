@@ -126,6 +126,15 @@ DRIVERS = (
 )  # fmt: skip
 """Checkpoint code of Megatron-LM and Megatron-Bridge, where its own path stops."""
 
+NORMS = tuple(
+    Patch(
+        module, "calc_params_l2_norm", "megatron.clipping:params_norm",
+        parameters=("model, ...",), required=False, everywhere=True,
+    )
+    for module in ("megatron.training.utils", "megatron.bridge.training.utils.train_utils")
+)  # fmt: skip
+"""Patches of the norm that `--log-params-norm` logs."""
+
 _ENGINE = f"{FSDP}.src.megatron_fsdp"
 
 
@@ -252,7 +261,7 @@ FRAMEWORKS = (
 """Reinforcement learning on top of Megatron: memory while another engine generates, and what is
 sent to it."""
 
-LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *SAVES, *FRAMEWORKS)
+LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *NORMS, *SAVES, *FRAMEWORKS)
 """Patches of modules that are used if they are loaded, perhaps after `install()`."""
 ALL = (*OPTIMIZER, *FUSED_WGRAD, *CONSTRUCTORS, *NAMES, *LATE)
 """All patches that `install()` puts in place."""

@@ -169,8 +169,7 @@ def _expanded(layout: str) -> list[str]:
 def layout_of(layers: int, stages: int, virtual: int) -> str:
     """A layout of parts as even as possible, the longer ones first: "Et*31|t*30L"."""
     each, more = divmod(layers, stages * virtual)
-    parts = (f"t*{each + (at < more)}" for at in range(stages * virtual))
-    return f"E{'|'.join(parts)}L"
+    return "E" + "|".join(f"t*{each + (at < more)}" for at in range(stages * virtual)) + "L"
 
 
 def size_problems(options: Options, world_size: int | None) -> list[str]:
