@@ -221,8 +221,7 @@ class ModelSpec:
     def saved_numel(self, width: int) -> int:
         """Elements that autograd saves per token in a layer, with flash attention and an MLP of
         that width."""
-        kept = 4 * self.hidden_size + 2 * self.query + self.key_value
-        return kept + (1 + self.gates) * width
+        return 4 * self.hidden_size + 2 * self.query + self.key_value + (1 + self.gates) * width
 
     @lru_cache(maxsize=64)  # noqa: B019 - a spec is a small value, and few are made
     def step_flops(self, tokens: int) -> float:

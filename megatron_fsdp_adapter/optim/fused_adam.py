@@ -156,8 +156,7 @@ def kernel_of(device: torch.device) -> Kernel | None:
 def _correction(beta: float, step: int) -> float:
     """1 - beta**step, of float32 `beta`, as Transformer Engine computes it: in float64, rounded
     once."""
-    narrow = torch.tensor(beta, dtype=torch.float32).item()
-    return 1 - narrow**step
+    return 1 - torch.tensor(beta, dtype=torch.float32).item() ** step
 
 
 def takes(lists: Lists) -> bool:

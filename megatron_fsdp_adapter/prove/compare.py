@@ -74,8 +74,7 @@ def gap(
     if mine.shape != theirs.shape:
         return math.inf, []
     if not bool(torch.isfinite(mine).all()):
-        bad = _as_rows(~torch.isfinite(mine)).any(1)
-        return math.nan, bad.nonzero().flatten().tolist()
+        return math.nan, _as_rows(~torch.isfinite(mine)).any(1).nonzero().flatten().tolist()
     if mine.numel() == 0:
         return 0.0, []
     off = _as_rows((mine.double() - theirs.double()).abs()).sum(1)
@@ -94,8 +93,7 @@ def _as_rows(value: torch.Tensor) -> torch.Tensor:
     if value.ndim >= 2:
         return value.reshape(value.shape[0], -1)
     short = value.reshape(-1)
-    pad = -short.numel() % 8
-    return torch.nn.functional.pad(short, (0, pad)).reshape(-1, 8)
+    return torch.nn.functional.pad(short, (0, -short.numel() % 8)).reshape(-1, 8)
 
 
 def compare_tensors(

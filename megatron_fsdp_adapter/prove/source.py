@@ -58,8 +58,8 @@ def of_options(options: Mapping[str, Any], source: str, world_size: int | None) 
     """The recipe of a preset with defaults. world_size: None if unknown. Raises ValueError if it is
     invalid."""
     args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
-    written = [flag(name) for name in options]  # they stay, as on a command line
-    return _finished(source, args, written, [], world_size, None)
+    # What is written stays, as on a command line.
+    return _finished(source, args, [flag(name) for name in options], [], world_size, None)
 
 
 def _finished(

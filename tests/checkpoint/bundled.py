@@ -29,10 +29,6 @@ def _device(*args: Any) -> torch.device:
     return torch.device("cpu") if str(args[0]).startswith("cuda") else torch.device(*args)
 
 
-def _mesh_of_groups(groups: Any, device_type: str, **options: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(groups, device_type="cpu", **options)
-
-
 def run_on_cpu() -> None:
     """Gives the engine's modules their views. Needs the package's CPU mode."""
     view = cpu_mode.make_view()
@@ -40,8 +36,11 @@ def run_on_cpu() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE) and vars(module).get("torch") is torch:
             vars(module)["torch"] = view
-    meshes = ModuleView(DeviceMesh, {"from_group": _mesh_of_groups})
-    mcore_fsdp_adapter.DeviceMesh = meshes
+    mcore_fsdp_adapter.DeviceMesh = ModuleView(DeviceMesh, {
+        "from_group": lambda groups, device_type, **options: DeviceMesh.from_group(
+            groups, device_type="cpu", **options
+        )
+    })  # fmt: skip
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
 
 

@@ -18,6 +18,7 @@ from checkpoint_cases import same
 from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
+from megatron_fsdp_adapter.megatron.checkpoint.checkpoint_drivers import wrapped_to_evaluate
 from megatron_fsdp_adapter.megatron.compat.table import DRIVERS, LM
 from tests.distributed.gpt import Case, Trainer, build_trainer
 from tests.stand_ins import stand_ins
@@ -193,3 +194,18 @@ def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_p
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
     loaded = _load(driver, tmp_path / "saved", state)
     assert torch.equal(loaded["model"]["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "wraps"), [({}, True), ({"ckpt_format": "torch_dist"}, False),
+                         ({"skip_train": False}, False), ({"use_megatron_fsdp": False}, False)],
+)  # fmt: skip
+def test_a_model_is_wrapped_for_an_evaluation_from_such_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], wraps: bool
+) -> None:
+    run = {"use_megatron_fsdp": True, "skip_train": True, "ckpt_format": "fsdp_dtensor", **given}
+    monkeypatch.setitem(
+        sys.modules, "megatron.training.global_vars",
+        SimpleNamespace(get_args=lambda: SimpleNamespace(**run)),
+    )  # fmt: skip
+    assert wrapped_to_evaluate(lambda wrap_with_ddp: wrap_with_ddp, False) is wraps

@@ -182,10 +182,6 @@ def run_by_core_again(trainer: Any) -> None:
     )
 
 
-def by_runner(trainer: Any, number: int, rank: int) -> Step:
-    return topology_step(trainer, number, getattr(trainer, "runner", None))
-
-
 def each_step_ran_twice(ours: Any, reference: Any, strategy: str) -> None:
     assert ours.counted.call_count == 2 * 2
 
@@ -197,7 +193,10 @@ RERUN = _option(
     FP32, needs=("moe_expert_rank_capacity_factor",),
 ).but(
     "a step that core runs again", around=exact_budgets, begin=run_by_core_again,
-    drive=by_runner, expect=each_step_ran_twice, compare="loosely",
+    drive=lambda trainer, number, rank: topology_step(
+        trainer, number, getattr(trainer, "runner", None)
+    ),
+    expect=each_step_ran_twice, compare="loosely",
 )  # fmt: skip
 """Gradients were finalized once already, of tokens of which some had been dropped."""
 

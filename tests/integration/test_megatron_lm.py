@@ -216,6 +216,9 @@ def test_a_resumed_run_is_one_that_never_stopped(
     trained(name, f"{saving} --exit-interval 2")
     assert (tmp_path / "iter_0000002" / ".metadata").is_file()
     assert_resumed(whole, trained(name, f"{saving} --load {tmp_path}"))
+    assert whole.values[STEPS, "test evaluation"] == trained(
+        name, f"{OURS} --load {tmp_path} --skip-train"
+    ).values[STEPS, "test evaluation"]
 
 
 @pytest.fixture

@@ -248,9 +248,8 @@ class GroupLayout:
     def holders(self, index: int) -> range:
         """The ranks that hold at least one element of item `index`."""
         segment, extent = self.segments[self.placements[index].segment], self.item_range(index)
-        first = (extent.start - segment.offset) // segment.shard_numel
-        last = (extent.stop - 1 - segment.offset) // segment.shard_numel
-        return range(first, last + 1)
+        first, last = extent.start - segment.offset, extent.stop - 1 - segment.offset
+        return range(first // segment.shard_numel, last // segment.shard_numel + 1)
 
     def segment_shards(self, rank: int) -> tuple[tuple[FlatRange, FlatRange], ...]:
         """Per segment: the rank's shard in the full buffer, and in its flat shard buffer."""

@@ -1,7 +1,7 @@
 """Megatron-LM's and Megatron-Bridge's own checkpoint code, where its `fsdp_dtensor` path stops.
 
-It saves and loads what the wrapper and the optimizer give it, which needs no help. Three things it
-does not do, and two of its functions are wrapped for them:
+It saves and loads what the wrapper and the optimizer give it, which needs no help. Four things it
+does not do, and functions of it are wrapped for them:
 
 - several model chunks of a rank (interleaved pipelines): it looks for one. They are merged, which
   their global keys allow, before a save and a load, and taken apart again after a load;
@@ -9,7 +9,8 @@ does not do, and two of its functions are wrapped for them:
   `data_parallel_random_init` as many as there are data-parallel ranks), when there was no such rank
   or another number of them: the generators of this run stay as they were seeded, and that is
   printed;
-- another padded vocabulary: rows that are not padding are read.
+- another padded vocabulary: rows that are not padding are read;
+- an evaluation alone (`--skip-train`): the model is wrapped for it too.
 
 And what a load asks for and the checkpoint does not have, or has in another shape, is one error
 that lists everything, where torch's names the first. Nothing is imported: a driver that is not
@@ -125,6 +126,16 @@ def _load(
     call.arguments["sharded_state_dict"] = prepared
     state, *others = original(*call.args, **call.kwargs)
     return (state if state is None else _as_asked(state, wanted, ranks.rank), *others)
+
+
+def wrapped_to_evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wraps the model for `--skip-train` too. Megatron-LM leaves the wrapper out then, and the
+    names and shapes of an unwrapped model are not those of an `fsdp_dtensor` checkpoint."""
+    run = sys.modules["megatron.training.global_vars"].get_args()
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if run.use_megatron_fsdp and run.skip_train and run.ckpt_format == "fsdp_dtensor":
+        call.arguments["wrap_with_ddp"] = True
+    return original(*call.args, **call.kwargs)
 
 
 load_of_megatron_lm = functools.partial(_load, _of_megatron_lm)

@@ -123,6 +123,11 @@ DRIVERS = (
         BRIDGE, "load_fsdp_dtensor_checkpoint or _load_fsdp_dtensor_base_checkpoint",
         f"{_DRIVERS}:load_of_bridge",
     ),  # from 0.6 on; before
+    *(Patch(module, name, f"{_DRIVERS}:wrapped_to_evaluate", required=False, everywhere=True)
+      for module, name in (
+          ("megatron.training.training", "get_model"),
+          ("megatron.training.models.dist_utils", "unimodal_build_distributed_models"),
+      )),
 )  # fmt: skip
 """Checkpoint code of Megatron-LM and Megatron-Bridge, where its own path stops."""
 
