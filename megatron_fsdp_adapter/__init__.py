@@ -11,40 +11,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core.config import MixedPrecisionPolicy
+    from .core.distributed_index import FSDPDistributedIndex
     from .launch.bridge import apply_fsdp_overrides
     from .launch.cpu_mode import enable_cpu_mode
     from .launch.installation import install, uninstall
-    from .megatron.adapter import FullyShardedDataParallel
     from .megatron.options.ddp_config import DistributedDataParallelConfig
-    from .megatron.process_groups import create_all_gather_groups
-    from .optim.memory import release_memory, return_memory
+    from .megatron.wrapper.adapter import FullyShardedDataParallel
+    from .megatron.wrapper.process_groups import create_all_gather_groups
     from .plain.as_megatron_fsdp import use_as_megatron_fsdp
     from .plain.fsdp2 import fully_shard
     from .plain.fully_shard import fully_shard_model
     from .plain.optimizer import fully_shard_optimizer
     from .plain.torch_fsdp import leave_fsdp2, use_as_fsdp2
-    from .sharding.distributed_index import FSDPDistributedIndex
-    from .sharding.export import export_shards, export_weights
+    from .rollout.export import export_shards, export_weights
+    from .rollout.release import release_memory, return_memory
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "DistributedDataParallelConfig": "megatron.options.ddp_config",
-    "FullyShardedDataParallel": "megatron.adapter",
-    "FSDPDistributedIndex": "sharding.distributed_index",
+    "FullyShardedDataParallel": "megatron.wrapper.adapter",
+    "FSDPDistributedIndex": "core.distributed_index",
     "MixedPrecisionPolicy": "core.config",
     "apply_fsdp_overrides": "launch.bridge",
-    "create_all_gather_groups": "megatron.process_groups",
+    "create_all_gather_groups": "megatron.wrapper.process_groups",
     "enable_cpu_mode": "launch.cpu_mode",
-    "export_shards": "sharding.export",
-    "export_weights": "sharding.export",
+    "export_shards": "rollout.export",
+    "export_weights": "rollout.export",
     "fully_shard": "plain.fsdp2",
     "fully_shard_model": "plain.fully_shard",
     "fully_shard_optimizer": "plain.optimizer",
     "install": "launch.installation",
     "leave_fsdp2": "plain.torch_fsdp",
-    "release_memory": "optim.memory",
-    "return_memory": "optim.memory",
+    "release_memory": "rollout.release",
+    "return_memory": "rollout.release",
     "uninstall": "launch.installation",
     "use_as_fsdp2": "plain.torch_fsdp",
     "use_as_megatron_fsdp": "plain.as_megatron_fsdp",

@@ -88,7 +88,7 @@ def _command(argv: list[str]) -> int:
             print(f"{argv[0]}: {word}: {gone}", file=sys.stderr)
             return 2
     try:
-        module = importlib.import_module(f"megatron_fsdp_adapter.cli.{argv[0]}")
+        module = importlib.import_module(f"megatron_fsdp_adapter.tools.cli.{argv[0]}")
         status = int(module.main(argv[1:]))
         sys.stdout.flush()
         return status

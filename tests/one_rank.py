@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.sharding import building
+from megatron_fsdp_adapter.build import building
 
 
 @contextmanager

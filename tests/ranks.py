@@ -34,7 +34,7 @@ PRELOADED = (
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
-    "megatron_fsdp_adapter.megatron.adapter",
+    "megatron_fsdp_adapter.megatron.wrapper.adapter",
 )
 """Modules that the server imports before it forks gloo ranks, which saves each rank the import."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import operator
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,61 +19,62 @@ PACKAGE = "megatron_fsdp_adapter"
 BUNDLED = "megatron.core.distributed.fsdp.src"
 
 PARTS = (
+    "core.problems",
     "core.layout",
     "core.runtime",
+    "core.kernels",
+    "core.comm",
     "core.config",
     "core.topology",
-    "row_operators",
-    "dtensor",
-    "kernels",
+    "core.dtensor",
+    "core.distributed_index",
+    "core.duplicate_groups",
     "core.engine",
-    "comm",
-    "checkpoint",
-    "diagnostics",
     "quantized",
     "graphs",
-    "sharding",
+    "plan",
+    "state",
+    "build",
     "optim",
+    "checkpoint",
+    "rollout",
     "plain",
     "megatron.compat",
     "megatron.inner_module",
     "megatron.options",
+    "megatron.layers",
     "megatron.checkpoint",
-    "megatron",
+    "megatron.optimizer",
+    "megatron.wrapper",
+    "megatron.frameworks",
     "launch",
-    "models",
-    "prove",
-    "planning",
-    "cli",
+    "tools",
 )
 """A part of the package imports itself and parts in front of it. The package's own two files, which
 are in none, import what they like, when it is asked for."""
 
-MEGATRON_IMPORTERS = ("megatron", "launch", "prove")
-"""Packages whose files may import Megatron."""
+MEGATRON_IMPORTERS = ("megatron/", "launch/", "tools/prove/", "tools/models/local_spec.py")
+"""Folders and files that may import Megatron."""
 
 MAX_FILE, MAX_FUNCTION = 500, 60
 BUDGETS = {
-    # package: statements, classes
-    "checkpoint": (1_945, 23),
-    "cli": (490, 1),
-    "comm": (95, 2),
-    "core": (2_700, 55),
-    "diagnostics": (305, 7),
-    "graphs": (406, 7),
-    "kernels": (46, 0),
-    "launch": (268, 2),
-    "megatron": (2_800, 29),
-    "models": (370, 3),
-    "optim": (1_470, 15),
-    "plain": (975, 9),
-    "planning": (1_110, 21),
-    "prove": (685, 7),
-    "quantized": (854, 15),
-    "sharding": (1_220, 15),
+    "build": 4_000,
+    "checkpoint": 17_100,
+    "core": 33_200,
+    "graphs": 3_700,
+    "launch": 2_600,
+    "megatron": 32_600,
+    "optim": 14_100,
+    "plain": 9_600,
+    "plan": 4_300,
+    "quantized": 9_700,
+    "rollout": 4_400,
+    "state": 5_100,
+    "tools": 32_300,
 }
-"""What each package may have: what it had when this was last set, and 2% more, so that growth is
-decided and not drifted into. Statements are those of the syntax tree but docstrings and imports."""
+"""Nodes of the syntax tree that each package may have: as many as when this was last set, and 15%
+more, so that growth is decided and not drifted into. Nodes, because lines that are packed have as
+many as lines that are plain. There is no total."""
 CORE = tuple(part for part in PARTS if part.startswith("core."))
 """What takes part in a step."""
 
@@ -148,7 +148,7 @@ PACKAGE_SOURCES = sources(PACKAGE)
 def test_every_file_is_in_a_part_and_every_part_has_files():
     found = {path: part_of(path) for path in PACKAGE_SOURCES}
     assert {path for path, part in found.items() if not part} == {
-        "__init__.py", "__main__.py", "core/__init__.py",
+        "__init__.py", "__main__.py", "core/__init__.py", "megatron/__init__.py",
     }  # fmt: skip
     assert set(found.values()) == {*PARTS, ""}
 
@@ -202,7 +202,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 REVERSED = [
-    ("core/engine/reduce.py", "from ...comm.all_to_all_sum import ALL_TO_ALL_SUM"),
+    ("core/engine/reduce.py", "from ...quantized import weights"),
     ("core/layout/planner.py", "from ..engine import engine"),
     ("core/layout/planner.py", f"import {PACKAGE}.core.runtime.device"),
     ("core/layout/planner.py", "from .. import config"),
@@ -210,43 +210,52 @@ REVERSED = [
     ("core/layout/planner.py", "from torch.distributed import get_rank"),
     ("core/layout/planner.py", "import numpy"),
     ("core/layout/planner.py", "from megatron.core import parallel_state"),
-    ("core/runtime/comm.py", f"from {PACKAGE}.core.topology import ShardDomain"),
-    ("core/runtime/comm.py", f"from {PACKAGE}.core.engine.unit import Unit"),
+    ("core/comm/communicator.py", f"from {PACKAGE}.core.topology import ShardDomain"),
+    ("core/comm/communicator.py", f"from {PACKAGE}.core.engine.unit import Unit"),
     ("core/config.py", "from .topology import ShardDomain"),
-    ("core/config.py", "from ..megatron.adapter import FullyShardedDataParallel"),
-    ("core/engine/unit.py", "from ...checkpoint.chunks import dtensor_like"),
+    ("core/config.py", "from ..megatron.wrapper.adapter import FullyShardedDataParallel"),
+    ("core/engine/unit.py", "from ...checkpoint.dcp import save_checkpoint"),
     ("core/engine/engine.py", "from ...quantized.weights import QuantizedParams"),
     ("core/engine/engine.py", "from ...graphs.layer_graphs import LayerGraphs"),
-    ("core/engine/buffer.py", "from ...optim.host_stash import HostStash"),
-    ("core/engine/unit.py", f"def f():\n    from {PACKAGE}.megatron.domains import kind_of"),
+    ("core/runtime/host_stash.py", "from ...optim.residency import Residency"),
     (
         "core/engine/unit.py",
-        f"import importlib\nimportlib.import_module('{PACKAGE}.megatron.optimizer')",
+        f"def f():\n    from {PACKAGE}.megatron.wrapper.domains import kind_of",
+    ),
+    (
+        "core/engine/unit.py",
+        f"import importlib\nimportlib.import_module('{PACKAGE}.megatron.optimizer.optimizer')",
     ),
     ("core/engine/unit.py", "if TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig"),
     ("core/engine/unit.py", "import importlib\nimportlib.import_module('megatron.core')"),
-    ("checkpoint/dcp.py", "from ..megatron.adapter import FullyShardedDataParallel"),
+    ("checkpoint/dcp.py", "from ..megatron.wrapper.adapter import FullyShardedDataParallel"),
     ("checkpoint/dcp.py", "from megatron.training import checkpointing"),
     (
-        "diagnostics/fault_report.py",
-        "from ..graphs.full_iteration import FullIterationGraphs",
+        "build/fault_report.py",
+        "from ..checkpoint.dcp import load_checkpoint",
     ),
-    ("sharding/building.py", "from ..plain import fully_shard"),
-    ("sharding/building.py", "from ..optim.step import adopt"),
+    ("build/building.py", "from ..plain import fully_shard"),
+    ("build/building.py", "from ..optim.step import adopt"),
     ("core/engine/unit.py", "from ...optim.residency import Residency"),
     ("plain/fully_shard.py", "from megatron.core import parallel_state"),
-    ("megatron/options/settings.py", "from ..optimizer import install"),
-    ("megatron/options/cuda_graphs.py", "from ..captures import FullIterationGraphs"),
-    ("megatron/optimizer.py", "from ..launch.installation import install"),
-    ("cli/estimate.py", "import megatron.core"),
+    ("megatron/options/settings.py", "from ..optimizer.optimizer import make"),
+    ("megatron/options/cuda_graphs.py", "from ..layers.layer_graphs import install"),
+    ("megatron/optimizer/optimizer.py", "from ...launch.installation import install"),
+    ("tools/cli/estimate.py", "import megatron.core"),
 ]
 ALLOWED = [
     ("core/layout/planner.py", "import math\nimport torch\nfrom .ranges import FlatRange"),
     ("core/layout/planner.py", f"from {PACKAGE}.core.layout.ranges import FlatRange"),
-    ("core/runtime/comm.py", "import torch.distributed\nfrom ..layout.ranges import FlatRange"),
+    (
+        "core/comm/communicator.py",
+        "import torch.distributed\nfrom ..layout.ranges import FlatRange",
+    ),
     ("core/engine/unit.py", "from ..topology import ShardDomain\nfrom . import hooks"),
     ("checkpoint/dcp.py", "from ..core.engine.engine import FsdpEngine"),
-    ("megatron/adapter.py", "from megatron.core import parallel_state\nfrom . import optimizer"),
+    (
+        "megatron/wrapper/adapter.py",
+        "from megatron.core import parallel_state\nfrom ..optimizer import optimizer",
+    ),
 ]
 
 
@@ -315,30 +324,39 @@ def test_no_file_and_no_function_is_too_long():
     assert functions == []
 
 
-def size_of(package: str) -> tuple[int, int]:
-    """How many statements, but docstrings and imports, and how many classes."""
-    files = [text for path, text in PACKAGE_SOURCES.items() if path.startswith(f"{package}/")]
-    nodes = [node for text in files for node in nodes_of(text)]
-    statements = sum(
-        isinstance(node, ast.stmt) and not isinstance(node, (ast.Import, ast.ImportFrom))
-        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-                 and isinstance(node.value.value, str))
-        for node in nodes
-    )  # fmt: skip
-    return statements, sum(isinstance(node, ast.ClassDef) for node in nodes)
+NOT_READ = (
+    ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+    ast.alias, ast.Import, ast.ImportFrom,
+)  # fmt: skip
+"""Nodes that are not counted: imports, and what is a part of the node above."""
+
+
+def is_text(node: ast.AST) -> bool:
+    """True for a docstring."""
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
+
+
+def size_of(package: str) -> int:
+    """The number of nodes of the syntax tree, without docstrings and imports."""
+    size = 0
+    for path, text in PACKAGE_SOURCES.items():
+        if path.startswith(f"{package}/"):
+            size += sum(not isinstance(n, NOT_READ) and not is_text(n) for n in nodes_of(text))
+    return size
 
 
 def test_every_package_is_within_its_budget():
     packages = {path.partition("/")[0] for path in PACKAGE_SOURCES if "/" in path}
     sizes = {package: size_of(package) for package in packages}
     assert sizes.keys() == BUDGETS.keys()
-    assert {p: n for p, n in sizes.items() if any(map(operator.gt, n, BUDGETS[p]))} == {}
+    assert {p: n for p, n in sizes.items() if n > BUDGETS[p]} == {}
 
 
 def test_importing_the_engine_does_not_import_megatron():
     """Not by way of the package's own `__init__` either."""
     program = (
-        f"import sys, {PACKAGE}.core.engine.engine, {PACKAGE}.plain, {PACKAGE}.checkpoint.chunks\n"
+        f"import sys, {PACKAGE}.core.engine.engine, {PACKAGE}.plain, {PACKAGE}.checkpoint.dcp\n"
         "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
     )
     done = subprocess.run(

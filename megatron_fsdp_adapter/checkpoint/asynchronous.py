@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.chunks import stored_alike
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, message_of
 from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer, write
 from megatron_fsdp_adapter.checkpoint.state import mapped
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
+from megatron_fsdp_adapter.core.dtensor.chunks import stored_alike
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
 from megatron_fsdp_adapter.checkpoint.fitting import fit
-from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, FP8_SCALING
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
     compare,
@@ -42,6 +41,7 @@ from megatron_fsdp_adapter.checkpoint.state import (
     to_stored,
 )
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
+from megatron_fsdp_adapter.state.names import EXTRA_STATE, FP8_SCALING
 
 PathLike = str | os.PathLike[str]
 

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
-from megatron_fsdp_adapter.checkpoint.parts import first_rows
 from megatron_fsdp_adapter.checkpoint.state import entries
+from megatron_fsdp_adapter.core.dtensor.parts import first_rows
+from megatron_fsdp_adapter.state.names import FP8_SCALING
 
 _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.chunks import lacks_chunks, tile
+from megatron_fsdp_adapter.core.dtensor.chunks import lacks_chunks, tile
 
 _ANY_RANK = ".rank_*"
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING, MODEL
+from megatron_fsdp_adapter.state.names import FP8_SCALING, MODEL
 
 OPTIMIZER = "optimizer"
 _METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .runtime.comm import REDUCE_SCATTER, Reduce
+from .comm.communicator import REDUCE_SCATTER, Reduce
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..core.problems import raise_problems
 from ..core.runtime.launcher import is_first_rank
 from ..megatron.options.settings import (
     RECIPE,
@@ -23,7 +24,6 @@ from ..megatron.options.settings import (
 )
 from ..megatron.options.table import GRAD_COMM, INSTANCES, OUTER, STRATEGY
 from ..megatron.options.validation import bridge_problems
-from ..sharding.problems import raise_problems
 from .megatron_lm import complete_environment
 
 

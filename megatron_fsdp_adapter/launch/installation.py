@@ -2,8 +2,8 @@
 
 The replacements are a table (`megatron/compat/table.py`). While installed, Megatron's bundled
 engine cannot be used in this process: it would call our helpers, so constructing its wrapper
-raises. This error, or the first step (`megatron/no_sync_check.py`), reveals a reference that could
-not be rebound.
+raises. This error, or the first step (`megatron/wrapper/no_sync_check.py`), reveals a reference
+that could not be rebound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def install() -> None:
     every missing name.
     """
     # Imported late: it imports megatron.core, which importing this module must not.
-    from megatron_fsdp_adapter.megatron.core_support import require_supported_core
+    from megatron_fsdp_adapter.megatron.wrapper.core_support import require_supported_core
 
     require_supported_core(ALL)
     patches.install(ALL)

@@ -10,11 +10,11 @@ from typing import Any
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
-from ..comm.registered import RegisteredMemory
+from ..core.comm.registered import RegisteredMemory
 from ..core.engine.buffer import COMPUTE, GRADIENTS, MAIN
 from ..core.engine.engine import FsdpEngine
-from ..optim.memory import release, take_back
-from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
+from ..rollout.release import release, take_back
+from ..state.sharded_module import ShardedStateDict, refuse_compilation
 
 
 class ParamAndGradBuffer:

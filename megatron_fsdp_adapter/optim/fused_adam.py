@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import kernel_or_warning
+from ..core.kernels import kernel_or_warning
 from .multi_tensor import (
     CHUNK,
     DTYPES,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from ..core.runtime.host_stash import HostStash
 from .fused_adam import FusedAdamStep
-from .host_stash import HostStash
 from .residency import OPTION, LocalPair, Residency
 from .state import COUNT, Shown, are_same, changed, is_same, make_state, shown, taken_over
 

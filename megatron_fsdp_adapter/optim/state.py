@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.chunks import dtensor_like
-from ..dtensor import chunks_of
-from ..sharding.model_state import Piece, Place, piece_of, write_pieces
+from ..core.dtensor.chunks import dtensor_like
+from ..core.dtensor.uneven import chunks_of
+from ..state.model_state import Piece, Place, piece_of, write_pieces
 
 COUNT = "step"
 """The option in which fused optimizers count the steps of a group."""

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..build.building import build_engine, with_single_rank_domains
+from ..build.grad_check import GradCheck
+from ..build.materialize import meta_problems, own_initializer, target_device
 from ..core.config import EngineConfig
 from ..core.engine.partition import only_looks_up, partition, unit_modules
+from ..core.problems import raise_problems
 from ..core.topology import DENSE, ShardDomain
-from ..diagnostics.grad_check import GradCheck
+from ..plan.module_problems import module_problems
+from ..plan.unit_classes import OPTION as UNITS
+from ..plan.unit_classes import classes_of, repeated_layers
+from ..plan.unsharded_budget import GIB
 from ..quantized import TransformerEngineParams, format_of
-from ..sharding.building import build_engine, with_single_rank_domains
-from ..sharding.materialize import meta_problems, own_initializer, target_device
-from ..sharding.module_problems import module_problems
-from ..sharding.problems import raise_problems
-from ..sharding.unit_classes import OPTION as UNITS
-from ..sharding.unit_classes import classes_of, repeated_layers
-from ..sharding.unsharded_budget import GIB
 from .casts import cast_inputs_of
 from .user_loop import UserLoopEngine
 

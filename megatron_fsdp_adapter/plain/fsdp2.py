@@ -30,9 +30,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ..sharding.module_problems import parameter_problems
-from ..sharding.problems import raise_problems
-from ..sharding.sharded_module import NotCopyable
+from ..core.problems import raise_problems
+from ..plan.module_problems import parameter_problems
+from ..state.sharded_module import NotCopyable
 from .casts import cast
 from .fsdp2_model import (
     BUILDING,

@@ -16,8 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from ..build.building import build_engine, with_single_rank_domains
+from ..build.materialize import device_of_type, move, values_come_later
 from ..core.config import STRATEGIES, EngineConfig
 from ..core.config import MixedPrecisionPolicy as Policy
+from ..core.distributed_index import FSDPDistributedIndex
+from ..core.dtensor.uneven import Chunks, OwnRows, UnevenDTensor
 from ..core.engine.partition import (
     ManagedParam,
     UnitPlan,
@@ -26,15 +30,11 @@ from ..core.engine.partition import (
     partition,
     unit_modules,
 )
+from ..core.problems import raise_problems
 from ..core.topology import DENSE, ShardDomain
-from ..dtensor import Chunks, OwnRows, UnevenDTensor
+from ..plan.module_problems import module_problems
+from ..plan.unit_grouping import joined
 from ..quantized import TransformerEngineParams, format_of
-from ..sharding.building import build_engine, with_single_rank_domains
-from ..sharding.distributed_index import FSDPDistributedIndex
-from ..sharding.materialize import device_of_type, move, values_come_later
-from ..sharding.module_problems import module_problems
-from ..sharding.problems import raise_problems
-from ..sharding.unit_grouping import joined
 from .building import trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
 from .mesh import Groups, rank_count

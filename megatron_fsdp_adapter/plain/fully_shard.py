@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.all_to_all_sum import ALL_TO_ALL_SUM
+from ..build.description import describe
+from ..build.grad_check import GradCheck
+from ..build.materialize import target_device
+from ..core.comm.all_to_all_sum import ALL_TO_ALL_SUM
+from ..core.comm.communicator import REDUCE_SCATTER
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
-from ..core.runtime.comm import REDUCE_SCATTER
-from ..diagnostics.description import describe
-from ..diagnostics.grad_check import GradCheck
-from ..sharding.distributed_index import FSDPDistributedIndex
-from ..sharding.export_source import Described, Source, beside_engine
-from ..sharding.materialize import target_device
-from ..sharding.sharded_module import GradSync, ShardedStateDict, refuse_compilation
+from ..core.distributed_index import FSDPDistributedIndex
+from ..rollout.export_source import Described, Source, beside_engine
+from ..state.sharded_module import GradSync, ShardedStateDict, refuse_compilation
 from .building import engine_for, raise_model_problems
 from .mesh import data_parallel_groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..build.grad_check import GradCheck
+from ..build.materialize import target_device
 from ..core.config import (
     OUTER_STRATEGIES,
     STRATEGIES,
@@ -33,16 +35,14 @@ from ..core.config import (
     MixedPrecisionPolicy,
     strategy_named,
 )
+from ..core.distributed_index import FSDPDistributedIndex as Index
+from ..core.problems import raise_problems
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE
-from ..diagnostics.grad_check import GradCheck
 from ..optim.state import is_known
 from ..optim.step import initialize_state
-from ..sharding.distributed_index import FSDPDistributedIndex as Index
-from ..sharding.materialize import target_device
-from ..sharding.problems import raise_problems
-from ..sharding.unit_classes import OPTION as UNITS
-from ..sharding.unit_classes import classes_of, unit_problems
+from ..plan.unit_classes import OPTION as UNITS
+from ..plan.unit_classes import classes_of, unit_problems
 from . import optimizer as plain_optimizer
 from .building import engine_for, raise_model_problems, trained_dtype
 from .fully_shard import FullyShardedModel

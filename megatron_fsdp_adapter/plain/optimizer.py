@@ -12,7 +12,7 @@ from ..optim.local_shards import INNER, LocalShards, UpdateRule
 from ..optim.muon.torch_muon import is_torch_muon, torch_muon
 from ..optim.residency import OPTION, Residency
 from ..optim.step import adopt, end_step
-from ..sharding.sharded_module import engines_behind
+from ..state.sharded_module import engines_behind
 from .user_loop import UserLoopEngine
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..dtensor import UnevenDTensor, with_chunks
+from ..core.dtensor.uneven import UnevenDTensor, with_chunks
 
 
 @functools.cache

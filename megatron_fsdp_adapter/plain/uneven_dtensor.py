@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from ..dtensor import Chunks, UnevenDTensor, known_chunks, whole_tensor
+from ..core.dtensor.uneven import Chunks, UnevenDTensor, known_chunks, whole_tensor
 
 
 def _chunks(dtensor: DTensor) -> Chunks:

@@ -22,7 +22,7 @@ from ..core.engine.group import GradState, ParamGroup
 from ..core.engine.hooks import RAISED
 from ..core.engine.params import ParamPair
 from ..core.engine.partition import unchecked
-from ..sharding.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
+from ..state.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
 from .optimizer_rows import watch_steps
 
 METHOD = "a registered method"

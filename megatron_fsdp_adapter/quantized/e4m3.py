@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from megatron_fsdp_adapter.kernels import kernel_or_warning
+from megatron_fsdp_adapter.core.kernels import kernel_or_warning
 
 from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, Table
 from .weights import QuantizedWeight

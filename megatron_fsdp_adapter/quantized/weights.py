@@ -22,13 +22,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ..core.comm.communicator import Communicator
 from ..core.engine.buffer import copy_each
 from ..core.engine.gather import GatherPipeline
 from ..core.engine.group import ParamGroup, by_domain
 from ..core.engine.launches import AGREED
 from ..core.engine.quantized import QuantizedWeights
 from ..core.layout.format import WeightFormat
-from ..core.runtime.comm import Communicator
 from ..core.runtime.device import COMPUTE, GATHER
 
 PlaneItems = Mapping[str, Sequence[torch.Tensor]]

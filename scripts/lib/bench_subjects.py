@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO
 
 ALL = tuple(STRATEGIES)
 ZERO_3 = ALL[-1:]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.options import Options, flag
-from megatron_fsdp_adapter.models.spec import default_ffn_hidden_size
+from megatron_fsdp_adapter.tools.models.spec import default_ffn_hidden_size
 
 BYTE_VOCABULARY = 256
 

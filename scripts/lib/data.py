@@ -20,7 +20,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from lib.check import BYTE_VOCABULARY
 from lib.distributed import Place
 from lib.options import Options
-from megatron_fsdp_adapter.models.spec import padded_rows
+from megatron_fsdp_adapter.tools.models.spec import padded_rows
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 

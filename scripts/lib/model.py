@@ -31,12 +31,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from lib.data import padded_vocab_size
 from lib.distributed import Place, side_stream
 from lib.options import DDP, EXPERTS, FP8, FSDP, MODEL, OPTIMIZER, Options, chosen
-from megatron_fsdp_adapter.megatron.gpt_model import gpt_model, in_compute_dtype
-from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
-from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.megatron.wrapper.gpt_model import gpt_model, in_compute_dtype
+from megatron_fsdp_adapter.megatron.wrapper.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.tools.models.local_spec import local_block_spec
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp_adapter.megatron.options.table import Gib, gib
-from megatron_fsdp_adapter.models import sources
-from megatron_fsdp_adapter.models.spec import flag
+from megatron_fsdp_adapter.tools.models import sources
+from megatron_fsdp_adapter.tools.models.spec import flag
 
 MODEL = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",

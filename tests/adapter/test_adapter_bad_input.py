@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.core.runtime import comm
+from megatron_fsdp_adapter.core.comm import communicator as comm
 from tests.distributed.gpt import Case, ddp_config, model_config
 
 COLLECTIVES = (

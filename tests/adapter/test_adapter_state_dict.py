@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.dtensor import chunks_of
+from megatron_fsdp_adapter.core.dtensor.uneven import chunks_of
 from tests.adapter.one_layer import CASE, DEVICE, data, wrapped
 from tests.distributed.gpt import (
     Trainer,

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter import fully_shard_model
+from megatron_fsdp_adapter.build import building, fault_report
+from megatron_fsdp_adapter.build.description import param_rows
+from megatron_fsdp_adapter.build.fault_report import CommunicationError
+from megatron_fsdp_adapter.core.comm import communicator as comm
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.runtime import comm
-from megatron_fsdp_adapter.diagnostics import fault_report
-from megatron_fsdp_adapter.diagnostics.description import param_rows
-from megatron_fsdp_adapter.diagnostics.fault_report import CommunicationError
-from megatron_fsdp_adapter.sharding import building
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net
 from tests.distributed.topologies import (

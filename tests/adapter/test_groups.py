@@ -13,11 +13,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megatron_fsdp_adapter.core.duplicate_groups import digest_of, everyones_groups
 from megatron_fsdp_adapter.core.topology import DENSE
-from megatron_fsdp_adapter.megatron import group_problems
-from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING, domain_name
-from megatron_fsdp_adapter.megatron.model_problems import model_problems
-from megatron_fsdp_adapter.sharding.duplicate_groups import digest_of, everyones_groups
+from megatron_fsdp_adapter.megatron.wrapper import group_problems
+from megatron_fsdp_adapter.megatron.wrapper.domains import SHARED_EMBEDDING, domain_name
+from megatron_fsdp_adapter.megatron.wrapper.model_problems import model_problems
 from tests.adapter.one_layer import CASE, wrapped
 from tests.distributed.gpt import STRATEGIES
 

@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.graphs.capture import CudaGraphs
 from megatron_fsdp_adapter.graphs.layer_graphs import _Call
-from megatron_fsdp_adapter.megatron import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.megatron.layer_graphs import layer_graphs, take_off_managers
+from megatron_fsdp_adapter.megatron.layers import layer_graphs as wrapper_graphs
+from megatron_fsdp_adapter.megatron.layers.layer_graphs import layer_graphs, take_off_managers
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,

@@ -11,8 +11,12 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fsdp_adapter.megatron import local_spec
-from megatron_fsdp_adapter.megatron.local_spec import TorchAttention, TorchNorm, local_block_spec
+from megatron_fsdp_adapter.tools.models import local_spec
+from megatron_fsdp_adapter.tools.models.local_spec import (
+    TorchAttention,
+    TorchNorm,
+    local_block_spec,
+)
 
 SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 7, 3, 4, 2, 8
 

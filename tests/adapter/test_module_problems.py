@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron_fsdp_adapter.sharding.module_problems import module_problems
-from megatron_fsdp_adapter.sharding.unit_classes import classes_of, repeated_layers
+from megatron_fsdp_adapter.plan.module_problems import module_problems
+from megatron_fsdp_adapter.plan.unit_classes import classes_of, repeated_layers
 
 
 class Odd(nn.Module):

@@ -9,14 +9,14 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_fsdp_adapter.cli import precision_options
-from megatron_fsdp_adapter.diagnostics.memory import OPTIMIZER_STATE, Precision, group_bytes
 from megatron_fsdp_adapter.megatron.compat import core_api
-from megatron_fsdp_adapter.megatron.emerging import KINDS
-from megatron_fsdp_adapter.megatron.muon import FUSED, table
-from megatron_fsdp_adapter.megatron.muon import has as is_muons
+from megatron_fsdp_adapter.megatron.optimizer.emerging import KINDS
+from megatron_fsdp_adapter.megatron.optimizer.muon import FUSED, table
+from megatron_fsdp_adapter.megatron.optimizer.muon import has as is_muons
 from megatron_fsdp_adapter.optim.muon.matrices import row_blocks
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
+from megatron_fsdp_adapter.plan.memory import OPTIMIZER_STATE, Precision, group_bytes
+from megatron_fsdp_adapter.tools.cli import precision_options
 from tests.distributed.gpt import (
     Case,
     Trainer,

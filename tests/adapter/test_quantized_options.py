@@ -17,10 +17,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron import units
+from megatron_fsdp_adapter.megatron.layers.wgrad_probe import Precision
 from megatron_fsdp_adapter.megatron.options import capability, ddp_options
 from megatron_fsdp_adapter.megatron.options.support import FP4_RECIPES, FP8_RECIPES
-from megatron_fsdp_adapter.megatron.wgrad_probe import Precision
+from megatron_fsdp_adapter.megatron.wrapper import units
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

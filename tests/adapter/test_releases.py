@@ -23,12 +23,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, install, uninstall
-from megatron_fsdp_adapter.cli import doctor
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.compat import core_api, patches, releases
 from megatron_fsdp_adapter.megatron.compat.patches import Patch
 from megatron_fsdp_adapter.megatron.compat.table import installed
-from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_of
+from megatron_fsdp_adapter.megatron.wrapper.process_groups import build_index, groups_of
+from megatron_fsdp_adapter.tools.cli import doctor
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")

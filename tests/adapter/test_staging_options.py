@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.megatron.domains import read_index
+from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.megatron.options import staging_options, table
 from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config
-from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
+from megatron_fsdp_adapter.megatron.wrapper.domains import read_index
 from tests.distributed.gpt import Case, ddp_config, model_config
 from tests.engine.pretended import pretended_world
 

@@ -7,13 +7,13 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
 
-from megatron_fsdp_adapter.megatron.tensor_parallel import (
+from megatron_fsdp_adapter.megatron.wrapper.tensor_parallel import (
     COLUMN,
     ROW,
     mark_tensor_parallel,
     tensor_parallel_mode,
 )
-from megatron_fsdp_adapter.megatron.tensor_parallel import REPLICATED as WHOLE
+from megatron_fsdp_adapter.megatron.wrapper.tensor_parallel import REPLICATED as WHOLE
 from tests.adapter.one_layer import wrapped
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter.checkpoint import storage
-from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
+from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
+from megatron_fsdp_adapter.core.dtensor.uneven import Chunks, UnevenDTensor
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.layout.ranges import Box
-from megatron_fsdp_adapter.dtensor import Chunks, UnevenDTensor
 
 # Uneven rows, a parameter smaller than any shard, one row, three dimensions, a scalar.
 SHAPES = {

@@ -19,9 +19,9 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_adapter.checkpoint.convert.conversion import convert
-from megatron_fsdp_adapter.megatron import peft_base_weights
 from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
-from megatron_fsdp_adapter.megatron.peft_base_weights import WHOLE, load_plain, place_in
+from megatron_fsdp_adapter.megatron.frameworks import peft_base_weights
+from megatron_fsdp_adapter.megatron.frameworks.peft_base_weights import WHOLE, load_plain, place_in
 from tests.checkpoint.convert_cases import Evil, save_fsdp
 from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
 from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split

@@ -9,10 +9,7 @@ from checkpoint_cases import data_mesh, uneven_dtensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Shard
 
-from megatron_fsdp_adapter.checkpoint.chunks import (
-    dtensor_like,
-    tile,
-)
+from megatron_fsdp_adapter.core.dtensor.chunks import dtensor_like, tile
 from megatron_fsdp_adapter.core.layout.ranges import Box
 
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint import CheckpointError, digests, folders, record
 from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
-from megatron_fsdp_adapter.checkpoint.inspection import describe, diff
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
+from megatron_fsdp_adapter.tools.inspection import describe, diff
 
 DATA = "__0_0.distcp"
 

@@ -20,8 +20,8 @@ from checkpoint_cases import names, numbered_state, same
 from launch import run_ranks
 
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
-from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.compat.table import LM, SAVES
+from megatron_fsdp_adapter.tools.cli import verify
 from tests.stand_ins import save_as_megatron, stand_ins
 
 FULL = pytest.mark.full

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.checkpoint.names import global_names
+from megatron_fsdp_adapter.state.names import global_names
 
 
 def _module(**attributes: Any) -> nn.Module:

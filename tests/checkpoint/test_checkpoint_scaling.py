@@ -13,8 +13,8 @@ import torch
 from convert_cases import Model, fsdp_state, save_fsdp
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
-from megatron_fsdp_adapter.checkpoint.inspection import describe
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from megatron_fsdp_adapter.state.names import FP8_SCALING
+from megatron_fsdp_adapter.tools.inspection import describe
 from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import Trainer, build_trainer
 

@@ -16,10 +16,10 @@ from launch import run_ranks
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter import install
-from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
-from megatron_fsdp_adapter.checkpoint.names import HALVES
-from megatron_fsdp_adapter.dtensor import own_chunks, whole_tensor
+from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
+from megatron_fsdp_adapter.core.dtensor.uneven import own_chunks, whole_tensor
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
+from megatron_fsdp_adapter.state.names import HALVES
 from tests.distributed.gpt import full_all
 from tests.distributed.topologies import (
     CASE,

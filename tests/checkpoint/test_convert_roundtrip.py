@@ -10,7 +10,7 @@ import torch
 from convert_cases import MODELS, Model, differences, fsdp_state, load_all, save_fsdp
 
 from megatron_fsdp_adapter.checkpoint.convert import convert, detect_format
-from megatron_fsdp_adapter.cli.verify import examine
+from megatron_fsdp_adapter.tools.cli.verify import examine
 
 SMALL = 700
 """Bytes of a block: most tensors fall into several."""

@@ -20,8 +20,8 @@ from convert_cases import (
     save_fsdp,
 )
 
-from megatron_fsdp_adapter.checkpoint import inspection
 from megatron_fsdp_adapter.checkpoint.convert import convert
+from megatron_fsdp_adapter.tools import inspection
 
 FOLDER = "iter_0000003"
 

@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.checkpoint import (
     load_training_state,
     training_state,
 )
-from megatron_fsdp_adapter.checkpoint.inspection import diff
+from megatron_fsdp_adapter.tools.inspection import diff
 from tests.checkpoint.reshard_cases import (
     Split,
     Whole,

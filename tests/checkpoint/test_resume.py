@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.checkpoint import (
 )
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
-from megatron_fsdp_adapter.dtensor import own_chunks
+from megatron_fsdp_adapter.core.dtensor.uneven import own_chunks
 from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from tests.checkpoint.megatron_states import preprocessed, raw_state

@@ -14,12 +14,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint import load_model_state, model_state
-from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
 from megatron_fsdp_adapter.checkpoint.fitting import fit
-from megatron_fsdp_adapter.checkpoint.names import GlobalNames
-from megatron_fsdp_adapter.checkpoint.parts import first_rows, join_parts, part_of
-from megatron_fsdp_adapter.megatron.optimizer_state import in_pieces, joined, with_own_split
-from megatron_fsdp_adapter.sharding.model_state import checkpoint_form, chosen_form, module_form
+from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
+from megatron_fsdp_adapter.core.dtensor.parts import first_rows, join_parts, part_of
+from megatron_fsdp_adapter.megatron.optimizer.optimizer_state import (
+    in_pieces,
+    joined,
+    with_own_split,
+)
+from megatron_fsdp_adapter.state.model_state import checkpoint_form, chosen_form, module_form
+from megatron_fsdp_adapter.state.names import GlobalNames
 from tests.distributed.gpt import Case, Trainer, build_trainer
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)

@@ -26,7 +26,7 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(monkeypatch, capsys):
 
 def test_a_pipe_that_breaks_elsewhere_is_an_error(monkeypatch, tmp_path):
     broken = mock.Mock(side_effect=BrokenPipeError("of a peer"))
-    monkeypatch.setattr("megatron_fsdp_adapter.cli.estimate.main", broken)
+    monkeypatch.setattr("megatron_fsdp_adapter.tools.cli.estimate.main", broken)
     with (tmp_path / "out").open("w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         with pytest.raises(BrokenPipeError, match="of a peer"):

@@ -150,7 +150,7 @@ def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -
 
 
 def test_diff_tells_a_sign_of_zero_and_nan_from_their_bits(tmp_path: Path) -> None:
-    from megatron_fsdp_adapter.checkpoint.inspection import diff
+    from megatron_fsdp_adapter.tools.inspection import diff
 
     def save(name: str, values: list[float]) -> Path:
         return save_fsdp(tmp_path / name, {"model": {"module.w": torch.tensor(values)}})

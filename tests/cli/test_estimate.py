@@ -18,7 +18,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_fsdp_adapter.cli.estimate import main
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import (
     GroupLayout,
@@ -27,18 +26,26 @@ from megatron_fsdp_adapter.core.layout import (
     Segment,
 )
 from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR
-from megatron_fsdp_adapter.diagnostics.memory import Precision
-from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS
-from megatron_fsdp_adapter.models.quantization import PLAIN, RECIPES, Quantization, quantization
-from megatron_fsdp_adapter.models.sources import (
-    PRESETS,
-    from_options,
+from megatron_fsdp_adapter.plan.memory import Precision
+from megatron_fsdp_adapter.tools.cli.estimate import main
+from megatron_fsdp_adapter.tools.models.local_spec import local_block_spec
+from megatron_fsdp_adapter.tools.models.quantization import (
+    PLAIN,
+    RECIPES,
+    Quantization,
+    quantization,
 )
-from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel, default_ffn_hidden_size, listing
-from megatron_fsdp_adapter.planning.configurations import Configuration, memory
-from megatron_fsdp_adapter.planning.machine import machine_named
-from megatron_fsdp_adapter.planning.planned import PlannedModel, PlannedUnit, planned_units
+from megatron_fsdp_adapter.tools.models.sources import PRESETS, from_options
+from megatron_fsdp_adapter.tools.models.spec import (
+    ModelSpec,
+    Parallel,
+    default_ffn_hidden_size,
+    listing,
+)
+from megatron_fsdp_adapter.tools.planning.configurations import Configuration, memory
+from megatron_fsdp_adapter.tools.planning.machine import machine_named
+from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, PlannedUnit, planned_units
 from tests.one_rank import world_of_one
 from tests.planning.presets import model_named
 

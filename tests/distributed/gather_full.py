@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.names import split_depth
-from megatron_fsdp_adapter.dtensor import known_chunks
+from megatron_fsdp_adapter.core.dtensor.uneven import known_chunks
+from megatron_fsdp_adapter.state.names import split_depth
 
 Named = Sequence[tuple[str, Any]]
 """(name, pair of unsharded and sharded parameter of the engine)."""

@@ -28,7 +28,7 @@ from torch import nn
 
 from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.prove.build import coordinates
+from megatron_fsdp_adapter.tools.prove.build import coordinates
 from tests.distributed import deep_ep_stand_in
 from tests.distributed.checks import Step, check_gradients, check_number
 from tests.distributed.delayed_weights import delay_weight_gradients

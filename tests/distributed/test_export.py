@@ -25,9 +25,9 @@ from megatron_fsdp_adapter import (
 )
 from megatron_fsdp_adapter.checkpoint.convert.lazy import from_tensor
 from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name, join_halves
-from megatron_fsdp_adapter.checkpoint.names import split_depth
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
+from megatron_fsdp_adapter.state.names import split_depth
 from tests.distributed.gpt import Case
 from tests.distributed.groups import everyones
 from tests.distributed.memory import live_bytes

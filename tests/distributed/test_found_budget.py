@@ -15,11 +15,11 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_fsdp_adapter.build import auto_budget
+from megatron_fsdp_adapter.build.auto_budget import AutoBudgetEngine
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from megatron_fsdp_adapter.sharding import auto_budget
-from megatron_fsdp_adapter.sharding.auto_budget import AutoBudgetEngine
-from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
+from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import Step
 from tests.distributed.gpt import Trainer, agree_on, batches, forward_step
 from tests.distributed.habits import inner_model

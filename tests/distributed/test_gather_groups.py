@@ -12,7 +12,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.megatron.wrapper.process_groups import create_all_gather_groups
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

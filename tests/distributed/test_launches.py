@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.plain.fully_shard import _index_over
-from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
 from tests.distributed.checks import check_weights
 from tests.distributed.gpt import full_all
 from tests.distributed.groups import everyones

@@ -16,9 +16,8 @@ import pytest
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.diagnostics.memory import (
+from megatron_fsdp_adapter.plan.memory import (
     BACKWARD_TO_STEP,
     GATHERED_WEIGHTS,
     GRADIENT_SHARD,
@@ -28,6 +27,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     PERSISTENT,
     STAGED,
 )
+from megatron_fsdp_adapter.tools.cli import estimate
 from tests.distributed.gpt import (
     Case,
     batches,

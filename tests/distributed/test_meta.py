@@ -18,8 +18,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
-from megatron_fsdp_adapter.megatron.core_init import core_initializers
-from megatron_fsdp_adapter.sharding.materialize import initialize
+from megatron_fsdp_adapter.build.materialize import initialize
+from megatron_fsdp_adapter.megatron.wrapper.core_init import core_initializers
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,

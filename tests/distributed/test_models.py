@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
-from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
+from megatron_fsdp_adapter.tools.models.local_spec import TorchNorm
 from tests.distributed import gpt, models, topologies
 from tests.distributed.checks import Step, check_number
 from tests.distributed.gpt import Case, batches, distributed_optimizer, forward_backward

@@ -27,8 +27,8 @@ from megatron_fsdp_adapter.core.engine.buffer import KINDS
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FRAMEWORKS, VERL
-from megatron_fsdp_adapter.megatron.rl_frameworks import export_index
-from megatron_fsdp_adapter.optim.memory import storages
+from megatron_fsdp_adapter.megatron.frameworks.rl_frameworks import export_index
+from megatron_fsdp_adapter.rollout.release import storages
 from tests.distributed.gpt import (
     Case,
     Trainer,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from megatron_fsdp_adapter import fully_shard_model
-from megatron_fsdp_adapter.dtensor import UnevenDTensor
+from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
 from tests.distributed.plain import device
 from tests.distributed.shared_ranks import on_ranks
 

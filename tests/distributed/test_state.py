@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
-from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight
+from megatron_fsdp_adapter.state.module_weights import ModuleWeight
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import Case, build_trainer, init_megatron
 from tests.distributed.plain import VOCAB, WIDTH, Block, Net, tokens

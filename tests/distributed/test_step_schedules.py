@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
-from megatron_fsdp_adapter.sharding import building
+from megatron_fsdp_adapter.build import building
 from tests.adapter.test_bridge_weights import Task, standing_in
 from tests.distributed.checks import Step, check_same_bits
 from tests.distributed.fused_adam import precision_aware, transformer_engine_optimizer

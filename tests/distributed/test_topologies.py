@@ -21,8 +21,8 @@ import torch
 from megatron.core import parallel_state as ps
 from torch import nn
 
-from megatron_fsdp_adapter.megatron.clipping import params_norm
-from megatron_fsdp_adapter.prove.build import coordinates
+from megatron_fsdp_adapter.megatron.optimizer.clipping import params_norm
+from megatron_fsdp_adapter.tools.prove.build import coordinates
 from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.checks import Step, check_gradients
 from tests.distributed.gpt import batches, run_passes

@@ -21,20 +21,20 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES as STRATEGY_ROWS
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.topology import EXPERT
-from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.megatron.layers.schedule_plans import OPTION as PLANS
 from megatron_fsdp_adapter.megatron.options.ddp_options import unsharded_budget
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, engine_fields
-from megatron_fsdp_adapter.megatron.options.unit_grouping import unit_numel
-from megatron_fsdp_adapter.megatron.schedule_plans import OPTION as PLANS
-from megatron_fsdp_adapter.megatron.units import chosen_units
-from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB, unsharded_units
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.megatron.options.unit_size import unit_numel
+from megatron_fsdp_adapter.megatron.wrapper.units import chosen_units
+from megatron_fsdp_adapter.plan.memory import Precision
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB, unsharded_units
+from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.tools.cli import estimate
 from tests.distributed.checks import (
     Step,
     check_numbers,

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fsdp_adapter.core.engine.partition import unchecked
 from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,

@@ -31,8 +31,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
-from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
+from megatron_fsdp_adapter.tools.models.local_spec import TorchNorm
+from megatron_fsdp_adapter.tools.prove.build import coordinates, wire_schedule
 from tests.distributed.gather_full import full_values, plain_name
 
 from .checks import Step, finished

@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_adapter.megatron import domains
-from megatron_fsdp_adapter.megatron.layer_graphs import layer_graphs
+from megatron_fsdp_adapter.megatron.layers.layer_graphs import layer_graphs
+from megatron_fsdp_adapter.megatron.wrapper import domains
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

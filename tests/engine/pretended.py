@@ -1,6 +1,7 @@
 """A world of which one rank exists, and communicators that do what the others would.
 
-Checked against `core/runtime/comm.py`, and c10d of torch 2.13. Others send what this one sends.
+Checked against `core/comm/communicator.py`, and c10d of torch 2.13. Others send what this one
+sends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
+from megatron_fsdp_adapter.core.comm.communicator import Communicator, Pair
 
 
 @contextmanager

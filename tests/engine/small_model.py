@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_adapter.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.comm.communicator import REDUCE_SCATTER, Reduce
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -19,7 +20,6 @@ from megatron_fsdp_adapter.core.config import (
     poison_asked,
 )
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from megatron_fsdp_adapter.core.runtime.comm import REDUCE_SCATTER, Reduce
 from tests.engine.fused_linear import FusedLinear, Operation
 from tests.quantized.emulated import CountingParams, quantize_linears
 

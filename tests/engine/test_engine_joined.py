@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.partition import ROOT, partition, unit_modules
-from megatron_fsdp_adapter.sharding.unit_grouping import (
+from megatron_fsdp_adapter.plan.unit_grouping import (
     JOINED_NUMEL,
     default_unit_numel,
     group_layers,

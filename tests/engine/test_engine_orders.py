@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
 from megatron_fsdp_adapter.optim import residency
 from megatron_fsdp_adapter.quantized import weights
-from megatron_fsdp_adapter.sharding import unit_copies
+from megatron_fsdp_adapter.rollout import unit_copies
 from tests.engine.engine_cases import built
 from tests.engine.recording import RaceError, RecordingRuntime, who_asks
 from tests.engine.scenarios import EVENTS, SCENARIOS, ZERO_1, ZERO_2, ZERO_3

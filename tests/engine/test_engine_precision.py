@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
-from megatron_fsdp_adapter.diagnostics.memory import (
+from megatron_fsdp_adapter.plan.memory import (
     BUCKET_SLOTS,
     RECEIVED_PIECES,
     REDUCE_BUCKET,

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_fsdp_adapter.comm import registered
-from megatron_fsdp_adapter.comm.registered import allocator_of, compiled, loaded_library
+from megatron_fsdp_adapter.core.comm import registered
+from megatron_fsdp_adapter.core.comm.registered import allocator_of, compiled, loaded_library
 
 LIBRARY = """
 #include <stdlib.h>

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.comm.registered import RegisteredMemory
+from megatron_fsdp_adapter.core.comm.registered import RegisteredMemory
 
 CPU = torch.device("cpu")
 

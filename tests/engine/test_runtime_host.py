@@ -13,8 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.core.runtime import comm
-from megatron_fsdp_adapter.core.runtime.comm import STREAM_ORDERED, Communicator, is_stream_ordered
+from megatron_fsdp_adapter.core.comm import communicator as comm
+from megatron_fsdp_adapter.core.comm.communicator import (
+    STREAM_ORDERED,
+    Communicator,
+    is_stream_ordered,
+)
 from megatron_fsdp_adapter.core.runtime.device import (
     COMPUTE,
     GATHER,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.kernels.sums import _kernel, sum_rows
+from megatron_fsdp_adapter.core.kernels.sums import _kernel, sum_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
 

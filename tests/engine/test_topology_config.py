@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_fsdp_adapter.comm.all_to_all_sum import ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -23,6 +23,7 @@ from megatron_fsdp_adapter.core.config import (
     Strategy,
     strategy_named,
 )
+from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.runtime.device import make_runtime
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, Axis, ShardDomain
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
@@ -31,8 +32,7 @@ from megatron_fsdp_adapter.megatron.options.ddp_config import (
 from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config, precision_policy
 from megatron_fsdp_adapter.megatron.options.rules import problems
 from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
-from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_of
-from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
+from megatron_fsdp_adapter.megatron.wrapper.process_groups import build_index, groups_of
 from tests.engine.pretended import pretended_world
 
 CPU = torch.device("cpu")

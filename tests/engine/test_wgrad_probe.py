@@ -19,9 +19,9 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from megatron_fsdp_adapter.megatron import wgrad_probe
-from megatron_fsdp_adapter.megatron.fused_wgrad import grad_writer
-from megatron_fsdp_adapter.megatron.wgrad_probe import (
+from megatron_fsdp_adapter.megatron.layers import wgrad_probe
+from megatron_fsdp_adapter.megatron.layers.fused_wgrad import grad_writer
+from megatron_fsdp_adapter.megatron.layers.wgrad_probe import (
     SIZE,
     UNKNOWN,
     Maker,

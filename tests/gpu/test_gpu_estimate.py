@@ -23,9 +23,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.diagnostics.memory import (
+from megatron_fsdp_adapter.plan.memory import (
     BACKWARD_TO_STEP,
     LIFE,
     OPTIMIZER_STATE,
@@ -33,6 +32,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     Precision,
     unit_bytes,
 )
+from megatron_fsdp_adapter.tools.cli import estimate
 from tests.distributed.gpt import Case, ddp_config, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes, expecting
 

@@ -21,7 +21,7 @@ from megatron_fsdp_adapter.checkpoint import (
     save_checkpoint,
     training_state,
 )
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from megatron_fsdp_adapter.state.names import FP8_SCALING
 from tests.distributed.checks import check_run_bits
 from tests.distributed.gpt import (
     Case,

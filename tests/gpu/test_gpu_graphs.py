@@ -16,8 +16,8 @@ from megatron.core import tensor_parallel
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import GIB
+from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,

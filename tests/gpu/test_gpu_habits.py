@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter import export_shards, export_weights, release_memory, return_memory
-from megatron_fsdp_adapter.optim.memory import storages
+from megatron_fsdp_adapter.rollout.release import storages
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.diagnostics.memory import (
+from megatron_fsdp_adapter.plan.memory import (
     Precision,
     bytes_between_steps,
     model_bytes,

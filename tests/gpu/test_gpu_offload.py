@@ -16,14 +16,14 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.autograd.graph import save_on_cpu
 
-from megatron_fsdp_adapter.diagnostics.memory import (
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.plan.memory import (
     IN_HOST_MEMORY,
     Precision,
     bytes_between_steps,
     most_bytes,
 )
-from megatron_fsdp_adapter.megatron.compat import patches
-from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import Step, check_run_bits, check_same_bits, free_run
 from tests.distributed.gpt import (
     STRATEGIES,

@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.comm.all_to_all_sum import reduce_scatter
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import reduce_scatter
+from megatron_fsdp_adapter.core.comm.communicator import Communicator
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.kernels.sums import WIDE, _kernel, copy_large, sum_rows
 from megatron_fsdp_adapter.core.topology import DENSE
-from megatron_fsdp_adapter.kernels.sums import WIDE, _kernel, copy_large, sum_rows
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import check_run_bits

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs
 
 from megatron_fsdp_adapter import fully_shard, fully_shard_model
-from megatron_fsdp_adapter.sharding.auto_budget import failed_allocations
-from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.build.auto_budget import failed_allocations
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
+from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

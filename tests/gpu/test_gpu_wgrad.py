@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
+from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
-from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
-from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Precision
-from megatron_fsdp_adapter.sharding.distributed_index import FSDPDistributedIndex
+from megatron_fsdp_adapter.megatron.layers import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.megatron.layers.wgrad_probe import MAKERS, Observed, Precision
 from tests.distributed.gather_full import full_values
 from tests.distributed.topologies import local_of
 from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting

@@ -15,7 +15,7 @@ import torch
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, OPTION
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, OPTION
 from tests.distributed.checks import relative
 from tests.distributed.gpt import (
     Case,

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 import megatron_fsdp_adapter
-from megatron_fsdp_adapter.megatron.checkpoint.bridge_weights import engines_of
-from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight
+from megatron_fsdp_adapter.megatron.frameworks.bridge_weights import engines_of
+from megatron_fsdp_adapter.state.module_weights import ModuleWeight
 from tests.integration.live_bytes import LiveBytes
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")

@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
+from megatron_fsdp_adapter.tools.models.local_spec import TorchNorm
 
 EXPERTS = 4
 

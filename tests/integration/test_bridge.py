@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp_adapter.checkpoint import folders
-from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.tools.cli import verify
 from tests.integration import lm_log
 from tests.integration.bridge_on_cpu import TINY_LLAMA
 from tests.integration.lm_runs import ROOT, train_recipe

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.record import read_record
-from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
+from megatron_fsdp_adapter.tools.cli import verify
 from tests.integration import lm_log
 from tests.integration.lm_runs import ROOT, STEPS, Run, launch, train
 

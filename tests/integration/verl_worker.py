@@ -25,7 +25,7 @@ from verl.workers.engine.utils import prime_delta_snapshots
 
 import megatron_fsdp_adapter
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from megatron_fsdp_adapter.optim.memory import storages
+from megatron_fsdp_adapter.rollout.release import storages
 from tests.integration.bridge_hf_worker import CONFIGS, hf_model, logits, provider_of
 
 transformer_impl.get_device_id = lambda: "cpu"  # verl has no platform for CPUs

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from megatron_fsdp_adapter.kernels import triton_sums
+from megatron_fsdp_adapter.core.kernels import triton_sums
 from megatron_fsdp_adapter.optim.muon import triton_symmetric
 from megatron_fsdp_adapter.quantized import e4m3, triton_e4m3
 from megatron_fsdp_adapter.quantized.e4m3 import BlockCast, OwnRows, TensorCast

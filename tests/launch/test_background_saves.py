@@ -16,16 +16,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_fsdp_adapter.checkpoint import (
-    CheckpointError,
-    asynchronous,
-    folders,
-    load_checkpoint,
-)
+from megatron_fsdp_adapter.checkpoint import CheckpointError, asynchronous, folders, load_checkpoint
 from megatron_fsdp_adapter.checkpoint.record import read_record
-from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import background_saves
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, SAVES
+from megatron_fsdp_adapter.tools.cli import verify
 from tests.checkpoint.checkpoint_cases import Gate
 from tests.distributed.launch import run_ranks
 from tests.stand_ins import stand_ins

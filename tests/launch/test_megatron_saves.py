@@ -17,9 +17,9 @@ import torch
 
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
-from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LM, SAVES
+from megatron_fsdp_adapter.tools.cli import verify
 from tests.stand_ins import opener_of, save_as_megatron, stand_ins
 
 

@@ -10,7 +10,7 @@ from layout_cases import specs_of
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import GroupLayout, plan_group
-from megatron_fsdp_adapter.diagnostics.memory import (
+from megatron_fsdp_adapter.plan.memory import (
     Precision,
     bytes_between_steps,
     group_bytes,

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from layout_cases import divisors, in_shard, layouts, scatter
 
-from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef
+from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
 from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import EMPTY
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import (
 )
 from torch import nn
 
-from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
+from megatron_fsdp_adapter.tools.models.local_spec import TorchNorm
 from tests.distributed.gpt import Case
 from tests.distributed.topologies import (
     GatheringAttention,

@@ -25,10 +25,10 @@ from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.layers.te_weight_cache import switch_off_weight_cache
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
-from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
-from megatron_fsdp_adapter.sharding.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
+from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gather_full import main_piece, put_together, shard_groups
 from tests.distributed.gpt import agree_on, ddp_config, give_up

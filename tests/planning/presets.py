@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_fsdp_adapter.models.sources import PRESETS, from_options
-from megatron_fsdp_adapter.models.spec import ModelSpec
+from megatron_fsdp_adapter.tools.models.sources import PRESETS, from_options
+from megatron_fsdp_adapter.tools.models.spec import ModelSpec
 
 
 def model_named(name: str) -> ModelSpec:

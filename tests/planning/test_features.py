@@ -6,17 +6,13 @@ import math
 from dataclasses import replace
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.diagnostics.memory import Precision
-from megatron_fsdp_adapter.models.spec import Parallel, listing
-from megatron_fsdp_adapter.planning.configurations import (
-    Configuration,
-    memory,
-    planned,
-)
-from megatron_fsdp_adapter.planning.machine import machine_named
-from megatron_fsdp_adapter.planning.prediction import program_of
-from megatron_fsdp_adapter.planning.program import Kind
-from megatron_fsdp_adapter.planning.shapes import units
+from megatron_fsdp_adapter.plan.memory import Precision
+from megatron_fsdp_adapter.tools.models.spec import Parallel, listing
+from megatron_fsdp_adapter.tools.planning.configurations import Configuration, memory, planned
+from megatron_fsdp_adapter.tools.planning.machine import machine_named
+from megatron_fsdp_adapter.tools.planning.prediction import program_of
+from megatron_fsdp_adapter.tools.planning.program import Kind
+from megatron_fsdp_adapter.tools.planning.shapes import units
 from tests.planning.presets import model_named
 
 H200 = machine_named("h200")

@@ -15,35 +15,35 @@ from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fsdp_adapter.cli import estimate, prove
-from megatron_fsdp_adapter.cli import plan as command
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT
-from megatron_fsdp_adapter.models.sources import (
+from megatron_fsdp_adapter.plan.memory import LIFE, PERSISTENT
+from megatron_fsdp_adapter.tools.cli import estimate, prove
+from megatron_fsdp_adapter.tools.cli import plan as command
+from megatron_fsdp_adapter.tools.models.sources import (
     PRESETS,
     add_flags,
     from_options,
     read_hugging_face,
 )
-from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel, layers_of, listing
-from megatron_fsdp_adapter.planning import prediction
-from megatron_fsdp_adapter.planning.configurations import (
+from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Parallel, layers_of, listing
+from megatron_fsdp_adapter.tools.planning import prediction
+from megatron_fsdp_adapter.tools.planning.configurations import (
     ACTIVATIONS,
     Configuration,
     groups,
     memory,
 )
-from megatron_fsdp_adapter.planning.machine import Group, machine_named
-from megatron_fsdp_adapter.planning.prediction import predict
-from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
-from megatron_fsdp_adapter.planning.search import (
+from megatron_fsdp_adapter.tools.planning.machine import Group, machine_named
+from megatron_fsdp_adapter.tools.planning.prediction import predict
+from megatron_fsdp_adapter.tools.planning.report import bridge_overrides, megatron_flags
+from megatron_fsdp_adapter.tools.planning.search import (
     NOT_LAUNCH_BOUND,
     Wanted,
     candidates,
     plan,
     splits,
 )
-from megatron_fsdp_adapter.planning.shapes import waits_for_longer
+from megatron_fsdp_adapter.tools.planning.shapes import waits_for_longer
 from tests.adapter.test_sizes import layers_of_core
 from tests.planning.presets import model_named
 

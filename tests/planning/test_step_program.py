@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fsdp_adapter.models.spec import WHOLE, ModelSpec, Parallel
-from megatron_fsdp_adapter.planning.configurations import Configuration
-from megatron_fsdp_adapter.planning.program import COLLECTIVES, Kind, Operation
-from megatron_fsdp_adapter.planning.shapes import units
-from megatron_fsdp_adapter.planning.step import record_step
+from megatron_fsdp_adapter.tools.models.spec import WHOLE, ModelSpec, Parallel
+from megatron_fsdp_adapter.tools.planning.configurations import Configuration
+from megatron_fsdp_adapter.tools.planning.program import COLLECTIVES, Kind, Operation
+from megatron_fsdp_adapter.tools.planning.shapes import units
+from megatron_fsdp_adapter.tools.planning.step import record_step
 
 SPEC = ModelSpec(
     num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, vocab_size=512,

@@ -6,15 +6,15 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_fsdp_adapter.planning.machine import (
+from megatron_fsdp_adapter.tools.planning.machine import (
     GPUS,
     NETWORKS,
     Group,
     Machine,
     collective_seconds,
 )
-from megatron_fsdp_adapter.planning.program import Kind, Operation, Program
-from megatron_fsdp_adapter.planning.timing import HOST, simulate, time_windows
+from megatron_fsdp_adapter.tools.planning.program import Kind, Operation, Program
+from megatron_fsdp_adapter.tools.planning.timing import HOST, simulate, time_windows
 
 ALONE = {one.name: 1.0 for one in fields(Machine) if "_beside_" in one.name}
 GPU = replace(GPUS["h200"], memory_tbps=1.0, product_tflops=1.0, kernel_us=1e-9, sustained=1.0)

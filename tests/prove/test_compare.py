@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.prove import compare
-from megatron_fsdp_adapter.prove.compare import Row
+from megatron_fsdp_adapter.tools.prove import compare
+from megatron_fsdp_adapter.tools.prove.compare import Row
 
 NAMES = [f"decoder.layers.{layer}.{part}.weight" for layer in range(3) for part in ("fc1", "fc2")]
 LIMIT = compare.bound("fp32", "gradients", 1)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter.cli import doctor
-from megatron_fsdp_adapter.cli import prove as cli
-from megatron_fsdp_adapter.prove import run, source
-from megatron_fsdp_adapter.prove.compare import Row
-from megatron_fsdp_adapter.prove.scale_down import Room, shrink
+from megatron_fsdp_adapter.tools.cli import doctor
+from megatron_fsdp_adapter.tools.cli import prove as cli
+from megatron_fsdp_adapter.tools.prove import run, source
+from megatron_fsdp_adapter.tools.prove.compare import Row
+from megatron_fsdp_adapter.tools.prove.scale_down import Room, shrink
 from tests.prove import faults
 
 MODEL: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.prove import source
-from megatron_fsdp_adapter.prove.scale_down import (
+from megatron_fsdp_adapter.tools.prove import source
+from megatron_fsdp_adapter.tools.prove.scale_down import (
     AXES,
     DROPPED,
     SIZES,

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.build.description import param_rows
+from megatron_fsdp_adapter.build.same_model import model_lines
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine import hooks
 from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from megatron_fsdp_adapter.diagnostics.description import param_rows
-from megatron_fsdp_adapter.diagnostics.memory import (
+from megatron_fsdp_adapter.plan.memory import (
     LIFE,
     OPTIMIZER_STATE,
     PERSISTENT,
@@ -23,7 +24,6 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     group_bytes,
 )
 from megatron_fsdp_adapter.quantized import format_of
-from megatron_fsdp_adapter.sharding.same_model import model_lines
 from tests.engine.engine_cases import Rig, build, units_of
 from tests.engine.pretended import pretended_world
 from tests.engine.small_model import Setup, make_net

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter import export_weights, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter.core.comm.communicator import Communicator
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.distributed.groups import everyones
 from tests.distributed.launch import run_ranks

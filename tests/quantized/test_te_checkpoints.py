@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.checkpoint.training import load_model_state, model_state
+from megatron_fsdp_adapter.state.names import FP8_SCALING
 from tests.checkpoint.reshard_cases import _tensor_parallel, _whole_of
 from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import (

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.quantized.e4m3 import write_scales
+from megatron_fsdp_adapter.state.names import FP8_SCALING
 from tests.adapter.test_bridge_weights import standing_in
 from tests.distributed.checkpoints import loaded, saved
 from tests.distributed.gpt import (

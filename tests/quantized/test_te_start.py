@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.announcement import _quantized
+from megatron_fsdp_adapter.megatron.wrapper.announcement import _quantized
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
 from tests.quantized.te_checks import same, same_planes
 from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te

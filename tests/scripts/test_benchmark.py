@@ -345,7 +345,7 @@ FAULT = """
 import sys, importlib.abc
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != 'megatron_fsdp_adapter.megatron.domains': return None
+        if name != 'megatron_fsdp_adapter.megatron.wrapper.domains': return None
         sys.meta_path.remove(self)
         from importlib.util import find_spec
         spec = find_spec(name)

@@ -12,16 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import fully_shard_model
+from megatron_fsdp_adapter.build import building
+from megatron_fsdp_adapter.build.materialize import device_of_type, materializer, own_initializer
 from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.plain.mesh import device_type_of
-from megatron_fsdp_adapter.sharding import building
-from megatron_fsdp_adapter.sharding.materialize import (
-    device_of_type,
-    materializer,
-    own_initializer,
-)
 
 
 def test_weights_are_read_when_every_stream_has_made_them(

@@ -37,7 +37,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     styled_name,
     turned,
 )
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING, HALVES, split_depth
+from megatron_fsdp_adapter.state.names import FP8_SCALING, HALVES, split_depth
 
 _STATE = ("optimizer", "state")
 _META = ("optimizer", "param_to_group_meta")

@@ -56,7 +56,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     moe_layers,
     turned,
 )
-from megatron_fsdp_adapter.checkpoint.names import split_depth
+from megatron_fsdp_adapter.state.names import split_depth
 
 SHARDING_TYPE = "fully_reshardable"
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow
-from megatron_fsdp_adapter.checkpoint.names import HALVES, split_depth
+from megatron_fsdp_adapter.state.names import HALVES, split_depth
 
 _FUSED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),

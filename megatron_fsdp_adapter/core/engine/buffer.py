@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from megatron_fsdp_adapter.core.kernels.sums import copy_large
 from megatron_fsdp_adapter.core.layout.format import Plane, plain
 from megatron_fsdp_adapter.core.layout.group import GroupLayout, ShardSpec
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import Runtime, fill_with_nan, storage_bytes
-from megatron_fsdp_adapter.kernels.sums import copy_large
 
 LARGE = 1 << 20
 """Elements from which a tensor is copied by a kernel of its own."""
@@ -330,7 +330,7 @@ def ordinary_memory(device: torch.device) -> AllocateSlots:
 
 MAIN, COMPUTE, GRADIENTS, SLOTS = "main_weights", "compute_weights", "gradients", "slots"
 KINDS = (MAIN, COMPUTE, GRADIENTS, SLOTS)
-"""Kinds of an engine's memory by purpose: `optim/memory.py` releases it between two steps, and
+"""Kinds of an engine's memory by purpose: `rollout/release.py` releases it between two steps, and
 restores it."""
 
 READ = (MAIN, COMPUTE, SLOTS)

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.comm.communicator import (
+    ALL_REDUCE,
+    ALONE,
+    REDUCE_SCATTER,
+    Communicator,
+)
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import ALL_REDUCE, ALONE, REDUCE_SCATTER, Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.comm.communicator import Communicator
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
@@ -104,7 +104,7 @@ class FsdpEngine:
     """The holder of addresses in the memory, for messages ("a CUDA graph"); "" if memory may be
     freed."""
     stash: Any = None
-    """The stash that memory was released to (`optim/memory.py`), if there is one."""
+    """The stash that memory was released to (`rollout/release.py`), if there is one."""
     loads, exported_loads = 0, -1
     """Numbers of reported writes of weights that are not trained: so far, and up to the last export
     of everything."""

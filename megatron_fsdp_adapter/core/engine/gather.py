@@ -21,8 +21,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from megatron_fsdp_adapter.core.comm.communicator import Communicator, Pair
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .group import ParamGroup, by_domain

@@ -39,12 +39,12 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.comm.communicator import Pair
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.layout.format import Plane
 from megatron_fsdp_adapter.core.layout.group import GroupLayout, ShardSpec
 from megatron_fsdp_adapter.core.layout.planner import plan_group
 from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
-from megatron_fsdp_adapter.core.runtime.comm import Pair
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 

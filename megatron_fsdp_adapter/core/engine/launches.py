@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.comm.communicator import Communicator
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .group import ParamGroup

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_adapter.dtensor import UnevenDTensor
+from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
 
 from .group import ParamGroup
 from .partition import ManagedParam

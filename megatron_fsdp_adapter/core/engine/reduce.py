@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_fsdp_adapter.core.comm.communicator import Communicator, Pair, Reduce
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair, Reduce
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .buffer import FlatBuffer, copies_to

@@ -31,10 +31,10 @@ from typing import Any
 from ...checkpoint import folders
 from ...checkpoint.coordination import coordination
 from ...checkpoint.fitting import fit, taken_over
-from ...checkpoint.names import MODEL
 from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER, merged
-from ...sharding.sharded_module import ShardedStateDict
+from ...state.names import MODEL
+from ...state.sharded_module import ShardedStateDict
 from ..compat.table import BRIDGE, LM
 
 _CHUNK = re.compile(r"model\d+")

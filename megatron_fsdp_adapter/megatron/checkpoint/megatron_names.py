@@ -16,9 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from megatron_fsdp_adapter.checkpoint.chunks import lacks_chunks
 from megatron_fsdp_adapter.checkpoint.state import flatten
-from megatron_fsdp_adapter.dtensor import whole_tensor
+from megatron_fsdp_adapter.core.dtensor.chunks import lacks_chunks
+from megatron_fsdp_adapter.core.dtensor.uneven import whole_tensor
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:

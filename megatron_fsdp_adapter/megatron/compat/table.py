@@ -28,24 +28,26 @@ _DISTRIBUTED = f"{_OPTIMIZER}.distrib_optimizer"
 
 def _step(name: str, ours: str, *parameters: str) -> Patch:
     return Patch(
-        _DISTRIBUTED, f"DistributedOptimizer.{name}", f"megatron.{ours}",
+        _DISTRIBUTED, f"DistributedOptimizer.{name}", f"megatron.optimizer.{ours}",
         parameters=parameters or ("self",),
     )  # fmt: skip
 
 
 OPTIMIZER: tuple[Patch, ...] = (
     Patch(
-        _OPTIMIZER, "_get_param_groups", "megatron.optimizer:_param_groups",
+        _OPTIMIZER, "_get_param_groups", "megatron.optimizer.optimizer:_param_groups",
         parameters=("model_chunks, config, ...",),
     ),
     Patch(  # 0.18 asks for the groups of all optimizers above
-        f"{_OPTIMIZER}.muon", "_get_param_groups", "megatron.optimizer:_refuse_whole_matrices",
+        f"{_OPTIMIZER}.muon", "_get_param_groups",
+        "megatron.optimizer.optimizer:_refuse_whole_matrices",
         parameters=("...",), required=False,
     ),
     Patch(
         f"{_CORE}.process_groups_config",
         "ProcessGroupCollection.setup_process_groups_for_optimizer",
-        "megatron.optimizer:_remember_groups", parameters=("pg_collection, model_chunks, ...",),
+        "megatron.optimizer.optimizer:_remember_groups",
+        parameters=("pg_collection, model_chunks, ...",),
     ),
     _step("offload_to_cpu", "optimizer:_offload_state"),
     _step("restore_from_cpu", "optimizer:_restore_state"),
@@ -69,14 +71,15 @@ OPTIMIZER: tuple[Patch, ...] = (
     Patch(
         f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",
         "ChunkOffloadHandler.tensor_need_offloading_checker",
-        "megatron.activation_offload:_is_to_be_offloaded", parameters=("self, tensor",),
+        "megatron.layers.activation_offload:_is_to_be_offloaded", parameters=("self, tensor",),
     ),
     Patch(
         _OPTIMIZER, "_get_megatron_optimizer_based_on_param_groups",
-        "megatron.emerging:_make_as_adam", parameters=("config, model_chunks, ...",),
+        "megatron.optimizer.emerging:_make_as_adam", parameters=("config, model_chunks, ...",),
     ),
     Patch(  # before 0.18 no optimizer takes another way
-        _OPTIMIZER, "_get_megatron_emerging_optimizer", "megatron.emerging:_make_emerging",
+        _OPTIMIZER, "_get_megatron_emerging_optimizer",
+        "megatron.optimizer.emerging:_make_emerging",
         parameters=("config, model_chunks, config_overrides, pg_collection",), required=False,
     ),
 )  # fmt: skip
@@ -85,7 +88,7 @@ OPTIMIZER: tuple[Patch, ...] = (
 _LAYERS = f"{_CORE}.tensor_parallel.layers"
 FUSED_WGRAD = (
     Patch(
-        _LAYERS, "fused_weight_gradient_mlp_cuda", "megatron.fused_wgrad:products", makes,
+        _LAYERS, "fused_weight_gradient_mlp_cuda", "megatron.layers.fused_wgrad:products", makes,
         default=None,
     ),
     Patch(_LAYERS, "_grad_accum_fusion_available", True, stands),
@@ -95,7 +98,7 @@ FUSED_WGRAD = (
 
 def _conversion(name: str, ours: str, required: bool = True) -> Patch:
     return Patch(
-        CONVERSION, f"MegatronModelBridge.{name}", f"megatron.checkpoint.bridge_weights:{ours}",
+        CONVERSION, f"MegatronModelBridge.{name}", f"megatron.frameworks.bridge_weights:{ours}",
         required=required,
     )  # fmt: skip
 
@@ -111,7 +114,9 @@ BRIDGE_WEIGHTS = (
 )
 """Megatron-Bridge's conversion of a live model from and to Hugging Face."""
 
-BASE_WEIGHTS = (Patch(BRIDGE, "_load_base_checkpoint", "megatron.peft_base_weights:load"),)
+BASE_WEIGHTS = (
+    Patch(BRIDGE, "_load_base_checkpoint", "megatron.frameworks.peft_base_weights:load"),
+)
 """Patches of the reader of base weights, which Megatron-Bridge puts adapters on."""
 
 _DRIVERS = "megatron.checkpoint.checkpoint_drivers"
@@ -133,7 +138,7 @@ DRIVERS = (
 
 NORMS = tuple(
     Patch(
-        module, "calc_params_l2_norm", "megatron.clipping:params_norm",
+        module, "calc_params_l2_norm", "megatron.optimizer.clipping:params_norm",
         parameters=("model, ...",), required=False, everywhere=True,
     )
     for module in ("megatron.training.utils", "megatron.bridge.training.utils.train_utils")
@@ -152,14 +157,16 @@ def _helper(module: str, name: str) -> Patch:
 
 NAMES = (
     Patch(
-        WRAPPER, "FullyShardedDataParallel", "megatron.adapter:FullyShardedDataParallel", stands,
+        WRAPPER, "FullyShardedDataParallel",
+        "megatron.wrapper.adapter:FullyShardedDataParallel", stands,
         everywhere=True,
     ),
     # Megatron-LM main has two wrappers, and FullyShardedDataParallel is a function that picks one.
     # Its V2 is left alone: that function alone makes one, and core's optimizer goes another way for
     # what is one.
     Patch(
-        WRAPPER, "FullyShardedDataParallelV1", "megatron.adapter:FullyShardedDataParallel", stands,
+        WRAPPER, "FullyShardedDataParallelV1",
+        "megatron.wrapper.adapter:FullyShardedDataParallel", stands,
         required=False, everywhere=True,
     ),
     # Megatron-Bridge unwraps models down to it before it converts their weights. Core's own
@@ -186,7 +193,8 @@ meanwhile."""
 
 CONSTRUCTORS = tuple(
     Patch(
-        row.module, f"{row.name}.__init__", "megatron.no_sync_check:refusing", makes, required=False
+        row.module, f"{row.name}.__init__", "megatron.wrapper.no_sync_check:refusing", makes,
+        required=False,
     )
     for row in NAMES[:3]
 )
@@ -227,7 +235,7 @@ SAVES = (
 )  # fmt: skip
 """Globals by which Megatron-LM and Megatron-Bridge save: a release has one of the names."""
 
-_RL = "megatron.rl_frameworks"
+_RL = "megatron.frameworks.rl_frameworks"
 VERL = "verl.utils.megatron_utils"
 _VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 FRAMEWORKS = (

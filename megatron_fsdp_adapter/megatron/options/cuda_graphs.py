@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...sharding.unsharded_budget import AUTO
-from ...sharding.unsharded_budget import OPTION as BUDGET
+from ...plan.unsharded_budget import AUTO
+from ...plan.unsharded_budget import OPTION as BUDGET
 from .rules import Rule, above_one, is_on, off, within
 from .staging_options import slots_wanted
 from .table import ITERATION, LAYERS, excluded, read, strategy_of

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ...build.auto_budget import AutoBudgetEngine
+from ...build.grad_check import GradCheck
 from ...core.config import EngineConfig, MixedPrecisionPolicy, forced_overlaps, strategy_named
 from ...core.engine.engine import FsdpEngine
 from ...core.runtime.rank_warnings import warn
-from ...diagnostics.grad_check import GradCheck
-from ...sharding.auto_budget import AutoBudgetEngine
-from ...sharding.unsharded_budget import AUTO, GIB
+from ...plan.unsharded_budget import AUTO, GIB
 from .rules import is_on
 from .table import (
     BUDGET,

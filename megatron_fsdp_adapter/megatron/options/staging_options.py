@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm.registered import RegisteredMemory
-from ...core.runtime.comm import REDUCE_SCATTER
-from ...sharding.distributed_index import FSDPDistributedIndex
+from ...core.comm.communicator import REDUCE_SCATTER
+from ...core.comm.registered import RegisteredMemory
+from ...core.distributed_index import FSDPDistributedIndex
 from .rules import is_on
 from .table import CE_ALL_GATHER, CE_REDUCE_SCATTER, engine_fields
 

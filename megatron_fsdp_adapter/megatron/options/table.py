@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ...comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
+from ...core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from ...optim.residency import OPTION as OFFLOAD
-from ...sharding.unsharded_budget import AUTO, can_keep
-from ...sharding.unsharded_budget import OPTION as BUDGET
+from ...plan.unsharded_budget import AUTO, can_keep
+from ...plan.unsharded_budget import OPTION as BUDGET
 from .rules import Rule, is_on, off
 
 STRATEGY, INSTANCES = "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"

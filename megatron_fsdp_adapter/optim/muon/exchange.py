@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.comm.communicator import Communicator
+from ...core.duplicate_groups import duplicate_ranks
 from ...core.engine.buffer import copy_each
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.group import ParamGroup
 from ...core.layout.ranges import nested_shard_rank
-from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
 from ...core.topology import DENSE, EXPERT
-from ...sharding.duplicate_groups import duplicate_ranks
 from .matrices import Member, Run
 from .plan import Runs, StagePlan
 

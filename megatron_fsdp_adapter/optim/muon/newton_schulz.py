@@ -44,7 +44,7 @@ from itertools import cycle, islice
 
 import torch
 
-from ...kernels import kernel_or_warning
+from ...core.kernels import kernel_or_warning
 
 Coefficients = tuple[float, float, float]
 """(a, b, c) of one step."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.comm.communicator import Communicator
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.params import ParamPair
-from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
 from ..local_shards import LocalShards, Options, UpdateRule
 from . import newton_schulz

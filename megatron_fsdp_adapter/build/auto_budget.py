@@ -1,0 +1,127 @@
+"""Finds the budget for unsharded units while training: `fsdp_unsharded_budget_gib="auto"`.
+
+The first steps run as without a budget. Behind the last reduction of each step the ranks compare
+what they have launched; with it goes the number of bytes that each of them can spare, of which all
+take the smallest, one step later. A rank on which an allocation has failed proposes half of what is
+in use. So there is no further collective, and no step in which the host waits for the device.
+
+A unit that is kept this way changes no buffer. Its gathered weights are not resharded between two
+microbatches, and its bucket sums the microbatches; both go when the step ends. Rebuilding units
+with another strategy was rejected: optimizers and graphs hold the addresses of their shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.engine.engine import FsdpEngine
+from ..plan.unsharded_budget import AUTO, GIB, KEEPING, OPTION, policy_precision, unsharded_units
+
+MEASURED = 2
+"""Number of steps after which memory is measured. Optimizer state is there from the first on, and
+what libraries take once."""
+
+MARGIN = 1 / 16
+"""Part of the device's memory that is never spare: fragments, and what libraries take late."""
+
+
+def spare_memory(device: torch.device) -> int:
+    """Bytes of the device that could be taken beside the most that this process has ever had; 0 on
+    the host."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    return max(0, free + reserved - peak - int(MARGIN * total))
+
+
+def failed_allocations(device: torch.device) -> int:
+    """Number of times that the device had no memory for what was asked for. Where giving back
+    unused memory was enough counts too. 0 on the host."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(stats["num_alloc_retries"] + stats["num_ooms"])
+
+
+class AutoBudgetEngine(FsdpEngine):
+    """An engine that keeps units unsharded over a step as far as memory allows.
+
+    sharers: the engines on this device, one for each model chunk; each takes an equal part.
+
+    Attributes:
+        most: the bytes that this rank can spare. agreed: those that all ranks have agreed on, for
+            the next step. budget: those that kept units were chosen for. used: what they take.
+    """
+
+    def __init__(self, *args: Any, sharers: int = 1, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sharers = sharers
+        self.most = self.agreed = self.budget = self.used = 0
+        self._steps = self._failures = 0
+        self._has_raised = False
+
+    def compared_numbers(self) -> Sequence[int]:
+        """The bytes that this rank can spare, negative, so that the largest number of all ranks is
+        the fewest bytes. 0 until memory is measured."""
+        self._steps += 1
+        failed = self._has_failed()
+        if self._steps == MEASURED + 1:
+            self.most = spare_memory(self.runtime.device) // self.sharers
+        elif self._steps > MEASURED:
+            (fewest,) = self.launches.largest()  # of the step before, which the device has passed
+            self.agreed = 0 if self._has_raised else -fewest
+            self._has_raised = False
+            self.most = self.used // 2 if failed else self.most
+        return [-self.most]
+
+    def _has_failed(self) -> bool:
+        """True if an allocation has failed since this was last asked."""
+        before, self._failures = self._failures, failed_allocations(self.runtime.device)
+        return self._failures > before
+
+    def recover(self) -> bool:
+        """Forgets a pass that raised: one with gradients on all ranks, or the others wait for this
+        one, but an evaluation perhaps on this rank alone, behind its last gather.
+
+        After a pass with gradients nothing is kept in the next step, nor in the one after it, for
+        which the ranks agreed before the pass. Then, and after an evaluation, they keep what they
+        agree on: nothing if one of them has run out of memory.
+        """
+        with_gradients = super().recover()
+        if with_gradients:
+            self.agreed, self._has_raised = 0, True
+        if self._has_failed():
+            self.most = 0
+        return with_gradients
+
+    def zero_grads(self) -> None:
+        """Forgets all gradients. Between two steps: keeps as many units as was agreed on."""
+        super().zero_grads()
+        if self.agreed != self.budget:
+            self._keep(self.agreed)
+
+    def _keep(self, budget: int) -> None:
+        sharded = [[one for one in unit.groups if not one.is_single_rank] for unit in self.units]
+        trained = [one for unit in sharded for one in unit if one.key.requires_grad]
+        kept = unsharded_units(
+            [[group.layout for group in unit] for unit in sharded],
+            self.config.strategy, policy_precision(self.config), budget,
+            [unit.ordinal for unit in self.units if not unit.backward_reads_weights],
+            KEEPING if all(group.can_keep_grads for group in trained) else KEEPING[:1],
+        )  # fmt: skip
+        for unit, row in zip(self.units, kept.rows, strict=True):
+            unit.keep(row)
+        if dist.get_rank() == 0:
+            why = "that are spare" if budget > self.budget else "after an allocation has failed"
+            print(
+                f"{OPTION}={AUTO!r}: unsharded over a step: weights of {kept.weights} and "
+                f"gradients of {kept.grads} of {len(kept.rows)} units, for {kept.nbytes / GIB:.3f} "
+                f"of {budget / GIB:.3f} GiB {why}",
+                flush=True,
+            )
+        self.budget, self.used = budget, kept.nbytes

@@ -1,0 +1,74 @@
+"""Makes an engine of plans: what both wrappers do around the engine's construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..core.config import EngineConfig
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import laid_out
+from ..core.engine.partition import UnitPlan
+from ..core.runtime.device import make_runtime
+from ..core.topology import ShardDomain
+from .fault_report import FaultReport
+from .materialize import InitializerOf, materializer
+from .same_model import verify_same_model
+
+Engine = TypeVar("Engine", bound=FsdpEngine)
+
+
+def has_one_rank(domain: ShardDomain) -> bool:
+    """True if its shard axis has one rank. Replicas on an outer axis do not count."""
+    return domain.axis.size == 1
+
+
+def with_single_rank_domains(
+    config: EngineConfig, domains: Mapping[str, ShardDomain],
+    may: Callable[[str], bool] = lambda name: True,
+) -> EngineConfig:
+    """`config` with the names of domains of one rank in `whole`, of those that `may` accepts: their
+    parameters are not sharded, gathered or reduced. Unchanged where gradients are not sharded."""
+    if not config.strategy.shard_grads:
+        return config
+    alone = [name for name, domain in domains.items() if has_one_rank(domain) and may(name)]
+    return replace(config, whole=tuple(sorted(alone)))
+
+
+def build_engine(
+    make: Callable[..., Engine],
+    subject: str,
+    module: nn.Module,
+    plans: Sequence[UnitPlan],
+    domains: Mapping[str, ShardDomain],
+    config: EngineConfig,
+    device: torch.device,
+    initializer_of: InitializerOf,
+    **options: Any,
+) -> Engine:
+    """Returns the engine over `plans`, on `device`, after checking that all ranks have the same
+    model. Collective. `subject` names the wrapper in errors; `initializer_of` gives
+    values to what is on the meta device; `options` are further ones of the engine.
+
+    Raises:
+        ValueError: the ranks' models differ.
+        CommunicationError, RuntimeError: another rank has failed or is late.
+    """
+    runtime = make_runtime(device)
+    # On whatever stream: core makes another one the current one while it builds the first model
+    # whose layers are to be captured, and what it has initialized before may still be queued.
+    runtime.synchronize()
+    plans = laid_out(plans, domains, config)
+    verify_same_model(subject, plans, config, domains)
+    report = FaultReport(config.strategy.name)
+    with report.building():
+        engine = make(
+            module, plans, domains, config, runtime, report.communicator,
+            prepare=materializer(module, plans, device, initializer_of), **options,
+        )
+    report.engine_made(engine)
+    return engine

@@ -1,0 +1,162 @@
+"""Errors in terms of the model: the unit whose weights or gradients a failed collective carried,
+and the buffer that did not fit.
+
+A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
+raises, and the error is raised again with unit and phase. With NCCL the host waits for nothing: the
+process group's own watchdog ends the process at the timeout, and torch's flight recorder has its
+last collectives. Names are looked up only when something has failed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.hooks import in_backward
+from ..core.comm.communicator import Communicator, Pair
+
+REDUCE, BROADCAST = "reducing gradients", "broadcasting weights"
+COMPARE = "comparing what the ranks have launched in this step"
+ACTIONS: Mapping[str, str] = {
+    "all_gather": "gathering weights", "reduce_scatter": REDUCE, "all_reduce": REDUCE,
+    "all_to_all": REDUCE, "all_reduce_max": "agreeing on scales", "broadcast": BROADCAST,
+}  # fmt: skip
+"""Collective -> what the engine uses it for."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective of the wrapper failed; the message names what it carried, when, and between
+    which ranks."""
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that a collective of `group` may take."""
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
+class Launch(NamedTuple):
+    """A collective that was launched, in words. One is made for every launch: cheaply."""
+
+    action: str
+    carries: str
+    when: str
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        what = "" if self.action == COMPARE else f" of {self.carries} {self.when}"
+        return f"{self.action}{what}, between ranks {self.ranks}"
+
+
+@dataclass(frozen=True)
+class NamedWork:
+    """A handle whose failure names what was waited for."""
+
+    work: Any
+    explain: Callable[[RuntimeError], CommunicationError]
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
+
+class NamedCommunicator(Communicator):
+    """A communicator whose failures name what it carries, as `report` knows it."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, report: FaultReport
+    ) -> None:
+        super().__init__(group, device)
+        self._report = report
+
+    def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
+        launch = launch._replace(carries=self._report.unit_of(launch.carries))
+        return CommunicationError(
+            f"rank {dist.get_rank()}: {launch}, failed: {error}. See the logs of the other ranks: "
+            f"one has failed, is late by more than {timeout_of(self.group, self.device):g} s (the "
+            "timeout of the process group), or took another path through the model"
+        )
+
+    def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
+        if self.size == 1:
+            return super().launch(name, pairs, **options)
+        action, when = ACTIONS[name], "in backward" if in_backward() else "in forward"
+        if name == "all_reduce_max" and not pairs[0][0].is_floating_point():
+            action = COMPARE  # launches are whole numbers
+        when = "at construction" if action == BROADCAST else when
+        launch = Launch(action, self.carries, when, self.ranks)
+        try:
+            works = super().launch(name, pairs, **options)
+        except RuntimeError as error:
+            raise self._failed(launch, error) from error
+        return works and [NamedWork(work, partial(self._failed, launch)) for work in works]
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**20 else f"{nbytes:.0f} bytes"
+
+
+REMEDY = (
+    "Shard over more ranks, or more of the model (data_parallel_sharding_strategy), use smaller "
+    "units (fsdp_unit_modules) or activation recompute; `megatron-fsdp-adapter "
+    "estimate` predicts what fits"
+)
+
+
+class FaultReport:
+    """Names what fails in one engine. Holds it weakly. strategy: the name of the model's."""
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._engine: Callable[[], FsdpEngine | None] = lambda: None
+
+    def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
+        """Makes the engine's communicators."""
+        return NamedCommunicator(group, device, self)
+
+    def engine_made(self, engine: FsdpEngine) -> None:
+        """Takes the names of buffers and launches from `engine` from now on."""
+        self._engine = weakref.ref(engine)
+        engine.runtime.on_out_of_memory = self.explain_allocation
+
+    def unit_of(self, carries: str) -> str:
+        """The unit of the group of that name, with its phase; what is no group's name as it is."""
+        engine = self._engine()
+        for unit in engine.units if engine is not None else ():
+            if any(group.name == carries for group in unit.groups):
+                return f"unit {unit.name} (phase {unit.phase.name})"
+        return carries
+
+    def explain_allocation(self, label: str, flat: torch.Tensor, error: RuntimeError) -> None:
+        """Raises an error with the report for the buffer `flat`, which could not be given storage;
+        returns if `error` is about something else."""
+        nbytes = flat.numel() * flat.element_size()
+        self._explain(f"{label} ({_size(nbytes)}, {flat.dtype})", error)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Inside, the engine is made."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._explain("the buffers of the wrapper at construction", error)
+            raise
+
+    def _explain(self, what: str, error: RuntimeError) -> None:
+        # Of allocators' errors, torch has a class for CUDA's, and none for the CPU's.
+        on_cpu = "can't allocate memory" in str(error)
+        if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
+            return
+        raise type(error)(
+            f"rank {dist.get_rank()}: no memory for {what} with the strategy {self._strategy}: "
+            f"{error}\n{REMEDY}"
+        ) from error

@@ -1,1 +1,0 @@
-"""Collectives and memory that replace the backend's own; options hand them to `core`."""

@@ -1,0 +1,87 @@
+"""A reduce-scatter in float32: an all-to-all, after which each rank adds up what it got.
+
+An all-to-all puts as many bytes on the wire as a ring reduce-scatter. Copy engines can carry it,
+from one fixed buffer to another. The sum is in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ..kernels.sums import SumRows, sum_rows
+from .communicator import Communicator, Pair, Reduce
+
+
+class GroupReduction(Protocol):
+    """The reduction of one group, of which this is read (`Reduction` of the engine)."""
+
+    group: Any
+    """Has `grad_segments`, the main gradients of this rank."""
+    reduce: Any
+    """Has `after`, the factor on the sums."""
+    segments: Sequence[torch.Tensor]
+    adds: bool
+
+    def receive(self, segment: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class SumsOfReceived:
+    """A handle that adds up what the ranks sent when it is waited for. `works` are those of the
+    exchange."""
+
+    works: Sequence[Any]
+    add_up: Callable[[], None]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.add_up()
+
+
+def reduce_scatter(
+    communicator: Communicator, pairs: Sequence[Pair], scale: float = 1.0,
+    accumulate: bool = False, receive: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+    sum_rows: SumRows = sum_rows,
+) -> list[Any]:
+    """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is (output of
+    n elements, input of n * size elements); the output may be this rank's slice of the input.
+    accumulate: the outputs have values, to which is added. receive: memory for what comes in place
+    of an input.
+
+    One launch each: all-to-alls do not coalesce.
+    """
+    works = []
+    for output, source in pairs:
+        received = receive(source)
+        exchange = communicator.all_to_all(received, source)
+        add_up = functools.partial(
+            sum_rows, received.view(communicator.size, -1), output, scale, accumulate
+        )
+        if exchange:
+            works.append(SumsOfReceived(exchange, add_up))
+        else:  # the current stream orders it
+            add_up()
+    return works
+
+
+def launch(
+    communicator: Communicator, parts: Sequence[GroupReduction], sum_rows: SumRows = sum_rows
+) -> list[Any]:
+    """`reduce_scatter` of each part, into the main gradients."""
+    works = []
+    for part in parts:
+        pairs = list(zip(part.group.grad_segments, part.segments, strict=True))
+        works += reduce_scatter(
+            communicator, pairs, part.reduce.after, part.adds, part.receive, sum_rows
+        )
+    return works
+
+
+ALL_TO_ALL_SUM = Reduce("all_to_all_sum", launch, into_shards=True)
+FIXED_ALL_TO_ALL_SUM = replace(ALL_TO_ALL_SUM, name="fixed_all_to_all_sum", fixed=True)

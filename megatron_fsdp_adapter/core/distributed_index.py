@@ -1,0 +1,118 @@
+"""Every process group, read once: the domain of each kind of parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from .topology import DENSE, EXPERT, OUTER_DIM, SHARD_DIM, TP_DIM, Axis, ShardDomain, mesh_over
+
+
+class FSDPDistributedIndex:
+    """The groups of one wrapper.
+
+    Args:
+        fsdp_group: shards dense parameters (data x context parallel ranks, of one optimizer
+            instance when there are several).
+        fsdp_group_ag: optional second communicator with the same ranks, for all-gathers.
+        fsdp_group_rs: optional communicator with the same ranks, for reductions.
+        expt_fsdp_group: shards expert parameters; None without them.
+        expt_fsdp_group_ag: the same for expert parameters, for all-gathers.
+        expt_fsdp_group_rs: the same for expert parameters, for reductions.
+        outer_fsdp_group: the same shard in every optimizer instance; None with one instance.
+        dp_group: all ranks with the same dense parameters; by default the shard group.
+        expt_dp_group: all ranks with the same expert parameters; by default their shard group.
+        tp_group: the tensor-parallel group; None without tensor parallelism.
+        expt_tp_group: the tensor-parallel group of experts; None without it.
+        device_type: "cuda" or "cpu".
+        grad_scale: factor on the sum of gradients, for every kind (an expert gradient already
+            sums the tokens of its expert-parallel ranks, so its factor is the dense one).
+        hsdp_outer_dp_shard: whether the outer axis splits the shards again.
+
+    tensor_groups: by kind of parameter, over which tensors are split before they are sharded;
+    tp_group: that of dense parameters.
+
+    Raises:
+        ValueError: a gather group whose ranks or order differ from its shard group's; an outer
+            group that shares more than this rank with it; groups that make no mesh.
+    """
+
+    def __init__(
+        self,
+        fsdp_group: dist.ProcessGroup,
+        *,
+        device_type: str,
+        grad_scale: float,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        fsdp_group_rs: dist.ProcessGroup | None = None,
+        expt_fsdp_group: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_rs: dist.ProcessGroup | None = None,
+        outer_fsdp_group: dist.ProcessGroup | None = None,
+        dp_group: dist.ProcessGroup | None = None,
+        expt_dp_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        expt_tp_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+    ) -> None:
+        self.hybrid_fsdp_group, self.hsdp_outer_dp_shard = outer_fsdp_group, hsdp_outer_dp_shard
+        self.tp_group, self.tensor_groups = tp_group, {DENSE: tp_group, EXPERT: expt_tp_group}
+        self._everyone = {DENSE: dp_group, EXPERT: expt_dp_group}
+        of_kinds = {
+            DENSE: (fsdp_group, fsdp_group_ag, fsdp_group_rs),
+            EXPERT: (expt_fsdp_group, expt_fsdp_group_ag, expt_fsdp_group_rs),
+        }
+        self.domains: Mapping[str, ShardDomain] = {
+            kind: self._domain(kind, group, gather, reduce, device_type, grad_scale)
+            for kind, (group, gather, reduce) in of_kinds.items() if group is not None
+        }
+
+    def _domain(
+        self, kind: str, group: dist.ProcessGroup, gather: dist.ProcessGroup | None,
+        reduce: dist.ProcessGroup | None, device_type: str, grad_scale: float,
+    ) -> ShardDomain:  # fmt: skip
+        across, split_over = self.hybrid_fsdp_group, self.tensor_groups[kind]
+        shard = Axis.of(SHARD_DIM, group)
+        outer = None if across is None else Axis.of(OUTER_DIM, across)
+        tensor = None if split_over is None else Axis.of(TP_DIM, split_over)
+        split = tensor if tensor is not None and tensor.size > 1 else None
+        axes = [axis for axis in (outer, shard, split) if axis is not None]
+        return ShardDomain(
+            name=kind,
+            axis=shard,
+            gather_group=group if gather is None else gather,
+            reduce_group=group if reduce is None else reduce,
+            mesh=mesh_over(axes, device_type),
+            grad_scale=grad_scale,
+            outer=outer,
+        )
+
+    @staticmethod
+    def _kind(is_expert_parallel: bool) -> str:
+        return EXPERT if is_expert_parallel else DENSE
+
+    def domain(self, kind: str) -> ShardDomain:
+        """The domain of parameters of `kind`; ValueError when the groups for it are missing."""
+        if kind not in self.domains:
+            raise ValueError(
+                f"a parameter is of kind {kind!r}, but the process groups give only "
+                f"{sorted(self.domains)}. Pass expt_dp in pg_collection"
+            )
+        return self.domains[kind]
+
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> dist.ProcessGroup:
+        """The group of the shards, or with `independent_all_gather` the one gathers run on."""
+        domain = self.domain(self._kind(is_expert_parallel))
+        return domain.gather_group if independent_all_gather else domain.axis.group
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
+        """All ranks that hold the same parameters: without an outer axis, the shard group."""
+        everyone = self._everyone[self.domain(self._kind(is_expert_parallel)).name]
+        return self.get_fsdp_group(is_expert_parallel) if everyone is None else everyone
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """The outer data-parallel group, the same for all parameters; None without one."""
+        return self.hybrid_fsdp_group

@@ -1,0 +1,131 @@
+"""Chunks: which blocks of a whole tensor a rank holds, without any exchange between ranks.
+
+torch derives the place of a DTensor's shard from mesh and placement, which assumes an even split.
+Our splits are uneven (a shard boundary falls wherever a flat buffer is cut), so each DTensor is an
+`UnevenDTensor` that carries its *chunks*: blocks (offsets, sizes) of the whole tensor, in the order
+of the local tensor. They are a pure function of the layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter.core.dtensor.uneven import (
+    Chunks,
+    UnevenDTensor,
+    chunks_of,
+    is_replicated,
+    own_chunks,
+)
+from megatron_fsdp_adapter.core.layout.group import GroupLayout
+from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes
+
+_WRITE_ITEMS, _TENSOR_SHARD = "__create_write_items__", "__get_tensor_shard__"
+
+
+def tile(whole: Box, blocks: Iterable[Box]) -> bool:
+    """True if the blocks cover every element of `whole` exactly once, and no other element.
+
+    A sum of blocks is determined by its signed corners, so the corners of the blocks must add up to
+    those of the whole. No pair of blocks is compared.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for count, (offsets, sizes) in ((-1, whole), *((1, block) for block in blocks)):
+        ends = (((at, 1), (at + n, -1)) for at, n in zip(offsets, sizes, strict=True))
+        for corner in itertools.product(*ends):
+            place = tuple(at for at, _ in corner)
+            corners[place] += count * math.prod(sign for _, sign in corner)
+    return not any(corners.values())
+
+
+@dataclass(frozen=True)
+class LayoutRef:
+    """The piece of a group layout that a sharded parameter is.
+
+    layout: the group's layout; index: the parameter's number in it; rank: the shard number of this
+    process; tp_offset: origin of this process's tensor-parallel slice in the whole tensor, one
+    number per dimension (None: zeros).
+    """
+
+    layout: GroupLayout
+    index: int
+    rank: int
+    tp_offset: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor-parallel slice; (1,) for a 0-D parameter."""
+        return self.layout.specs[self.index].layout_shape
+
+    @property
+    def held(self) -> FlatRange:
+        """The elements of the slice that this process holds."""
+        return self.layout.shard_range(self.index, self.rank)
+
+    def chunks(self) -> tuple[Box, ...]:
+        """The blocks (offsets, sizes) of the whole tensor that this process holds, in flat order.
+
+        One block of rows for whole-row granules, at most 2d-1 blocks for d dimensions otherwise,
+        none for an empty shard. Without an exchange: every rank knows which rank writes which
+        block.
+        """
+        boxes = flat_range_to_boxes(self.held, self.shape)
+        origin = self.tp_offset or (0,) * len(self.shape)
+        return tuple(
+            (tuple(a + b for a, b in zip(at, origin, strict=True)), sizes) for at, sizes in boxes
+        )
+
+
+def lacks_chunks(value: Any) -> bool:
+    """True for a sharded DTensor whose place in the whole is unknown."""
+    return isinstance(value, DTensor) and chunks_of(value) is None and not is_replicated(value)
+
+
+def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
+    """A DTensor over `local` with the geometry and chunks of `source` and the dtype of `local`.
+
+    For optimizer state and gradients. Raises ValueError if `local` has another shape than the
+    local tensor of `source`, or if `source` has no chunks.
+    """
+    if local.shape != source._local_tensor.shape:
+        raise ValueError(
+            f"local shape {tuple(local.shape)} is not that of the source, "
+            f"{tuple(source._local_tensor.shape)}"
+        )
+    return UnevenDTensor.over(
+        local.detach(),
+        source.device_mesh,
+        source._spec.placements,
+        source.shape,
+        source.stride(),
+        own_chunks(source),
+    )
+
+
+def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as a plain tensor that torch DCP saves as it would save `source`.
+
+    local: any device, shape of the local tensor of `source`; its storage is shared. For copies on a
+    device other than the mesh's, where a DTensor is impossible. The result cannot be loaded into.
+    Raises ValueError if `source` is sharded and has no chunks.
+    """
+    shape = source.shape
+    whole = Chunks((((0,) * len(shape), tuple(shape)),))
+    chunks = chunks_of(source) or (whole if is_replicated(source) else own_chunks(source))
+    chunks.check(tuple(shape), local)
+
+    # Weak, because the function is an attribute of the tensor that it reads.
+    block = functools.partial(chunks.block, weakref.proxy(local))
+    setattr(local, _TENSOR_SHARD, block)
+    setattr(local, _WRITE_ITEMS, lambda fqn, tensor: chunks.write_items(fqn, tensor, shape))
+    return local

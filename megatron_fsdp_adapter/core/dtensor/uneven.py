@@ -1,0 +1,473 @@
+"""DTensors whose shards are cut wherever a flat buffer is, and which know it.
+
+torch takes `Shard(0)` for an even split. Ours is uneven, so a DTensor over our rows states a place
+that is not true, and whatever goes by that (`full_tensor`, `redistribute`, full state dicts, torch
+DCP) fails or mixes rows up. `UnevenDTensor` carries its `Chunks`, the blocks of the whole tensor
+that this rank has, and answers by them.
+
+The other design was a placement of our own in torch's sharding specification, whose collectives
+torch's `redistribute` would call. It was turned down: every operator's sharding rule writes plain
+`Shard`s into its outputs, so that the first `detach()` loses the place, and the methods that such a
+placement has to override are private and differ from one torch to the next. A placement that is
+only *reported* (`OwnRows`) does without them: operators never see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ..layout.ranges import Box
+from .operators import (
+    Kind,
+    aligned,
+    by_whole,
+    is_cut,
+    kind_of,
+    lists_of,
+    refresh,
+    same_rows,
+    view,
+    windows,
+    write_back,
+)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The blocks (offsets, sizes) of a whole tensor that a rank has, in the order of the elements
+    of its local tensor; none if that is empty.
+
+    cut: what the blocks of *every* rank follow from, a value to be compared: tensors of one shape
+    with equal cuts lie alike on all ranks. None: only this rank's blocks are known.
+    """
+
+    boxes: tuple[Box, ...]
+    cut: Any = None
+
+    def check(self, shape: tuple[int, ...], local: torch.Tensor) -> None:
+        """ValueError unless every block is inside `shape` and together they are as large as
+        `local`."""
+        for offsets, sizes in self.boxes:
+            fits = len(offsets) == len(sizes) == len(shape) and all(
+                o >= 0 and n > 0 and o + n <= whole
+                for o, n, whole in zip(offsets, sizes, shape, strict=True)
+            )
+            if not fits:
+                raise ValueError(
+                    f"chunk at {offsets} of size {sizes} is not inside a {shape} tensor"
+                )
+        numel = sum(math.prod(sizes) for _, sizes in self.boxes)
+        if numel != local.numel():
+            raise ValueError(
+                f"chunks {self.boxes} have {numel} elements, the local tensor of shape "
+                f"{tuple(local.shape)} has {local.numel()}"
+            )
+
+    def listed(self) -> list[ChunkStorageMetadata]:
+        """The chunks as torch DCP's metadata."""
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
+
+    def write_items(self, fqn: str, local: torch.Tensor, shape: torch.Size) -> list[WriteItem]:
+        """The items that torch DCP saves for `fqn`, a tensor of global `shape`, from this rank."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(local),
+                    size=shape,
+                ),
+            )
+            for chunk in self.listed()
+        ]
+
+    def block(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+        """The part of `local` that torch DCP means by `index`, a view. ValueError if it is not
+        here."""
+        for (offsets, _), part in self._parts(local):
+            if index.offset is None or torch.Size(offsets) == index.offset:
+                return part
+        raise ValueError(f"{index.fqn}: no chunk at {index.offset} on this rank")
+
+    def take_from(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """Copies the blocks out of `whole` into `local`."""
+        for box, part in self._parts(local):
+            part.copy_(whole[_place(box)])
+
+    def put_into(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """Copies `local` into the blocks of `whole`."""
+        for box, part in self._parts(local):
+            whole[_place(box)].copy_(part)
+
+    def _parts(self, local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Each block, and the view of `local` that has its elements. `view` and not `reshape`,
+        which may copy: a load writes through it."""
+        flat, end = local.view(-1), 0
+        for box in self.boxes:
+            start, end = end, end + math.prod(box[1])
+            yield box, flat[start:end].view(box[1])
+
+
+def _place(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
+
+
+class OwnRows(Shard):
+    """The placement that an `UnevenDTensor` reports for an axis that cuts rows: a `Shard` of which
+    this rank's extent, `size` rows from `start` of the whole, is known and others' is not. Equal to
+    the `Shard` of its dim. `compute_local_shape_and_global_offset` of torch asks it."""
+
+    def __new__(cls, dim: int, size: int, start: int) -> OwnRows:
+        return super().__new__(cls, dim)  # type: ignore[call-arg]
+
+    def __init__(self, dim: int, size: int, start: int) -> None:
+        super().__init__(dim)
+        self.size, self.start = size, start
+
+    def _local_shard_size_and_offset(  # type: ignore[override]
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        return self.size, self.start
+
+
+class UnevenDTensor(DTensor):
+    """A DTensor that knows its chunks, and hands them on to what has its geometry: `detach()` and
+    `clone()`, and whatever works element by element if torch asks a subclass of DTensor at all what
+    its operators give (2.13 does, 2.11 does not). `chunks` is None until it is set.
+
+    What it gives as a whole (`full_tensor`, `redistribute`) carries no gradient back.
+    """
+
+    chunks: Chunks | None
+    window: Any = None
+    """The source of a view that has no rows of its own, and a copy (`row_operators.windows`)."""
+
+    @staticmethod
+    def over(
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        stride: Sequence[int],
+        chunks: Chunks | None = None,
+    ) -> UnevenDTensor:
+        """A tensor of global `shape` and `stride` over this rank's `local`, whose storage it uses,
+        in host memory too. No collective. ValueError if the chunks do not fit."""
+        if chunks is not None:
+            chunks.check(tuple(shape), local)
+        elsewhere = local.device.type != mesh.device_type
+        plain = DTensor.from_local(
+            local.to("meta") if elsewhere else local,  # others are moved to the mesh's device
+            mesh,
+            list(placements),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(stride),
+        )
+        if elsewhere:
+            plain = DTensor(local, plain._spec, requires_grad=False)
+        return with_chunks(plain, chunks)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kind, kwargs = kind_of(func, args), kwargs or {}
+        own = [one for one in tree_leaves((args, kwargs)) if isinstance(one, UnevenDTensor)]
+        if func not in _OF_THE_OBJECT:
+            for one in own:
+                _check_present(one)
+            refresh(own)
+        if kind not in (Kind.LOCAL, Kind.NEW) and any(map(is_cut, own)):
+            if kind is Kind.VIEW:
+                return view(func, args, kwargs)
+            same = aligned(func, args, kwargs) if kind is Kind.ELEMENTWISE else None
+            if same is None:
+                return by_whole(func, args, kwargs)
+            args = same
+        originals: dict[int, UnevenDTensor] = {}
+        kept: list[DTensor] = []
+        of_nothing = _norm_of_nothing(args) if func in _NORMS else None
+
+        def plain(value: UnevenDTensor) -> DTensor:
+            local = value._local_tensor
+            if of_nothing is not None and local.numel() == 0:
+                local = local.new_full((1,) * local.dim(), of_nothing)
+            made = DTensor(local, value._spec, requires_grad=value.requires_grad)
+            originals[id(made)] = value
+            kept.append(made)
+            return made
+
+        plain_args, plain_kwargs = tree_map_only(UnevenDTensor, plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        write_back(func, args, kwargs)
+        if (kind is Kind.VIEW or func in _OF_THE_OBJECT) and own[0].window:
+            return windows(cls, result, own[0].window)
+
+        def uneven(value: Any, sources: Iterable[Any]) -> Any:
+            if id(value) in originals:
+                return originals[id(value)]
+            if type(value) is not DTensor or kind is Kind.NEW:
+                return value
+            like = [one for one in sources if _same_geometry(one, value)]
+            if not like or not all(same_rows(one.chunks, like[0].chunks) for one in like):
+                return value
+            return with_chunks(value, like[0].chunks)
+
+        lists = lists_of(args)
+        if kind is Kind.ELEMENTWISE and lists and isinstance(result, (list, tuple)):
+            columns = zip(*[args[n] for n in lists], strict=True)
+            return [uneven(value, at) for value, at in zip(result, columns, strict=True)]
+        return tree_map(lambda value: uneven(value, originals.values()), result)
+
+    def detach(self) -> UnevenDTensor:
+        """Torch's `detach`, for `nn.Parameter` and `state_dict`."""
+        detached: Any = super().detach()
+        made = with_chunks(detached, self.chunks)
+        made.window = self.window
+        return made
+
+    def clone(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        """Torch's `clone`; a DTensor of torch's class if a gradient flows through it."""
+        cloned: Any = super().clone(*args, **kwargs)
+        return cloned if cloned.requires_grad else with_chunks(cloned, self.chunks)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Torch's placements, but for the last axis that cuts rows, which is `OwnRows`; axes before
+        it cut nothing for torch's arithmetic."""
+        placements = tuple(self._spec.placements)
+        chunks = self.chunks
+        rows = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == 0]
+        if chunks is None or not rows or len(chunks.boxes) > 1:
+            return placements
+        reported, length = list(placements), self.shape[0]
+        for axis in rows:
+            reported[axis] = OwnRows(0, length, 0)
+        offsets, sizes = chunks.boxes[0] if chunks.boxes else ((0,), (0,))
+        reported[rows[-1]] = OwnRows(0, sizes[0], offsets[0])
+        return tuple(reported)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Collective over the mesh, whose ranks must all call
+        it."""
+        return whole_tensor(self)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """A DTensor over the same mesh with torch's own, even `placements`, which are true. By the
+        whole tensor, which every rank has meanwhile; collective.
+
+        ValueError for another mesh or without placements.
+        """
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(
+                f"redistribute from {self.device_mesh} to {device_mesh}: rows move within their "
+                "own mesh only. Use distribute_tensor(tensor.full_tensor(), mesh, placements)"
+            )
+        if placements is None:
+            raise ValueError("redistribute: placements is missing. Give one for each mesh axis")
+        whole = whole_tensor(self).to(forward_dtype or self.dtype)
+        mesh = self.device_mesh
+        if all(placement.is_replicate() for placement in placements):
+            return DTensor.from_local(whole, mesh, list(placements), run_check=False)
+        # Every rank has the whole already, so none is asked for it.
+        return distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return known_chunks(self).listed()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return known_chunks(self).write_items(fqn, self._local_tensor, self.size())
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return known_chunks(self).block(self._local_tensor, index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
+        self._raise_if_parameter("copy.deepcopy")
+        plain = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=False)
+        copied = memo[id(self)] = with_chunks(plain, self.chunks)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._raise_if_parameter("pickle")
+        # A clone: the storage of the local tensor is a flat buffer's, of many parameters.
+        local = self._local_tensor.detach().clone()
+        boxes = None if self.chunks is None else self.chunks.boxes
+        return _rebuilt, (local, self._spec, boxes)
+
+    def _raise_if_parameter(self, what: str) -> None:
+        if getattr(self, "_is_param", False):
+            raise RuntimeError(
+                f"{what} of a parameter of a sharded model, shape {tuple(self.shape)}: it is a "
+                "view of flat buffers, and a copy would be none. Use model.state_dict(), or load "
+                "that into another sharded model"
+            )
+
+
+_OF_THE_OBJECT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+"""Operators that read no values."""
+
+
+def _check_present(dtensor: DTensor) -> None:
+    """RuntimeError if the storage of the local tensor was given back."""
+    local = dtensor._local_tensor
+    if local.numel() and not local.is_meta and local.untyped_storage().nbytes() == 0:
+        raise RuntimeError(
+            f"reading a tensor of shape {tuple(dtensor.shape)} of a sharded model whose memory was "
+            "released. Call return_memory(model, optimizer) first; of a gradient that was taken "
+            "off its parameter (grad = None), and is gone with the next forward, keep grad.clone()"
+        )
+
+
+_NORMS = frozenset(
+    {torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar}
+)
+"""The operators behind `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm`."""
+
+
+def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
+    """The norm that a rank without elements contributes to one of `_NORMS`: what changes none of
+    the others'. None where torch has one of its own, 0: for a finite norm above 0. It refuses the
+    rest, on that rank alone, while the others wait for it. (torch 2.11 asks no subclass and goes on
+    refusing them. A `__torch_function__` would be asked there, and would be in the way of every
+    read of `.grad`.)
+
+    args: the operator's: tensors, the order of the norm (2 if not given) and, for a norm along
+    dims, which is left to torch, those.
+    """
+    order = float(args[1]) if len(args) > 1 else 2.0
+    if len(args) > 2 and args[2] is not None:
+        return None
+    if order < 0:
+        return math.inf
+    return 0.0 if order == math.inf else None
+
+
+def with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
+    made = UnevenDTensor(plain._local_tensor, plain._spec, requires_grad=False)
+    made.chunks = chunks
+    return made
+
+
+def _rebuilt(local: torch.Tensor, spec: Any, boxes: tuple[Box, ...] | None) -> UnevenDTensor:
+    """The tensor that pickle restores. The cut is of the layouts of the process that wrote it."""
+    plain = DTensor(local, spec, requires_grad=False)
+    return with_chunks(plain, None if boxes is None else Chunks(boxes))
+
+
+torch.serialization.add_safe_globals([_rebuilt])
+"""`torch.load` knows what `torch.save(model.state_dict())` wrote, as it knows torch's DTensors."""
+
+
+def _same_geometry(source: Any, value: DTensor) -> bool:
+    return (
+        isinstance(source, UnevenDTensor)
+        and source.shape == value.shape
+        and source._local_tensor.shape == value._local_tensor.shape
+        and source._spec.placements == value._spec.placements
+        and source.device_mesh == value.device_mesh
+    )
+
+
+def is_replicated(dtensor: DTensor) -> bool:
+    """True if every rank holds the whole tensor, so that its place in it is known."""
+    return all(placement.is_replicate() for placement in dtensor._spec.placements)
+
+
+def even_chunks(dtensor: DTensor) -> Chunks | None:
+    """The chunks of a DTensor that torch split into blocks; None if this rank's part is not what
+    torch's even split gives it, so that its rows are unknown."""
+    if any(type(placement) not in (Shard, Replicate) for placement in dtensor._spec.placements):
+        return None
+    (chunk,) = DTensor.__create_chunk_list__(dtensor)
+    sizes, local = tuple(chunk.sizes), tuple(dtensor._local_tensor.shape)
+    if sizes != local:
+        return None
+    return Chunks(((tuple(chunk.offsets), sizes),) if math.prod(sizes) else ())
+
+
+def own_chunks(dtensor: DTensor) -> Chunks:
+    """`chunks_of` a DTensor; ValueError if it carries none."""
+    found = chunks_of(dtensor)
+    if found is None:
+        raise ValueError(
+            f"a DTensor of shape {tuple(dtensor.shape)} carries no chunks. Take it from a sharded "
+            "model's parameters, or make it with dtensor_like"
+        )
+    return found
+
+
+def known_chunks(dtensor: DTensor) -> Chunks:
+    """`chunks_of` a DTensor, or its `even_chunks`; ValueError if its place in the whole is unknown.
+    """
+    chunks = chunks_of(dtensor) or even_chunks(dtensor)
+    if chunks is None:
+        raise ValueError(
+            f"a DTensor of shape {tuple(dtensor.shape)} is split unevenly (here "
+            f"{tuple(dtensor._local_tensor.shape)}) and carries no chunks"
+        )
+    return chunks
+
+
+def whole_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The whole of an `UnevenDTensor`, or of a DTensor that torch split, on every rank of its mesh,
+    without a gradient. Collective.
+
+    Each rank writes its blocks into a tensor of zeros, whose bytes are then added up over each
+    mesh axis along which the tensor is sharded. Blocks are disjoint, so no byte changes, and one
+    collective per axis replaces an exchange of shapes and a gather of unequal sizes. Costs one
+    full tensor of memory, on the mesh's device. ValueError for a shard whose place in the whole is
+    unknown.
+    """
+    _check_present(dtensor)
+    local = dtensor._local_tensor.detach()
+    if local.device.type != dtensor.device_mesh.device_type:
+        local = local.to(dtensor.device_mesh.device_type)
+    if is_replicated(dtensor):
+        return local.clone()
+    full = torch.zeros(tuple(dtensor.shape), dtype=local.dtype, device=local.device)
+    known_chunks(dtensor).put_into(full, local.contiguous())
+    raw = full.view(-1).view(torch.uint8)
+    for axis, placement in enumerate(dtensor._spec.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(raw, group=dtensor.device_mesh.get_group(axis))
+    return full
+
+
+_CHUNK_LIST = "__create_chunk_list__"
+
+
+def chunks_of(dtensor: DTensor) -> Chunks | None:
+    """The chunks that a DTensor carries: its own, or what another engine hung on its local tensor,
+    where torch DCP looks too."""
+    if isinstance(dtensor, UnevenDTensor) and dtensor.chunks is not None:
+        return dtensor.chunks
+    listed = getattr(dtensor._local_tensor, _CHUNK_LIST, None)
+    if listed is None:
+        return None
+    return Chunks(tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed()))

@@ -1,0 +1,109 @@
+"""Storages that are given back for a while, and return with what they had.
+
+Tensors stay the objects that they are: views, DTensors and optimizer state see the next storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .device import Runtime, fill_with_nan, storage_bytes
+
+Kept = Sequence[torch.Tensor] | None
+Storages = Mapping[str, Sequence[tuple[torch.Tensor, Kept]]]
+"""Kind -> a tensor over each storage and what of it returns as it was; None for all of it."""
+
+CHUNK = 1 << 26
+"""Bytes of pinned memory that are taken at once. Torch rounds each of these up to a power of two,
+which would be up to twice the memory of a large buffer."""
+
+
+class StashedStorage:
+    """The stashed storage of `owner`. `kept`: contiguous tensors over it whose values are to
+    return, None for all of it; of everything else the contents are undefined then, NaN where the
+    runtime poisons.
+
+    Memory of the host is taken the first time and kept for the next: pinning it takes longer than
+    the copy.
+    """
+
+    def __init__(self, owner: torch.Tensor, kept: Kept, runtime: Runtime) -> None:
+        self._owner, self._runtime = owner, runtime
+        views = [_everything(owner)] if kept is None else kept
+        flat = [view.detach().view(-1).view(torch.uint8) for view in views]
+        self._parts = [part for view in flat for part in view.split(CHUNK)]
+        self._host: list[torch.Tensor] = []
+        self._nbytes = 0
+
+    def save(self) -> None:
+        """Starts to copy what is kept to the host, on the current stream."""
+        if not self._host:
+            pin = self._owner.is_cuda
+            self._host = [
+                torch.empty_like(part, device="cpu", pin_memory=pin) for part in self._parts
+            ]
+        for part, copy in zip(self._parts, self._host, strict=True):
+            copy.copy_(part, non_blocking=True)
+
+    def give_back(self) -> int:
+        """Gives the storage back, once the copies are done; returns its bytes."""
+        self._nbytes = storage_bytes(self._owner)
+        self._owner.untyped_storage().resize_(0)
+        return self._nbytes
+
+    def take(self) -> None:
+        """Takes storage again and starts to copy, on the current stream."""
+        storage = self._owner.untyped_storage()
+        storage.resize_(self._nbytes)
+        if self._runtime.poison:
+            fill_with_nan(_everything(self._owner))
+        for part, copy in zip(self._parts, self._host, strict=True):
+            part.copy_(copy, non_blocking=True)
+
+
+def _everything(owner: torch.Tensor) -> torch.Tensor:
+    """The bytes of its storage."""
+    storage = owner.untyped_storage()
+    found = torch.empty(0, dtype=torch.uint8, device=owner.device)
+    return found.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload,no-any-return]
+
+
+class HostStash:
+    """Storages by what they are for; each is here or away.
+
+    away: kinds that are given back, to be written and read here.
+    """
+
+    def __init__(self, runtime: Runtime, away: dict[str, list[StashedStorage]]) -> None:
+        self._runtime, self.away = runtime, away
+        self._known: dict[str, dict[int, StashedStorage]] = {}
+
+    def park(self, storages: Storages) -> dict[str, int]:
+        """Gives back, by kind, storages with what is kept of them; the bytes of each kind. Kinds
+        that are away, storages that have none and tensors on other devices are left out. Blocks
+        the host until the device is idle."""
+        device, found = self._runtime.device, {}
+        for kind, owners in storages.items():
+            if kind not in self.away:
+                before = self._known.get(kind, {})
+                here = {
+                    id(owner): before.get(id(owner)) or StashedStorage(owner, kept, self._runtime)
+                    for owner, kept in owners
+                    if owner.device.type == device.type and storage_bytes(owner)
+                }
+                self._known[kind], found[kind] = here, list(here.values())
+        self._runtime.synchronize()
+        for parked in found.values():
+            for one in parked:
+                one.save()
+        self._runtime.synchronize()
+        self.away.update(found)
+        return {kind: sum(one.give_back() for one in parked) for kind, parked in found.items()}
+
+    def take(self, kinds: Sequence[str]) -> None:
+        """Takes back what of `kinds` is away. Work on the current stream may use it after this."""
+        for kind in kinds:
+            for parked in self.away.pop(kind, ()):
+                parked.take()

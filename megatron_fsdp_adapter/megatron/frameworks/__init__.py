@@ -1,0 +1,1 @@
+"""Programs on top of Megatron-Core: Megatron-Bridge, PEFT, frameworks of reinforcement learning."""

@@ -1,0 +1,147 @@
+"""Calls by which verl and NeMo-RL move a model's memory to the host while another engine generates,
+and by which verl sends the rows that a rank has, for models that are sharded here.
+
+Their own code knows the buffers of Megatron's DDP and moves everything else tensor by tensor, which
+would leave flat buffers where they are and parameters detached from them. The rows of
+`compat/table.py` put these functions in the place of theirs; what is not ours is passed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ...core.engine.buffer import GRADIENTS, KINDS, MAIN
+from ...rollout.release import release_memory, return_memory
+from ...state.module_weights import ModuleWeight, module_weights
+from ..inner_module import our_chunks, ours_among
+from .bridge_weights import engines_of, ordinary_parameters
+
+
+def offload_model(original: Callable[..., Any], models: Sequence[Any]) -> None:
+    """`release_memory` of model chunks; gradients are forgotten, as with DDP."""
+    ours, others = _apart(models)
+    if ours:
+        release_memory(ours)
+    if others:
+        original(others)
+
+
+def load_model(
+    original: Callable[..., Any], models: Sequence[Any], load_grad: bool = True, **options: Any
+) -> None:
+    """`return_memory` of model chunks. load_grad: of buffers of gradients too."""
+    ours, others = _apart(models)
+    if ours:
+        return_memory(ours, only=[k for k in KINDS if load_grad or k != GRADIENTS])
+    if others:
+        original(others, load_grad=load_grad, **options)
+
+
+def device_of_model(original: Callable[..., str], models: Sequence[Any]) -> str:
+    """"cpu" while the memory of main weights is released."""
+    ours = ours_among(models)
+    return "cpu" if any(MAIN in c.engine.away for c in ours) else original(models)
+
+
+def offload_optimizer(original: Callable[..., Any], optimizer: Any) -> None:
+    """Moves the optimizer's state to the host."""
+    _of_ours("offload_to_cpu", original, optimizer)
+
+
+def load_optimizer(original: Callable[..., Any], optimizer: Any) -> None:
+    """Moves it back."""
+    _of_ours("restore_from_cpu", original, optimizer)
+
+
+def move_optimizer(original: Callable[..., Any], worker: Any, device: str) -> None:
+    """NeMo-RL's call for both, to "cpu" or "cuda"."""
+    move = offload_optimizer if device == "cpu" else load_optimizer
+    move(lambda _: original(worker, device), worker.optimizer)
+
+
+def _apart(models: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The chunks that are ours, and the others."""
+    ours = ours_among(models)
+    return ours, [model for model in models if not any(model is one for one in ours)]
+
+
+def _of_ours(method: str, original: Callable[..., Any], optimizer: Any) -> None:
+    """Calls a method of each of core's optimizers that is over ours; `original` if none is."""
+    each = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    ours = [one for one in each if our_chunks(one)]
+    for one in ours:
+        getattr(one, method)()
+    if not ours:
+        original(optimizer)
+
+
+class LocalRows:
+    """This rank's rows of a weight, in the place of a parameter that verl exports.
+
+    `shape` and `device` are those of the module's own parameter, `data` the rows of now.
+    """
+
+    def __init__(self, weight: ModuleWeight) -> None:
+        self.weight, self.shape, self.device = weight, weight.shape, weight.device
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.weight.local.to(self.device, torch.bfloat16)
+
+    def is_first_copy(self, is_expert: bool) -> bool:
+        """True if no rank before this one has the same rows."""
+        group = self.weight.pair.group
+        axes = [] if group.shards_main else [group.domain.axis]
+        if group.domain.outer is not None and not group.splits_outer:
+            axes.append(group.domain.outer)
+        is_cut = is_expert or getattr(self.weight.pair.unsharded, "tensor_model_parallel", False)
+        tensor_rank = 0 if is_cut else parallel_state.get_tensor_model_parallel_rank()
+        return tensor_rank == 0 and all(axis.rank == 0 for axis in axes)
+
+
+def export_index(original: Callable[..., Any], worker: Any) -> list[Any]:
+    """verl's records of what to export, with the rows that this rank has in the place of whole
+    parameters. Entries of all ranks are merged, each row from the first rank that has it."""
+    engines = engines_of(worker.module)
+    if not engines or getattr(worker, "_delta_export_index", None) is not None:
+        return original(worker)
+    with ordinary_parameters(engines):
+        records: list[Any] = original(worker)
+    weights = module_weights(engines)
+    for record in records:
+        if record.param is None:  # of another pipeline stage
+            continue
+        record.param = rows = LocalRows(weights[id(record.param)])
+        record.spec = dataclasses.replace(
+            record.spec, place=0, gather_group=dist.group.WORLD,
+            contributes=rows.is_first_copy(record.probe.is_expert),
+        )  # fmt: skip
+    return records
+
+
+def export_changes(original: Callable[..., Any], worker: Any, **options: Any) -> Any:
+    """verl's entries of what has changed since the last export, and None."""
+    entries, more = original(worker, **options)
+    engines = engines_of(worker.module)
+
+    def shown() -> Iterator[Any]:
+        with ordinary_parameters(engines):
+            yield from entries
+
+    return (shown() if engines else entries), more
+
+
+def export_entry(
+    original: Callable[..., Any], worker: Any, name: str, spec: Any, place: Any,
+    indices: torch.Tensor, values: torch.Tensor,
+) -> Any:  # fmt: skip
+    """verl's entry for changed elements, of which `indices` count from this rank's first row."""
+    param = worker._delta_export_by_name[name].param
+    start = param.weight.rows.start if isinstance(param, LocalRows) else 0
+    return original(worker, name, spec, place, indices + start, values)

@@ -1,0 +1,1 @@
+"""Layers of Megatron-Core: graphs, schedules that call their parts, fused weight gradients."""

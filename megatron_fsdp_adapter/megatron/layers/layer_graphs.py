@@ -1,0 +1,118 @@
+"""CUDA graphs of layers: what core's options (`cuda_graph_impl="local"`) ask to be captured.
+
+Core captures a layer at the end of the first step, from outside of its hooks, and replays it in
+place of the call that they hang on. Here weights are gone at the end of a step, and hooks gather
+them. So core's managers are taken off the layers, and the layers' forwards, which run inside of the
+hooks, are captured instead (`graphs/layer_graphs.py`); the options stay core's. Handing core
+stable addresses, and running hooks around its runners, was turned down: its first replay of every
+layer follows a capture that no hook surrounds, and it has three ways to call a layer, by release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.module import GraphableMegatronModule
+from torch import nn
+
+from ...core.engine.engine import FsdpEngine
+from ...graphs.capture import CudaGraphs
+from ...graphs.layer_graphs import LayerGraphs
+from ..options.cuda_graphs import captures_layers, modules_asked_for
+
+_MANAGER = "cudagraph_manager"
+_PARTS = {"attn": "self_attention", "mlp": "mlp", "mamba": "mixer"}
+"""Core's names of parts of layers, and the attributes that they are."""
+
+
+def layer_graphs(
+    engine: FsdpEngine, module: nn.Module, config: Any, graphs: CudaGraphs | None = None
+) -> LayerGraphs | None:
+    """The graphs of one wrapper's layers; None if its options ask for none. graphs: what captures;
+    by default the device's CUDA graphs."""
+    if not captures_layers(config):
+        return None
+    take_off_managers(module)
+    dispatchers = [
+        one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
+    ]
+    return LayerGraphs(
+        engine, graphs or CudaGraphs(engine.runtime.device, _generators),
+        list(captured_modules(module, modules_asked_for(config))),
+        int(getattr(config, "cuda_graph_warmup_steps", 3)),
+        # What sequences are gathered into over tensor-parallel ranks: a longer one makes core
+        # replace the buffer, whose address graphs have.
+        lambda: get_global_memory_buffer().buffer.values(),
+        partial(forget_last_call, dispatchers),
+    )  # fmt: skip
+
+
+def forget_last_call(dispatchers: Iterable[Any]) -> None:
+    """Takes the autograd graph from what core's token dispatchers keep of their last call.
+
+    With it the nodes live on that add gradients to weights, of all layers below. Autograd would use
+    them again in a capture, and make that wait for the stream on which they were made, which CUDA
+    refuses."""
+    for dispatcher in dispatchers:
+        for name, value in vars(dispatcher).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, value.detach())
+
+
+def captured_modules(
+    module: nn.Module, asked: Iterable[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules to capture, with their names. `asked`: core's names of parts of layers; none for
+    whole layers, of which those with experts, whose dispatch reads numbers of tokens on the host,
+    are captured up to their attention."""
+    parts = set(asked)
+    for name, layer in module.named_modules():
+        # Blocks and whole models are graphable too, for inference.
+        if not _is_graphable(layer) or sum(map(_is_graphable, layer.modules())) != 1:
+            continue
+        # Tokens are dispatched in it: core's layers of experts hold a router.
+        has_experts = any(hasattr(child, "router") for child in layer.modules())
+        if not parts and not has_experts:
+            yield name, layer
+            continue
+        for part in sorted(_parts_of(layer, parts or {"attn"}, has_experts)):
+            yield f"{name}.{part}", getattr(layer, part)
+
+
+def _is_graphable(module: nn.Module) -> bool:
+    return isinstance(module, GraphableMegatronModule)
+
+
+def _parts_of(layer: nn.Module, asked: set[str], has_experts: bool) -> Iterator[str]:
+    for option, part in _PARTS.items():
+        found = getattr(layer, part, None)
+        if option not in asked or found is None or (part == "mlp" and has_experts):
+            continue
+        if any(True for _ in found.parameters()):
+            yield part
+
+
+def take_off_managers(module: nn.Module) -> None:
+    """Takes core's own graphs off the layers: core looks for the attribute in every call."""
+    for layer in list(module.modules()):
+        if _is_graphable(layer) and hasattr(layer, _MANAGER):
+            delattr(layer, _MANAGER)
+
+
+def _generators() -> list[torch.Generator]:
+    """The generators of tensor-parallel ranks. RuntimeError if they are kept as copies of their
+    state, which cannot be switched between in a capture."""
+    states = get_cuda_rng_tracker().get_states()
+    copies = sorted(name for name, one in states.items() if not isinstance(one, torch.Generator))
+    if copies:
+        raise RuntimeError(
+            f"CUDA graphs of layers cannot draw from the random states {', '.join(copies)}, which "
+            "are copied in and out. Set use_te_rng_tracker=True (--te-rng-tracker), or "
+            "use_cudagraphable_rng=True where model_parallel_cuda_manual_seed is called"
+        )
+    return list(states.values())

@@ -1,0 +1,231 @@
+"""Core's schedule that overlaps the communication of experts (`overlap_moe_expert_parallel_comm`).
+
+It does not call the model. The model makes a plan of a microbatch (`build_schedule_plan`), which
+has *nodes*, parts of layers with a forward, a backward and, with `delay_wgrad_compute`, a backward
+of weights; core runs those of two microbatches in turn, some on a stream of its own. Here the nodes
+of each plan are watched: the engine is notified before a node reads a layer's weights, and when
+the layer's last one has run. Core is left as it is; the model's method is replaced on the instance.
+
+A layer is one stage; two, where its experts are units of their own: those are gathered for the
+node that reads them, inside of the time that the rest of the layer is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.engine.engine import FsdpEngine
+from ...core.engine.gather import BACKWARD, FORWARD
+from ...core.engine.unit import Unit
+from ..options.table import DELAY
+from ..options.table import PARTS_OF_LAYERS as OPTION
+from .scheduled_pass import ScheduledPass
+
+BUILD = "build_schedule_plan"
+FIRST = ("pre_dispatch_computation", "attn")
+"""The node that a layer's forward begins with, and its backward ends with; one of these names."""
+EXPERTS, COMBINE, PREDICTION = "mlp", "moe_combine", "mtp_post_process"
+NODES = (*FIRST, "moe_dispatch", EXPERTS, COMBINE, PREDICTION)
+ROUTED = "experts"
+"""The module whose weights, and no others, that node reads."""
+COMBINED_BY = "fc2_latent_proj"
+"""A module of experts that runs when their outputs are combined, on the stream of communication."""
+
+
+class _Node:
+    """The place of a node in a plan. part: the number of its stage among the layer's. ends_forward,
+    ends_backward: True if it is the last one of its stage that reads weights, or makes gradients;
+    delays: True if gradients of weights come later; behind: the node on whose stream weights are
+    waited for, where this one has another."""
+
+    def __init__(
+        self, node: Any, passes: _Passes, layer: int, part: int = 0, *,
+        ends_forward: bool = False, ends_backward: bool = False, delays: bool = False,
+        behind: Any = None,
+    ) -> None:
+        self._node, self._passes = node, passes
+        self._layer_begins = sum(map(len, passes.layers[:layer]))
+        self._stage = self._layer_begins + part
+        self._ends_forward, self._ends_backward = ends_forward, ends_backward
+        self._delays, self._behind = delays, behind
+        self._backward_stage = sum(map(len, passes.layers[layer + 1 :])) + part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def forward(self, *inputs: Any) -> Any:
+        self._passes.catch_up(self._layer_begins, self._node)
+        with self._passes.forward.part_of(self._stage):
+            output = self._node.forward(*inputs)
+        if self._ends_forward:
+            self._passes.forward.leave(self._stage)
+        return output
+
+    def backward(self, *grads: Any) -> Any:
+        passes = self._passes
+        passes.catch_up(passes.stages, self._node)
+        with passes.backward.part_of(self._backward_stage):
+            if self._behind is not None:
+                # The stream of communication waits for what the plan's event has seen, and the
+                # weights that it reads were gathered after that.
+                self._node.event.record(_stream(self._behind))
+            found = self._node.backward(*grads)
+        self._after(done=not self._delays)
+        return found
+
+    def backward_dw(self) -> Any:
+        if not self._delays:
+            return self._node.backward_dw()
+        with self._passes.backward.part_of(self._backward_stage):
+            found = self._node.backward_dw()
+        self._after(done=True)
+        return found
+
+    def _after(self, done: bool) -> None:
+        if self._ends_backward and done:
+            self._passes.backward.leave(self._backward_stage)
+
+
+class _Passes:
+    """Forward and backward of one plan. layers: the stages of each; the first one is entered first
+    and left last, in both directions."""
+
+    def __init__(
+        self, engine: FsdpEngine, layers: Sequence[Sequence[Sequence[Unit]]],
+        throughout: Sequence[Unit], foreign: Iterable[int],
+    ) -> None:
+        self.layers, self.stages = layers, sum(map(len, layers))
+        self._foreign = frozenset(foreign)
+        self.forward = ScheduledPass(
+            engine, [stage for layer in layers for stage in layer], throughout, FORWARD
+        )
+        self.backward = ScheduledPass(
+            engine, [stage for layer in layers[::-1] for stage in layer], throughout,
+            BACKWARD, self._streams_follow,
+        )
+
+    def catch_up(self, stage: int, node: Any) -> None:
+        """Leaves the stages before this one, whose last reader may have run on the other stream."""
+        behind = [number for number in range(stage) if self.forward.is_in(number)]
+        if behind:
+            node.event.wait(_stream(node))
+        for number in behind:
+            self.forward.leave(number)
+
+    def _streams_follow(self, units: Sequence[Unit]) -> None:
+        """Gradients that were made on the stream of communication are taken away by this one: their
+        memory must not be used again before that."""
+        for param in (p for unit in units for g in unit.trainable_groups for p in g.params):
+            if id(param) in self._foreign and param.grad is not None and param.grad.is_cuda:
+                param.grad.record_stream(torch.cuda.current_stream())
+
+
+def _stream(node: Any) -> Any:
+    return node.stream() if callable(node.stream) else node.stream
+
+
+def watch_plans(
+    module: nn.Module, engine: FsdpEngine, before: Callable[[], Callable[[], None] | None]
+) -> None:
+    """Watches all plans that the model inside `module` makes. before: refers to what is called
+    before each. ValueError if it makes none."""
+    model = next((child for child in module.modules() if hasattr(child, BUILD)), None)
+    if model is None:
+        raise ValueError(
+            f"{OPTION}=True: no module of the model has {BUILD}, which core needs to run parts of "
+            "layers. Set it to False"
+        )
+    build = getattr(type(model), BUILD)
+    engine_of, model_of = weakref.ref(engine), weakref.ref(model)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        engine, model, call = engine_of(), model_of(), before()
+        # The caller has the model and the wrapper.
+        assert engine is not None and model is not None and call is not None
+        call()
+        plan = build(model, *args, **kwargs)
+        _watch(plan, model, engine)
+        return plan
+
+    setattr(model, BUILD, watched)
+
+
+def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
+    engine.to_unsharded()
+    unit_of = {
+        id(param): unit for unit in engine.units for group in unit.groups for param in group.params
+    }
+
+    def units(*modules: Any) -> list[Unit]:
+        params = (param for one in modules if one is not None for param in one.parameters())
+        return list({unit_of[id(p)].ordinal: unit_of[id(p)] for p in params}.values())
+
+    layers = [plan.get_layer(number) for number in range(plan.num_layers())]
+    norm = getattr(model.decoder, "final_layernorm", None)
+    first, last = (units(getattr(model, name, None)) for name in ("embedding", "output_layer"))
+    read = [[first], *(_stages(layer.layer, units) for layer in layers)]
+    if plan.post_process is not None:
+        read.append([last])
+    readers = Counter(unit.ordinal for layer in read for stage in layer for unit in stage)
+    once = {ordinal for ordinal, count in readers.items() if count == 1} - {engine.root.ordinal}
+    if any(hasattr(getattr(layer, PREDICTION, None), "stream") for layer in layers):
+        # A layer that predicts further tokens (MTP) calls embedding and output layer too.
+        once -= {unit.ordinal for unit in (*first, *last)}
+    stages = [
+        [[unit for unit in stage if unit.ordinal in once] for stage in layer] for layer in read
+    ]
+    throughout = [unit for unit in engine.units if unit.ordinal not in once]
+    # What of each layer runs where outputs of experts are combined.
+    late = [
+        next((c for name, c in layer.layer.named_modules() if name.endswith(COMBINED_BY)), None)
+        for layer in layers
+    ]
+    foreign = [id(p) for one in (norm, *late) if one is not None for p in one.parameters()]
+    passes = _Passes(engine, stages, throughout, foreign)
+    plan.pre_process = _Node(
+        plan.pre_process, passes, 0, ends_forward=True, ends_backward=True
+    )
+    for number, (layer, combined) in enumerate(zip(layers, late, strict=True), 1):
+        _watch_layer(layer, passes, number, combined is not None, len(stages[number]) > 1)
+    if plan.post_process is not None:
+        plan.post_process = _Node(
+            plan.post_process, passes, len(stages) - 1, ends_forward=True, ends_backward=True
+        )
+
+
+def _stages(layer: nn.Module, units: Callable[..., list[Unit]]) -> list[list[Unit]]:
+    """The units of a layer, and in a stage of their own those that only routed experts are in."""
+    routed = [one for name, one in layer.named_modules() if name.rsplit(".", 1)[-1] == ROUTED]
+    inside = {id(param) for one in routed for param in one.parameters()}
+    every = units(layer)
+    experts = [
+        unit for unit in every
+        if all(id(param) in inside for group in unit.groups for param in group.params)
+    ]
+    return [[unit for unit in every if unit not in experts], *([experts] if experts else [])]
+
+
+def _watch_layer(
+    layer: Any, passes: _Passes, number: int, reads_to_combine: bool, has_parts: bool
+) -> None:
+    real = {n: getattr(layer, n) for n in NODES if hasattr(getattr(layer, n, None), "stream")}
+    first = next(name for name in FIRST if name in real)
+    last = next(name for name in (PREDICTION, COMBINE, EXPERTS) if name in real)
+    delays = bool(getattr(layer.config, DELAY, False))
+    for name, node in real.items():
+        is_part = has_parts and name == EXPERTS
+        watched = _Node(
+            node, passes, number, int(is_part),
+            ends_forward=is_part or (name == last and not (reads_to_combine and last == COMBINE)),
+            ends_backward=is_part or name == first, delays=delays and name in (first, EXPERTS),
+            behind=real[first] if name == COMBINE else None,
+        )  # fmt: skip
+        setattr(layer, name, watched)
+
+

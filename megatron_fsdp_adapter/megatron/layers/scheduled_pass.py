@@ -1,0 +1,108 @@
+"""Passes that a schedule takes apart: it calls parts of the model by itself, each with an autograd
+graph of its own, and those of one microbatch's forward between those of another's backward.
+
+No hook of a module sees when a unit runs, and no gradient of an output when its backward
+begins: the schedule calls this class. A pass goes through *stages* in a fixed order, a stage
+being the units that some parts read; the units of the next stage are gathered meanwhile.
+
+    forward of microbatch 2     stage 0     stage 1     stage 2
+    backward of microbatch 1          stage 2     stage 1     stage 0
+
+Both passes may keep a unit at one time. It is resharded when neither does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ...core.engine.engine import FsdpEngine
+from ...core.engine.gather import BACKWARD
+from ...core.engine.unit import Unit
+
+
+class ScheduledPass:
+    """A forward, or a backward, of one microbatch.
+
+    Args:
+        stages: in the order in which the pass goes through them; a unit is in one.
+        throughout: units that any part may read.
+        direction: FORWARD or BACKWARD.
+        before_grads: of a backward; called with units before their gradients are taken.
+    """
+
+    def __init__(
+        self, engine: FsdpEngine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
+        direction: str, before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
+    ) -> None:
+        self._engine, self._stages, self._throughout = engine, stages, throughout
+        self._is_backward, self._before_grads = direction == BACKWARD, before_grads
+        self._kept: set[int] = set()
+        self._entered: set[int] = set()
+        self._left: set[int] = set()
+
+    @contextmanager
+    def part_of(self, stage: int) -> Iterator[None]:
+        """A part that reads the stage's weights runs inside, on the current stream or behind it."""
+        engine, gather = self._engine, self._engine.gather
+        if not self._kept:
+            self._begin()
+        self._keep(stage)
+        self._entered.add(stage)
+        read = [*self._throughout, *self._stages[stage]]
+        for unit in read:
+            gather.wait_unshard(unit)
+        following = stage + 1
+        ahead = following < len(self._stages) and following not in self._left
+        if ahead and gather.config.overlap_param_gather:
+            self._keep(following)
+            for unit in self._stages[following]:
+                gather.launch_unshard(unit)
+        if self._is_backward:
+            for unit in read:
+                engine.reduce.backward_begins(unit, accumulates=True)
+        engine.calls_parts, call = True, object()
+        if engine.saved.enter(call):
+            for unit in read:
+                unit.saves_through_hooks()
+        try:
+            yield
+        finally:
+            engine.calls_parts = False
+            engine.saved.leave(call)
+
+    def is_in(self, stage: int) -> bool:
+        """True if the pass has come to the stage, and not left it."""
+        return stage in self._entered and stage not in self._left
+
+    def leave(self, stage: int) -> None:
+        """All parts of the stage have run: what reads its weights, and of a backward what makes
+        their gradients, is in front of the current stream. More than once is once."""
+        if not self.is_in(stage):
+            return
+        self._left.add(stage)
+        is_last = stage + 1 == len(self._stages)
+        units = self._stages[stage]
+        for unit in units:
+            self._engine.gather.unhold(unit)
+        if self._is_backward:
+            self._before_grads([*units, *self._throughout] if is_last else units)
+            for unit in units:
+                self._engine.complete(unit)
+            if is_last:
+                self._engine.end_backward()
+
+    def _begin(self) -> None:
+        engine = self._engine
+        if self._is_backward:
+            engine.start_backward(accumulates=True)
+        else:
+            engine.to_unsharded()
+            engine.in_flight += 1
+        engine.gather.forward_follows = False
+
+    def _keep(self, stage: int) -> None:
+        if stage not in self._kept:
+            self._kept.add(stage)
+            for unit in self._stages[stage]:
+                self._engine.gather.hold(unit)

@@ -1,0 +1,368 @@
+"""Probes what a module with a fused weight gradient does to `main_grad`.
+
+A fused weight-gradient GEMM overwrites `main_grad` or adds to it, depending on the module's class,
+the precision and the release of Transformer Engine: 2.11 reads the flag from the *quantized* weight
+in some layers, which never has it; 2.20 reads the flag in forward. A bucket that is taken for
+overwritten, but was added to, contains wrong sums, without an error. So a small module of each
+class runs once per process, in each precision that the model computes in. The contents of its
+`main_grad` then show what the GEMM does. A bucket that is not known to be overwritten is zeroed
+first.
+
+Modules of a class without a row in `MAKERS` are taken to add, as Megatron's DDP takes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...core.runtime.rank_warnings import warn
+from ..options.capability import recipe_of
+
+SIZE = 128
+"""Rows and columns of the weights: one block of every recipe for FP8."""
+
+TOKENS = 2 * SIZE
+
+MARK = 4096.0
+"""The value of `main_grad` where adding is looked for; gradients here are around 16 in size."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The observed behavior of modules of one class.
+
+    adds: without a flag, they add to `main_grad`.
+    overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and
+    add where it unsets it.
+    overwrites_in_forward: they overwrite where it was set before the forward, what the
+    `get_main_grad()` of that time returns.
+    ignores_flag_under_hooks: they see the flag of backward only where no hooks are on
+    what autograd saves: they ask the saved weight, which then has no attributes.
+    """
+
+    adds: bool
+    overwrites_in_backward: bool = False
+    overwrites_in_forward: bool = False
+    ignores_flag_under_hooks: bool = False
+
+    def __and__(self, other: Observed) -> Observed:
+        """The observations that hold for both."""
+        overwrites_in_backward = self.overwrites_in_backward and other.overwrites_in_backward
+        return Observed(
+            self.adds and other.adds,
+            overwrites_in_backward,
+            self.overwrites_in_forward and other.overwrites_in_forward,
+            overwrites_in_backward
+            and (self.ignores_flag_under_hooks or other.ignores_flag_under_hooks),
+        )
+
+
+UNKNOWN = Observed(adds=True)
+"""The observation of a class that cannot be made here: the contract of Megatron's DDP."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision that a model computes in: a name, equal for equal precisions, a context for
+    forwards, and one for making modules, whose weights are quantized in some."""
+
+    name: str
+    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
+    made: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes a small module with fused weight gradients and calls it.
+
+    make: of keyword arguments `dtype` and `device`. call: with the module and an input of shape
+    (TOKENS, SIZE); returns the output.
+    """
+
+    make: Callable[..., nn.Module]
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda module, x: module(x)
+
+
+def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
+    def make(dtype: torch.dtype, device: torch.device) -> nn.Module:
+        import transformer_engine.pytorch as te
+
+        return getattr(te, name)(
+            *sizes, bias=False, params_dtype=dtype, device=device, fuse_wgrad_accumulation=True
+        )
+
+    return make
+
+
+MAKERS: Mapping[str, Maker] = {
+    "transformer_engine.Linear": Maker(_te_module("Linear", SIZE, SIZE)),
+    "transformer_engine.LayerNormLinear": Maker(_te_module("LayerNormLinear", SIZE, SIZE)),
+    "transformer_engine.LayerNormMLP": Maker(_te_module("LayerNormMLP", SIZE, SIZE)),
+    # All tokens go to the first of two experts: the other one's gradient is zero, and has to be
+    # written as well.
+    "transformer_engine.GroupedLinear": Maker(
+        _te_module("GroupedLinear", 2, SIZE, SIZE), lambda module, x: module(x, [TOKENS, 0])
+    ),
+}
+"""Class -> maker; a module is that of the first class in its resolution order that has a row.
+Megatron's own layers have none: they add."""
+
+
+def read_by_operations(module: nn.Module) -> frozenset[int]:
+    """Ids of the modules below `module` whose weights Transformer Engine's operations read (core's
+    `use_te_op_fuser` of a layer spec, and `use_transformer_engine_op_fuser`). Core makes the
+    operations in the first forward, out of the parameters that it finds then."""
+    fused = [
+        child for child in module.modules()
+        if hasattr(child, "_fused_impl") or getattr(child, "_with_fused_impl", False)
+    ]  # fmt: skip
+    return frozenset(id(inner) for child in fused for inner in child.modules())
+
+
+def maker_name(kind: type) -> str | None:
+    """The key in `MAKERS` for modules of class `kind`; None if it has none."""
+    for base in kind.__mro__:
+        name, module = f"transformer_engine.{base.__name__}", f"{base.__module__}."
+        is_layer = module.startswith("transformer_engine.pytorch.") and ".ops." not in module
+        if is_layer and name in MAKERS:
+            return name
+    return None
+
+
+def observe(
+    maker: Maker,
+    precision: Precision,
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    device: torch.device,
+) -> Observed:
+    """Runs a module up to six times and looks at what became of `main_grad`. Leaves random states
+    and Transformer Engine's histories as they were. No collectives.
+
+    dtype: of the weights; main_dtype: of `main_grad`. An error of the module is the caller's.
+    """
+    devices = [device] if device.type == "cuda" else []
+
+    def run(fill: float, **flags: bool) -> list[torch.Tensor]:
+        with torch.random.fork_rng(devices=devices), _te_histories_kept(), torch.enable_grad():
+            torch.manual_seed(1234)
+            return _main_grads(maker, precision, dtype, main_dtype, device, fill, **flags)
+
+    adds = _were_added_to(run(MARK))
+    overwrites_in_backward = _were_overwritten(
+        run(float("nan"), in_backward=True)
+    ) and _were_added_to(run(MARK, in_backward=False))
+    overwrites_in_forward = _were_overwritten(run(float("nan"), in_forward=True))
+    with saved_tensors_hooks(_as_it_is, _as_it_is):
+        heard = overwrites_in_backward and _were_overwritten(run(float("nan"), in_backward=True))
+        overwrites_in_forward &= _were_overwritten(run(float("nan"), in_forward=True))
+    return Observed(
+        adds, overwrites_in_backward, overwrites_in_forward, overwrites_in_backward and not heard
+    )
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _main_grads(
+    maker: Maker,
+    precision: Precision,
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    device: torch.device,
+    fill: float,
+    in_backward: bool | None = None,
+    in_forward: bool | None = None,
+) -> list[torch.Tensor]:
+    """`main_grad` of every matrix after one forward and backward, with `fill` in it before. What
+    is not None is set on the module, then."""
+    with precision.made():
+        module = maker.make(dtype=dtype, device=device)
+    weights: list[Any] = [param for param in module.parameters() if param.ndim == 2]
+    grads = [torch.full(one.shape, fill, dtype=main_dtype, device=device) for one in weights]
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.main_grad = grad
+        if in_backward is not None or in_forward is not None:
+            weight.__fsdp_param__ = True
+            weight.get_main_grad = functools.partial(_hand_out, weight, grad, in_backward)
+        if in_forward is not None:
+            weight.overwrite_main_grad = in_forward
+    x = torch.randn(TOKENS, SIZE, dtype=dtype, device=device, requires_grad=True)
+    with precision.context():
+        output = maker.call(module, x)
+    for weight in weights if in_forward is not None else ():
+        weight.overwrite_main_grad = not in_forward
+        weight.get_main_grad = functools.partial(torch.zeros_like, weight.main_grad)
+    output.backward(torch.randn_like(output))
+    return grads
+
+
+def _hand_out(weight: Any, grad: torch.Tensor, overwrite: bool | None) -> torch.Tensor:
+    if overwrite is not None:
+        weight.overwrite_main_grad = overwrite
+    return grad
+
+
+def _were_overwritten(grads: Sequence[torch.Tensor]) -> bool:
+    """Nothing is left of the NaN that was there."""
+    return all(bool(grad.isfinite().all()) for grad in grads) and _is_any(grads, 0.0)
+
+
+def _were_added_to(grads: Sequence[torch.Tensor]) -> bool:
+    """True if everything is near the mark that was there."""
+    near = all(bool(((grad - MARK).abs() < MARK / 2).all()) for grad in grads)
+    return near and _is_any(grads, MARK)
+
+
+def _is_any(grads: Sequence[torch.Tensor], nothing: float) -> bool:
+    """A gradient was written: something differs from `nothing`."""
+    return any(bool((grad != nothing).any()) for grad in grads)
+
+
+TABLES = (
+    "global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer",
+    "autocast_arguments", "fp8_tensors_recompute_buffer",
+)  # fmt: skip
+"""Tables of Transformer Engine's `FP8GlobalStateManager` that grow with the modules that have
+run."""
+
+
+@contextmanager
+def _te_histories_kept() -> Iterator[None]:
+    """Transformer Engine registers every module that ran under delayed scaling in tables of the
+    process, and updates all of them after each forward."""
+    try:
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    except ImportError:
+        yield
+        return
+    holder = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    tables = {
+        name: _copy_of_table(value)
+        for name in TABLES
+        if isinstance(value := getattr(holder, name, None), (dict, list))
+    }
+    try:
+        yield
+    finally:
+        for name, table in tables.items():
+            setattr(holder, name, table)
+
+
+def _copy_of_table(table: Any) -> Any:
+    """Tables hold lists that grow, of tensors that stay what they are."""
+    if isinstance(table, list):
+        return list(table)
+    return {
+        key: list(value) if isinstance(value, list) else copy.copy(value)
+        for key, value in table.items()
+    }
+
+
+def precisions_of(config: Any) -> tuple[Precision, ...]:
+    """The precisions that layers of a model with this `TransformerConfig` may compute in, if their
+    weights are not quantized. Some stay in the weights' dtype under FP8: the output layer, and the
+    first and last ones if asked for."""
+    quantized = quantized_precision(config)
+    if quantized is None:
+        return (Precision("weights"),)
+    return Precision("weights"), Precision(f"{quantized.name} compute", quantized.context)
+
+
+def quantized_precision(config: Any) -> Precision | None:
+    """The precision of layers whose weights are quantized: the recipe of the model's config, and
+    nothing else, as Transformer Engine cannot fuse where it makes such weights whole first. None
+    without a recipe."""
+    asked = recipe_of(config)
+    if asked is None:
+        return None
+    option, name = asked
+    core = importlib.import_module(f"megatron.core.{option}_utils")
+    recipe = without_reductions(getattr(core, f"get_{option}_recipe")(config))
+    return Precision(
+        f"{option.upper()} {getattr(config, option)} {name}",
+        functools.partial(te_context, "autocast", recipe),
+        functools.partial(te_context, "quantized_model_init", recipe),
+    )
+
+
+def without_reductions(recipe: Any) -> Any:
+    """A recipe for FP8 without the only collective of a forward: ranks need not have the same
+    classes of modules. Core's subclasses cannot be made from their own fields."""
+    if not hasattr(recipe, "reduce_amax"):
+        return recipe
+    alone = copy.copy(recipe)
+    alone.reduce_amax = False
+    return alone
+
+
+def te_context(name: str, recipe: Any) -> AbstractContextManager[Any]:
+    """A context of Transformer Engine with a recipe."""
+    made = getattr(importlib.import_module("transformer_engine.pytorch"), name)
+    context: AbstractContextManager[Any] = made(enabled=True, recipe=recipe)
+    return context
+
+
+@functools.cache
+def observed_once(
+    name: str, precision: Precision, dtype: torch.dtype, main_dtype: torch.dtype, device_type: str
+) -> Observed:
+    """`observe` for a row of `MAKERS`, once in a process. What cannot be run is taken to add."""
+    device = torch.device(device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return observe(MAKERS[name], precision, dtype, main_dtype, device)
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
+        warn(
+            f"{name} in {precision.name} ({dtype}) could not be probed ({error}). Assuming that "
+            "it adds weight gradients to main_grad, which is zeroed first",
+            RuntimeWarning, of_host=True,
+        )  # fmt: skip
+        return UNKNOWN
+
+
+def observed(
+    owner: nn.Module, dtype: torch.dtype, is_quantized: bool = False, *,
+    precisions: tuple[Precision, ...], main_dtype: torch.dtype, device: torch.device,
+    quantized: Precision | None = None, by_operations: frozenset[int] = frozenset(),
+    hooks_inside: bool = False,
+) -> Observed:  # fmt: skip
+    """The behavior of `owner`, with weights of (nominal) `dtype`, towards a `main_grad` of
+    `main_dtype` in every precision that it may compute in.
+
+    precisions: of modules whose weights are not quantized; quantized: of others. by_operations: as
+    `read_by_operations`; these are taken to add. hooks_inside: hooks on what autograd saves are set
+    inside of units, where no engine sees them. ValueError where it cannot write into `main_dtype`.
+    """
+    name = maker_name(type(owner))
+    if name is None:
+        return UNKNOWN
+    if main_dtype not in (torch.float32, dtype):
+        raise ValueError(
+            f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in {dtype}, "
+            f"and its GEMMs write gradients in float32 or that dtype, not in {main_dtype}, the "
+            "dtype on the wire. Leave megatron_fsdp_grad_comm_dtype unset, or set "
+            "gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
+        )
+    if (is_quantized and quantized is None) or id(owner) in by_operations:
+        return UNKNOWN
+    computes_in = (quantized,) if is_quantized and quantized else precisions
+    seen = [
+        observed_once(name, precision, dtype, main_dtype, device.type) for precision in computes_in
+    ]
+    found = functools.reduce(lambda one, other: one & other, seen)
+    if not (hooks_inside and found.ignores_flag_under_hooks):
+        return found
+    return replace(found, overwrites_in_backward=False, ignores_flag_under_hooks=False)

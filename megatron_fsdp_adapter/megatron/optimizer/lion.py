@@ -1,0 +1,75 @@
+"""`optimizer` `lion`: which weights are Lion's, and with which betas.
+
+As core does it, whose Lion from 0.18 on has Adam's betas (it reads `lion_beta1` and `lion_beta2`
+for a Lion beside its own Muon alone), and leaves to Adam what is no matrix, embeddings and the
+output layer. Before, core's Lion has all weights, and its own betas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core.engine.params import ParamPair
+from ...optim.lion import lion as lion_rule
+from ...optim.local_shards import Options, UpdateRule
+from ..compat import core_api
+from ..options.support import LION
+
+OTHERS = "is_embedding_or_output_parameter"
+"""Core's mark of matrices that are Adam's."""
+
+
+def problems(config: Any) -> list[str]:
+    """Problems of an optimizer's config, and of the installed core, with Lion."""
+    if not hasattr(config, "lion_beta1"):
+        return [
+            f"optimizer={LION!r}: not in this megatron-core. Use 'adam', or a release from 0.18 on"
+        ]
+    found, names = betas(config), _BETAS[core_api.MAKES_EMERGING]
+    return [
+        f"optimizer={LION!r} with {name}={beta}: must be at least 0 and below 1"
+        for name, beta in zip(names, found, strict=True) if not 0 <= beta < 1
+    ]  # fmt: skip
+
+
+_BETAS = {True: ("adam_beta1", "adam_beta2"), False: ("lion_beta1", "lion_beta2")}
+"""Names of the betas in the optimizer config, by whether core makes Lion by its function for such
+optimizers."""
+
+
+def betas(config: Any) -> tuple[float, float]:
+    """The betas that core gives its Lion."""
+    first, second = _BETAS[core_api.MAKES_EMERGING]
+    return getattr(config, first), getattr(config, second)
+
+
+def has(pair: ParamPair) -> bool:
+    """True if core gives a weight to Lion, and not to Adam."""
+    shape = pair.group.layout.specs[pair.index].layout_shape
+    is_matrix = len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
+    return is_matrix or not core_api.MAKES_EMERGING
+
+
+def rule_of(
+    chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
+) -> UpdateRule:
+    """The update rule of an optimizer of which Lion has the groups that are marked."""
+    return lion_rule(has_mark, betas(config))
+
+
+def make_groups(chunks: Sequence[Any]) -> None:
+    """Nothing: ranks exchange nothing in a step."""
+
+
+def table(chunks: Sequence[Any], config: Any) -> str:
+    """A line with the number of Lion's weights, and its betas."""
+    pairs = [
+        pair for chunk in chunks for pair in chunk.engine.pairs if pair.group.key.requires_grad
+    ]
+    names, found = _BETAS[core_api.MAKES_EMERGING], betas(config)
+    used = ", ".join(f"{name} {beta:g}" for name, beta in zip(names, found, strict=True))
+    return (
+        f"  Lion, as in megatron-core with {used}: {sum(map(has, pairs))} of {len(pairs)} "
+        "weights; Adam: others"
+    )

@@ -1,0 +1,178 @@
+"""`optimizer` `muon`: which weights are Muon's, and of which matrices they are made. How core is
+led to one optimizer for all of them is in `emerging.py`; its shards step the groups that are marked
+(`optim/muon/shards.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.engine.params import ParamPair
+from ...optim.local_shards import Options, UpdateRule
+from ...optim.muon.exchange import exchange_groups
+from ...optim.muon.matrices import row_blocks
+from ...optim.muon.newton_schulz import EPS, coefficients_of
+from ...optim.muon.shards import MuonOptions, tensor_split
+from ...optim.muon.shards import muon as muon_rule
+from ..options.support import HALF, SCALES
+
+EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
+ROUTERS = ("Router",)
+"""Classes, by name, whose weights are Adam's."""
+ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "shared_embedding")
+"""Core's marks of weights that are Adam's: embeddings, their copies on other stages, output."""
+
+
+# Which weights, and of which matrices they are made.
+
+
+def has(pair: ParamPair) -> bool:
+    """The one place that decides: a trained matrix of more than one row and column that is no
+    embedding, output layer or router, nor excluded by `use_muon` False on it."""
+    raw = pair.unsharded
+    shape = pair.group.layout.specs[pair.index].layout_shape
+    owner, _ = pair.managed.slots[0]
+    kinds = {cls.__name__ for cls in type(owner).__mro__}
+    return (
+        pair.group.key.requires_grad
+        and len(shape) == 2
+        and min(shape) > 1
+        and getattr(raw, "use_muon", True)
+        and not any(getattr(raw, mark, False) for mark in ADAMS_MARKS)
+        and kinds.isdisjoint((*EMBEDDINGS, *ROUTERS))
+        and "output_layer" not in pair.managed.fqns[0].split(".")
+    )
+
+
+def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, ...]:
+    """The parts of rows that repeat in a parameter of `module` (`MuonParam.heights`), by the names
+    that core gives its fused layers and the config of the module around them."""
+    shape = pair.group.layout.specs[pair.index].layout_shape
+    names = pair.managed.fqns[0].split(".")
+    rows, _ = _whole_shape(pair)
+    found: tuple[int, ...] = (rows,)
+    if len(names) > 2:
+        config = _config_around(module, names[:-2])
+        if names[-2] == "linear_fc1" and getattr(config, "gated_linear_unit", False):
+            found = (shape[0] // 2,) * 2  # gate and up, of each tensor-parallel rank
+        elif split_qkv and names[-2] in FUSED:
+            found = FUSED[names[-2]](config)
+    try:
+        row_blocks(rows, found)
+    except ValueError as error:
+        raise ValueError(
+            f"Muon: {pair.managed.fqns[0]} of {rows} rows looks like a fused weight, but has an "
+            f"unknown shape: {error}. Mark it with use_muon=False, or set muon_split_qkv to False"
+        ) from None
+    return found
+
+
+def _config_around(module: nn.Module, path: Sequence[str]) -> Any:
+    """The config of the module at `path`, or of the nearest around it that has one."""
+    found, at = getattr(module, "config", None), module
+    for name in path:
+        at = getattr(at, name)
+        found = getattr(at, "config", found)
+    return found
+
+
+def _qkv(config: Any) -> tuple[int, ...]:
+    """Heights of the parts of each group of queries: its heads, as many rows of their gates, keys,
+    values."""
+    queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    gates = [queries] if getattr(config, "attention_output_gate", False) else []
+    return (queries, *gates, config.kv_channels, config.kv_channels)
+
+
+FUSED: Mapping[str, Callable[[Any], tuple[int, ...]]] = {
+    "linear_qkv": _qkv,
+    "linear_kv": lambda config: (config.kv_channels, config.kv_channels),
+    "linear_kv_up_proj": lambda config: (config.qk_head_dim, config.v_head_dim),
+    "linear_kv_down_proj": lambda config: (config.kv_lora_rank, config.qk_pos_emb_head_dim),
+    "linear_qkv_down_proj": lambda config: (
+        config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim
+    ),
+}  # fmt: skip
+"""Fused layers of attention by name, and of what rows they are: grouped and gated attention, cross
+attention, and latent attention, whose keys have a part of their own for positions."""
+
+
+# Core's optimizer.
+
+
+def rule_of(
+    chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
+) -> UpdateRule:
+    """The update rule of an optimizer of which Muon has the groups that are marked."""
+    around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
+    options, split_qkv = _options(config), config.muon_split_qkv
+    made = {ranks: group for c in chunks for ranks, group in c.muon_groups.items()}
+    return muon_rule(
+        [chunk.engine for chunk in chunks], made,
+        lambda group: options if has_mark(group) else None,
+        lambda pair: heights(around[id(pair.sharded)], split_qkv, pair),
+    )  # fmt: skip
+
+
+def make_groups(chunks: Sequence[Any]) -> None:
+    """The process groups of exchanges, once for these chunks; collective over the default group, as
+    core asks for parameter groups, also those of experts, on every rank."""
+    if any(chunk.muon_groups is None for chunk in chunks):
+        made = exchange_groups([chunk.engine for chunk in chunks])
+        for chunk in chunks:
+            chunk.muon_groups = made
+
+
+def _options(config: Any) -> MuonOptions:
+    # Its name was another one before 0.18, and before 0.17 there was one set of coefficients.
+    nesterov = getattr(config, "muon_nesterov", getattr(config, "muon_use_nesterov", False))
+    coefficients = getattr(config, "muon_coefficient_type", "quintic")
+    factor, scale = config.muon_extra_scale_factor, SCALES[config.muon_scale_mode]
+    return MuonOptions(
+        momentum=config.muon_momentum,
+        nesterov=nesterov,
+        coefficients=coefficients_of(coefficients, config.muon_num_ns_steps),
+        eps=EPS,
+        scale=lambda rows, columns: factor * scale(rows, columns),
+        dtype=torch.bfloat16 if config.muon_fp32_matmul_prec == HALF else torch.float32,
+    )
+
+
+def table(chunks: Sequence[Any], config: Any) -> str:
+    """A table of Muon's weights, with the shapes of their matrices, and of Adam's; layers of a kind
+    in a row."""
+    rows: Counter[tuple[str, str]] = Counter()
+    for chunk in chunks:
+        for pair in chunk.engine.pairs:
+            if not pair.group.key.requires_grad:
+                continue
+            name = re.sub(r"\.\d+\.", ".*.", pair.managed.fqns[0].removeprefix("module."))
+            rows[re.sub(r"weight\d+$", "weight*", name), _described(chunk, pair, config)] += 1
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        f"  {name:{width}}  {count:5}  {text}" for (name, text), count in rows.items()
+    )
+
+
+def _described(chunk: Any, pair: ParamPair, config: Any) -> str:
+    if not has(pair):
+        return "Adam"
+    parts = heights(chunk.module.module, config.muon_split_qkv, pair)
+    rows, columns = _whole_shape(pair)
+    times = rows // sum(parts)
+    return "Muon: " + ", ".join(f"{times * height} x {columns}" for height in parts)
+
+
+def _whole_shape(pair: ParamPair) -> tuple[int, int]:
+    """Before tensor parallelism."""
+    shape = list(pair.group.layout.specs[pair.index].layout_shape)
+    split, parts = tensor_split(pair)
+    if split is not None:
+        shape[split] *= parts
+    return shape[0], shape[1]

@@ -1,0 +1,68 @@
+"""The engine of a Megatron model, from the constructor's arguments."""
+
+from __future__ import annotations
+
+from ...build.building import build_engine
+from ...core.distributed_index import FSDPDistributedIndex
+from ...core.engine.engine import FsdpEngine
+from ...quantized import TransformerEngineParams
+from ..inner_module import ParamAndGradBuffer
+from ..layers.fused_wgrad import asks_fusion
+from ..layers.te_weight_cache import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
+from ..options import capability, ddp_options, staging_options
+from ..options.rules import is_on
+from ..options.settings import WRAPPER, settle
+from ..options.table import DECOUPLED
+from .announcement import announcement
+from .construction_problems import Arguments, checked_index
+from .domains import broadcast_left_alone
+from .model_plan import ModelPlan, plan_model
+
+__all__ = ["Arguments", "build", "checked_index", "force_options"]
+
+
+def build(
+    given: Arguments, index: FSDPDistributedIndex
+) -> tuple[FsdpEngine, ModelPlan, ParamAndGradBuffer]:
+    """Moves the parameters of the module into an engine's buffers. Returns it, the plan that it was
+    made by, and the buffers as Megatron's code sees them. Collective.
+
+    Raises:
+        ValueError: a unit class that matches nothing; ranks whose models differ.
+        CommunicationError, RuntimeError: another rank has failed or is late.
+    """
+    module, ddp_config = given.module, given.ddp_config
+    plan = plan_model(given, index)
+    is_quantized = any(key.quantized for unit in plan.units for key in unit.groups)
+    memory = staging_options.slot_memory(ddp_config, index, given.device)
+    engine = build_engine(
+        ddp_options.engine_maker(given.config, ddp_config),
+        "FullyShardedDataParallel",
+        module,
+        plan.units,
+        plan.domains,
+        plan.config,
+        given.device,
+        given.initializer_of,
+        grad_check=ddp_options.grad_check(ddp_config),
+        allocate_slots=None if memory is None else memory.allocate,
+        quantized=TransformerEngineParams() if is_quantized else None,
+    )
+    broadcast_left_alone(module, index, given.device, given.manages)
+    begin_delayed_scaling(module, given.config)
+    decoupled = is_on(ddp_config, DECOUPLED)
+    return engine, plan, ParamAndGradBuffer(engine, memory, decoupled)
+
+
+def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:
+    """Sets the options that the wrapper needs in both configs, and switches off the cache of
+    quantized weights where it cannot be used; returns the line that the wrapper prints."""
+    changes = settle(WRAPPER, {"ddp": given.ddp_config, "model": given.config})
+    forced = {change.option: change.after for change in changes}
+    quantizes = capability.recipe_of(given.config) is not None
+    needs_none = asks_fusion(given.config) or (
+        quantizes and engine.config.strategy.shard_weights
+    )
+    if needs_none and switch_off_weight_cache(given.module):
+        forced[CACHE_OPTION] = True
+    return announcement(plan, engine.groups, given.config, forced)

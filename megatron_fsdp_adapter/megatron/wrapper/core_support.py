@@ -1,0 +1,23 @@
+"""Checks whether the imported megatron-core can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import megatron.core
+
+from ..compat import patches, releases
+from ..compat.table import OPTIMIZER
+
+
+def require_supported_core(replaced: Iterable[patches.Patch] = OPTIMIZER) -> None:
+    """RuntimeError, with version and remedy, if the imported megatron-core is too old, or if it
+    lacks or has changed what the package replaces in it. One warning a process if it is not
+    tested."""
+    version = str(getattr(megatron.core, "__version__", "of no known version"))
+    found = releases.core_problem(version)
+    if found is None:
+        found = releases.seam_problem(version, patches.missing(replaced))
+    if found is not None:
+        raise RuntimeError(found)
+    releases.warn_if_untested(version)

@@ -1,0 +1,107 @@
+"""The domains of one wrapper: the ranks that share a parameter of a Megatron model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.comm.communicator import Communicator
+from ...core.comm.registered import zero_cta_options
+from ...core.distributed_index import FSDPDistributedIndex
+from ...core.duplicate_groups import duplicate_group
+from ...core.topology import DENSE, EXPERT, ShardDomain
+from ...quantized import stored_in
+from ..options import staging_options
+from ..options.cuda_graphs import captures_layers
+from ..options.rules import is_on, problems
+from ..options.table import CE_ALL_GATHER, DDP_CONFIG_RULES, GATHER_GROUPS, engine_fields
+from .process_groups import GATHER_SOURCES, build_index, read_groups
+
+SHARED_EMBEDDING = "dense, shared across stages"
+"""The dense domain under a second name, and so a flat buffer of its own. Embedding weights that
+the first and the last pipeline stage both hold are reduced between the stages shard by shard, and
+their shards are equal only in a buffer that holds nothing else."""
+
+
+def kind_of(param: nn.Parameter, fqn: str) -> str:
+    """EXPERT or DENSE. Megatron marks expert parameters with `allreduce=False`; the name decides
+    only where the attribute is absent."""
+    marked = getattr(param, "allreduce", None)
+    is_expert = ".experts." in f".{fqn}" if marked is None else not marked
+    return EXPERT if is_expert else DENSE
+
+
+def domain_name(param: nn.Parameter, fqn: str) -> str:
+    """The name of the domain that shards `param`: its kind, but for embeddings shared across
+    stages."""
+    if getattr(param, "shared_embedding", False):
+        return SHARED_EMBEDDING
+    return kind_of(param, fqn)
+
+
+def whole_domains_of(config: Any) -> Callable[[str], bool]:
+    """A predicate of a domain's name: True if the domain may be kept whole, of a model with this
+    config: a graph of a layer writes a fresh bucket in every backward, and experts are in none."""
+    return lambda name: not captures_layers(config) or name == EXPERT
+
+
+def grad_scale(config: Any, num_ranks: int) -> float:
+    """Factor on the sum of the ranks' gradients. With per-token loss Megatron divides by the
+    number of tokens itself (`scale_gradients`)."""
+    return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
+
+
+def read_index(
+    module: nn.Module, config: Any, ddp_config: Any, device: torch.device, pg_collection: Any
+) -> tuple[FSDPDistributedIndex | None, list[str]]:
+    """The index over the process groups, with those that the wrapper makes itself (collectively),
+    and what is wrong with them, or with `module` for them; None where no index can be made."""
+    instances = ddp_config.num_distributed_optimizer_instances
+    found: list[str] = []
+    try:
+        groups = read_groups(pg_collection, instances, is_on(ddp_config, GATHER_GROUPS))
+        given = [groups.get(role) for role in ("fsdp_group_ag", "expt_fsdp_group_ag")]
+        if is_on(ddp_config, CE_ALL_GATHER) and any(group is not None for group in given):
+            found.append(
+                f"{CE_ALL_GATHER}=True: the gather groups in pg_collection (dp_cp_ag, expt_dp_ag) "
+                "use compute units. Leave them out, and the wrapper makes groups that do not"
+            )
+        is_right = not (found or problems(ddp_config, DDP_CONFIG_RULES))
+        has_copy_engines = device.type == "cuda" and is_right
+        for end in staging_options.copy_engine_roles(ddp_config) if has_copy_engines else ():
+            for role in GATHER_SOURCES:
+                name, options = f"{role}_{end}", zero_cta_options()
+                groups[name] = duplicate_group(groups[role], name, options=options)
+        index = build_index(
+            groups,
+            device=device,
+            grad_scale_of=functools.partial(grad_scale, config),
+            instances=instances,
+            shard_outer=engine_fields(ddp_config)["shard_outer"],
+        )
+        for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
+            index.domain(kind)
+    except ValueError as error:
+        return None, [*found, str(error)]
+    return index, found
+
+
+def domains_of(index: FSDPDistributedIndex) -> dict[str, ShardDomain]:
+    """The domains of the index by name, and that of embeddings shared across stages."""
+    return {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
+
+
+def broadcast_left_alone(
+    module: nn.Module, index: FSDPDistributedIndex, device: torch.device,
+    manages: Callable[[str], bool],
+) -> None:  # fmt: skip
+    """Gives all ranks the first one's values of what is in no buffer, as sharded ones have."""
+    for name, param in module.named_parameters():
+        if not manages(name):
+            group = index.get_dp_group(kind_of(param, name) == EXPERT)
+            for tensor in stored_in(param):
+                Communicator(group, device).broadcast(tensor)

@@ -1,0 +1,55 @@
+"""One chunk of a Megatron model as an export sees it: names in the whole model, and how tensor,
+expert and pipeline parallelism split it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ...core.distributed_index import FSDPDistributedIndex
+from ...core.engine.engine import FsdpEngine
+from ...core.topology import EXPERT
+from ...rollout.export_source import Described, Source, beside_engine
+from ...state.names import global_names, split_depth
+from .domains import kind_of
+from .process_groups import group_named
+
+
+def export_source(
+    module: nn.Module, engine: FsdpEngine, index: FSDPDistributedIndex, pg_collection: Any
+) -> Source:
+    """The source of the module inside of both wrappers. pg_collection: the groups; None:
+    `parallel_state`'s. ValueError for layers that tensor parallelism splits in a way that cannot be
+    undone."""
+    names = global_names(module)
+    experts, stages = (group_named(pg_collection, name) for name in ("ep", "pp"))
+    # The first one has the embedding, those behind it copies: of a tied output layer, of
+    # multi-token prediction.
+    is_later_stage = stages is not None and dist.get_rank(stages) > 0
+
+    def described(fqn: str, param: Any) -> Described:
+        kind = kind_of(param, fqn)
+        group, split = index.tensor_groups[kind], getattr(param, "_tp_partition_dim", None)
+        is_split = split is not None and group is not None and dist.get_world_size(group) > 1
+        if is_split and names.is_interleaved(fqn):
+            raise ValueError(
+                f"{fqn}: its tensor-parallel slices do not join into one tensor. Use "
+                "tensor_model_parallel_size=1 to export this kind of layer"
+            )
+        return Described(
+            split_depth(names.of(fqn))[1], split, group, len(names.suffixes(fqn)),
+            kind == EXPERT, getattr(param, "shared_embedding", False) and is_later_stage,
+        )  # fmt: skip
+
+    rest = []
+    for fqn, value, is_buffer in beside_engine(module, engine):
+        if is_buffer:
+            name = split_depth(names.of(fqn))[1]
+            rest.append((Described(name, is_buffer=True), value))
+        else:
+            rest.append((described(fqn, value), value))
+    return Source(
+        engine, lambda pair: described(pair.managed.fqns[0], pair.unsharded), rest, experts, stages
+    )

@@ -1,0 +1,58 @@
+"""The plan of a model, made before any parameter moves: units, layouts, strategy of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...build.building import with_single_rank_domains
+from ...core.config import EngineConfig
+from ...core.distributed_index import FSDPDistributedIndex
+from ...core.engine.partition import UnitPlan
+from ...core.topology import ShardDomain
+from ...plan.unit_grouping import group_layers, layer_numels
+from ...plan.unsharded_budget import UnshardedUnits
+from ..options import ddp_options
+from ..options import unit_size as unit_grouping
+from ..options.rules import is_on
+from ..options.table import GATHER_PARTS
+from .construction_problems import Arguments
+from .domains import domains_of, whole_domains_of
+from .units import chosen_units, plan_units, with_unsharded_units
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """All decisions about a model's sharding.
+
+    Attributes:
+        units: with their groups and layouts, the root last. config: of the engine. domains: by
+            name.
+        classes: names of the classes that are units, sorted.
+        kept: which units stay unsharded over a step, for `budget` bytes; None: that is found
+            while training.
+    """
+
+    units: Sequence[UnitPlan]
+    config: EngineConfig
+    domains: Mapping[str, ShardDomain]
+    classes: Sequence[str]
+    kept: UnshardedUnits
+    budget: int | None
+
+
+def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
+    """The plan of a module, whose options have no problems. ValueError for a unit class that
+    matches nothing, or a module whose fused weight gradients cannot be used."""
+    config, ddp_config = given.config, given.ddp_config
+    units = chosen_units(given.module, given.unit_classes, is_on(ddp_config, GATHER_PARTS))
+    engine_config, by_name = ddp_options.engine_config(ddp_config), domains_of(index)
+    plans = plan_units(given, units, engine_config)
+    # Named classes are the units: layers are not grouped.
+    layers = layer_numels(plans) if given.unit_classes is None else []
+    plans = group_layers(plans, unit_grouping.unit_numel(config, ddp_config, layers))
+    engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(config))
+    budget = ddp_options.unsharded_budget(config, ddp_config)
+    plans, kept = with_unsharded_units(plans, given, engine_config, by_name, budget or 0)
+    classes = sorted({type(unit).__name__ for unit in units.values()})
+    return ModelPlan(plans, engine_config, by_name, classes, kept, budget)

@@ -1,0 +1,184 @@
+"""The modules of a Megatron model that are gathered and reduced as units, and their parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.engine.group import laid_out
+from ...core.engine.partition import (
+    UnitPlan,
+    managed_params,
+    only_looks_up,
+    partition,
+    unit_modules,
+)
+from ...core.topology import ShardDomain
+from ...plan.unit_classes import classes_of
+from ...plan.unsharded_budget import UnshardedUnits, policy_precision, unsharded_units
+from ...quantized import format_of
+from ..layers.activation_offload import FINE_GRAINED
+from ..layers.fused_wgrad import asks_fusion, grad_writer
+from ..layers.wgrad_probe import (
+    Observed,
+    observed,
+    precisions_of,
+    quantized_precision,
+    read_by_operations,
+)
+from ..options.rules import is_on
+from .construction_problems import Arguments
+from .domains import domain_name
+from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
+
+DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
+LOOK_UPS = {LanguageModelEmbedding, VocabParallelEmbedding, nn.Embedding, nn.Dropout}
+"""Classes whose backward reads no weights."""
+
+
+def _has_tied_weight(module: nn.Module) -> bool:
+    """True if embedding and output layer use one parameter. With pipeline parallelism each stage
+    has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
+    embedding is called too."""
+    return any(
+        getattr(child, "share_embeddings_and_output_weights", False)
+        and (getattr(child, "pre_process", True) or getattr(child, "mtp_process", False))
+        and getattr(child, "post_process", True)
+        for child in module.modules()
+    )
+
+
+def _is_read_from_outside(module: nn.Module) -> bool:
+    """True if prediction heads (MTP) read the output layer's weight past its forward, and call the
+    embedding without gradients."""
+    return bool(getattr(getattr(module, "config", None), "mtp_detach_heads", False))
+
+
+def _default_units(module: nn.Module) -> dict[str, nn.Module]:
+    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied
+    or read by other modules: such a weight belongs to the root unit, which stays gathered."""
+    tied = _has_tied_weight(module) or _is_read_from_outside(module)
+
+    def is_unit(child: nn.Module) -> bool:
+        return isinstance(child, DEFAULT_UNIT_MODULES) or (
+            not tied and isinstance(child, LanguageModelEmbedding)
+        )
+
+    outputs = {
+        name: child for name, child in module.named_modules()
+        if name.split(".")[-1] == "output_layer" and not tied
+    }  # fmt: skip
+    return unit_modules(module, is_unit) | outputs
+
+
+def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
+    """The modules of a layer's experts that are called by themselves: each of them where they run
+    one after the other, each linear layer of all of them where these are grouped, and all together
+    where Transformer Engine's operations read their weights without calling them."""
+    one_by_one = getattr(experts, "local_experts", None)
+    if isinstance(one_by_one, nn.ModuleList):
+        return list(one_by_one)
+    if getattr(getattr(experts, "config", None), "use_transformer_engine_op_fuser", False):
+        return [experts]
+    return [child for child in experts.children() if next(child.parameters(), None) is not None]
+
+
+def _with_parts_of_layers(
+    module: nn.Module, units: dict[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """`units` and parts of experts, in module order."""
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseMoELayer)]
+    wanted = {id(unit) for unit in units.values()}
+    wanted |= {id(part) for layer in layers for part in _parts_of_experts(layer.experts)}
+    return unit_modules(module, lambda child: id(child) in wanted)
+
+
+def chosen_units(
+    module: nn.Module, unit_classes: Sequence[type[nn.Module] | str] | None, parts: bool = False
+) -> dict[str, nn.Module]:
+    """The units, by default or of the classes the user names. parts: by default parts of experts
+    too, inside their layers."""
+    if unit_classes is None:
+        units = _default_units(module)
+        return _with_parts_of_layers(module, units) if parts else units
+    named = classes_of(module, unit_classes)
+    return unit_modules(module, lambda child: isinstance(child, named))
+
+
+def plan_units(
+    given: Arguments, units: dict[str, nn.Module], engine_config: EngineConfig
+) -> list[UnitPlan]:
+    """Plans the unit and group of each parameter, and how its gradient is written. Parameters are
+    marked with how tensor parallelism cuts them.
+
+    ValueError: a module whose fused weight gradients cannot be used.
+    """
+    for managed in managed_params(given.module):
+        owner, name = managed.slots[0]
+        mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
+    return partition(
+        given.module,
+        units,
+        domain_of=domain_name,
+        backward_reads_weights=lambda unit: not only_looks_up(unit, LOOK_UPS),
+        split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
+        writer_of=functools.partial(grad_writer, observe=_observer(given, engine_config)),
+        manages=lambda managed: given.manages(managed.fqns[0]),
+        format_of=format_of,
+    )
+
+
+def with_unsharded_units(
+    plans: Sequence[UnitPlan], given: Arguments, engine_config: EngineConfig,
+    domains: Mapping[str, ShardDomain], budget: int,
+) -> tuple[list[UnitPlan], UnshardedUnits]:
+    """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
+    are. Modules that write weight gradients by themselves write into kept ones where gradients
+    are: in those units, and of domains that are whole anyway, on which the budget is not spent."""
+    plans = laid_out(plans, domains, engine_config)
+    layouts = [
+        [layout for key, layout in plan.layouts.items() if key.domain not in engine_config.whole]
+        for plan in plans
+    ]
+    precision = policy_precision(engine_config)
+    forward_only = [at for at, plan in enumerate(plans) if not plan.backward_reads_weights]
+    kept = unsharded_units(layouts, engine_config.strategy, precision, budget, forward_only)
+    found = []
+    for plan, row in zip(plans, kept.rows, strict=True):
+        if row != engine_config.strategy:
+            plan = replace(plan, strategy=row)
+        groups = dict(plan.groups)
+        for key, managed in plan.groups.items():
+            own = engine_config.for_group(plan.strategy, key.domain)
+            if own.strategy.shard_grads != engine_config.strategy.shard_grads:
+                observe = _observer(given, own)
+                groups[key] = [
+                    replace(entry, writer=grad_writer(entry, observe)) for entry in managed
+                ]
+        found.append(replace(plan, groups=groups))
+    return found, kept
+
+
+def _observer(
+    given: Arguments, engine_config: EngineConfig
+) -> Callable[[nn.Module, torch.dtype, bool], Observed] | None:
+    """Looks at what fused modules write their gradients into; None without fusion."""
+    config, policy = given.config, engine_config.policy
+    if not asks_fusion(config):
+        return None
+    written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
+    return functools.partial(
+        observed, precisions=precisions_of(config), main_dtype=written, device=given.device,
+        quantized=quantized_precision(config), by_operations=read_by_operations(given.module),
+        hooks_inside=is_on(config, FINE_GRAINED),
+    )  # fmt: skip

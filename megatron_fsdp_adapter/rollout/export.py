@@ -1,0 +1,401 @@
+"""The weights of a live wrapped model, for an engine that generates with them (vLLM, SGLang).
+
+    for name, tensor in export_weights(model):
+        rollout.load(name, tensor)
+
+Whole tensors come unit by unit (`unit_copies.py`), so that no rank ever has the model: what is in
+memory are the unit at hand, the next one, and what the caller keeps. Each tensor is then joined
+over tensor-parallel ranks, exchanged between expert-parallel ranks and sent to the other pipeline
+stages, one at a time. `export_shards` does without all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.comm.communicator import Communicator
+from ..core.engine.buffer import COMPUTE, MAIN, check_here
+from ..core.engine.group import ParamGroup
+from ..core.engine.params import ParamPair
+from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
+from ..core.problems import raise_problems
+from ..quantized import dequantized, scales_of
+from .export_source import Described, Source, sources
+from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit_copies
+
+ALL, CHANGED, TRAINED = "all", "changed", "trained"
+MODEL, STAGE = "model", "stage"
+SCALE_SUFFIX = "_scale_inv"
+"""Suffix of the name of the tensor that a quantized weight's bytes are multiplied by."""
+SCALES = (SCALE, "rowwise_scales")
+BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32)}
+"""Rows and columns that share a scale, by format."""
+
+Entry = tuple[str, torch.Tensor]
+Named = Iterator[Entry]
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """Rows of a tensor that this rank holds: `tensor` is the block that begins at `offsets` of the
+    whole tensor `name` of `shape`."""
+
+    name: str
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def export_weights(
+    model: Any,
+    hf_config: Any = None,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    which: str = ALL,
+    scope: str = MODEL,
+    quantized: bool = False,
+    fp8: Any = None,
+) -> Named:
+    """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
+    parameters that were left alone, persistent buffers (which keep their dtype). The next unit is
+    gathered while the caller uses the present one. Collective over all ranks of the model: each has
+    to run the iterator to its end. Tensors are the caller's; one that is kept keeps the memory of
+    its unit's parameters of the same kind.
+
+    Args:
+        model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of model
+            chunks.
+        hf_config: refused: names are the model's own, over the whole model, as in a checkpoint;
+            those of a transformers model are Hugging Face's.
+        dtype: main weights are cast to it before they are gathered, but for weights that are no
+            floating-point numbers; None for theirs.
+        which: "all"; "changed": without frozen weights that no load has written since everything
+            was last exported; "trained": without frozen weights and buffers, such as adapters.
+        scope: "model": every rank gets all tensors. "stage": those of its pipeline stage, and of
+            its experts; nothing is sent between stages.
+        quantized: quantized weights come as the bytes that modules compute with, under the weight's
+            name, and what to multiply them by, under that name with `_scale_inv`: one number, one
+            for each 128 x 128 elements, or (uint8, exponents) for each 32 of a row.
+        fp8: refused: weights that are not quantized come in `dtype`.
+
+    Raises:
+        ValueError: before anything is gathered: an option with a wrong value, quantized weights
+            that cannot be joined.
+    """
+    _check(hf_config, which, scope, dtype, fp8)
+    return _run(_chunks("export_weights", model, which, dtype, quantized, scope == MODEL))
+
+
+def export_shards(
+    model: Any,
+    hf_config: Any = None,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    which: str = ALL,
+) -> Iterator[WeightShard]:
+    """The rows of every weight that this rank holds, as copies in `dtype` (None: the main
+    weights'), in unit order. Nothing is communicated. Ranks that are replicas of each other have
+    the same ones; a rank has none of some weights, and several blocks of others. Arguments and
+    errors are those of `export_weights`."""
+    _check(hf_config, which, MODEL, dtype)
+    chunks = _chunks("export_shards", model, which, dtype)
+    return (shard for chunk in chunks for shard in chunk.shards())
+
+
+def _chunks(
+    action: str, model: Any, which: str, dtype: torch.dtype | None, quantized: bool = False,
+    everything: bool = False,
+) -> list[_Chunk]:
+    """The exports of a model's chunks. RuntimeError if memory is away that they need, ValueError
+    for a weight that cannot be exported as asked."""
+    given = sources(model)
+    for source in given:
+        check_here(source.engine.away, action, [MAIN, *([COMPUTE] if quantized else [])])
+    chunks = [_Chunk(source, which, dtype, quantized, everything) for source in given]
+    raise_problems(action, [line for chunk in chunks for line in chunk.problems()])
+    return chunks
+
+
+def _check(
+    hf_config: Any, which: str, scope: str, dtype: torch.dtype | None, fp8: Any = None
+) -> None:
+    found = []
+    if fp8 is not None:
+        found.append(
+            "fp8: not supported, because a cast needs nothing of the model. Cast the tensors in "
+            "the loop, or use quantized=True for quantized weights"
+        )
+    if hf_config is not None:
+        found.append(
+            "hf_config: not supported, because an export has the model's names. Rename the "
+            "tensors in the loop, or use export_hf_weights of Megatron-Bridge"
+        )
+    if which not in (ALL, CHANGED, TRAINED):
+        found.append(f"which={which!r}: unknown. Use one of {[ALL, CHANGED, TRAINED]}")
+    if scope not in (MODEL, STAGE):
+        found.append(f"scope={scope!r}: unknown. Use one of {[MODEL, STAGE]}")
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        found.append(
+            f"dtype={dtype}: an unscaled cast to it is not supported. Use torch.bfloat16, "
+            "float16, float32 or None, and quantized=True for the bytes of quantized weights"
+        )
+    raise_problems("export_weights", found)
+
+
+def _run(chunks: Sequence[_Chunk]) -> Named:
+    stages = chunks[0].source.stages
+    across = chunks[0].everything and stages is not None and dist.get_world_size(stages) > 1
+    if across:
+        yield from _over_stages(chunks, stages)
+    for chunk in () if across else chunks:
+        yield from chunk.tensors()
+    for chunk in chunks:
+        if chunk.frozen_too:
+            chunk.source.engine.exported_loads = chunk.loads
+
+
+def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
+    """All stages' tensors, chunk by chunk and stage by stage. Each stage finds out what it will
+    send on the meta device, and stages exchange that once."""
+    mine, size = dist.get_rank(stages), dist.get_world_size(stages)
+    own = [
+        [(name, tuple(t.shape), t.dtype) for name, t in chunk.tensors(meta=True)]
+        for chunk in chunks
+    ]
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, own, group=stages)
+    for number, chunk in enumerate(chunks):
+        for stage in range(size):
+            listed = every[stage][number]
+            source = dist.get_global_rank(stages, stage)
+            sent = chunk.tensors() if stage == mine else (
+                (name, torch.empty(shape, dtype=dtype, device=chunk.device))
+                for name, shape, dtype in listed
+            )  # fmt: skip
+            for name, _, _ in listed:
+                given, tensor = next(sent)
+                assert name == given, (name, given)
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=stages)
+                yield name, tensor
+            assert next(sent, None) is None, "more than was listed"
+
+
+def _presented(plane: str, name: str, tensor: torch.Tensor) -> Entry:
+    """Under which name and in which dtype a tensor of one plane goes out."""
+    if plane in SCALES:
+        return name + SCALE_SUFFIX, tensor
+    return name, tensor if plane == WEIGHT else tensor.view(torch.float8_e4m3fn)
+
+
+class _Chunk:
+    """The export of one model chunk. everything: whether also of what other ranks have."""
+
+    def __init__(
+        self, source: Source, which: str, dtype: torch.dtype | None, quantized: bool,
+        everything: bool,
+    ) -> None:
+        engine = source.engine
+        is_news = which == CHANGED and engine.exported_loads != engine.loads
+        self.source, self.everything = source, everything
+        self.frozen_too, self.buffers_too = which == ALL or is_news, which != TRAINED
+        self.device, self.loads = engine.runtime.device, engine.loads
+        self.wanted = Wanted(self._is_chosen, dtype, quantized)
+        self._described = {id(pair): source.describe(pair) for pair in source.engine.pairs}
+        self._others = self._names_of_experts()
+
+    def _is_chosen(self, group: ParamGroup) -> bool:
+        return self.frozen_too or group.key.requires_grad
+
+    def _is_left_out(self, described: Described) -> bool:
+        return described.is_copy and self.everything
+
+    def _rest(self) -> Sequence[tuple[Described, torch.Tensor]]:
+        return [
+            entry for entry in self.source.rest
+            if self.frozen_too or (self.buffers_too and entry[0].is_buffer)
+        ]
+
+    @property
+    def _exchanges(self) -> bool:
+        group = self.source.experts
+        return self.everything and group is not None and dist.get_world_size(group) > 1
+
+    def _names_of_experts(self) -> dict[str, list[str]]:
+        """This rank's name of a weight -> the names on all expert-parallel ranks."""
+        if not self._exchanges:
+            return {}
+        rest = [described for described, _ in self.source.rest]
+        described = [*self._described.values(), *rest]
+        own = [one.name for one in described if one.expert]
+        group: Any = self.source.experts
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, own, group=group)
+        return {name: list(names) for name, *names in zip(own, *every, strict=True)}
+
+    def problems(self) -> list[str]:
+        """One line for each weight that cannot be exported as asked."""
+        return [
+            line for pair in self.source.engine.pairs
+            if self.wanted.quantized and pair.group.key.quantized and self._is_chosen(pair.group)
+            and not self._is_left_out(self._described[id(pair)])
+            for line in _quantized_problems(
+                self._described[id(pair)], pair.group.layout.specs[pair.index].shape,
+                pair.group.key.quantized,
+            )
+        ]  # fmt: skip
+
+    def tensors(self, meta: bool = False) -> Named:
+        """Names and tensors of this chunk; on the meta device nothing is communicated."""
+        for described, planes in self._on_meta() if meta else self._gathered():
+            if not self._is_left_out(described):
+                found = self._exported(described, planes)
+                while found:  # no reference to what the caller has had stays here
+                    yield found.pop()
+
+    def _exported(self, described: Described, planes: Planes) -> list[Entry]:
+        """The exported entries of one weight, last first. Collective; takes the planes away."""
+        exchange = self._exchanges and described.expert
+        names = self._others[described.name] if exchange else [described.name]
+        found: list[Entry] = []
+        for plane in list(planes):
+            whole = _joined(described, planes.pop(plane))
+            parts = _all_gathered(self.source.experts, whole).unbind(0) if exchange else [whole]
+            found += [_presented(plane, *each) for each in zip(names, parts, strict=True)]
+        return found[::-1]
+
+    def _gathered(self) -> Iterator[tuple[Described, Planes]]:
+        for unit in unit_copies(self.source.engine, self.wanted):
+            unit.reverse()
+            while unit:
+                pair, planes = unit.pop()
+                yield self._described[id(pair)], _trimmed(pair, planes)
+        for described, tensor in self._rest():
+            yield described, {WEIGHT: self._cast(described, tensor)}
+
+    def _on_meta(self) -> Iterator[tuple[Described, Planes]]:
+        for unit in self.source.engine.units:
+            for group in filter(self._is_chosen, unit.groups):
+                for pair in (p for p in self.source.engine.pairs if p.group is group):
+                    shape = group.layout.specs[pair.index].shape
+                    planes = {
+                        plane.name: torch.empty(
+                            plane.shape(shape), dtype=plane.dtype, device="meta"
+                        )
+                        for plane, _ in self.wanted.planes(group)
+                    }
+                    if WEIGHT not in planes:
+                        add_scale(planes, scales_of(pair.unsharded))
+                        planes = {name: plane.to("meta") for name, plane in planes.items()}
+                    yield self._described[id(pair)], _trimmed(pair, planes)
+        for described, tensor in self._rest():
+            dtype = self._dtype(described, tensor)
+            yield described, {WEIGHT: torch.empty(tensor.shape, dtype=dtype, device="meta")}
+
+    def _dtype(self, described: Described, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype in which a tensor of the rest is exported."""
+        return tensor.dtype if described.is_buffer else cast_to(tensor.dtype, self.wanted.dtype)
+
+    def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor of the rest, as a copy."""
+        return dequantized(tensor).detach().to(self._dtype(described, tensor), copy=True)
+
+    def shards(self) -> Iterator[WeightShard]:
+        """This rank's shards."""
+        self.source.engine.gather.updates.settle()
+        for pair in self.source.engine.pairs:
+            group = pair.group
+            if self._is_chosen(group):
+                held = group.held.range(pair.index)
+                shape = group.layout.specs[pair.index].layout_shape
+                local = group.main.items(group.held)[pair.index].detach()
+                rows = held.start // max(1, torch.Size(shape[1:]).numel())
+                local = local.to(self.device, cast_to(local.dtype, self.wanted.dtype), copy=True)
+                yield from self._blocks(self._described[id(pair)], local, rows, shape)
+        for described, tensor in self._rest():
+            whole = self._cast(described, tensor)
+            whole = whole.view(-1) if whole.dim() == 0 else whole
+            yield from self._blocks(described, whole, 0, tuple(whole.shape))
+
+    def _blocks(
+        self, described: Described, local: torch.Tensor, first: int, shape: tuple[int, ...]
+    ) -> Iterator[WeightShard]:
+        """local: rows from `first` on of this rank's part, of `shape`, of the whole tensor."""
+        whole = _whole_shape(described, shape)
+        columns = [0] * (len(shape) - 1)
+        rank = 0 if described.parts == 1 else dist.get_rank(described.tensor)
+        if described.parts > 1 and described.split:
+            columns[described.split - 1] = rank * shape[described.split]
+        for start, count, at in _row_runs(described, shape[0], rank):
+            low, high = max(start, first), min(start + count, first + local.shape[0])
+            if low >= high:
+                continue
+            block = local[low - first : high - first]
+            yield WeightShard(described.name, block, (at + low - start, *columns), whole)
+
+
+def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int, int]]:
+    """(first row here, rows, first row in the whole tensor) of each stretch of a rank's part."""
+    if described.parts == 1 or described.split != 0:
+        return [(0, rows, 0)]
+    each = rows // described.halves
+    return [
+        (half * each, each, (half * described.parts + rank) * each)
+        for half in range(described.halves)
+    ]
+
+
+def _whole_shape(described: Described, shape: tuple[int, ...]) -> tuple[int, ...]:
+    parts, split = described.parts, described.split
+    return tuple(n * parts if dim == split else n for dim, n in enumerate(shape))
+
+
+def _quantized_problems(
+    described: Described, shape: tuple[int, ...], format: Any
+) -> list[str]:
+    parts, name = described.parts, described.name
+    if parts > 1 and format is PER_TENSOR:
+        return [f"quantized=True: {name} has a scale on each tensor-parallel rank"]
+    block, split = BLOCKS[format.name], described.split or 0
+    if parts > 1 and (shape[0] // described.halves, *shape[1:])[split] % block[split]:
+        return [
+            f"quantized=True: the tensor-parallel slice {shape} of {name} is no multiple of "
+            f"blocks of {block[0]} x {block[1]}"
+        ]
+    return []
+
+
+def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
+    """Planes without the padding that scales of blocks are kept with."""
+    if pair.group.key.quantized is BLOCK128 and SCALE in planes:
+        rows, columns = pair.group.layout.specs[pair.index].shape
+        planes[SCALE] = planes[SCALE][: -(-rows // 128), : -(-columns // 128)].contiguous()
+    return planes
+
+
+def _joined(described: Described, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole over tensor-parallel ranks. Collective over them."""
+    if described.parts == 1:
+        return tensor
+    assert described.tensor is not None and described.split is not None
+    found = _all_gathered(described.tensor, tensor)
+    if described.split:
+        return torch.cat(found.unbind(0), dim=described.split)
+    if described.halves == 1:
+        return found.flatten(0, 1)
+    return found.unflatten(1, (described.halves, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _all_gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The ranks' tensors, of one shape, along a new dim 0."""
+    found = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    if not tensor.is_meta:
+        pair = (found.view(-1), tensor.contiguous().view(-1))
+        for work in Communicator(group, tensor.device).all_gather([pair]):
+            work.wait()
+    return found

@@ -1,0 +1,204 @@
+"""A wrapped model's memory on the device, given back between training and generation.
+
+    release_memory(model, optimizer)        # another engine generates on the same device
+    return_memory(model, optimizer)         # and training goes on, bit for bit
+
+Main weights go to the host. Compute weights that a gather writes again are dropped; so are
+gradients, buckets and slots. Quantized weights go to the host: their bytes are not a matter of
+main weights alone. Storages are given back and taken again under the tensors, as gathers do it:
+whatever holds a view of a buffer keeps it. Addresses change, which only CUDA graphs and
+registrations with NCCL know of: those are refused, and left where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from ..core.engine.buffer import COMPUTE, GRADIENTS, KINDS, MAIN, SLOTS
+from ..core.engine.engine import FsdpEngine
+from ..core.problems import raise_problems
+from ..core.runtime.device import Runtime
+from ..core.runtime.host_stash import HostStash, Kept, Storages
+from ..optim.local_shards import LocalShards
+from ..quantized import memory_of
+from .export_source import Source, sources
+
+OPTIMIZER = "optimizer"
+ALL_KINDS = (*KINDS, OPTIMIZER)
+
+
+def release_memory(
+    model: Any, optimizer: Any = None, *, keep: str | Collection[str] = ()
+) -> dict[str, int]:
+    """Gives the wrapper's memory on the device back, also to other processes; returns the bytes of
+    each kind. Main weights, parameters that were left alone, quantized weights and the optimizer's
+    state go to pinned memory of the host, which is kept for the next time. Compute weights that
+    main weights give, gradient buffers, buckets and slots are dropped. Gradients are forgotten, as
+    `zero_grad` does. Using the model or the optimizer is an error until `return_memory`. To be
+    called between two steps, any number of times: what is released stays so. No collective.
+
+    Memory that is registered with NCCL (`nccl_ub`, copy engines) stays, and is not counted.
+
+    Args:
+        model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of chunks.
+        optimizer: the sharded one, or Megatron's; without it, its state stays.
+        keep: kinds that stay: "main_weights" (all that `export_weights` needs, unless quantized),
+            "compute_weights", "gradients", "slots", "optimizer".
+
+    Raises:
+        ValueError: a wrong kind; an optimizer that is not over a wrapped model.
+        RuntimeError: a CUDA graph has addresses of what is not kept.
+    """
+    chosen = _chosen("keep", keep)
+    kinds = [kind for kind in KINDS if kind not in chosen]
+    chunks, shards = sources(model), local_shards(optimizer)
+    for source in chunks:
+        _check_free(source.engine, kinds)
+    found = dict.fromkeys(kinds, 0)
+    for source in chunks:
+        more = {MAIN: [(storage, None) for storage in _left_alone(source)]}
+        for kind, nbytes in release(source.engine, kinds, more).items():
+            found[kind] += nbytes
+    if OPTIMIZER not in chosen:
+        runtime = chunks[0].engine.runtime
+        found[OPTIMIZER] = sum(park_state(one, runtime) for one in shards)
+    trim(chunks[0].engine.runtime)
+    return found
+
+
+def return_memory(
+    model: Any, optimizer: Any = None, *, only: str | Collection[str] | None = None
+) -> None:
+    """Takes the memory back that `release_memory` gave back, with what was in it: all of it, or of
+    the kinds in `only`. Compute weights are gathered when they are needed. A no-op where
+    nothing was released. No collective. ValueError as there."""
+    chosen = ALL_KINDS if only is None else _chosen("only", only)
+    for source in sources(model):
+        take_back(source.engine, [kind for kind in KINDS if kind in chosen])
+    for shards in local_shards(optimizer) if OPTIMIZER in chosen else ():
+        take_state(shards)
+
+
+def _left_alone(source: Source) -> list[torch.Tensor]:
+    """A tensor over each storage of the parameters that were left alone."""
+    found = {}
+    for described, value in source.rest:
+        for tensor in () if described.is_buffer else memory_of(value):
+            found[tensor.untyped_storage()._cdata] = tensor
+    return list(found.values())
+
+
+def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[str, int]:
+    """Gives back memory of `kinds` and `more` storages; the bytes of each kind. RuntimeError where
+    memory is pinned."""
+    _check_free(engine, kinds)
+    if engine.stash is None:
+        engine.stash = HostStash(engine.runtime, engine.away)
+    if kinds and not engine.away:
+        engine.to_sharded()
+        engine.zero_grads()
+        engine.gather.mark_stale()
+        engine.runtime.synchronize()
+    own = storages(engine)
+    found: dict[str, int] = engine.stash.park(
+        {kind: [*own[kind], *more.get(kind, ())] for kind in kinds}
+    )
+    return found
+
+
+def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
+    """Takes it back; what can be gathered is gathered again."""
+    if engine.stash is not None:
+        engine.stash.take(kinds)
+    engine.mark_main_weights_stale()
+    engine.gather.mark_stale()
+
+
+def storages(engine: FsdpEngine) -> Storages:
+    """Kind -> a tensor over each storage, and which parts of it return as they were."""
+    found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in KINDS}
+    found[SLOTS] = [(slot, ()) for slot in _slots(engine)]
+    for group in engine.groups:
+        for buffer in group.weight_shards:
+            own = buffer.segments(group.held)
+            kept = own if group.key.quantized and not group.write_planes else []
+            if group.main_is_weight:
+                found[MAIN].append((buffer.tensor, own))
+            elif not buffer.in_slot:
+                found[COMPUTE].append((buffer.tensor, kept))
+        if not group.main_is_weight and not group.main_on_host:
+            found[MAIN].append((group.main.tensor, None))
+        if group.key.requires_grad and not group.grad.in_slot:
+            found[GRADIENTS].append((group.grad.tensor, ()))
+    return found
+
+
+def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
+    slots = [slot for group in engine.groups for slot in (group.weight_slot, group.bucket_slot)]
+    received = [domain.received for domain in engine.reduce.domains.values()]
+    made = [*(slot.memory for slot in slots), *(one.tensor for one in received if one is not None)]
+    shared = {id(one): one for one in made if one is not None}
+    return list(shared.values()) if engine.has_ordinary_slots else []
+
+
+def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
+    """RuntimeError if memory of `kinds` is pinned."""
+    pinned_by = engine.pinned_by
+    if kinds and pinned_by:
+        raise RuntimeError(
+            f"release_memory: {pinned_by} has addresses of {', '.join(kinds)}. Switch "
+            f"that off, or release the optimizer's state alone, with keep={list(KINDS)}"
+        )
+
+
+def _chosen(argument: str, kinds: str | Collection[str]) -> Sequence[str]:
+    given = [kinds] if isinstance(kinds, str) else list(kinds)
+    wrong = [kind for kind in given if kind not in ALL_KINDS]
+    raise_problems(
+        "memory of a wrapped model",
+        [f"{argument}={kind!r}: unknown. Use kinds of {list(ALL_KINDS)}" for kind in wrong],
+    )
+    return given
+
+
+def local_shards(optimizer: Any) -> list[LocalShards]:
+    """The local shards of an optimizer, of those in Megatron's, or of a list."""
+    if optimizer is None:
+        return []
+    if hasattr(optimizer, "_fsdp_shards"):
+        return [optimizer._fsdp_shards]
+    chained = getattr(optimizer, "chained_optimizers", None)
+    several = list(optimizer) if isinstance(optimizer, list | tuple) else chained
+    if several is not None:
+        return [shards for one in several for shards in local_shards(one)]
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    if getattr(optimizer, "optimizer", None) is not None:
+        return local_shards(optimizer.optimizer)
+    raise ValueError(
+        f"optimizer: a {type(optimizer).__name__} is not over a wrapped model. Give what "
+        "fully_shard_optimizer or get_megatron_optimizer returned"
+    )
+
+
+def park_state(shards: LocalShards, runtime: Runtime) -> int:
+    """Gives the memory of an optimizer's state back; its bytes."""
+    if shards.parked is None:
+        shards.parked = HostStash(runtime, {})
+    own = {OPTIMIZER: [(state, None) for state in shards.state_storages()]}
+    return sum(shards.parked.park(own).values())
+
+
+def take_state(shards: LocalShards) -> None:
+    """Takes it back."""
+    if shards.parked is not None:
+        shards.parked.take([OPTIMIZER])
+
+
+def trim(runtime: Runtime) -> None:
+    """Returns torch's cached memory to the device."""
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,80 @@
+"""Compares two checkpoints bit by bit.
+
+    diff runs/a runs/b                            the newest of each
+    diff runs/a/iter_0000100 runs/a/iter_0000200 --no-values
+    diff runs/a converted/ --weights-only         two formats, compared by parameter
+
+Exit status: 0 if they are equal, 1 if they differ, 2 if one cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp_adapter.checkpoint.digests import Progress
+from megatron_fsdp_adapter.tools.inspection import diff
+
+from .output import answer, base_parser
+
+SHOWN = 20
+TITLES = {
+    "only_a": "only in A",
+    "only_b": "only in B",
+    "shapes": "of another shape",
+    "dtypes": "of another dtype",
+    "values": "with other values",
+    "objects": "objects with other values",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `diff`."""
+    parser = base_parser("diff", __doc__)
+    add = parser.add_argument
+    add("a", type=Path, help="root of checkpoints, or one iter_* folder")
+    add("b", type=Path, help="the other one")
+    add("--iterations", type=int, nargs=2, default=(None, None), metavar=("A", "B"),
+        help="iterations of two roots; default: the newest")  # fmt: skip
+    add("--weights-only", action="store_true", help="compare weights only")
+    add("--no-values", dest="values", action="store_false",
+        help="compare keys, shapes and dtypes only, without reading data")  # fmt: skip
+    return parser
+
+
+def render(found: dict[str, Any]) -> str:
+    """The difference as text, with some lines of each kind, and the verdict."""
+    lines = [*_lines(found)]
+    return "\n".join([*lines, "diff: they differ (above)" if lines else "diff: the same"])
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    values = [
+        f"{d['key']}: {d['differing']} of {d['elements']} elements, by at most {d['largest']:.3g}"
+        for d in found["values"]
+    ]
+    for kind, title in TITLES.items():
+        lines = values if kind == "values" else found[kind]
+        if lines:
+            yield f"{title} ({len(lines)})"
+            yield from (f"  {line}" for line in lines[:SHOWN])
+            if len(lines) > SHOWN:
+                yield f"  ... {len(lines) - SHOWN} more (--json has them all)"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the differences of two checkpoints. Returns 0, 1 if they differ, 2 if one cannot be
+    read."""
+    given = make_parser().parse_args(argv)
+
+    def differences(progress: Progress) -> dict[str, Any]:
+        found = diff(
+            given.a, given.b, iterations=tuple(given.iterations), weights_only=given.weights_only,
+            values=given.values, progress=progress,
+        )  # fmt: skip
+        return {**found, "different": any(found.values())}
+
+    found = answer(given, "diff", differences, render)
+    return 2 if found is None else int(found["different"])

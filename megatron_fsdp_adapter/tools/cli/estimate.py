@@ -1,0 +1,212 @@
+"""Counts bytes per rank by kind of buffer and strategy, from a model's configuration alone.
+
+    estimate --preset llama3-8b --data-parallel-size 8 --memory-gib 80
+    estimate --config configs/llama-1.5b.yaml --data-parallel-sharding-strategy optim_grads
+
+Needs no GPU, no process group and no weights: parameters are laid out as the engine does it.
+Activations, temporary tensors of kernels and the CUDA context are not counted.
+
+Exit status: 0, or 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
+from megatron_fsdp_adapter.megatron.options import unit_size as unit_grouping
+from megatron_fsdp_adapter.megatron.options.rules import is_on
+from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
+from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, gib
+from megatron_fsdp_adapter.plan.memory import Precision, bytes_between_steps, most_bytes
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
+from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.tools.models.quantization import STRINGS, quantization
+from megatron_fsdp_adapter.tools.models.quantization import SWITCHES as FP8_SWITCHES
+from megatron_fsdp_adapter.tools.models.sources import (
+    add_arguments,
+    add_flags,
+    from_options,
+    name_of,
+    options_from,
+)
+from megatron_fsdp_adapter.tools.models.spec import Parallel, flag, refuse
+from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, layer_numels, planned_units
+
+from .estimate_text import render
+from .output import USAGE, answer, base_parser
+from .precision_options import (
+    MOMENTS,
+    POLICY_DTYPES,
+    POLICY_OPTIONS,
+    SWITCHES,
+    UNFUSED,
+    precision,
+)
+
+EXPERTS = "expert_model_parallel_size"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+"""Options that split the model itself, which `plan` counts."""
+
+
+RUN: Mapping[str, Mapping[str, Any]] = {
+    "data_parallel_size": {"type": int, "default": 1, "metavar": "N",
+                           "help": "shards; default: %(default)s"},
+    EXPERTS: {"type": int, "metavar": "N", "help": "ranks that share out experts; default: 1"},
+    "data_parallel_sharding_strategy": {
+        "choices": list(STRATEGIES), "help": "the strategy; default: all of them",
+    },
+    "params_dtype": {
+        "choices": list(DTYPES), "help": "compute dtype; default: that of --config, else bf16",
+    },
+    **{
+        option: {"choices": list(POLICY_DTYPES), "help": meaning}
+        for option, meaning in POLICY_OPTIONS.items()
+    },
+    **{option: {"help": meaning} for option, meaning in STRINGS.items()},
+    **{
+        option: {"action": "store_true", "help": meaning}
+        for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
+    },
+    BUDGET: {"type": gib, "metavar": "GIB",
+             "help": "memory for weights and gradients unsharded over a step; default: 0"},
+    UNIT_NUMEL: {"type": int, "metavar": "N", "help": (
+        "elements up to which layers are grouped into one unit; 0: each layer is one; default: "
+        "the wrapper's"
+    )},
+    "optimizer": {
+        "choices": ("adam", *sorted(MOMENTS)),
+        "help": "adam (the default), or an optimizer that updates matrices only, beside Adam",
+    },
+    "rank": {"type": int, "default": None, "metavar": "N",
+             "help": "the rank; default: the one that holds most"},
+    "memory_gib": {"type": float, "default": None, "metavar": "GIB",
+                   "help": "memory of a GPU: also report what fits in it; default: none"},
+}  # fmt: skip
+"""Options beside those of the model."""
+
+
+def estimate(
+    model: PlannedModel,
+    strategies: Sequence[Strategy],
+    precision: Precision,
+    rank: int | None = None,
+    memory_gib: float | None = None,
+) -> dict[str, Any]:
+    """The report as plain values. rank: default: the one that holds most."""
+    rank = model.fullest_rank if rank is None else rank
+    report: dict[str, Any] = {
+        "num_shards": model.num_shards,
+        "rank": rank,
+        "strategies": {},
+    }
+    for strategy in strategies:
+        held = model.bytes_held(strategy, precision, rank)
+        found: dict[str, Any] = {
+            "bytes": held,
+            "between_steps": bytes_between_steps(held),
+            "peak": most_bytes(held),
+        }
+        if model.budget:
+            kept = model.kept(strategy, precision)
+            found["kept"] = {"weights": kept.weights, "gradients": kept.grads, "bytes": kept.nbytes}
+        if memory_gib is not None:
+            found["fits"] = found["peak"] <= memory_gib * GIB
+        report["strategies"][strategy.name] = found
+    return report
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `estimate`."""
+    parser = base_parser("estimate", __doc__, argument_default=argparse.SUPPRESS, usage=USAGE)
+    add_arguments(parser)
+    add_flags(parser.add_argument_group("run"), RUN)
+    return parser
+
+
+def _dtype_name(options: Mapping[str, Any], has_file: bool) -> str:
+    if "params_dtype" in options:
+        return str(options["params_dtype"])
+    named = [name for name in ("bf16", "fp16") if options.get(name)]
+    if len(named) == 2:
+        raise ValueError("--bf16 and --fp16 are both set. Leave one of them out")
+    return named[0] if named else "fp32" if has_file else "bf16"
+
+
+def _check(given: argparse.Namespace) -> None:
+    size, rank, memory = given.data_parallel_size, given.rank, given.memory_gib
+    budget, numel = vars(given).get(BUDGET, 0.0), vars(given).get(UNIT_NUMEL, 0)
+    refuse(
+        (size < 1, f"--data-parallel-size {size} must be at least 1"),
+        (
+            rank is not None and not 0 <= rank < size,
+            f"--rank {rank} must be from 0 to {size - 1} with --data-parallel-size {size}",
+        ),
+        (
+            budget == AUTO,
+            f"{flag(BUDGET)} {AUTO}: depends on the memory that a run leaves. Give the number of "
+            "GiB that the run has printed",
+        ),
+        (
+            budget != AUTO and not 0 <= budget < math.inf,
+            f"{flag(BUDGET)} {budget} must be 0 or more",
+        ),
+        (numel < 0, f"{flag(UNIT_NUMEL)} {numel} must be 0 or more"),
+        (memory is not None and not memory > 0, f"--memory-gib {memory} must be above 0"),
+    )
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """The report of the command. Raises ValueError or FileNotFoundError for bad input."""
+    _check(given)
+    options = options_from(vars(given))
+    dtype = _dtype_name(options, "config" in given)
+    refuse(
+        *(
+            (
+                options.get(name) not in (None, 1),
+                f"{flag(name)} {options.get(name)}: `estimate` counts ranks that have the whole "
+                "model. Leave it out, or use `plan`, which counts parts of models",
+            )
+            for name in SPLITS
+        ),
+        (dtype not in DTYPES, f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}"),
+    )
+    quantized = quantization(options, dtype)
+    spec, size = from_options(options, name_of(vars(given))), given.data_parallel_size
+    parallel = Parallel(expert=options.get(EXPERTS) or 1)
+    if size % parallel.expert or (spec.num_experts or 1) % parallel.expert:
+        raise ValueError(
+            f"{flag(EXPERTS)} {parallel.expert}: must divide --data-parallel-size {size} and "
+            f"--num-experts {spec.num_experts}"
+        )
+    numel = unit_grouping.unit_numel(given, given, layer_numels(spec, parallel))
+    units = planned_units(
+        spec, size, size // parallel.expert, DTYPES[dtype], quantized.weights, numel,
+        not is_on(given, UNFUSED), parallel,
+    )  # fmt: skip
+    budget, ahead = int(vars(given).get(BUDGET, 0.0) * GIB), vars(given).get(UNIT_NUMEL, 0)
+    model = PlannedModel(units, slots_wanted(given), quantized, budget, ahead)
+    chosen = vars(given).get("data_parallel_sharding_strategy")
+    strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
+    report = estimate(model, strategies, precision(vars(given)), given.rank, given.memory_gib)
+    report["params_dtype"] = dtype
+    report["quantized"] = quantized.name
+    report["parameters"], report["not_counted"] = spec.num_parameters, list(spec.left_out)
+    return report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status, 2 for bad input."""
+    given = make_parser().parse_args(argv)
+    found = answer(
+        given, "estimate", lambda _: run(given), lambda report: render(report, given.memory_gib)
+    )
+    return 2 if found is None else 0

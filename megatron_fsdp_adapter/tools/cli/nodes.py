@@ -1,0 +1,62 @@
+"""`doctor` under a launcher: where the ranks differ."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_fsdp_adapter.tools.cli import machine
+
+NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", machine.CONNECTIONS)
+"""Prefixes of variables that concern communication."""
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """True if a launcher started this process as one of several ranks."""
+    return "RANK" in environment and int(environment.get("WORLD_SIZE", "1")) > 1
+
+
+def node() -> str:
+    """The node of this rank: its host, with the launcher's number, as a host may have several."""
+    number = os.environ.get("GROUP_RANK")
+    return socket.gethostname() + (f" (node {number})" if number is not None else "")
+
+
+def facts(report: Mapping[str, Any]) -> dict[str, str]:
+    """Facts that must be equal on all ranks: versions, and capabilities of the machine."""
+    versions = {name: row["version"] for name, row in report["versions"].items()}
+    return {name: str(value) for name, value in {**versions, **report["machine"]}.items()}
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that concern communication."""
+    return {name: value for name, value in sorted(environment.items())
+            if name.startswith(NETWORK_VARIABLES)}  # fmt: skip
+
+
+def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list[str]:
+    """A line for each name whose value is not the same on all ranks: that of most ranks, and the
+    first rank with each other one. rows, nodes: of each rank."""
+    lines = []
+    for name in dict.fromkeys(itertools.chain(*rows)):
+        values = [row.get(name, "absent") for row in rows]
+        (usual, most), *others = Counter(values).most_common()
+        unlike = [
+            f"{value} on rank {rank} ({nodes[rank]})" + (f" and {count - 1} more" * (count > 1))
+            for value, count in others for rank in [values.index(value)]
+        ]  # fmt: skip
+        if unlike:
+            lines.append(f"{name}: {usual} on {most} of {len(rows)} ranks, {', '.join(unlike)}")
+    return lines
+
+
+def lines_of(found: Mapping[str, Any]) -> list[str]:
+    """The text of what the ranks are together."""
+    lines = [f"ranks: {len(found['nodes'])}, nodes: {len(set(found['nodes']))}"]
+    for name in ("differ", "variables differ"):
+        lines += [f"  {name}: {line}" for line in found[name] or ["nothing"]]
+    return lines

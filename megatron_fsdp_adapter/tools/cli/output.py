@@ -1,0 +1,60 @@
+"""The parser and the answer that commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron_fsdp_adapter.checkpoint.digests import Progress
+from megatron_fsdp_adapter.tools.progress import progress_bar
+
+PROGRAM = "megatron-fsdp-adapter"
+"""The console script of an installed package."""
+
+USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAGS) [OPTION ...]"
+"""Usage of commands that take a model, of whose options there are too many for a line."""
+
+T = TypeVar("T")
+
+
+def base_parser(command: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
+    """A parser with `--json`. more: further arguments of `ArgumentParser`."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {command}", description=description, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, **more,
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", default=False, help="print it as JSON")
+    return parser
+
+
+def answer(
+    given: argparse.Namespace, command: str, values: Callable[[Progress], T],
+    render: Callable[[T], str], plain: Callable[[T], Any] = lambda found: found, unit: str = "B",
+) -> T | None:
+    """Prints what `values` found, as JSON (of `plain`) or text, and returns it; None for bad input,
+    which is a line on stderr. `values` gets what advances a progress bar of `unit`."""
+    try:
+        with progress_bar(command, unit) as advance:
+            found = values(advance)
+    except (ValueError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return None
+    print(json.dumps(plain(found), indent=2, default=_text) if given.json else render(found))
+    return found
+
+
+def _text(value: Any) -> str:
+    """A value without a JSON type, such as a dtype or a path, as text."""
+    return str(value).removeprefix("torch.")
+
+
+def size_text(nbytes: int) -> str:
+    """A readable size, in powers of 1024."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

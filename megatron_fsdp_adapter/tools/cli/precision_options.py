@@ -1,0 +1,71 @@
+"""Options of `estimate` for dtypes and memory of the optimizer, and for communication buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
+from megatron_fsdp_adapter.core.layout.group import ParamSpec
+from megatron_fsdp_adapter.plan.memory import Moments, Precision
+
+POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
+POLICY_OPTIONS = {
+    "megatron_fsdp_main_params_dtype": (
+        "dtype of main weights; none: the compute dtype; default: fp32"
+    ),
+    "megatron_fsdp_main_grads_dtype": "dtype of gradient accumulation; default: fp32",
+    "megatron_fsdp_grad_comm_dtype": (
+        "dtype of gradients on the wire; default: that of main gradients"
+    ),
+}
+
+UNFUSED = "no_gradient_accumulation_fusion"
+SWITCHES = {
+    "fsdp_double_buffer": "weights and buckets in fixed slots",
+    "nccl_ub": "weights and buckets in fixed slots, registered with NCCL",
+    "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
+    "fsdp_copy_engine_reduce_scatter": "gradients in slots, moved by copy engines",
+    UNFUSED: "no fused weight gradients: copy engines move them in their own dtype",
+    "chunked_optimizer_state_offload": "main weights and optimizer state in host memory",
+    "optimizer_cpu_offload": "as --chunked-optimizer-state-offload",
+}
+
+EMBEDDINGS = ("embedding", "output_layer")
+MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
+"""Matrices that Adam updates in a run with Muon."""
+
+
+def is_muons(spec: ParamSpec) -> bool:
+    """True for a weight that Muon updates, by the rule of `megatron/optimizer/muon.py`."""
+    is_matrix = len(spec.shape) == 2 and min(spec.shape) > 1
+    return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
+
+
+def is_lions(spec: ParamSpec) -> bool:
+    """True for a weight that Lion updates, by the rule of `megatron/optimizer/lion.py` with
+    megatron-core 0.18 and later."""
+    return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
+
+
+MOMENTS: Mapping[str, Moments] = {
+    "muon": (is_muons, 1), "lion": (is_lions, 1),
+}  # fmt: skip
+"""`optimizer` -> moments of the weights that Adam does not update."""
+
+
+def precision(given: Mapping[str, Any]) -> Precision:
+    """The `Precision` of the options, with a training run's defaults."""
+    unset = ("fp32", "none", "none")
+    names = [given.get(option, name) for option, name in zip(POLICY_OPTIONS, unset, strict=True)]
+    policy = MixedPrecisionPolicy(*(POLICY_DTYPES[name] for name in names))
+    return Precision(
+        policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
+        offload=any(
+            given.get(name, False)
+            for name in ("chunked_optimizer_state_offload", "optimizer_cpu_offload")
+        ),
+        moments=MOMENTS.get(given.get("optimizer", "adam")),
+    )

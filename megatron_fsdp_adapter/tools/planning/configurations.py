@@ -1,0 +1,210 @@
+"""A configuration of a run, and its expected memory by the formulas of `estimate`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
+from megatron_fsdp_adapter.megatron.options import unit_size as unit_grouping
+from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION
+from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
+from megatron_fsdp_adapter.plan.memory import (
+    BACKWARD_TO_STEP,
+    FORWARD_TO_BACKWARD,
+    KEPT_SHARD,
+    LIFE,
+    MAIN_WEIGHTS,
+    OPTIMIZER_STATE,
+    PERSISTENT,
+    REDUCE_BUCKET,
+    UNIT_IN_USE,
+    Precision,
+)
+from megatron_fsdp_adapter.plan.unsharded_budget import GIB
+from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, ModelSpec, Parallel
+
+from .machine import Group, Machine
+from .planned import PlannedModel, layer_numels, planned_units
+from .shapes import BF16, activation_bytes
+from .timed_modules import EXPERTS
+
+ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A user's choices.
+
+    instances: optimizer instances (the outer axis); outer_optim: they also shard main weights and
+    state. microbatch: sequences. copies: copy engines for weights and gradients. graph: one CUDA
+    graph for the whole step. Compute is in bf16, and communication of gradients in fp32."""
+
+    gpus: int
+    parallel: Parallel = field(default_factory=Parallel)
+    strategy: str = "optim_grads_params"
+    instances: int = 1
+    outer_optim: bool = False
+    microbatch: int = 1
+    copies: bool = False
+    graph: bool = False
+    separate_gathers: bool = False
+    fused: bool = True
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks of all instances with different batches."""
+        return self.gpus // (self.parallel.tensor * self.parallel.pipeline)
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks with the same experts."""
+        return max(1, self.gpus // (self.parallel.pipeline * self.parallel.expert))
+
+    def microbatches(self, global_batch: int) -> int:
+        """Microbatches per rank. Raises ValueError if the batch is no multiple of ranks times
+        microbatch."""
+        each = self.data_parallel * self.microbatch
+        if global_batch % each:
+            raise ValueError(
+                f"--global-batch-size {global_batch} is no multiple of {each}: data-parallel "
+                f"{self.data_parallel} x micro batch {self.microbatch}"
+            )
+        return global_batch // each
+
+    @property
+    def shards(self) -> dict[str, tuple[int, int]]:
+        """Domain -> (ranks of an instance, instances)."""
+        return {
+            DENSE: (self.data_parallel // self.instances, self.instances),
+            EXPERT: (self.experts_over // self.instances, self.instances),
+        }
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """The slots by the options of the DDP config."""
+        return slots_wanted(Namespace(
+            fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
+            fsdp_copy_engine_all_gather=self.copies,
+            fsdp_copy_engine_reduce_scatter=self.copies,
+        ))  # fmt: skip
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine config that the wrapper would pass."""
+        strategy = STRATEGIES[self.strategy]
+        # Domains of one rank, as in `with_single_rank_domains`.
+        whole = tuple(name for name, (ranks, _) in self.shards.items() if ranks == 1)
+        return EngineConfig(
+            strategy, poison_buffers=False, whole=whole if strategy.shard_grads else (),
+            shard_outer=self.outer_optim and self.instances > 1, **self.slots,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """Name for a table."""
+        parts = [self.strategy]
+        sizes = {"TP": self.parallel.tensor, "PP": self.parallel.pipeline,
+                 "VPP": self.parallel.virtual, "EP": self.parallel.expert,
+                 "instances": self.instances,
+                 "micro": self.microbatch}  # fmt: skip
+        parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
+        flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
+                 "graph": self.graph, "gather groups": self.separate_gathers,
+                 "recompute": self.parallel.recompute}  # fmt: skip
+        return ", ".join([*parts, *(key for key, on in flags.items() if on)])
+
+
+def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
+    """Elements up to which layers of a pipeline stage are grouped, in each of its model chunks; 0:
+    not grouped."""
+    asked = Namespace(cuda_graph_impl=FULL_ITERATION if chosen.graph else None)
+    numels = layer_numels(spec, chosen.parallel.split, stage)
+    of_chunk = numels[: -(-len(numels) // chosen.parallel.virtual)]
+    return unit_grouping.unit_numel(asked, asked, of_chunk)
+
+
+def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
+    """The planned model of a rank of a pipeline stage."""
+    dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
+    units = planned_units(
+        spec, dense, expert, torch.bfloat16, None, unit_numel(spec, chosen, stage), chosen.fused,
+        chosen.parallel.split, stage,
+    )
+    return PlannedModel(units, chosen.slots)
+
+
+def memory(
+    spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int
+) -> dict[str, int]:
+    """Bytes by kind on the first rank of the stage that needs most. The kinds are those of
+    `estimate`; with `outer_optim` main weights and state are sharded again."""
+    stages = sorted({0, chosen.parallel.pipeline - 1})
+    return max(
+        (_stage_memory(spec, chosen, machine, microbatches, stage) for stage in stages),
+        key=lambda kinds: sum(kinds.values()),
+    )
+
+
+def _stage_memory(
+    spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int, stage: int
+) -> dict[str, int]:
+    model = planned(spec, chosen, stage)
+    strategy = STRATEGIES[chosen.strategy]
+    held = model.bytes_held(strategy, Precision(), 0)
+    if chosen.engine.shard_outer:
+        if strategy.shard_weights:
+            whole = model.is_single_rank(strategy)
+            shards = (one.shard_numel for one in model.layouts if not whole(one))
+            held[KEPT_SHARD] = BF16 * sum(shards)  # stay between gathers
+        for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
+            held[kind] = -(-held.get(kind, 0) // chosen.instances)
+    in_flight = chosen.parallel.in_flight(stage, microbatches)
+    activations = activation_bytes(spec, chosen.parallel, chosen.microbatch, in_flight)
+    held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
+    return at_its_most(held, activations, microbatches > 1)
+
+
+def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
+    """Bytes by kind at the event with the highest total.
+
+    The events are the end of a forward (with all activations), the end of a backward (with
+    gradients and buckets), and the begin of a forward. again: True if gradients of earlier
+    microbatches exist in a forward."""
+    kept, grads, passing, saved = (
+        {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == life}
+        for life in (PERSISTENT, BACKWARD_TO_STEP, UNIT_IN_USE, FORWARD_TO_BACKWARD)
+    )
+    weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
+    events = (
+        {**kept, **(grads if again else {}), **weights, **saved, ACTIVATIONS: activations},
+        {**kept, **grads, **passing}, {**kept, **grads, **weights},
+    )
+    most = max(events, key=lambda kinds: sum(kinds.values()))
+    return {kind: count for kind, count in most.items() if count}
+
+
+def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
+    """The ranks of each axis: tensor-parallel ranks are neighbors, then data-parallel ranks (of one
+    instance first), then stages."""
+    domain = machine.network.domain
+    parallel = chosen.parallel
+    tensor = parallel.tensor
+
+    def spread(size: int, stride: int) -> Group:
+        return Group(size, max(1, min(size, domain // stride)) if size > 1 else 1)
+
+    inner, outer = chosen.shards[DENSE]
+    einner, eouter = chosen.shards[EXPERT]
+    return {
+        "tensor": spread(tensor, 1),
+        DENSE: spread(inner, tensor), f"{DENSE} outer": spread(outer, inner * tensor),
+        EXPERTS: spread(parallel.expert, 1),
+        EXPERT: spread(einner, parallel.expert),
+        f"{EXPERT} outer": spread(eouter, einner * parallel.expert),
+    }
+

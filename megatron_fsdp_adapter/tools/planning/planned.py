@@ -1,0 +1,213 @@
+"""Plans a model's parameters as the engine does: units, layouts, and bytes that a rank holds.
+
+The listing is partitioned, grouped and laid out as by the engine; `plan/memory.py` computes
+the size of the buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.core.config import Strategy
+from megatron_fsdp_adapter.core.engine.partition import TO
+from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
+from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
+from megatron_fsdp_adapter.plan.memory import (
+    QUANTIZED_COPIES,
+    Precision,
+    held_by_rank,
+    held_bytes,
+    quantized_both_ways,
+)
+from megatron_fsdp_adapter.plan.unsharded_budget import UnshardedUnits, unsharded_units
+from megatron_fsdp_adapter.tools.models.quantization import PLAIN, Quantization
+from megatron_fsdp_adapter.tools.models.spec import (
+    DENSE,
+    EMBEDDING,
+    EXPERT,
+    ROOT,
+    WHOLE,
+    ModelSpec,
+    Parallel,
+    is_layer,
+    is_linear_weight,
+    listing,
+    number_of,
+)
+
+Row = tuple[str, str, tuple[int, ...], int]
+"""Unit, name, shape and number of shards of a parameter."""
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit with the layouts of its groups; units of the same shapes share them. linear_numel:
+    elements of GEMM weights."""
+
+    name: str
+    layouts: tuple[GroupLayout, ...]
+    linear_numel: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The kind of the module: three or more units of one kind take turns in two slots."""
+        return "TransformerLayer" if is_layer(self.name) else self.name
+
+    @property
+    def layers(self) -> int:
+        """Number of transformer layers; 1 for any other unit."""
+        first, _, last = self.name.partition(TO)
+        return number_of(last) - number_of(first) + 1 if last else 1
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A planned model.
+
+    planned: units in the order of their parameters. slots: the result of `slots_wanted`. quantized:
+    quantization of linear weights. budget: bytes for units that stay unsharded over a step. ahead:
+    elements that may be prefetched, if that is more than the next unit.
+    """
+
+    planned: tuple[PlannedUnit, ...]
+    slots: Mapping[str, Any]
+    quantized: Quantization = PLAIN
+    budget: int = 0
+    ahead: int = 0
+
+    @cached_property
+    def units(self) -> list[PlannedUnit]:
+        """Units in the order of computation, the root unit last."""
+        return sorted(self.planned, key=lambda unit: unit.name == ROOT)
+
+    @property
+    def layouts(self) -> list[GroupLayout]:
+        """Layouts of the groups of all units."""
+        return [layout for unit in self.units for layout in unit.layouts]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of dense parameters."""
+        return max(layout.num_shards for layout in self.layouts)
+
+    def _shard(self, layout: GroupLayout, rank: int) -> int:
+        """The shard that a rank has: neighbors have different experts."""
+        return rank * layout.num_shards // self.num_shards
+
+    @cached_property
+    def fullest_rank(self) -> int:
+        """The lowest rank that holds most elements."""
+        held, alike = [0] * self.num_shards, Counter(map(id, self.layouts))
+        for layout in {id(one): one for one in self.layouts}.values():
+            numels = held_by_rank(layout)
+            for rank in range(self.num_shards):
+                held[rank] += numels[self._shard(layout, rank)] * alike[id(layout)]
+        return held.index(max(held))
+
+    def is_single_rank(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
+        """A predicate: True for groups whose domain has one rank."""
+        return lambda layout: strategy.shard_grads and layout.num_shards == 1
+
+    def kept(self, strategy: Strategy, precision: Precision) -> UnshardedUnits:
+        """The units that the budget keeps unsharded over a step."""
+        forward_only = [at for at, unit in enumerate(self.units) if unit.name == EMBEDDING]
+        whole = self.is_single_rank(strategy)
+        layouts = [[one for one in unit.layouts if not whole(one)] for unit in self.units]
+        return unsharded_units(layouts, strategy, precision, self.budget, forward_only)
+
+    def bytes_held(self, strategy: Strategy, precision: Precision, rank: int) -> dict[str, int]:
+        """Bytes by kind on `rank`."""
+        whole, form = self.is_single_rank(strategy), self.quantized.products
+        placed = {
+            id(unit.layouts): [
+                (layout, self._shard(layout, rank), whole(layout)) for layout in unit.layouts
+            ]
+            for unit in self.units
+        }
+        held = held_bytes(
+            [placed[id(unit.layouts)] for unit in self.units], [unit.kind for unit in self.units],
+            self.kept(strategy, precision).rows, strategy, precision, self.ahead, **self.slots,
+        )  # fmt: skip
+        if form is not None:
+            # Autograd saves copies from forward to backward: of all layers, or of the recomputed
+            # one.
+            copies = [quantized_both_ways(form, unit.linear_numel) for unit in self.units]
+            held[QUANTIZED_COPIES] = max(copies) if self.quantized.recomputes else sum(copies)
+        return held
+
+
+@lru_cache(maxsize=512)
+def planned_units(
+    spec: ModelSpec, dense: int, expert: int, dtype: torch.dtype, form: WeightFormat | None = None,
+    unit_numel: int = 0, fused: bool = True, split: Parallel = WHOLE, stage: int = 0,
+) -> tuple[PlannedUnit, ...]:
+    """The units of a rank of a pipeline stage, each planned once per set of shapes.
+
+    dense, expert: shards of the parameters of each domain; form: format of linear weights (None:
+    `dtype`); unit_numel: elements up to which layers are grouped into units; fused: True if modules
+    write weight gradients. Raises ValueError for weights that cannot be represented in their
+    format."""
+    shards = {DENSE: dense, EXPERT: expert}
+    units: dict[str, list[Row]] = {}
+    for unit, fqn, shape, domain in listing(spec, split, stage):
+        units.setdefault(unit, []).append((unit, fqn, shape, shards[domain]))
+    alike: dict[Any, tuple[tuple[GroupLayout, ...], int]] = {}
+    found = []
+    for unit, rows in _joined(units, unit_numel).items():
+        key = (unit == ROOT, tuple(row[2:] for row in rows))
+        if key not in alike:
+            groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
+            for _, fqn, shape, number in rows:
+                own = form if is_linear_weight(fqn) else None
+                group = groups.setdefault((own, number), [])
+                one = _spec(len(group), fqn, shape, dtype, own)
+                group.append(replace(one, from_autograd=not fused))
+            layouts = tuple(plan_group(specs, n) for (_, n), specs in groups.items())
+            alike[key] = layouts, _numel([row for row in rows if is_linear_weight(row[1])])
+        found.append(PlannedUnit(unit, *alike[key]))
+    return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def layer_numels(spec: ModelSpec, split: Parallel = WHOLE, stage: int = 0) -> tuple[int, ...]:
+    """Elements of each layer of a pipeline stage."""
+    found: Counter[str] = Counter()
+    for unit, _, full, _ in listing(spec, split, stage):
+        if is_layer(unit):
+            found[unit] += math.prod(full)
+    return tuple(found.values())
+
+
+def _spec(
+    index: int, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, form: WeightFormat | None
+) -> ParamSpec:
+    try:
+        granularity = (form or plain(dtype)).granularity(shape)
+    except ValueError as error:
+        name = form and form.name
+        raise ValueError(f"{fqn} as {name}: {error}. Change the model's widths") from error
+    return ParamSpec(index, (fqn,), shape, dtype, True, granularity, form)
+
+
+def _joined(units: Mapping[str, list[Row]], numel: int) -> dict[str, list[Row]]:
+    """`units` with neighboring layers grouped up to `numel` elements, as the engine groups them."""
+    found: dict[str, list[Row]] = {}
+    before = ""
+    for unit, rows in units.items():
+        if is_layer(before) and is_layer(unit) and _numel(found[before]) < numel:
+            rows = [*found.pop(before), *rows]
+            unit = f"{before.split(TO)[0]}{TO}{unit}"
+        found[unit] = rows
+        before = unit
+    return found
+
+
+def _numel(rows: Sequence[Row]) -> int:
+    return sum(math.prod(shape) for _, _, shape, _ in rows)

@@ -1,0 +1,162 @@
+"""A plan as text, as JSON, and as flags to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_fsdp_adapter.build.description import aligned
+from megatron_fsdp_adapter.plan.unsharded_budget import GIB
+from megatron_fsdp_adapter.tools.models.sources import parallel_options
+from megatron_fsdp_adapter.tools.models.spec import ModelSpec
+
+from .configurations import Configuration
+from .prediction import Prediction
+from .search import Plan
+
+SHOWN, REASONS = 5, 12
+"""Maximum kinds of time or memory in a line; maximum lines about configurations that were not
+chosen."""
+
+
+def ddp_options(chosen: Configuration) -> dict[str, Any]:
+    """Fields of the DDP config that differ from the runner's settings."""
+    options: dict[str, Any] = {"data_parallel_sharding_strategy": chosen.strategy}
+    if chosen.instances > 1:
+        options["num_distributed_optimizer_instances"] = chosen.instances
+        options["outer_dp_sharding_strategy"] = "optim" if chosen.outer_optim else "no_shard"
+    if chosen.slots["weight_slots"] and not chosen.copies:
+        options["fsdp_double_buffer"] = True
+    if chosen.copies:
+        options["fsdp_copy_engine_all_gather"] = True
+        options["fsdp_copy_engine_reduce_scatter"] = True
+    if chosen.separate_gathers:
+        options["create_all_gather_group"] = True
+    return options
+
+
+def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
+    """Options of the model's config and the run."""
+    options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
+    options |= parallel_options(spec, chosen.parallel)
+    if chosen.parallel.recompute:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform",
+                    "recompute_num_layers": 1}  # fmt: skip
+    if chosen.graph:
+        options["cuda_graph_impl"] = "full_iteration"
+    return options
+
+
+def megatron_flags(spec: ModelSpec, chosen: Configuration) -> str:
+    """Shell arguments for the runner of Megatron-LM's scripts."""
+    words = ["--use-megatron-fsdp"]
+    for name, value in {**model_options(spec, chosen), **ddp_options(chosen)}.items():
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words.append(shlex.quote(str(value)))
+    return " ".join(words)
+
+
+BRIDGE_FIELDS = {
+    "micro_batch_size": "train.micro_batch_size",
+    "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
+}  # fmt: skip
+"""Option -> field of a recipe's config, if that is not the model's field of the same name."""
+
+
+def bridge_overrides(spec: ModelSpec, chosen: Configuration) -> str:
+    """Shell arguments for a recipe of Megatron-Bridge."""
+    words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
+    for name, value in model_options(spec, chosen).items():
+        words.append(f"{BRIDGE_FIELDS.get(name, f'model.{name}')}={value}")
+    return " ".join(map(shlex.quote, words))
+
+
+def plain(plan: Plan, top: int) -> dict[str, Any]:
+    """The plan as plain values."""
+    wanted = plan.wanted
+    return {
+        "model": wanted.spec.name,
+        "parameters": wanted.spec.num_parameters,
+        "gpus": wanted.gpus,
+        "global_batch_size": wanted.global_batch,
+        "seq_length": wanted.spec.tokens,
+        "gpu": wanted.machine.gpu.name,
+        "network": wanted.machine.network.name,
+        "memory_gib": wanted.memory_gib,
+        "not_counted": list(wanted.spec.left_out),
+        "configurations": [_plain_row(wanted.spec, one) for one in plan.predictions[:top]],
+        "why_not": [
+            {"configuration": name, "reason": reason} for name, reason in plan.refused
+        ],
+    }  # fmt: skip
+
+
+def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
+    chosen = one.configuration
+    return {
+        "name": chosen.name,
+        "ms": one.ms,
+        "tokens_per_second_per_gpu": one.tokens_per_gpu,
+        "tflops_per_gpu": one.tflops,
+        "mfu": one.mfu,
+        "peak_bytes": one.peak_bytes,
+        "bytes": dict(one.memory),
+        "exposed_ms": one.exposed_ms,
+        "spent_ms": dict(one.spent),
+        "limit": one.limit,
+        "megatron_lm": megatron_flags(spec, chosen),
+        "megatron_bridge": bridge_overrides(spec, chosen),
+    }
+
+
+def render(plan: Plan, top: int) -> str:
+    """The plan as text."""
+    wanted, machine = plan.wanted, plan.wanted.machine
+    rows = [("configuration", "ms/step", "tok/s/GPU", "TFLOP/s", "MFU", "peak GiB", "exposed ms",
+             "limited by")]  # fmt: skip
+    for one in plan.predictions[:top]:
+        rows.append((
+            one.configuration.name, f"{one.ms:,.1f}", f"{one.tokens_per_gpu:,.0f}",
+            f"{one.tflops:,.0f}", f"{one.mfu:.1%}", f"{one.peak_bytes / GIB:.1f}",
+            f"{one.exposed_ms:,.1f}", one.limit,
+        ))  # fmt: skip
+    best = plan.predictions[0]
+    # Other purposes contain the products.
+    times = {name: ms for name, ms in best.spent.items() if name != "products"}
+    lines = [
+        f"{wanted.spec.name}: {wanted.spec.num_parameters / 1e9:,.1f}B parameters on "
+        f"{wanted.gpus:,} {machine.gpu.name}; network: {machine.network.name}",
+        f"global batch {wanted.global_batch:,} x {wanted.spec.tokens:,} tokens, "
+        f"{wanted.memory_gib:g} GiB a GPU",
+        *(f"not counted: {line}" for line in wanted.spec.left_out),
+        "", *aligned(rows), "",
+        "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
+        "               time: " + _largest(times, 1.0, "ms"),
+        f"  Megatron-LM        {megatron_flags(wanted.spec, best.configuration)}",
+        f"  Megatron-Bridge    {bridge_overrides(wanted.spec, best.configuration)}",
+    ]  # fmt: skip
+    reasons = _together(plan.refused)
+    if reasons:
+        lines += ["", "why not"]
+    lines += [f"  {name}: {reason}" for name, reason in reasons[:REASONS]]
+    if len(reasons) > REASONS:
+        lines.append(f"  and {len(reasons) - REASONS} more (--json names them)")
+    return "\n".join(lines)
+
+
+def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Rejected configurations grouped by reason: the first name, and the number of others."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refused:
+        names.setdefault(reason, []).append(name)
+    return [
+        (first if not more else f"{first}, and {len(more)} like it", reason)
+        for reason, (first, *more) in names.items()
+    ]
+
+
+def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:
+    largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]
+    return ", ".join(f"{name} {value * factor:,.1f} {unit}" for name, value in largest)

@@ -1,0 +1,178 @@
+"""Work of a model's units: operations and bytes of one microbatch on one rank, with tensor, expert
+and pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from megatron_fsdp_adapter.tools.models.spec import (
+    EXPERT,
+    ROOT,
+    ModelSpec,
+    Parallel,
+    Row,
+    is_layer,
+    layers_of,
+    listing,
+    number_of,
+)
+
+from .program import Kind, Operation
+from .timed_modules import EXPERTS, UnitWork, Work
+
+BF16 = 2
+
+LAYER_HOST = 1875.0
+"""Reference microseconds to launch a layer's forward, with Transformer Engine."""
+
+MOE_HOST = 2.0
+"""Factor of `LAYER_HOST` for a layer with experts."""
+
+FORWARD_PASSES, BACKWARD_PASSES = 14.0, 30.0
+"""Memory traffic per token of a layer's element-wise kernels (norms, rotary embedding, SwiGLU,
+residuals), in units of 2 (hidden + ffn / 3) bytes. From a trace of Llama-3 8B layers."""
+FORWARD_KERNELS, BACKWARD_KERNELS = 20, 36
+PERMUTED = 12.0
+"""Number of reads and writes of a token's hidden state per expert, for dispatch and combine, in one
+pass."""
+
+
+def waits_for_longer(spec: ModelSpec, parallel: Parallel, stage: int) -> float:
+    """Relative extra time of a stage beyond its layers: stages take turns, so each virtual stage
+    takes as long as the longest."""
+    longest = -(-(spec.num_layers - stage) // (parallel.pipeline * parallel.virtual))
+    return parallel.virtual * longest / len(layers_of(spec, parallel, stage)) - 1
+
+
+def _order(unit: str) -> tuple[int, int]:
+    if is_layer(unit):
+        return 1, number_of(unit)
+    return {"embedding": (0, 0), ROOT: (2, 0)}.get(unit, (3, 0))
+
+
+def units(
+    spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0
+) -> list[UnitWork]:
+    """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
+
+    The weights of a rank's experts are one parameter with the same layout, which is faster to
+    plan."""
+    params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+    rows = sorted(listing(spec, parallel, stage), key=lambda row: _order(row[0]))
+    for unit, fqn, full, domain in _joined(rows):
+        params.setdefault(unit, []).append((fqn, full, domain))
+    tokens = microbatch * spec.tokens
+    found = []
+    head = "output_layer"
+    if stage == parallel.pipeline - 1 and head not in params:  # tied: the root has the weights
+        head = ROOT
+    for name, mine in params.items():
+        if is_layer(name):
+            forward, backward, host = layer_work(spec, parallel, tokens, number_of(name))
+        elif name == head:
+            forward, backward = head_work(spec, parallel, tokens)
+            host = LAYER_HOST / 2
+        else:
+            moved = tokens * spec.hidden_size * BF16 * 2
+            forward = backward = (Work(Kind.MEMORY, moved),)
+            host = LAYER_HOST / 8
+        reads = name != "embedding"
+        found.append(UnitWork(name, tuple(mine), forward, backward, host, reads))
+    return found
+
+
+def _joined(rows: Sequence[Row]) -> Iterator[Row]:
+    """`rows` with a layer's experts' weights of one kind joined into one."""
+    seen: dict[str, list[Row]] = {}
+    for row in rows:
+        seen.setdefault(row[1].rstrip("0123456789") if row[3] == EXPERT else row[1], []).append(row)
+    for fqn, members in seen.items():
+        unit, _, (first, *others), domain = members[0]
+        yield unit, fqn, (len(members) * first, *others), domain
+
+
+def layer_work(
+    spec: ModelSpec, parallel: Parallel, tokens: float, number: int
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...], float]:
+    """A rank's work of a layer's forward and backward for `tokens` tokens, and microseconds of the
+    host."""
+    tensor, moe, width = parallel.tensor, spec.is_moe(number), spec.active_ffn(number)
+    grouped = spec.mlp_numel(spec.moe_router_topk * spec.expert_ffn) if moe else 0
+    dense = spec.active_numel(number) - grouped
+    attention = 2 * tokens * spec.tokens * (spec.query / tensor)
+    sent = tokens * BF16 * spec.hidden_size * (spec.moe_router_topk if moe else 0)
+    moved = PERMUTED * sent / tensor
+    element = tokens * BF16 * (spec.hidden_size + width / 3) / tensor
+    forward = [
+        Work(Kind.PRODUCT, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
+        Work(Kind.GROUPED, 2 * tokens * grouped / tensor),
+        Work(Kind.MEMORY, FORWARD_PASSES * element + moved, kernels=FORWARD_KERNELS),
+    ]  # fmt: skip
+    backward = [
+        Work(Kind.ATTENTION, 2.5 * attention),
+        Work(Kind.GROUPED, 4 * tokens * grouped / tensor),
+        Work(Kind.PRODUCT, 4 * tokens * dense / tensor),
+        Work(Kind.MEMORY, BACKWARD_PASSES * element + moved, kernels=BACKWARD_KERNELS),
+    ]  # fmt: skip
+    host = LAYER_HOST * (MOE_HOST if moe else 1.0)
+    whole = tokens * spec.hidden_size * BF16
+    own: list[Operation] = []
+    if tensor > 1:  # sequence parallelism: a gather and a reduction around attention and MLP
+        gathered = Work(Kind.ALL_GATHER, whole, group="tensor")
+        own += [gathered, Work(Kind.REDUCE_SCATTER, whole, group="tensor")] * 2
+    if moe and parallel.expert > 1:
+        own += [Work(Kind.EXCHANGE, sent / tensor, group=EXPERTS)] * 2
+    forward += own
+    backward = [*(forward if parallel.recompute else ()), *backward, *own]
+    return tuple(forward), tuple(backward), host
+
+
+HEAD_PASSES = 62.0
+"""Memory traffic of loss and softmax per token and vocabulary row, forward and backward."""
+
+
+def head_work(
+    spec: ModelSpec, parallel: Parallel, tokens: float
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Work of the output layer and the float32 loss."""
+    logits = tokens * spec.embedding_rows / parallel.tensor
+    products = 2 * logits * spec.hidden_size
+    half = Work(Kind.MEMORY, HEAD_PASSES * logits / 2)
+    return (Work(Kind.PRODUCT, products), half), (half, Work(Kind.PRODUCT, 2 * products))
+
+
+def _tokens(spec: ModelSpec, parallel: Parallel, microbatch: int) -> float:
+    """Tokens of a microbatch on a rank between GEMMs."""
+    return microbatch * spec.tokens / parallel.tensor
+
+
+def layer_bytes(
+    spec: ModelSpec, parallel: Parallel, microbatch: int, number: int
+) -> float:
+    """Bytes that autograd saves for a layer on one rank, without recomputation, with flash
+    attention."""
+    width = spec.ffn
+    if spec.is_moe(number):
+        # Tokens are copied per expert, so inputs and outputs count too.
+        width = spec.moe_router_topk * (spec.expert_ffn + 2 * spec.hidden_size // 3)
+        width += spec.shared_ffn
+    return _tokens(spec, parallel, microbatch) * BF16 * spec.saved_numel(width)
+
+
+@lru_cache(maxsize=4096)
+def activation_bytes(
+    spec: ModelSpec, parallel: Parallel, microbatch: int, in_flight: float = 1
+) -> int:
+    """Bytes on one rank at the end of a forward: autograd's saved tensors of the stage's layers for
+    `in_flight` microbatches, with flash attention, and the logits in bf16 and float32."""
+    tokens, layers = _tokens(spec, parallel, microbatch), layers_of(spec, parallel, 0)
+    if parallel.recompute:
+        total = tokens * BF16 * spec.hidden_size * len(layers) * in_flight
+        again = 4 * spec.hidden_size + 2 * spec.query + spec.key_value + 3 * spec.ffn
+        total += tokens * BF16 * again
+    else:
+        total = sum(layer_bytes(spec, parallel, microbatch, n) for n in layers) * in_flight
+    logits = microbatch * spec.tokens * spec.embedding_rows / parallel.tensor
+    return int(total + (6 * logits if parallel.pipeline == 1 else 0))

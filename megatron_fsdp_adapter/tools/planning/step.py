@@ -1,0 +1,210 @@
+"""Records a training step of the engine: real units, groups, slots and launches, on meta tensors,
+with modules that record their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import launch
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
+from megatron_fsdp_adapter.plan.unit_grouping import group_layers
+
+from .configurations import Configuration
+from .program import Kind, Program
+from .timed_modules import UnitWork, flat_name, unit_model
+from .timed_runtime import TimedCommunicator, TimedRuntime, Watch
+
+DTYPE = torch.bfloat16
+"""Dtype of compute weights."""
+
+GRAD, MAIN, STATE = 4, 4, 8
+"""Bytes of an element of gradients, main weights and optimizer state."""
+
+LAUNCHES = 2000.0
+"""Reference microseconds to launch norm, clip and Adam."""
+
+ONE_PASS = 0.81
+"""Relative time of the one-pass Adam (`optim/fused_adam.py`), which clips: 3.36 of 4.14 TB/s on
+H200. The tables' memory rates are those of Transformer Engine's Adam."""
+
+PASSES = (
+    (GRAD, "norm", True),
+    (ONE_PASS * (GRAD + 2 * MAIN + 2 * STATE), "optimizer", False),
+)
+"""Passes of the optimizer over a rank's shards: bytes of an element, part of the step, and
+True if the host reads the result."""
+
+OUTSIDE_GRAPH = ("optimizer", "norm", "sync")
+"""Parts of a step that the host launches; a graph replays the others."""
+
+
+def _axis(name: str, group: Any) -> Axis:
+    return Axis(name, group, tuple(dist.get_process_group_ranks(group)), 0)
+
+
+def _domain(name: str, inner: int, outer: int, scale: float) -> ShardDomain:
+    """A domain with the groups of the first rank in a fake world."""
+    shard = _axis(SHARD_DIM, dist.new_group(list(range(inner))))
+    others = None
+    if outer > 1:
+        others = _axis(OUTER_DIM, dist.new_group(list(range(0, inner * outer, inner))))
+    mesh = mesh_over([axis for axis in (others, shard) if axis is not None], "cpu")
+    # A separate group distinguishes gathers from reductions.
+    gather = dist.new_group(list(range(inner)))
+    return ShardDomain(name, shard, gather, shard.group, mesh, scale, others)
+
+
+@contextmanager
+def pretended_world(size: int) -> Iterator[None]:
+    """A fake default process group of `size` ranks of which only the first exists. torch raises
+    ValueError in a process that has a process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_step(
+    engine: FsdpEngine, model: nn.Module, runtime: TimedRuntime, count: int, warmup: int
+) -> None:
+    """Runs a step of `count` microbatches like Megatron's training loop, with 1F1B order in a
+    pipeline."""
+    waiting: list[torch.Tensor] = []
+
+    def forward() -> None:
+        runtime.part = "forward"
+        value = torch.zeros(1, device="meta", requires_grad=True)
+        waiting.append(model(value * 1.0))
+
+    runtime.mark("step")
+    runtime.part = "clear"
+    engine.zero_grads()
+    for _ in range(warmup):
+        forward()
+    for index in range(count):
+        runtime.mark("microbatch")
+        if index + warmup < count:
+            forward()
+        engine.is_last_microbatch = index == count - 1
+        runtime.part = "backward"
+        torch.autograd.backward(waiting.pop(0).sum())
+    runtime.part = "finish"
+    engine.finish_grads()
+    _optimizer(engine, runtime)
+    runtime.part = "sync"
+    engine.main_weights_changed(stepped=True)
+    engine.sync_weights(wait=False)
+
+
+def _optimizer(engine: FsdpEngine, runtime: TimedRuntime) -> None:
+    """Records the optimizer's passes, in launch order. The real optimizers cannot run, because
+    their kernels do not support the meta device."""
+    groups = (group for unit in engine.units for group in unit.groups)
+    numel = sum(group.held.layout.shard_numel for group in groups)
+    runtime.spend(LAUNCHES)
+    for nbytes, part, read in PASSES:
+        runtime.write(Kind.MEMORY, round(numel * nbytes), part=part, read=read)
+
+
+def record_step(
+    units: Sequence[UnitWork], chosen: Configuration, microbatches: int = 1, warmup: int = 0,
+    unit_numel: int = 0, steps: int = 2,
+) -> Program:
+    """The program of `steps` steps of the engine. The first step learns the order of units.
+
+    units: in the order in which they compute, including the root's unit, named "root"; warmup:
+    forwards before the first backward, as in a pipeline stage; unit_numel: elements up to which
+    neighboring layers are grouped into a unit.
+    """
+    used = {domain for unit in units for _, _, domain in unit.params}
+    shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
+    world = max(inner * outer for inner, outer in shards.values())
+    with pretended_world(world):
+        scale = 1.0 / world
+        domains = {name: _domain(name, *sizes, scale) for name, sizes in shards.items()}
+        runtime = TimedRuntime()
+        model, engine = _build(units, chosen, runtime, domains, unit_numel)
+        with Watch(runtime):
+            for _ in range(steps):
+                _run_step(engine, model, runtime, microbatches, warmup)
+        program = runtime.program
+        del model, engine
+    if chosen.graph:
+        program = replace(program, operations=tuple(
+            one if one.part in OUTSIDE_GRAPH else replace(one, host=0.0)
+            for one in program.operations
+        ))  # fmt: skip
+    return program
+
+
+def _build(
+    units: Sequence[UnitWork], chosen: Configuration, runtime: TimedRuntime,
+    domains: Mapping[str, ShardDomain], unit_numel: int,
+) -> tuple[nn.Module, FsdpEngine]:
+    model = unit_model(units, runtime, DTYPE)
+    of_domain = {
+        f"{i}.{flat_name(fqn)}": domain
+        for i, unit in enumerate(units) for fqn, _, domain in unit.params
+    }  # fmt: skip
+    modules = {
+        str(i): child
+        for i, child in enumerate(model)
+        if units[i].name != ROOT and units[i].params
+    }
+    pairs = zip(model, units, strict=True)
+    reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
+    writer = WgradProtocol.OVERWRITES if chosen.fused else WgradProtocol.AUTOGRAD
+    plans = partition(
+        model, modules,
+        domain_of=lambda param, fqn: of_domain[fqn],
+        backward_reads_weights=lambda module: reads[id(module)],
+        writer_of=lambda managed: writer if managed.param.ndim > 1 else WgradProtocol.AUTOGRAD,
+    )  # fmt: skip
+    names = {str(i): unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
+    plans = [
+        replace(plan, name=TO.join(names[one] for one in plan.name.split(TO)))
+        for plan in group_layers(plans, unit_numel)
+    ]
+    config = chosen.engine
+    if config.reduce_scatter.launch is launch:
+        launched = partial(launch, sum_rows=runtime.sum_rows)
+        config = replace(config, reduce_scatter=replace(config.reduce_scatter, launch=launched))
+    engine = FsdpEngine(
+        model, plans, domains, config, runtime,  # type: ignore[arg-type]
+        make_communicator=_communicators(chosen, runtime, domains),
+    )  # fmt: skip
+    return model, engine
+
+
+def _communicators(
+    chosen: Configuration, runtime: TimedRuntime, domains: Mapping[str, ShardDomain]
+) -> Callable[[Any, torch.device], TimedCommunicator]:
+    """A function that makes the communicators of an engine: each group has its axis and channel."""
+    apart = chosen.separate_gathers or chosen.copies
+
+    def make(group: Any, device: torch.device) -> TimedCommunicator:
+        for name, domain in domains.items():
+            if domain.outer is not None and group is domain.outer.group:
+                return TimedCommunicator(group, runtime, f"{name} outer", f"{name} outer")
+            if group is domain.gather_group:
+                channel = f"{name} gathers" if apart else name
+                return TimedCommunicator(group, runtime, name, channel, chosen.copies)
+            if group is domain.reduce_group:
+                return TimedCommunicator(group, runtime, name, name, chosen.copies)
+        raise RuntimeError("the engine requests a communicator for an unknown group")
+
+    return make

@@ -1,0 +1,237 @@
+"""Runs the ranks of a proof, which compare.
+
+They train with stock DDP, which is the reference, and with this package's wrapper, save, load under
+another strategy and continue.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+from megatron_fsdp_adapter.checkpoint.digests import silent
+from megatron_fsdp_adapter.core.config import POISON_VARIABLE
+from megatron_fsdp_adapter.megatron.options.table import OPTIONS
+from megatron_fsdp_adapter.tools.progress import progress_bar
+from megatron_fsdp_adapter.tools.prove import compare
+from megatron_fsdp_adapter.tools.prove.compare import Row
+from megatron_fsdp_adapter.tools.prove.scale_down import ScaledDown, routes_by_rounding
+
+Options = Mapping[str, Any]
+Values = dict[str, torch.Tensor]
+
+TRAINED = "trained"
+OTHER_STRATEGY: Mapping[str, str] = {
+    "no_shard": "optim",
+    "optim": "optim_grads_params",
+    "optim_grads": "optim_grads_params",
+    "optim_grads_params": "optim",
+}
+SIMPLER: Mapping[str, Any] = {one.name: one.default for one in OPTIONS if one.some_strategies}
+"""Defaults of options that only some strategies support, for loads under another strategy."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a proof.
+
+    steps, more: steps before and after the save; folder: for the checkpoint; prepare:
+    called on every rank of ours before it builds (tests break the engine with it)."""
+
+    shrunk: ScaledDown
+    folder: Path
+    steps: int = 3
+    more: int = 2
+    prepare: Callable[[], None] | None = None
+
+    @property
+    def other(self) -> str:
+        """The strategy under which the run's ranks load."""
+        return OTHER_STRATEGY[self.shrunk.options["data_parallel_sharding_strategy"]]
+
+    @property
+    def loaded(self) -> str:
+        """The name of the run that loads."""
+        return f"loaded as {self.other}"
+
+
+class Step(NamedTuple):
+    """The results of one step of training."""
+
+    loss: float
+    norm: float
+    gradients: Values
+    weights: Values
+
+
+def _train(
+    trainer: Any, first: int, last: int, advance: Callable[[], object]
+) -> tuple[Values, list[Step]]:
+    """The weights at the start, and the steps `first` to `last`."""
+    from megatron_fsdp_adapter.tools.prove import build
+
+    start, found = trainer.weights(), []
+    for number in range(first, last):
+        found.append(Step(*build.train_step(trainer, number)))
+        build.set_rate(trainer.optimizer, trainer.options)
+        advance()
+    return start, found
+
+
+def _load(plan: Plan, options: Options, device: torch.device) -> Any:
+    """A trainer that has loaded what was saved."""
+    from megatron_fsdp_adapter.checkpoint import (
+        load_checkpoint,
+        load_training_state,
+        training_state,
+    )
+    from megatron_fsdp_adapter.tools.prove import build
+
+    trainer = build.build_trainer(options, device, True)
+    with torch.no_grad():  # otherwise weights that a load skips would be right by chance
+        for chunk in trainer.chunks:
+            chunk.stop_communication()
+            for pair in chunk.engine.pairs:
+                pair.sharded._local_tensor.add_(1.0)
+    state = {**training_state(trainer.chunks, trainer.optimizer, is_loading=True), "iteration": 0}
+    _, loaded = load_checkpoint(plan.folder / "checkpoint", state)
+    load_training_state(trainer.chunks, loaded, trainer.optimizer)
+    build.set_rate(trainer.optimizer, options)
+    return trainer
+
+
+def _run_rank(
+    rank: int, plan: Plan, backend: str, timeout: float, environment: Mapping[str, str]
+) -> None:
+    """Runs a rank in a process: the reference, training, save, load under another strategy. Leaves
+    its comparisons in a file. Rank 0 shows a progress bar."""
+    # Stacks are printed after the timeout, and by the other ranks when they are ended.
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    faulthandler.register(signal.SIGTERM, chain=True)
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=f"file://{plan.folder}/store", rank=rank,
+        world_size=plan.shrunk.world_size, timeout=timedelta(minutes=2),
+    )  # fmt: skip
+    with progress_bar("doctor --prove", "step") if rank == 0 else nullcontext(silent) as advance:
+        rows = _compared(plan, lambda: advance(1, 2 * (plan.steps + plan.more)))
+    _file_of(plan, rank).write_bytes(pickle.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _file_of(plan: Plan, rank: int) -> Path:
+    return plan.folder / f"rank{rank}"
+
+
+def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
+    from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
+    from megatron_fsdp_adapter.checkpoint.record import topology_of
+    from megatron_fsdp_adapter.tools.prove import build
+
+    options, last = plan.shrunk.options, plan.steps + plan.more
+    # Stock DDP without a distributed optimizer would reduce over the ranks of one instance.
+    device = build.start({**options, "num_distributed_optimizer_instances": 1})
+    reference = _train(build.build_trainer(options, device, False), 0, last, advance)
+    build.start(options)
+    if plan.prepare is not None:
+        plan.prepare()
+    trainer = build.build_trainer(options, device, True)
+    start, trained = _train(trainer, 0, plan.steps, advance)
+    state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": plan.steps}
+    save_checkpoint(plan.folder / "checkpoint", plan.steps, state,
+                    topology=topology_of(SimpleNamespace(**options)))  # fmt: skip
+    rows = compare_steps(options, TRAINED, 0, start, trained, reference)
+    other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
+    start, more = _train(_load(plan, other, device), plan.steps, last, advance)
+    rows.append(compare.compare_tensors(
+        plan.loaded, plan.steps, "weights as loaded", start, trained[-1].weights, 0.0
+    ))  # fmt: skip
+    return rows + compare_steps(options, plan.loaded, plan.steps, start, more, reference)
+
+
+def prove(plan: Plan, backend: str, timeout: float) -> list[Row]:
+    """Runs the ranks; returns the worst rank's row of each comparison. Raises torch's
+    `ProcessRaisedException` or `ProcessExitedException` if a rank fails or hangs."""
+    world, before = plan.shrunk.world_size, dict(os.environ)
+    os.environ.update(ENVIRONMENT, WORLD_SIZE=str(world))
+    # A CUDA context does not survive a fork, and importing Transformer Engine creates one.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload(["megatron_fsdp_adapter.tools.prove.build"])
+    try:
+        start_processes(
+            _run_rank, (plan, backend, timeout, dict(os.environ)), world, start_method=method
+        )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    found = [pickle.loads(_file_of(plan, rank).read_bytes()) for rank in range(world)]
+    return [max(same, key=compare.rank_of) for same in zip(*found, strict=True)]
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    POISON_VARIABLE: "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def narrowest(options: Options) -> str:
+    """The narrowest dtype of a gradient: of compute, wire or accumulation."""
+    if options.get("fp8"):
+        return "fp8"
+    policy = [str(options.get(f"megatron_fsdp_{name}_dtype"))
+              for name in ("main_params", "main_grads", "grad_comm")]  # fmt: skip
+    policy += [str(options.get(f"exp_avg{name}_dtype")) for name in ("", "_sq")]
+    if options.get("bf16") or any("bf16" in name or "bfloat16" in name for name in policy):
+        return "bf16"
+    return "fp16" if options.get("fp16") else "fp32"
+
+
+def compare_steps(
+    options: Options, run: str, first: int, start: Values, steps: Sequence[Step],
+    reference: tuple[Values, Sequence[Step]],
+) -> list[Row]:
+    """Comparisons of the steps after step `first` with the reference's."""
+    dtype, rows = narrowest(options), []
+    before_all, expected = reference
+    weights = [before_all, *(step.weights for step in expected)]
+    for number, (loss, norm, gradients, after) in enumerate(steps, first + 1):
+        theirs = expected[number - 1]
+        limits = {name: compare.bound(dtype, name, number) for name in compare.FACTORS[dtype]}
+        rows.append(compare.compare_numbers(run, number, "loss", loss, theirs.loss, limits["loss"]))
+        norms = compare.compare_numbers(run, number, "norm", norm, theirs.norm, limits["norm"])
+        if number > 1 and routes_by_rounding(options):
+            rows.append(norms)
+        else:
+            so_far, allowed = [step.gradients for step in expected[:number]], limits["gradients"]
+            mine, other = (
+                compare.significant_update(before, then, so_far, allowed)
+                for before, then in ((start, after), (weights[number - 1], weights[number]))
+            )
+            rows += [
+                compare.compare_tensors(
+                    run, number, "gradients", gradients, theirs.gradients, allowed
+                ),
+                norms,
+                compare.compare_tensors(run, number, "update", mine, other, limits["update"]),
+            ]
+        start = after
+    return rows

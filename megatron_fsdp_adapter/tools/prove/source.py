@@ -1,0 +1,107 @@
+"""Reads the options of a run from a command line of Megatron-LM or of this repository's training
+script, or from a preset. Option names are those of Megatron's configs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_fsdp_adapter.launch import megatron_lm, runner
+from megatron_fsdp_adapter.megatron.options import sizes, validation
+from megatron_fsdp_adapter.megatron.options.settings import Change
+from megatron_fsdp_adapter.tools.models.spec import flag
+from megatron_fsdp_adapter.tools.prove.scale_down import ranks_over
+
+BASE: Mapping[str, Any] = {
+    **validation.PLAIN_OPTIONS,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "micro_batch_size": 1,
+    "seq_length": 4096,
+}
+"""Defaults for options missing in a preset."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run: the source of its options, the options, changes to them, and the folder from which
+    Megatron is imported (None: the installed one)."""
+
+    source: str
+    options: Mapping[str, Any]
+    changes: tuple[Change, ...]
+    folder: Path | None = None
+
+
+def of_script(script: Path, arguments: Sequence[str], world_size: int | None) -> Recipe:
+    """The recipe of a training script's command line. world_size: None if unknown. Raises
+    ValueError if it cannot be parsed or is invalid."""
+    folder = script.resolve().parent
+    if (folder / "lib" / "options.py").is_file():  # this repository's training script
+        raise ValueError(f"{script}: not Megatron-LM's. Give its preset by --config instead")
+    args: Any = runner.parse_arguments(script, arguments)
+    changes = []
+    if not args.use_megatron_fsdp:
+        args.use_megatron_fsdp = True
+        reason = "not given; the proof sets it"
+        changes.append(Change(megatron_lm.FSDP_FLAG, False, True, reason))
+    return _finished(f"{script} with its command line", args, arguments, changes, world_size,
+                     folder)  # fmt: skip
+
+
+def of_options(options: Mapping[str, Any], source: str, world_size: int | None) -> Recipe:
+    """The recipe of a preset with defaults. world_size: None if unknown. Raises ValueError if it is
+    invalid."""
+    args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
+    # What is written stays, as on a command line.
+    return _finished(source, args, [flag(name) for name in options], [], world_size, None)
+
+
+def _finished(
+    source: str, args: Any, arguments: Sequence[str], changes: list[Change], world_size: int | None,
+    folder: Path | None,
+) -> Recipe:
+    for name, value in (("outer_dp_sharding_strategy", "no_shard"), ("ckpt_format", None)):
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    changes += megatron_lm.complete(args, arguments)
+    environment = {k: v for k, v in os.environ.items() if k != validation.CONNECTIONS}
+    wrong = validation.launch_problems(args, environment)
+    wrong += sizes.size_problems(vars(validation.launch_options(args)), world_size)
+    if wrong:
+        raise ValueError("the configuration is invalid:\n" + "\n".join(f"  - {w}" for w in wrong))
+    options = vars(validation.launch_options(args))
+    return Recipe(source, _named_like_configs(options, world_size or 1), tuple(changes), folder)
+
+
+ALIASES: Mapping[str, str] = {
+    "rope_fusion": "apply_rope_fusion",
+    "norm_epsilon": "layernorm_epsilon",
+}
+
+
+def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Adds values that Megatron derives from other options before it builds anything."""
+    found = dict(options)
+    for mine, theirs in ALIASES.items():
+        if mine in found:
+            found.setdefault(theirs, found.pop(mine))
+    if found.pop("disable_bias_linear", False):
+        found["add_bias_linear"] = False
+    if found.get("recompute_activations") and not found.get("recompute_granularity"):
+        found["recompute_granularity"] = "selective"
+    found.setdefault("position_embedding_type", "learned_absolute")
+    found["num_moe_experts"] = found.get("num_moe_experts") or found.get("num_experts")
+    found["original_data_parallel_size"] = max(1, world_size // ranks_over(found))
+    if not found.get("expert_tensor_parallel_size"):
+        found["expert_tensor_parallel_size"] = found.get("tensor_model_parallel_size") or 1
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+               if not found.get(name)]  # fmt: skip
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: not given")
+    return found
