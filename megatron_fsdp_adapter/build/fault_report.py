@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..core.comm.communicator import Communicator, Pair
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.hooks import in_backward
-from ..core.comm.communicator import Communicator, Pair
 
 REDUCE, BROADCAST = "reducing gradients", "broadcasting weights"
 COMPARE = "comparing what the ranks have launched in this step"
