@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch.distributed as dist
 
 from .topology import DENSE, EXPERT, OUTER_DIM, SHARD_DIM, TP_DIM, Axis, ShardDomain, mesh_over
@@ -30,8 +28,7 @@ class FSDPDistributedIndex:
             sums the tokens of its expert-parallel ranks, so its factor is the dense one).
         hsdp_outer_dp_shard: whether the outer axis splits the shards again.
 
-    tensor_groups: by kind of parameter, over which tensors are split before they are sharded;
-    tp_group: that of dense parameters.
+
 
     Raises:
         ValueError: a gather group whose ranks or order differ from its shard group's; an outer
@@ -56,28 +53,44 @@ class FSDPDistributedIndex:
         expt_tp_group: dist.ProcessGroup | None = None,
         hsdp_outer_dp_shard: bool = False,
     ) -> None:
-        self.hybrid_fsdp_group, self.hsdp_outer_dp_shard = outer_fsdp_group, hsdp_outer_dp_shard
-        self.tp_group, self.tensor_groups = tp_group, {DENSE: tp_group, EXPERT: expt_tp_group}
+        self.hybrid_fsdp_group = outer_fsdp_group
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.tp_group = tp_group
+        # By kind of parameter, over which tensors are split before they are sharded.
+        self.tensor_groups = {DENSE: tp_group, EXPERT: expt_tp_group}
+        # By kind, all ranks with the same parameters; None where that is the shard group.
         self._everyone = {DENSE: dp_group, EXPERT: expt_dp_group}
+        # By kind of which there are groups.
+        self.domains: dict[str, ShardDomain] = {}
         of_kinds = {
             DENSE: (fsdp_group, fsdp_group_ag, fsdp_group_rs),
             EXPERT: (expt_fsdp_group, expt_fsdp_group_ag, expt_fsdp_group_rs),
         }
-        self.domains: Mapping[str, ShardDomain] = {
-            kind: self._domain(kind, group, gather, reduce, device_type, grad_scale)
-            for kind, (group, gather, reduce) in of_kinds.items() if group is not None
-        }
+        for kind, (group, gather, reduce) in of_kinds.items():
+            if group is not None:
+                domain = self._domain(kind, group, gather, reduce, device_type, grad_scale)
+                self.domains[kind] = domain
 
     def _domain(
-        self, kind: str, group: dist.ProcessGroup, gather: dist.ProcessGroup | None,
-        reduce: dist.ProcessGroup | None, device_type: str, grad_scale: float,
-    ) -> ShardDomain:  # fmt: skip
-        across, split_over = self.hybrid_fsdp_group, self.tensor_groups[kind]
+        self,
+        kind: str,
+        group: dist.ProcessGroup,
+        gather: dist.ProcessGroup | None,
+        reduce: dist.ProcessGroup | None,
+        device_type: str,
+        grad_scale: float,
+    ) -> ShardDomain:
         shard = Axis.of(SHARD_DIM, group)
-        outer = None if across is None else Axis.of(OUTER_DIM, across)
-        tensor = None if split_over is None else Axis.of(TP_DIM, split_over)
-        split = tensor if tensor is not None and tensor.size > 1 else None
-        axes = [axis for axis in (outer, shard, split) if axis is not None]
+        axes = [shard]
+        outer = None
+        if self.hybrid_fsdp_group is not None:
+            outer = Axis.of(OUTER_DIM, self.hybrid_fsdp_group)
+            axes = [outer, shard]
+        split_over = self.tensor_groups[kind]
+        if split_over is not None:
+            tensor = Axis.of(TP_DIM, split_over)
+            if tensor.size > 1:
+                axes.append(tensor)
         return ShardDomain(
             name=kind,
             axis=shard,
@@ -110,7 +123,8 @@ class FSDPDistributedIndex:
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """All ranks that hold the same parameters: without an outer axis, the shard group."""
-        everyone = self._everyone[self.domain(self._kind(is_expert_parallel)).name]
+        domain = self.domain(self._kind(is_expert_parallel))
+        everyone = self._everyone[domain.name]
         return self.get_fsdp_group(is_expert_parallel) if everyone is None else everyone
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:

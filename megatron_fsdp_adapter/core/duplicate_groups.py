@@ -27,10 +27,9 @@ def duplicate_ranks(
     mine: tuple[int, ...], name: str, options: Any = None
 ) -> dist.ProcessGroup | None:
     """A new group of the ranks `mine`, or None for no ranks; collective over the default group."""
-    made = {
-        ranks: dist.new_group(list(ranks), pg_options=options, group_desc=name.upper())
-        for ranks in everyones_groups(name, mine)
-    }
+    made = {}
+    for ranks in everyones_groups(name, mine):
+        made[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc=name.upper())
     return made.get(tuple(sorted(mine)))
 
 
@@ -40,7 +39,8 @@ def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, .
     Ranks exchange digests: those with equal ones are in one group. Lists of ranks, on every rank as
     many numbers as the square of the world, are exchanged for the error, if digests do not fit.
     """
-    world, digest = dist.get_world_size(), digest_of(mine)
+    world = dist.get_world_size()
+    digest = digest_of(mine)
     digests: list[str] = [""] * world
     dist.all_gather_object(digests, digest)
     found: dict[str, list[int]] = {}
@@ -48,7 +48,8 @@ def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, .
         if theirs:
             found.setdefault(theirs, []).append(rank)
     fits: list[bool] = [True] * world
-    dist.all_gather_object(fits, not mine or found[digest] == sorted(mine))
+    is_whole = not mine or found[digest] == sorted(mine)
+    dist.all_gather_object(fits, is_whole)
     if not all(fits):
         everyone: list[tuple[int, ...]] = [()] * world
         dist.all_gather_object(everyone, mine)
@@ -57,7 +58,11 @@ def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, .
 
 
 def digest_of(ranks: tuple[int, ...]) -> str:
-    return hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest() if ranks else ""
+    """A text that is the same for the same ranks in any order; empty for none."""
+    if not ranks:
+        return ""
+    text = repr(sorted(ranks))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
@@ -66,9 +71,10 @@ def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
         if ranks and rank not in ranks:
             raise ValueError(f"{attribute}: rank {rank} has a group of ranks {list(ranks)}")
         for member in ranks:
-            if everyone[member] != ranks:
+            theirs = everyone[member]
+            if theirs != ranks:
                 raise ValueError(
                     f"{attribute}: rank {rank} has a group of ranks {list(ranks)}, but rank "
-                    f"{member} one of {list(everyone[member])}. Pass groups that do not overlap, "
+                    f"{member} one of {list(theirs)}. Pass groups that do not overlap, "
                     "on all of their members"
                 )

@@ -45,8 +45,11 @@ class SumsOfReceived:
 
 
 def reduce_scatter(
-    communicator: Communicator, pairs: Sequence[Pair], scale: float = 1.0,
-    accumulate: bool = False, receive: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+    communicator: Communicator,
+    pairs: Sequence[Pair],
+    scale: float = 1.0,
+    accumulate: bool = False,
+    receive: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
     sum_rows: SumRows = sum_rows,
 ) -> list[Any]:
     """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is (output of
@@ -60,9 +63,8 @@ def reduce_scatter(
     for output, source in pairs:
         received = receive(source)
         exchange = communicator.all_to_all(received, source)
-        add_up = functools.partial(
-            sum_rows, received.view(communicator.size, -1), output, scale, accumulate
-        )
+        rows = received.view(communicator.size, -1)
+        add_up = functools.partial(sum_rows, rows, output, scale, accumulate)
         if exchange:
             works.append(SumsOfReceived(exchange, add_up))
         else:  # the current stream orders it

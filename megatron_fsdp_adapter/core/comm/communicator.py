@@ -32,15 +32,19 @@ _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
+
+def _broadcast(pair: Pair, group: dist.ProcessGroup, **how: Any) -> Any:
+    first = dist.get_global_rank(group, 0)
+    return dist.broadcast(pair[0], first, group, **how)
+
+
 COLLECTIVES: Mapping[str, Callable[..., Any]] = {
     "all_gather": lambda pair, **how: _all_gather(*pair, **how),
     "reduce_scatter": lambda pair, **how: _reduce_scatter(*pair, **how),
     "all_reduce": lambda pair, **how: dist.all_reduce(pair[0], **how),
     "all_reduce_max": lambda pair, **how: dist.all_reduce(pair[0], dist.ReduceOp.MAX, **how),
     "all_to_all": lambda pair, **how: dist.all_to_all_single(*pair, **how),
-    "broadcast": lambda pair, group, **how: dist.broadcast(
-        pair[0], dist.get_global_rank(group, 0), group, **how
-    ),
+    "broadcast": _broadcast,
 }
 """Method name -> the collective that launches one pair."""
 
@@ -63,18 +67,17 @@ class Communicator:
     """Flat collectives of one group.
 
     A group of one rank launches nothing: its gather and its reduction are the identity, in place.
-
-    carries: what the next collectives carry, for messages about their failure.
     """
 
     carries = ""
+    """What the next collectives carry, for messages about their failure."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks = dist.get_process_group_ranks(group)  # global ones
         self.stream_ordered = is_stream_ordered(group, device)
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
@@ -89,9 +92,9 @@ class Communicator:
         run = functools.partial(COLLECTIVES[name], group=self.group, **options)
         if not self.stream_ordered:
             return [run(pair, async_op=True) for pair in pairs]
-        together = contextlib.nullcontext() if len(pairs) < 2 else _coalescing_manager(
-            group=self.group, device=self.device, async_ops=False
-        )  # fmt: skip
+        together: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if len(pairs) > 1:
+            together = _coalescing_manager(group=self.group, device=self.device, async_ops=False)
         with together:
             for pair in pairs:
                 run(pair, async_op=False)
@@ -111,7 +114,10 @@ class Communicator:
         return self.launch("reduce_scatter", pairs)
 
     def all_to_all(
-        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int] = (),
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        received: Sequence[int] = (),
         sent: Sequence[int] = (),
     ) -> list[Any]:
         """Sends each rank its piece of the flat `source`, of `sent` elements, and receives theirs,
@@ -159,17 +165,21 @@ class Reduce:
     fixed: bool = False
 
 
+def _reduce_all(communicator: Communicator, parts: Sequence[Any]) -> list[Any]:
+    segments = []
+    for part in parts:
+        segments += part.segments
+    return communicator.all_reduce(segments)
+
+
+def _scatter_all(communicator: Communicator, parts: Sequence[Any]) -> list[Any]:
+    pairs = []
+    for part in parts:
+        pairs += part.pairs
+    return communicator.reduce_scatter(pairs)
+
+
 ALONE = Reduce("alone", lambda communicator, parts: [])
 """One rank has everything, which is scaled where it lies."""
-ALL_REDUCE = Reduce(
-    "all_reduce",
-    lambda communicator, parts: communicator.all_reduce(
-        [segment for part in parts for segment in part.segments]
-    ),
-)
-REDUCE_SCATTER = Reduce(
-    "reduce_scatter",
-    lambda communicator, parts: communicator.reduce_scatter(
-        [pair for part in parts for pair in part.pairs]
-    ),
-)
+ALL_REDUCE = Reduce("all_reduce", _reduce_all)
+REDUCE_SCATTER = Reduce("reduce_scatter", _scatter_all)

@@ -71,17 +71,17 @@ def compiled(library: Path, folder: Path) -> Path:
     """The functions of `SOURCE`, linked to `library`, in `folder`. OSError without a compiler,
     CalledProcessError where it fails."""
     made = folder / "allocator.so"
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", str(library), "-o", str(made)],
-        input=SOURCE, text=True, check=True, capture_output=True,
-    )  # fmt: skip
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", str(library)]
+    command += ["-o", str(made)]
+    subprocess.run(command, input=SOURCE, text=True, check=True, capture_output=True)
     return made
 
 
 def loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> Path:
     """The file of this process whose name begins with `name`; OSError if there is none."""
     for line in maps.read_text().splitlines():
-        path = Path(line.partition("/")[1] + line.partition("/")[2])
+        _, slash, rest = line.partition("/")
+        path = Path(slash + rest)
         if path.name.startswith(name):
             return path
     raise OSError(f"no {name} is loaded")
@@ -115,10 +115,12 @@ class RegisteredMemory:
         symmetric: bool = True,
         at_once: bool = True,
     ) -> None:
-        self.symmetric, self.at_once = symmetric, at_once
+        self.symmetric = symmetric
+        self.at_once = at_once
         self.device = device
         self._groups = list(dict.fromkeys(groups))
         self._pools: list[Any] = []
+        # Weak references to groups, and the pools that each one's communicator knows.
         self._registered: list[tuple[Any, Any]] = []
         weakref.finalize(self, _deregister, self._registered, self._pools)
 

@@ -13,7 +13,7 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,10 @@ from megatron_fsdp_adapter.core.dtensor.uneven import (
     own_chunks,
 )
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
-from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes
+from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes, shift_box
 
-_WRITE_ITEMS, _TENSOR_SHARD = "__create_write_items__", "__get_tensor_shard__"
+_WRITE_ITEMS = "__create_write_items__"
+_TENSOR_SHARD = "__get_tensor_shard__"
 
 
 def tile(whole: Box, blocks: Iterable[Box]) -> bool:
@@ -40,12 +41,21 @@ def tile(whole: Box, blocks: Iterable[Box]) -> bool:
     those of the whole. No pair of blocks is compared.
     """
     corners: Counter[tuple[int, ...]] = Counter()
-    for count, (offsets, sizes) in ((-1, whole), *((1, block) for block in blocks)):
-        ends = (((at, 1), (at + n, -1)) for at, n in zip(offsets, sizes, strict=True))
-        for corner in itertools.product(*ends):
-            place = tuple(at for at, _ in corner)
-            corners[place] += count * math.prod(sign for _, sign in corner)
+    for place, sign in _signed_corners(whole):
+        corners[place] -= sign
+    for block in blocks:
+        for place, sign in _signed_corners(block):
+            corners[place] += sign
     return not any(corners.values())
+
+
+def _signed_corners(block: Box) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Each corner of a block, and 1 or -1: a step along one dimension changes the sign."""
+    offsets, sizes = block
+    ends = [((at, 1), (at + n, -1)) for at, n in zip(offsets, sizes, strict=True)]
+    for corner in itertools.product(*ends):
+        place = tuple(at for at, _ in corner)
+        yield place, math.prod(sign for _, sign in corner)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,11 @@ class LayoutRef:
         return self.layout.specs[self.index].layout_shape
 
     @property
+    def origin(self) -> tuple[int, ...]:
+        """Where the slice begins in the whole tensor."""
+        return self.tp_offset or (0,) * len(self.shape)
+
+    @property
     def held(self) -> FlatRange:
         """The elements of the slice that this process holds."""
         return self.layout.shard_range(self.index, self.rank)
@@ -80,10 +95,8 @@ class LayoutRef:
         block.
         """
         boxes = flat_range_to_boxes(self.held, self.shape)
-        origin = self.tp_offset or (0,) * len(self.shape)
-        return tuple(
-            (tuple(a + b for a, b in zip(at, origin, strict=True)), sizes) for at, sizes in boxes
-        )
+        origin = self.origin
+        return tuple(shift_box(box, origin) for box in boxes)
 
 
 def lacks_chunks(value: Any) -> bool:
@@ -97,10 +110,10 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> UnevenDTensor:
     For optimizer state and gradients. Raises ValueError if `local` has another shape than the
     local tensor of `source`, or if `source` has no chunks.
     """
-    if local.shape != source._local_tensor.shape:
+    expected = source._local_tensor.shape
+    if local.shape != expected:
         raise ValueError(
-            f"local shape {tuple(local.shape)} is not that of the source, "
-            f"{tuple(source._local_tensor.shape)}"
+            f"local shape {tuple(local.shape)} is not that of the source, {tuple(expected)}"
         )
     return UnevenDTensor.over(
         local.detach(),
@@ -120,8 +133,11 @@ def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
     Raises ValueError if `source` is sharded and has no chunks.
     """
     shape = source.shape
-    whole = Chunks((((0,) * len(shape), tuple(shape)),))
-    chunks = chunks_of(source) or (whole if is_replicated(source) else own_chunks(source))
+    if chunks_of(source) is None and is_replicated(source):
+        whole = ((0,) * len(shape), tuple(shape))
+        chunks = Chunks((whole,))
+    else:
+        chunks = own_chunks(source)
     chunks.check(tuple(shape), local)
 
     # Weak, because the function is an attribute of the tensor that it reads.

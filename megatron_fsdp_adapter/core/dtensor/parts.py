@@ -5,12 +5,15 @@ A piece is a view of its tensor. Its place follows from the layout, without an e
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef, dtensor_like
 from megatron_fsdp_adapter.core.dtensor.uneven import Chunks, UnevenDTensor, own_chunks
-from megatron_fsdp_adapter.core.layout.ranges import FlatRange, flat_range_to_boxes
+from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes, shift_box
 
 
 def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
@@ -27,24 +30,21 @@ def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
     if rows % count:
         raise ValueError(f"{ref.shape}: dim 0 cannot be cut into {count} equal pieces")
     piece = (rows // count, *rest)
-    start = number * torch.Size(piece).numel()
-    common = ref.held.intersect(FlatRange(start, start + torch.Size(piece).numel()))
+    numel = math.prod(piece)
+    start = number * numel
+    common = ref.held.intersect(FlatRange(start, start + numel))
     # An empty intersection has no position; an empty piece begins at the start.
-    first = 0 if common.empty else common.start - ref.held.start
-    boxes = () if common.empty else flat_range_to_boxes(common.shift(-start), piece)
-    scale, offset = _tensor_parallel_place(ref, tuple(value.shape), piece)
-    whole = tuple(n * k for n, k in zip(piece, scale, strict=True))
-    return UnevenDTensor.over(
-        value._local_tensor.detach().view(-1)[first : first + common.numel].view(-1, *rest),
-        value.device_mesh,
-        value._spec.placements,
-        whole,
-        torch.empty(whole, device="meta").stride(),
-        Chunks(
-            tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
-            (ref.layout, ref.index, piece, start),
-        ),
-    )
+    first = 0
+    boxes: tuple[Box, ...] = ()
+    if not common.empty:
+        first = common.start - ref.held.start
+        boxes = flat_range_to_boxes(common.shift(-start), piece)
+    flat = value._local_tensor.detach().view(-1)
+    local = flat[first : first + common.numel].view(-1, *rest)
+    whole, offset = _tensor_parallel_place(ref, value.shape, piece)
+    placed = tuple(shift_box(box, offset) for box in boxes)
+    cut = (ref.layout, ref.index, piece, start)
+    return _row_major(value, local, whole, Chunks(placed, cut))
 
 
 def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
@@ -56,37 +56,42 @@ def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
     """
     if rows > total or rows > value.shape[0]:
         raise ValueError(f"{rows} rows of {value.shape[0]} do not fit into {total}")
-    local = value._local_tensor.detach()
-    kept, boxes = 0, []
+    row = tuple(value.shape[1:])
+    kept = 0
+    boxes = []
     for (start, *rest), (length, *sizes) in own_chunks(value).boxes:
-        if any(rest) or tuple(sizes) != tuple(value.shape[1:]):
+        if any(rest) or tuple(sizes) != row:
             raise ValueError(f"a block of {(length, *sizes)} is not whole rows of {value.shape}")
         inside = max(0, min(start + length, rows) - start)
         if inside:
             boxes.append(((start, *rest), (inside, *sizes)))
             kept += inside
-    whole = (total, *value.shape[1:])
+    local = value._local_tensor.detach().view(-1, *row)[:kept]
+    return _row_major(value, local, (total, *row), Chunks(tuple(boxes)))
+
+
+def _row_major(
+    value: DTensor, local: torch.Tensor, shape: tuple[int, ...], chunks: Chunks
+) -> UnevenDTensor:
+    """A DTensor of global `shape`, contiguous as a whole, on the mesh of `value`."""
+    stride = torch.empty(shape, device="meta").stride()
     return UnevenDTensor.over(
-        local.view(-1, *value.shape[1:])[:kept],
-        value.device_mesh,
-        value._spec.placements,
-        whole,
-        torch.empty(whole, device="meta").stride(),
-        Chunks(tuple(boxes)),
+        local, value.device_mesh, value._spec.placements, shape, stride, chunks
     )
 
 
 def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> DTensor:
     """A value of `target`'s geometry joined from `parts`; `target` itself, without a copy, if they
     are views of it. Raises ValueError if a part has another local shape than its place."""
-    own = tuple(part_of(target, ref, i, len(parts)) for i in range(len(parts)))
-    for mine, given in zip(own, parts, strict=True):
+    own = [part_of(target, ref, i, len(parts)) for i in range(len(parts))]
+    pairs = list(zip(own, parts, strict=True))
+    for mine, given in pairs:
         if mine._local_tensor.shape != given._local_tensor.shape:
             raise ValueError(
                 f"a piece has the local shape {tuple(given._local_tensor.shape)}, but its place "
                 f"has {tuple(mine._local_tensor.shape)}, because their shardings differ"
             )
-    if all(same_storage(mine, given) for mine, given in zip(own, parts, strict=True)):
+    if all(same_storage(mine, given) for mine, given in pairs):
         return target
     flat = torch.cat([part._local_tensor.reshape(-1) for part in parts])
     return dtensor_like(target, flat.view(target._local_tensor.shape))
@@ -94,17 +99,19 @@ def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> D
 
 def same_storage(a: DTensor, b: DTensor) -> bool:
     """True if the local tensors, of equal shape, share their memory."""
-    one, other = a._local_tensor, b._local_tensor
+    one = a._local_tensor
+    other = b._local_tensor
     return one.numel() == 0 or one.data_ptr() == other.data_ptr()
 
 
 def _tensor_parallel_place(
-    ref: LayoutRef, whole: tuple[int, ...], piece: tuple[int, ...]
+    ref: LayoutRef, whole: Sequence[int], piece: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Per dimension, the ratio of the whole to this rank's slice, and the offset of this rank's
-    piece in the whole piece. Each rank's piece is the same fraction of its slice of the
-    parameter."""
-    scale = tuple(n // own for n, own in zip(whole, ref.shape, strict=True))
-    at = ref.tp_offset or (0,) * len(ref.shape)
-    numbers = tuple(start // own for start, own in zip(at, ref.shape, strict=True))
-    return scale, tuple(k * n for k, n in zip(numbers, piece, strict=True))
+    """The shape of the whole piece, of a parameter of shape `whole`, and the offset of this rank's
+    piece in it. Each rank's piece is the same fraction of its slice of the parameter."""
+    shape = []
+    offset = []
+    for total, own, start, size in zip(whole, ref.shape, ref.origin, piece, strict=True):
+        shape.append(size * (total // own))
+        offset.append(size * (start // own))
+    return tuple(shape), tuple(offset)

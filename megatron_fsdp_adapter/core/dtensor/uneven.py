@@ -63,16 +63,13 @@ class Chunks:
     def check(self, shape: tuple[int, ...], local: torch.Tensor) -> None:
         """ValueError unless every block is inside `shape` and together they are as large as
         `local`."""
+        numel = 0
         for offsets, sizes in self.boxes:
-            fits = len(offsets) == len(sizes) == len(shape) and all(
-                o >= 0 and n > 0 and o + n <= whole
-                for o, n, whole in zip(offsets, sizes, shape, strict=True)
-            )
-            if not fits:
+            if not _is_inside(offsets, sizes, shape):
                 raise ValueError(
                     f"chunk at {offsets} of size {sizes} is not inside a {shape} tensor"
                 )
-        numel = sum(math.prod(sizes) for _, sizes in self.boxes)
+            numel += math.prod(sizes)
         if numel != local.numel():
             raise ValueError(
                 f"chunks {self.boxes} have {numel} elements, the local tensor of shape "
@@ -81,22 +78,20 @@ class Chunks:
 
     def listed(self) -> list[ChunkStorageMetadata]:
         """The chunks as torch DCP's metadata."""
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self.boxes
+        ]
 
     def write_items(self, fqn: str, local: torch.Tensor, shape: torch.Size) -> list[WriteItem]:
         """The items that torch DCP saves for `fqn`, a tensor of global `shape`, from this rank."""
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(local),
-                    size=shape,
-                ),
-            )
-            for chunk in self.listed()
-        ]
+        items = []
+        for chunk in self.listed():
+            index = MetadataIndex(fqn, chunk.offsets)
+            properties = TensorProperties.create_from_tensor(local)
+            data = TensorWriteData(chunk=chunk, properties=properties, size=shape)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def block(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
         """The part of `local` that torch DCP means by `index`, a view. ValueError if it is not
@@ -119,10 +114,23 @@ class Chunks:
     def _parts(self, local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """Each block, and the view of `local` that has its elements. `view` and not `reshape`,
         which may copy: a load writes through it."""
-        flat, end = local.view(-1), 0
+        flat = local.view(-1)
+        start = 0
         for box in self.boxes:
-            start, end = end, end + math.prod(box[1])
-            yield box, flat[start:end].view(box[1])
+            _, sizes = box
+            end = start + math.prod(sizes)
+            yield box, flat[start:end].view(sizes)
+            start = end
+
+
+def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """True for a block with elements, all of them of a tensor of `shape`."""
+    if len(offsets) != len(shape) or len(sizes) != len(shape):
+        return False
+    for start, size, whole in zip(offsets, sizes, shape, strict=True):
+        if start < 0 or size < 1 or start + size > whole:
+            return False
+    return True
 
 
 def _place(box: Box) -> tuple[slice, ...]:
@@ -139,7 +147,8 @@ class OwnRows(Shard):
 
     def __init__(self, dim: int, size: int, start: int) -> None:
         super().__init__(dim)
-        self.size, self.start = size, start
+        self.size = size
+        self.start = start
 
     def _local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: Any
@@ -172,9 +181,11 @@ class UnevenDTensor(DTensor):
         in host memory too. No collective. ValueError if the chunks do not fit."""
         if chunks is not None:
             chunks.check(tuple(shape), local)
+        # A tensor on another device than the mesh's would be moved there: its spec is that of one
+        # on meta.
         elsewhere = local.device.type != mesh.device_type
         plain = DTensor.from_local(
-            local.to("meta") if elsewhere else local,  # others are moved to the mesh's device
+            local.to("meta") if elsewhere else local,
             mesh,
             list(placements),
             run_check=False,
@@ -253,17 +264,19 @@ class UnevenDTensor(DTensor):
     def placements(self) -> tuple[Placement, ...]:
         """Torch's placements, but for the last axis that cuts rows, which is `OwnRows`; axes before
         it cut nothing for torch's arithmetic."""
-        placements = tuple(self._spec.placements)
+        placements = list(self._spec.placements)
         chunks = self.chunks
-        rows = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == 0]
-        if chunks is None or not rows or len(chunks.boxes) > 1:
-            return placements
-        reported, length = list(placements), self.shape[0]
-        for axis in rows:
-            reported[axis] = OwnRows(0, length, 0)
-        offsets, sizes = chunks.boxes[0] if chunks.boxes else ((0,), (0,))
-        reported[rows[-1]] = OwnRows(0, sizes[0], offsets[0])
-        return tuple(reported)
+        if chunks is None or len(chunks.boxes) > 1:
+            return tuple(placements)
+        last = None
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard) and placement.dim == 0:
+                placements[axis] = OwnRows(0, self.shape[0], 0)
+                last = axis
+        if last is not None:
+            offsets, sizes = chunks.boxes[0] if chunks.boxes else ((0,), (0,))
+            placements[last] = OwnRows(0, sizes[0], offsets[0])
+        return tuple(placements)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, on every rank. Collective over the mesh, whose ranks must all call
@@ -284,15 +297,15 @@ class UnevenDTensor(DTensor):
 
         ValueError for another mesh or without placements.
         """
-        if device_mesh is not None and device_mesh != self.device_mesh:
+        mesh = self.device_mesh
+        if device_mesh is not None and device_mesh != mesh:
             raise ValueError(
-                f"redistribute from {self.device_mesh} to {device_mesh}: rows move within their "
+                f"redistribute from {mesh} to {device_mesh}: rows move within their "
                 "own mesh only. Use distribute_tensor(tensor.full_tensor(), mesh, placements)"
             )
         if placements is None:
             raise ValueError("redistribute: placements is missing. Give one for each mesh axis")
         whole = whole_tensor(self).to(forward_dtype or self.dtype)
-        mesh = self.device_mesh
         if all(placement.is_replicate() for placement in placements):
             return DTensor.from_local(whole, mesh, list(placements), run_check=False)
         # Every rank has the whole already, so none is asked for it.
@@ -310,7 +323,8 @@ class UnevenDTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
         self._raise_if_parameter("copy.deepcopy")
         plain = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=False)
-        copied = memo[id(self)] = with_chunks(plain, self.chunks)
+        copied = with_chunks(plain, self.chunks)
+        memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -344,9 +358,7 @@ def _check_present(dtensor: DTensor) -> None:
         )
 
 
-_NORMS = frozenset(
-    {torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar}
-)
+_NORMS = frozenset({torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar})
 """The operators behind `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm`."""
 
 
@@ -360,9 +372,10 @@ def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
     args: the operator's: tensors, the order of the norm (2 if not given) and, for a norm along
     dims, which is left to torch, those.
     """
-    order = float(args[1]) if len(args) > 1 else 2.0
-    if len(args) > 2 and args[2] is not None:
+    along_dims = len(args) > 2 and args[2] is not None
+    if along_dims:
         return None
+    order = float(args[1]) if len(args) > 1 else 2.0
     if order < 0:
         return math.inf
     return 0.0 if order == math.inf else None
@@ -385,13 +398,12 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 
 def _same_geometry(source: Any, value: DTensor) -> bool:
-    return (
-        isinstance(source, UnevenDTensor)
-        and source.shape == value.shape
-        and source._local_tensor.shape == value._local_tensor.shape
-        and source._spec.placements == value._spec.placements
-        and source.device_mesh == value.device_mesh
-    )
+    if not isinstance(source, UnevenDTensor) or source.shape != value.shape:
+        return False
+    if source._local_tensor.shape != value._local_tensor.shape:
+        return False
+    alike = source._spec.placements == value._spec.placements
+    return alike and source.device_mesh == value.device_mesh
 
 
 def is_replicated(dtensor: DTensor) -> bool:
@@ -405,10 +417,13 @@ def even_chunks(dtensor: DTensor) -> Chunks | None:
     if any(type(placement) not in (Shard, Replicate) for placement in dtensor._spec.placements):
         return None
     (chunk,) = DTensor.__create_chunk_list__(dtensor)
-    sizes, local = tuple(chunk.sizes), tuple(dtensor._local_tensor.shape)
-    if sizes != local:
+    sizes = tuple(chunk.sizes)
+    if sizes != tuple(dtensor._local_tensor.shape):
         return None
-    return Chunks(((tuple(chunk.offsets), sizes),) if math.prod(sizes) else ())
+    if math.prod(sizes) == 0:
+        return Chunks(())
+    box = (tuple(chunk.offsets), sizes)
+    return Chunks((box,))
 
 
 def own_chunks(dtensor: DTensor) -> Chunks:
@@ -423,8 +438,7 @@ def own_chunks(dtensor: DTensor) -> Chunks:
 
 
 def known_chunks(dtensor: DTensor) -> Chunks:
-    """`chunks_of` a DTensor, or its `even_chunks`; ValueError if its place in the whole is unknown.
-    """
+    """`chunks_of` a DTensor, or its `even_chunks`; ValueError if its place is unknown."""
     chunks = chunks_of(dtensor) or even_chunks(dtensor)
     if chunks is None:
         raise ValueError(
@@ -445,9 +459,10 @@ def whole_tensor(dtensor: DTensor) -> torch.Tensor:
     unknown.
     """
     _check_present(dtensor)
+    mesh = dtensor.device_mesh
     local = dtensor._local_tensor.detach()
-    if local.device.type != dtensor.device_mesh.device_type:
-        local = local.to(dtensor.device_mesh.device_type)
+    if local.device.type != mesh.device_type:
+        local = local.to(mesh.device_type)
     if is_replicated(dtensor):
         return local.clone()
     full = torch.zeros(tuple(dtensor.shape), dtype=local.dtype, device=local.device)
@@ -455,7 +470,7 @@ def whole_tensor(dtensor: DTensor) -> torch.Tensor:
     raw = full.view(-1).view(torch.uint8)
     for axis, placement in enumerate(dtensor._spec.placements):
         if not placement.is_replicate():
-            dist.all_reduce(raw, group=dtensor.device_mesh.get_group(axis))
+            dist.all_reduce(raw, group=mesh.get_group(axis))
     return full
 
 
@@ -470,4 +485,5 @@ def chunks_of(dtensor: DTensor) -> Chunks | None:
     listed = getattr(dtensor._local_tensor, _CHUNK_LIST, None)
     if listed is None:
         return None
-    return Chunks(tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed()))
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed()]
+    return Chunks(tuple(boxes))

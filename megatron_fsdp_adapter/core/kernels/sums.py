@@ -37,15 +37,20 @@ def copy_large(output: torch.Tensor, value: torch.Tensor) -> None:
 
     Torch casts bfloat16 to float32 at half of the memory's speed. The sum of one row is a copy.
     """
-    fits = (
-        value.is_cuda and output.is_cuda and value.numel() >= WIDE
-        and (value.dtype, output.dtype) == (torch.bfloat16, torch.float32)
-        and value.is_contiguous() and output.is_contiguous()
-    )  # fmt: skip
-    if fits and (run := _kernel(value.device)):
-        run(value.view(1, -1), output.view(-1), 1.0, False)
-    else:
+    run = _kernel(value.device) if _is_slow_cast(output, value) else None
+    if run is None:
         output.copy_(value)
+    else:
+        run(value.view(1, -1), output.view(-1), 1.0, False)
+
+
+def _is_slow_cast(output: torch.Tensor, value: torch.Tensor) -> bool:
+    """True for a large cast on the device for which the kernel is faster, and that it can do."""
+    if not value.is_cuda or not output.is_cuda or value.numel() < WIDE:
+        return False
+    if value.dtype != torch.bfloat16 or output.dtype != torch.float32:
+        return False
+    return value.is_contiguous() and output.is_contiguous()
 
 
 def _by_torch(rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool) -> None:
@@ -65,6 +70,7 @@ def _kernel(device: torch.device) -> SumRows | None:
         return kernel
 
     return kernel_or_warning(
-        tried, "sums of exchanged gradients are left to torch, which takes half as long again, "
-        "and casts of gradients, which take twice as long"
-    )  # fmt: skip
+        tried,
+        "sums of exchanged gradients are left to torch, which takes half as long again, "
+        "and casts of gradients, which take twice as long",
+    )

@@ -43,8 +43,7 @@ class Plane:
         return self.block[0] * self.block[1]
 
     def numel(self, elements: int) -> int:
-        """Elements of the plane for so many of the weight; ValueError if they are no whole blocks.
-        """
+        """Elements of the plane for `elements` of the weight; ValueError for parts of blocks."""
         if elements % self.elements:
             raise ValueError(f"{elements} elements are no whole blocks of plane {self}")
         return elements // self.elements
@@ -60,9 +59,9 @@ class Plane:
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the plane of a weight of `shape`, or of some of its rows; ValueError unless
         blocks divide it."""
-        if self.block == (1, 1):
-            return shape
         rows, columns = self.block
+        if rows == columns == 1:
+            return shape
         if len(shape) != 2 or shape[0] % rows or shape[1] % columns:
             raise ValueError(
                 f"a weight of shape {shape} has no whole blocks of {rows} x {columns} elements, "
@@ -87,8 +86,8 @@ class WeightFormat:
     align: int = 16
 
     def __post_init__(self) -> None:
-        names = [plane.name for plane in self.planes]
-        if not names or len(set(names)) < len(names) or self.rows < 1 or self.align < 1:
+        names = {plane.name for plane in self.planes}
+        if not names or len(names) < len(self.planes) or self.rows < 1 or self.align < 1:
             raise ValueError(f"not a format: {self}")
         for plane in self.planes:
             if self.rows % plane.block[0]:
@@ -128,13 +127,14 @@ class WeightFormat:
         format. ValueError if the format cannot represent such a weight at all."""
         for plane in self.planes:
             plane.shape(shape)
-        if self.rows == 1:
-            return math.prod(shape[1:])
-        return self.rows * math.prod(shape[1:]) if self.cuts(shape) else math.prod(shape)
+        if not self.cuts(shape):
+            return math.prod(shape)
+        return self.rows * math.prod(shape[1:])
 
     def cuts(self, shape: tuple[int, ...]) -> bool:
         """True if shard boundaries may lie inside a weight of `shape`."""
-        return not (shape or (1,))[0] % self.rows
+        rows = shape[0] if shape else 1
+        return rows % self.rows == 0
 
 
 PLAIN = "plain"

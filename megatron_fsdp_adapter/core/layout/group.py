@@ -55,21 +55,22 @@ class ParamSpec:
     def __post_init__(self) -> None:
         if not self.fqns:
             raise ValueError(f"parameter {self.index}: fqns is empty. Give at least one name")
+        name = self.fqns[0]
+        shape = self.shape
+        granularity = self.granularity
         if self.index < 0:
-            raise ValueError(f"{self.fqns[0]}: index {self.index} is negative")
-        if any(size < 1 for size in self.shape):
+            raise ValueError(f"{name}: index {self.index} is negative")
+        if any(size < 1 for size in shape):
+            raise ValueError(f"{name}: shape {shape} has no elements. Remove the parameter")
+        if granularity < 1 or self.numel % granularity:
             raise ValueError(
-                f"{self.fqns[0]}: shape {self.shape} has no elements. Remove the parameter"
+                f"{name}: granularity {granularity} does not divide the "
+                f"{self.numel} elements of shape {shape}"
             )
-        if self.granularity < 1 or self.numel % self.granularity:
+        if self.quantized and granularity % self.quantized.granularity(shape):
             raise ValueError(
-                f"{self.fqns[0]}: granularity {self.granularity} does not divide the "
-                f"{self.numel} elements of shape {self.shape}"
-            )
-        if self.quantized and self.granularity % self.quantized.granularity(self.shape):
-            raise ValueError(
-                f"{self.fqns[0]}: granularity {self.granularity} cuts granules of format "
-                f"{self.quantized.name} in shape {self.shape}"
+                f"{name}: granularity {granularity} cuts granules of format "
+                f"{self.quantized.name} in shape {shape}"
             )
 
     @cached_property
@@ -169,25 +170,29 @@ class GroupLayout:
             end = segment.offset + segment.numel
 
     def _check_item(self, index: int, spec: ParamSpec) -> None:
-        name, placement = spec.fqns[0], self.placements[index]
+        name = spec.fqns[0]
         if spec.index != index:
             raise ValueError(f"{name}: index {spec.index}, but position {index} in the group")
         first = self.specs[0]
-        if (spec.dtype, spec.requires_grad) != (first.dtype, first.requires_grad):
+        if spec.dtype != first.dtype or spec.requires_grad != first.requires_grad:
             raise ValueError(f"{name}: a group has one dtype and one requires_grad")
         if spec.format != first.format:
             raise ValueError(f"{name}: a group has one format")
         if spec.format.quantized and self.align % spec.format.align:
             raise ValueError(f"{name}: aligned to {self.align} elements, not as {spec.format.name}")
-        if not 0 <= placement.segment < len(self.segments):
-            raise ValueError(f"{name}: segment {placement.segment} does not exist")
-        segment, extent = self.segments[placement.segment], self.item_range(index)
+        number = self.placements[index].segment
+        if not 0 <= number < len(self.segments):
+            raise ValueError(f"{name}: segment {number} does not exist")
+        segment = self.segments[number]
+        extent = self.item_range(index)
         if not segment.range.contains(extent) or extent.start % self.align:
             raise ValueError(f"{name}: {extent} is not aligned, or not inside {segment}")
-        start, shard = extent.start - segment.offset, segment.shard_numel
-        within_one_shard = start // shard == (extent.stop - 1 - segment.offset) // shard
+        shard = segment.shard_numel
+        start = extent.start - segment.offset
+        last = start + spec.numel - 1
+        within_one_shard = start // shard == last // shard
         cut_at_granules = start % spec.granularity == 0 and shard % spec.granularity == 0
-        if not (within_one_shard or cut_at_granules):
+        if not within_one_shard and not cut_at_granules:
             raise ValueError(
                 f"{name}: a boundary between shards of {shard} elements cuts a granule of "
                 f"{spec.granularity} elements"
@@ -195,7 +200,7 @@ class GroupLayout:
 
     def _check_disjoint(self) -> None:
         end = 0
-        for extent in sorted(self.item_range(i) for i in range(len(self.specs))):
+        for extent in self._item_ranges():
             if extent.start < end:
                 raise ValueError(f"two items overlap at element {extent.start}")
             end = extent.stop
@@ -239,27 +244,29 @@ class GroupLayout:
 
         An item whose granules are not whole rows has 1-D pieces (n,).
         """
-        spec, numel = self.specs[index], self.shard_range(index, rank).numel
+        spec = self.specs[index]
+        numel = self.shard_range(index, rank).numel
         if not spec.whole_rows:
             return (numel,)
-        shape = spec.layout_shape
-        return (numel // math.prod(shape[1:]), *shape[1:])
+        row = spec.shape[1:]
+        return (numel // math.prod(row), *row)
 
     def holders(self, index: int) -> range:
         """The ranks that hold at least one element of item `index`."""
-        segment, extent = self.segments[self.placements[index].segment], self.item_range(index)
-        first, last = extent.start - segment.offset, extent.stop - 1 - segment.offset
-        return range(first // segment.shard_numel, last // segment.shard_numel + 1)
+        segment = self.segments[self.placements[index].segment]
+        shard = segment.shard_numel
+        first = self.placements[index].offset - segment.offset
+        last = first + self.specs[index].numel - 1
+        return range(first // shard, last // shard + 1)
 
     def segment_shards(self, rank: int) -> tuple[tuple[FlatRange, FlatRange], ...]:
         """Per segment: the rank's shard in the full buffer, and in its flat shard buffer."""
-        return tuple(
-            (
-                self._shard(number, rank),
-                FlatRange(segment.shard_offset, segment.shard_offset + segment.shard_numel),
-            )
-            for number, segment in enumerate(self.segments)
-        )
+        pairs = []
+        for number, segment in enumerate(self.segments):
+            start = segment.shard_offset
+            held = FlatRange(start, start + segment.shard_numel)
+            pairs.append((self._shard(number, rank), held))
+        return tuple(pairs)
 
     def with_shards(self, num_shards: int) -> GroupLayout:
         """The layout of the same items in larger shards, each a run of consecutive shards of this
@@ -269,18 +276,24 @@ class GroupLayout:
         """
         if num_shards < 1 or self.num_shards % num_shards:
             raise ValueError(f"{self.num_shards} shards do not make {num_shards} larger ones")
-        segments = tuple(replace(segment, num_shards=num_shards) for segment in self.segments)
-        return replace(self, segments=segments, num_shards=num_shards)
+        segments = [replace(segment, num_shards=num_shards) for segment in self.segments]
+        return replace(self, segments=tuple(segments), num_shards=num_shards)
 
     def gaps(self) -> tuple[FlatRange, ...]:
         """The padding: ranges of the full buffer that no item covers, merged and sorted."""
-        found, end = [], 0
-        tail = FlatRange(self.total_numel, self.total_numel)
-        for extent in [*sorted(self.item_range(i) for i in range(len(self.specs))), tail]:
+        found = []
+        end = 0
+        for extent in self._item_ranges():
             if extent.start > end:
                 found.append(FlatRange(end, extent.start))
             end = extent.stop
+        if self.total_numel > end:
+            found.append(FlatRange(end, self.total_numel))
         return tuple(found)
+
+    def _item_ranges(self) -> list[FlatRange]:
+        """The items in the full buffer, in their order there."""
+        return sorted(self.item_range(index) for index in range(len(self.specs)))
 
     def _shard(self, number: int, rank: int) -> FlatRange:
         return split_evenly(self.segments[number].range, self.num_shards, rank)

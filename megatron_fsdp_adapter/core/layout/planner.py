@@ -29,7 +29,12 @@ class Packing:
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
+    return divide_up(value, multiple) * multiple
+
+
+def divide_up(value: int, by: int) -> int:
+    """The quotient, rounded up."""
+    return -(-value // by)
 
 
 def pack(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
@@ -39,7 +44,10 @@ def pack(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
     further gains nothing: an item that crosses two boundaries forces its granularity on the shard.
     """
     by_granule = sorted(specs, key=lambda spec: -spec.granularity)
-    candidates = [pack_in_order(order, num_shards, align) for order in (specs, by_granule)]
+    candidates = [
+        pack_in_order(specs, num_shards, align),
+        pack_in_order(by_granule, num_shards, align),
+    ]
     if num_shards > 1 and any(spec.granularity == spec.numel > 1 for spec in specs):
         candidates.append(pack_whole_apart(specs, num_shards, align))
     return min(candidates, key=lambda packing: packing.numel)
@@ -54,13 +62,15 @@ def pack_in_order(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Pa
     has no inner boundary, hence no granularity.
     """
     granularities = [spec.granularity if num_shards > 1 else 1 for spec in specs]
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for spec, granularity in zip(specs, granularities, strict=True):
         start = round_up(end, math.lcm(granularity, align))
         offsets.append((spec.index, start))
         end = start + spec.numel
     common = math.lcm(*granularities)
-    return Packing(tuple(offsets), round_up(end, num_shards * math.lcm(common, align)), common)
+    numel = round_up(end, num_shards * math.lcm(common, align))
+    return Packing(tuple(offsets), numel, common)
 
 
 def pack_whole_apart(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
@@ -70,19 +80,26 @@ def pack_whole_apart(specs: Sequence[ParamSpec], num_shards: int, align: int) ->
     whole-tensor granularity the shard is as long as the largest tensor and not as the common
     multiple of all. The shortest shard that first fit (longest item first) can fill is bisected.
     """
-    whole = sorted((s for s in specs if s.granularity == s.numel), key=lambda s: -s.numel)
-    cut = pack_in_order([s for s in specs if s.granularity < s.numel], num_shards, align)
+    whole = [spec for spec in specs if spec.granularity == spec.numel]
+    whole.sort(key=lambda spec: -spec.numel)
+    others = [spec for spec in specs if spec.granularity < spec.numel]
+    cut = pack_in_order(others, num_shards, align)
     numels = {spec.index: spec.numel for spec in specs}
-    end = max((offset + numels[index] for index, offset in cut.offsets), default=0)
+    end = 0
+    for index, offset in cut.offsets:
+        end = max(end, offset + numels[index])
     unit = math.lcm(cut.granularity, align)
 
     def fit(units: int) -> Offsets:
         return first_fit(whole, end, units * unit, num_shards, align)
 
-    shortest = max(whole[0].numel, -(-sum(numels.values()) // num_shards))
-    longest = round_up(end, align) + sum(round_up(spec.numel, align) for spec in whole)
-    lengths = range(-(-shortest // unit), -(-longest // unit))
-    units = lengths.start + bisect_left(lengths, True, key=lambda n: bool(fit(n)))
+    shortest = max(whole[0].numel, divide_up(sum(numels.values()), num_shards))
+    longest = round_up(end, align)
+    for spec in whole:
+        longest += round_up(spec.numel, align)
+    fewest = divide_up(shortest, unit)
+    lengths = range(fewest, divide_up(longest, unit))
+    units = fewest + bisect_left(lengths, True, key=lambda n: bool(fit(n)))
     return Packing((*cut.offsets, *fit(units)), num_shards * units * unit, cut.granularity)
 
 
@@ -95,13 +112,15 @@ def first_fit(
     free = [max(end, rank * shard) for rank in ranks]
     offsets = []
     for spec in whole:
-        starts = [round_up(start, align) for start in free]
-        fits = (k for k, r in enumerate(ranks) if starts[k] + spec.numel <= (r + 1) * shard)
-        k = next(fits, None)
-        if k is None:
+        for k, rank in enumerate(ranks):
+            start = round_up(free[k], align)
+            stop = start + spec.numel
+            if stop <= (rank + 1) * shard:
+                offsets.append((spec.index, start))
+                free[k] = stop
+                break
+        else:
             return ()
-        offsets.append((spec.index, starts[k]))
-        free[k] = starts[k] + spec.numel
     return tuple(offsets)
 
 
@@ -187,8 +206,8 @@ def _merge_classes(
     while len(classes) > MAX_ENUMERATED_CLASSES:
 
         def growth(pair: tuple[frozenset[int], frozenset[int]]) -> int:
-            merged = packed(pair[0] | pair[1]).numel
-            return merged - packed(pair[0]).numel - packed(pair[1]).numel
+            one, other = pair
+            return packed(one | other).numel - packed(one).numel - packed(other).numel
 
         first, second = min(combinations(classes, 2), key=growth)
         classes[classes.index(first)] = first | second
@@ -203,12 +222,12 @@ def _partitions(classes: Classes, num_blocks: int) -> Iterator[Classes]:
     if len(classes) == num_blocks:
         yield classes
         return
-    *rest, last = classes
-    for blocks in _partitions(tuple(rest), num_blocks):
+    rest, last = classes[:-1], classes[-1]
+    for blocks in _partitions(rest, num_blocks):
         for k, block in enumerate(blocks):
             yield (*blocks[:k], block | last, *blocks[k + 1 :])
     if num_blocks > 1:
-        for blocks in _partitions(tuple(rest), num_blocks - 1):
+        for blocks in _partitions(rest, num_blocks - 1):
             yield (*blocks, last)
 
 

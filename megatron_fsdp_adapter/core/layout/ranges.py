@@ -32,7 +32,8 @@ class FlatRange:
 
     def intersect(self, other: FlatRange) -> FlatRange:
         """The common elements; FlatRange(0, 0) if there are none."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        start = max(self.start, other.start)
+        stop = min(self.stop, other.stop)
         return FlatRange(start, stop) if start < stop else EMPTY
 
     def contains(self, other: FlatRange) -> bool:
@@ -45,6 +46,12 @@ class FlatRange:
 
 
 EMPTY = FlatRange(0, 0)
+
+
+def shift_box(box: Box, by: tuple[int, ...]) -> Box:
+    """The block `by` elements further on, along each dimension."""
+    offsets, sizes = box
+    return tuple(at + n for at, n in zip(offsets, by, strict=True)), sizes
 
 
 def split_evenly(whole: FlatRange, num_parts: int, part: int) -> FlatRange:

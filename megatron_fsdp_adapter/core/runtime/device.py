@@ -31,10 +31,14 @@ from typing import Any, Protocol
 
 import torch
 
-COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
-LOAD, UPDATE, STORE = "load", "update", "store"
-"""Copies from host memory and to it: two, as a bus carries both directions at once. In between, the
-updates of what was loaded."""
+COMPUTE = "compute"
+GATHER = "gather"
+REDUCE = "reduce"
+LOAD = "load"
+STORE = "store"
+"""Copies from host memory and to it: two, as a bus carries both directions at once."""
+UPDATE = "update"
+"""Updates of what was loaded."""
 ROLES = (COMPUTE, GATHER, REDUCE, LOAD, UPDATE, STORE)
 
 Works = Iterable[Any] | None
@@ -134,9 +138,8 @@ def current_stream_id(index: int) -> StreamId:
 
 def set_stream_id(stream: StreamId) -> None:
     """Makes a stream the current one. What `torch.cuda.set_stream` does with a stream's object."""
-    torch._C._cuda_setStream(
-        stream_id=stream[0], device_index=stream[1], device_type=stream[2]
-    )
+    number, device_index, device_type = stream
+    torch._C._cuda_setStream(stream_id=number, device_index=device_index, device_type=device_type)
 
 
 def fill_with_nan(flat: torch.Tensor) -> None:
@@ -166,14 +169,16 @@ class CudaRuntime(Runtime):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams = {
-            role: torch.cuda.Stream(device=device, priority=-1 if role in HURRIED else 0)
-            for role in ROLES
-            if role != COMPUTE
-        }
+        # Of every role but `COMPUTE`.
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        for role in ROLES:
+            if role != COMPUTE:
+                priority = -1 if role in HURRIED else 0
+                self._streams[role] = torch.cuda.Stream(device=device, priority=priority)
         # torch looks a number up several times faster than a `torch.device`.
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._ids = {role: stream_id(stream) for role, stream in self._streams.items()}
+        # Current streams so far.
         self._seen: dict[StreamId, torch.cuda.Stream] = {}
         # A wait stays on the event that was recorded before it, so one event serves all.
         self._between = torch.cuda.Event()
@@ -186,7 +191,8 @@ class CudaRuntime(Runtime):
         known = current_stream_id(self._index)
         stream = self._seen.get(known)
         if stream is None:
-            stream = self._seen[known] = torch.cuda.current_stream(self._index)
+            stream = torch.cuda.current_stream(self._index)
+            self._seen[known] = stream
         return known, stream
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
@@ -278,14 +284,17 @@ def pinned(nbytes: int) -> torch.Tensor:
     """
     memory = host_pages(nbytes)
     if nbytes > 0:
-        runtime, portable = torch.cuda.cudart(), 1
-        failed = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, portable))
+        runtime = torch.cuda.cudart()
+        portable = 1
+        address = memory.data_ptr()
+        failed = int(runtime.cudaHostRegister(address, nbytes, portable))
         if failed:
             raise RuntimeError(
                 f"{nbytes} bytes of host memory could not be page-locked (CUDA error {failed}). "
                 "Offload less, or raise the limit of locked memory (ulimit -l)"
             )
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+        unlock = weakref.finalize(memory, runtime.cudaHostUnregister, address)
+        unlock.atexit = False
     return memory
 
 
@@ -299,6 +308,9 @@ class HostEvent:
     runtime: HostRuntime
 
 
+Queue = deque[Callable[[], Works] | list[Any]]
+
+
 class HostRuntime(Runtime):
     """Roles are queues in front of background collectives (gloo)."""
 
@@ -306,9 +318,10 @@ class HostRuntime(Runtime):
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device if device is not None else torch.device("cpu")
-        self._queues: dict[str, deque[Callable[[], Works] | list[Any]]] = {
-            role: deque() for role in ROLES
-        }
+        # By role, from the first that is not known to have finished: the handles of what has
+        # started, the functions of what has not.
+        self._queues: dict[str, Queue] = {role: deque() for role in ROLES}
+        # By role, how many have left its queue.
         self._finished = dict.fromkeys(ROLES, 0)
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
@@ -348,7 +361,8 @@ class HostRuntime(Runtime):
             if callable(head):
                 # What has started stays as what runs: the wait may be interrupted, and the next
                 # one must not start it again.
-                head = queue[0] = list(head() or ())
+                head = list(head() or ())
+                queue[0] = head
             for work in head:
                 work.wait()
             queue.popleft()

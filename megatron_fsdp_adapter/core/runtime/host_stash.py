@@ -30,20 +30,24 @@ class StashedStorage:
     """
 
     def __init__(self, owner: torch.Tensor, kept: Kept, runtime: Runtime) -> None:
-        self._owner, self._runtime = owner, runtime
-        views = [_everything(owner)] if kept is None else kept
-        flat = [view.detach().view(-1).view(torch.uint8) for view in views]
-        self._parts = [part for view in flat for part in view.split(CHUNK)]
+        self._owner = owner
+        self._runtime = runtime
+        # Bytes of what is kept.
+        self._parts: list[torch.Tensor] = []
+        for view in [_everything(owner)] if kept is None else kept:
+            flat = view.detach().view(-1).view(torch.uint8)
+            self._parts += flat.split(CHUNK)
+        # A copy of each, from the first `save` on.
         self._host: list[torch.Tensor] = []
+        # Of the storage, when it was given back.
         self._nbytes = 0
 
     def save(self) -> None:
         """Starts to copy what is kept to the host, on the current stream."""
         if not self._host:
             pin = self._owner.is_cuda
-            self._host = [
-                torch.empty_like(part, device="cpu", pin_memory=pin) for part in self._parts
-            ]
+            for part in self._parts:
+                self._host.append(torch.empty_like(part, device="cpu", pin_memory=pin))
         for part, copy in zip(self._parts, self._host, strict=True):
             copy.copy_(part, non_blocking=True)
 
@@ -71,29 +75,32 @@ def _everything(owner: torch.Tensor) -> torch.Tensor:
 
 
 class HostStash:
-    """Storages by what they are for; each is here or away.
-
-    away: kinds that are given back, to be written and read here.
-    """
+    """Storages by what they are for; each is here or away."""
 
     def __init__(self, runtime: Runtime, away: dict[str, list[StashedStorage]]) -> None:
-        self._runtime, self.away = runtime, away
+        self._runtime = runtime
+        # Kinds that are given back: the caller's, written here.
+        self.away = away
+        # By kind and owner's id, what was parked last, whose host memory is used again.
         self._known: dict[str, dict[int, StashedStorage]] = {}
 
     def park(self, storages: Storages) -> dict[str, int]:
         """Gives back, by kind, storages with what is kept of them; the bytes of each kind. Kinds
         that are away, storages that have none and tensors on other devices are left out. Blocks
         the host until the device is idle."""
-        device, found = self._runtime.device, {}
+        device = self._runtime.device
+        found = {}
         for kind, owners in storages.items():
-            if kind not in self.away:
-                before = self._known.get(kind, {})
-                here = {
-                    id(owner): before.get(id(owner)) or StashedStorage(owner, kept, self._runtime)
-                    for owner, kept in owners
-                    if owner.device.type == device.type and storage_bytes(owner)
-                }
-                self._known[kind], found[kind] = here, list(here.values())
+            if kind in self.away:
+                continue
+            before = self._known.get(kind, {})
+            here = {}
+            for owner, kept in owners:
+                if owner.device.type == device.type and storage_bytes(owner):
+                    known = before.get(id(owner))
+                    here[id(owner)] = known or StashedStorage(owner, kept, self._runtime)
+            self._known[kind] = here
+            found[kind] = list(here.values())
         self._runtime.synchronize()
         for parked in found.values():
             for one in parked:

@@ -12,6 +12,11 @@ from .launcher import is_first_rank
 def warn(text: str, category: type[Warning] = UserWarning, of_host: bool = False) -> None:
     """Warns on the first rank, of all or, with `of_host`, of each host: of what may differ between
     hosts. Before there is a process group, the launcher's environment has the rank."""
-    is_known = dist.is_initialized() and not of_host
-    if dist.get_rank() == 0 if is_known else is_first_rank("LOCAL_RANK" if of_host else "RANK"):
+    if of_host:
+        prints = is_first_rank("LOCAL_RANK")
+    elif dist.is_initialized():
+        prints = dist.get_rank() == 0
+    else:
+        prints = is_first_rank("RANK")
+    if prints:
         warnings.warn(text, category, stacklevel=3)
