@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ..core.engine.engine import FsdpEngine
@@ -23,7 +24,8 @@ def param_rows(engine: FsdpEngine) -> list[Row]:
 
 
 def _param_row(pair: ParamPair, unit: str) -> Row:
-    key, held = pair.group.key, pair.sharded._local_tensor.shape  # type: ignore[attr-defined]
+    key = pair.group.key
+    held = pair.sharded._local_tensor.shape  # type: ignore[attr-defined]
     return {
         "parameter": " = ".join(pair.managed.fqns),
         "domain": key.domain,
@@ -46,11 +48,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def _domain_row(name: str, domain: ShardDomain, params: int, elements: int) -> Row:
     sizes = domain.mesh.shape
     mesh = zip(domain.mesh.mesh_dim_names or ("?",) * len(sizes), sizes, strict=True)
+    is_shared = domain.gather_group is domain.reduce_group
+    outer = "-" if domain.outer is None else ranks_text(domain.outer.ranks)
     return {
         "domain": name,
         "shards on ranks": ranks_text(domain.axis.ranks),
-        "gather group": "own" if domain.gather_group is not domain.reduce_group else "shared",
-        "outer ranks": "-" if domain.outer is None else ranks_text(domain.outer.ranks),
+        "gather group": "shared" if is_shared else "own",
+        "outer ranks": outer,
         "mesh": " x ".join(f"{dim} {size}" for dim, size in mesh),
         "gradient x": f"{domain.grad_scale:g}",
         "parameters": str(params),
@@ -64,13 +68,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     columns = []
     for column in zip(*rows, strict=True):
         width = max(map(len, column))
-        justify = str.rjust if any(cell[:1].isdigit() for cell in column[1:]) else str.ljust
+        has_numbers = any(cell[:1].isdigit() for cell in column[1:])
+        justify = str.rjust if has_numbers else str.ljust
         columns.append([justify(cell, width) for cell in column])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    return aligned([tuple(row) for row in rows[:1]] + [tuple(row.values()) for row in rows])
+    lines = [tuple(row) for row in rows[:1]]
+    for row in rows:
+        lines.append(tuple(row.values()))
+    return aligned(lines)
 
 
 def describe(engine: FsdpEngine) -> str:
@@ -78,12 +86,16 @@ def describe(engine: FsdpEngine) -> str:
     their own, the outer ranks, the mesh, the factor on the sum of gradients, what is in them), and
     every parameter with its domain, unit, whole shape and the part on this rank."""
     rows = param_rows(engine)
-    domains = [
-        _domain_row(
-            name, domain, sum(row["domain"] == name for row in rows),
-            sum(g.layout.item_numel for g in engine.groups if g.key.domain == name),
-        )
-        for name, domain in {g.key.domain: g.domain for g in engine.groups}.items()
-    ]  # fmt: skip
-    lines = [f"strategy {engine.config.strategy.name}", "", *_table(domains), ""]
-    return "\n".join([*lines, *_table(rows)])
+    params = Counter(row["domain"] for row in rows)
+    elements: Counter[str] = Counter()
+    domains = {}
+    for group in engine.groups:
+        name = group.key.domain
+        domains[name] = group.domain
+        elements[name] += group.layout.item_numel
+    domain_rows = []
+    for name, domain in domains.items():
+        domain_rows.append(_domain_row(name, domain, params[name], elements[name]))
+    strategy = engine.config.strategy.name
+    lines = [f"strategy {strategy}", "", *_table(domain_rows), "", *_table(rows)]
+    return "\n".join(lines)

@@ -23,12 +23,17 @@ from ..core.comm.communicator import Communicator, Pair
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.hooks import in_backward
 
-REDUCE, BROADCAST = "reducing gradients", "broadcasting weights"
+REDUCE = "reducing gradients"
+BROADCAST = "broadcasting weights"
 COMPARE = "comparing what the ranks have launched in this step"
 ACTIONS: Mapping[str, str] = {
-    "all_gather": "gathering weights", "reduce_scatter": REDUCE, "all_reduce": REDUCE,
-    "all_to_all": REDUCE, "all_reduce_max": "agreeing on scales", "broadcast": BROADCAST,
-}  # fmt: skip
+    "all_gather": "gathering weights",
+    "reduce_scatter": REDUCE,
+    "all_reduce": REDUCE,
+    "all_to_all": REDUCE,
+    "all_reduce_max": "agreeing on scales",
+    "broadcast": BROADCAST,
+}
 """Collective -> what the engine uses it for."""
 
 
@@ -51,8 +56,10 @@ class Launch(NamedTuple):
     ranks: Sequence[int]
 
     def __str__(self) -> str:
-        what = "" if self.action == COMPARE else f" of {self.carries} {self.when}"
-        return f"{self.action}{what}, between ranks {self.ranks}"
+        what = self.action
+        if what != COMPARE:
+            what += f" of {self.carries} {self.when}"
+        return f"{what}, between ranks {self.ranks}"
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,7 @@ class NamedWork:
 class NamedCommunicator(Communicator):
     """A communicator whose failures name what it carries, as `report` knows it."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, report: FaultReport
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, report: FaultReport) -> None:
         super().__init__(group, device)
         self._report = report
 
@@ -89,20 +94,24 @@ class NamedCommunicator(Communicator):
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
         if self.size == 1:
             return super().launch(name, pairs, **options)
-        action, when = ACTIONS[name], "in backward" if in_backward() else "in forward"
-        if name == "all_reduce_max" and not pairs[0][0].is_floating_point():
+        action = ACTIONS[name]
+        when = "in backward" if in_backward() else "in forward"
+        if action == BROADCAST:
+            when = "at construction"
+        elif name == "all_reduce_max" and not pairs[0][0].is_floating_point():
             action = COMPARE  # launches are whole numbers
-        when = "at construction" if action == BROADCAST else when
         launch = Launch(action, self.carries, when, self.ranks)
         try:
             works = super().launch(name, pairs, **options)
         except RuntimeError as error:
             raise self._failed(launch, error) from error
-        return works and [NamedWork(work, partial(self._failed, launch)) for work in works]
+        return [NamedWork(work, partial(self._failed, launch)) for work in works]
 
 
 def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**20 else f"{nbytes:.0f} bytes"
+    if nbytes < 2**20:
+        return f"{nbytes:.0f} bytes"
+    return f"{nbytes / 2**30:.3f} GiB"
 
 
 REMEDY = (
@@ -131,7 +140,9 @@ class FaultReport:
     def unit_of(self, carries: str) -> str:
         """The unit of the group of that name, with its phase; what is no group's name as it is."""
         engine = self._engine()
-        for unit in engine.units if engine is not None else ():
+        if engine is None:
+            return carries
+        for unit in engine.units:
             if any(group.name == carries for group in unit.groups):
                 return f"unit {unit.name} (phase {unit.phase.name})"
         return carries
@@ -139,8 +150,8 @@ class FaultReport:
     def explain_allocation(self, label: str, flat: torch.Tensor, error: RuntimeError) -> None:
         """Raises an error with the report for the buffer `flat`, which could not be given storage;
         returns if `error` is about something else."""
-        nbytes = flat.numel() * flat.element_size()
-        self._explain(f"{label} ({_size(nbytes)}, {flat.dtype})", error)
+        size = _size(flat.numel() * flat.element_size())
+        self._explain(f"{label} ({size}, {flat.dtype})", error)
 
     @contextmanager
     def building(self) -> Iterator[None]:

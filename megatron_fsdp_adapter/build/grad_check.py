@@ -27,25 +27,29 @@ class GradCheck:
 
     def __init__(self, by_param: bool) -> None:
         self.by_param = by_param
+        # Backwards of this step, by the unit's number.
         self._backwards: Counter[int] = Counter()
         # Microbatch, name, and the largest magnitude of what it names: a 0-dim device tensor.
         self._notes: list[tuple[int, str, torch.Tensor]] = []
 
     def note(self, unit: Unit) -> None:
         """Looks at the gradients that `unit`'s backward has just added to its buffers."""
-        names, tensors = [], []
+        names = []
+        tensors = []
         for group in unit.active_groups:
             if self.by_param:
                 names += [f"unit {unit.name}, parameter {m.fqns[0]}" for m in group.managed]
                 tensors += group.collected.params
             else:
-                names += [f"unit {unit.name}"] * len(group.collected.segments(group.full))
-                tensors += group.collected.segments(group.full)
+                segments = group.collected.segments(group.full)
+                names += [f"unit {unit.name}"] * len(segments)
+                tensors += segments
         filled = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]
         if filled:
-            largest = torch._foreach_norm([tensors[i] for i in filled], float("inf"))
             number = self._backwards[unit.ordinal]
-            self._notes += [(number, names[i], one) for i, one in zip(filled, largest, strict=True)]
+            largest = torch._foreach_norm([tensors[i] for i in filled], float("inf"))
+            for i, one in zip(filled, largest, strict=True):
+                self._notes.append((number, names[i], one))
         self._backwards[unit.ordinal] += 1
 
     def clear(self) -> None:
@@ -59,7 +63,8 @@ class GradCheck:
         Each name is reported once, with the microbatch (from 0) in which it was first found: where
         microbatches add up in one buffer, it is not finite in all later ones.
         """
-        notes, self._notes = self._notes, []
+        notes = self._notes
+        self._notes = []
         if not notes:
             return
         values = torch.stack([largest.float() for _, _, largest in notes]).tolist()

@@ -40,10 +40,11 @@ class CudaGraphs:
 
     def pool_bytes(self, pool: Any) -> int:
         """Bytes of the device's memory in the pool, in use or not."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(
-            one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(pool)
-        )
+        total = 0
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(pool):
+                total += segment["total_size"]
+        return total
 
     def capture(
         self, function: Callable[[], Result], pool: Any
@@ -86,20 +87,21 @@ class CudaGraphs:
         """A tensor at the same address, with the same shape, strides and dtype, that does not keep
         the memory: the pool may give it to a later capture, which is replayed later."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() == 0:
+        nbytes = storage.nbytes()
+        if nbytes == 0:
             return tensor
-        # In the form in which libraries exchange memory.
-        memory = SimpleNamespace(__cuda_array_interface__={
-            "shape": (storage.nbytes(),), "typestr": "|u1", "data": (storage.data_ptr(), False),
+        # The form in which libraries exchange memory.
+        interface = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
             "version": 2,
-        })  # fmt: skip
+        }
+        memory = SimpleNamespace(__cuda_array_interface__=interface)
         flat = torch.as_tensor(memory, device=tensor.device)
-        elements = storage.nbytes() // tensor.element_size() * tensor.element_size()
-        return (
-            flat[:elements]
-            .view(tensor.dtype)
-            .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        )
+        whole_elements = nbytes - nbytes % tensor.element_size()
+        typed = flat[:whole_elements].view(tensor.dtype)
+        return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _end_after(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:

@@ -87,7 +87,9 @@ class Site:
     def caches(self) -> Iterator[torch.Tensor]:
         """Tensors that it has beside parameters."""
         module = self.module()
-        for child in () if module is None else module.modules():
+        if module is None:
+            return
+        for child in module.modules():
             for value in (*vars(child).values(), *child._buffers.values()):
                 if isinstance(value, torch.Tensor):
                     yield value
@@ -102,19 +104,23 @@ class Site:
 
     def take_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Its parameters with the gradients that they have, which are taken off them."""
-        params = [group.params[index] for group, indices in self.parts for index in indices]
-        found = [(param, param.grad) for param in params if param.grad is not None]
-        for param, _ in found:
-            param.grad = None
+        found = []
+        for group, indices in self.parts:
+            for index in indices:
+                param = group.params[index]
+                if param.grad is not None:
+                    found.append((param, param.grad))
+                    param.grad = None
         return found
 
     def move_grads(self) -> None:
         """Moves `.grad` into the buckets, as a unit's end does; inside of a capture."""
         for group, indices in self.parts:
             given = [(index, group.params[index].grad) for index in indices]
-            group.put_grads(given, group.direct.written)
-            group.direct.written.update(index for index, grad in given if grad is not None)
-            group.direct.settle()
+            direct = group.direct
+            group.put_grads(given, direct.written)
+            direct.written.update(index for index, grad in given if grad is not None)
+            direct.settle()
         self.take_grads()
 
     def written(self) -> list[set[int]]:
@@ -123,14 +129,14 @@ class Site:
 
 
 class CapturedCall:
-    """One call of `site`, of inputs like `template`, in memory of `pool`.
-
-    Attributes:
-        needs: of each output, whether it needs a gradient.
-    """
+    """One call of `site`, of inputs like `template`, in memory of `pool`."""
 
     def __init__(self, site: Site, template: Any, graphs: CudaGraphs, pool: Any) -> None:
-        self.site, self.template, self._graphs, self._pool = site, template, graphs, pool
+        self.site = site
+        self.template = template
+        self._graphs = graphs
+        self._pool = pool
+        # Inputs and outputs of the captured forward, until its backward is captured.
         self._inner: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     # Forward.
@@ -140,17 +146,16 @@ class CapturedCall:
     ) -> list[torch.Tensor]:
         """Captures the forward and runs it; returns its outputs. left_there: addresses of what
         graphs of this pass have returned."""
+        # Of each input, whether the graph reads it where it is.
         self._read_there = [tensor.data_ptr() in left_there for tensor in tensors]
 
         def forward() -> Any:
-            placed = [
-                tensor if there else torch.empty_like(tensor)
-                for tensor, there in zip(tensors, self._read_there, strict=True)
-            ]
-            inner = [
-                place.detach().requires_grad_(tensor.requires_grad)
-                for place, tensor in zip(placed, tensors, strict=True)
-            ]
+            placed = []
+            inner = []
+            for tensor, there in zip(tensors, self._read_there, strict=True):
+                place = tensor if there else torch.empty_like(tensor)
+                placed.append(place)
+                inner.append(place.detach().requires_grad_(tensor.requires_grad))
             args, kwargs = fill(self.template, iter(inner))
             with torch.enable_grad():
                 output = self.site.function(*args, **kwargs)
@@ -161,6 +166,7 @@ class CapturedCall:
         placed, inner, outputs, self._output = result
         self._inputs = list(map(self._graphs.alias, placed))
         self._outputs = list(map(self._graphs.alias, outputs))
+        # Of each output, whether it needs a gradient.
         self.needs = [output.requires_grad for output in outputs]
         self._inner = (inner, outputs) if any(self.needs) else None
         self._run_forward(tensors)
@@ -168,10 +174,10 @@ class CapturedCall:
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if what the graph reads where others left it is there."""
-        return all(
-            not there or tensor.data_ptr() == place.data_ptr()
-            for there, place, tensor in zip(self._read_there, self._inputs, tensors, strict=True)
-        )
+        for there, place, tensor in zip(self._read_there, self._inputs, tensors, strict=True):
+            if there and tensor.data_ptr() != place.data_ptr():
+                return False
+        return True
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Runs the forward on new inputs."""
@@ -210,10 +216,13 @@ class CapturedCall:
             if place is not None and grad is not None:
                 place.copy_(grad)
         self._backward()
-        return [
-            None if grad is None else grad.detach() if there else grad.clone()
-            for grad, there in zip(found, self._read_there, strict=True)
-        ]
+        given: list[torch.Tensor | None] = []
+        for grad, there in zip(found, self._read_there, strict=True):
+            if grad is None:
+                given.append(None)
+            else:
+                given.append(grad.detach() if there else grad.clone())
+        return given
 
     def _check_like_captured(self, grads: Sequence[torch.Tensor | None]) -> None:
         given = [grad is not None for grad in grads]
@@ -229,21 +238,25 @@ class CapturedCall:
             )
 
     def _record_backward(
-        self, grads: Sequence[torch.Tensor | None], inner: Sequence[torch.Tensor],
+        self,
+        grads: Sequence[torch.Tensor | None],
+        inner: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor | None]:  # fmt: skip
+    ) -> list[torch.Tensor | None]:
+        # What the bucket held when the backward was captured, and what after it.
         self._before = self.site.written()
 
         def backward() -> Any:
             placed = [None if grad is None else torch.empty_like(grad) for grad in grads]
-            reached = [
-                (output, place)
-                for output, place in zip(outputs, placed, strict=True)
-                if place is not None and output.requires_grad
-            ]
+            reached = []
+            grads_reached = []
+            for output, place in zip(outputs, placed, strict=True):
+                if place is not None and output.requires_grad:
+                    reached.append(output)
+                    grads_reached.append(place)
             eager = self.site.take_grads()  # of its eager calls, which are no part of this graph
             # Not `autograd.grad`, in which parts that are recomputed (checkpoints) refuse to run.
-            torch.autograd.backward([one for one, _ in reached], [place for _, place in reached])
+            torch.autograd.backward(reached, grads_reached)
             self.site.move_grads()
             for param, grad in eager:
                 param.grad = grad

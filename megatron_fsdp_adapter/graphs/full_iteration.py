@@ -31,14 +31,16 @@ class FullIterationGraphs:
     asked.
     """
 
-    def __init__(
-        self, engine: FsdpEngine, is_capturing: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, engine: FsdpEngine, is_capturing: Callable[[], bool] | None = None) -> None:
         self._engine = engine
         self._is_capturing = is_capturing or engine.runtime.is_capturing
+        # A capture of a training iteration has begun, and has not ended.
         self._open = False
+        # Gradients are to be forgotten, by the next eager training step.
         self._stale = False
+        # A capture has begun, with gradients or without.
         self._has_graphs = False
+        # A training iteration was captured.
         self.captured = False
 
     def before_forward(self) -> None:
@@ -60,9 +62,11 @@ class FullIterationGraphs:
             self._engine.gather.quiesce()
 
     def _begin(self, training: bool) -> None:
-        engine, self._has_graphs = self._engine, True
+        engine = self._engine
+        self._has_graphs = True
         engine.pinned_by = "a CUDA graph"
-        for role in (GATHER, REDUCE) if training else (GATHER,):
+        roles = (GATHER, REDUCE) if training else (GATHER,)
+        for role in roles:
             engine.runtime.wait(role, engine.runtime.record(COMPUTE))
         engine.gather.mark_stale()
         if training:

@@ -66,15 +66,23 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: LayerGraphs, of: Pass, call: CapturedCall, unused: torch.Tensor,
+        ctx: Any,
+        graphs: LayerGraphs,
+        of: Pass,
+        call: CapturedCall,
+        unused: torch.Tensor,
         *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        ctx.graphs, ctx.of, ctx.call = graphs, of, call
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.graphs = graphs
+        ctx.of = of
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        outputs = call.record(tensors, of.addresses) if of.records else call.replay(tensors)
-        ctx.mark_non_differentiable(
-            *(output for output, needs in zip(outputs, call.needs, strict=True) if not needs)
-        )
+        if of.records:
+            outputs = call.record(tensors, of.addresses)
+        else:
+            outputs = call.replay(tensors)
+        pairs = zip(outputs, call.needs, strict=True)
+        ctx.mark_non_differentiable(*(output for output, needs in pairs if not needs))
         return tuple(outputs)
 
     @staticmethod
@@ -101,32 +109,54 @@ class LayerGraphs:
         shared: buffers that captured modules share with others and replace by larger ones.
         before_pass: called before each forward of the model.
 
-    Attributes:
-        captured, replayed: how many calls were. ran_eagerly: (module, why), of calls that did in
-        training.
-
     Raises:
         ValueError: a module's weights are not those of one unit, or have no fixed place.
     """
 
     def __init__(
-        self, engine: FsdpEngine, graphs: CudaGraphs, modules: Sequence[tuple[str, nn.Module]],
-        warmup: int, shared: Callable[[], Iterable[torch.Tensor]] = tuple,
+        self,
+        engine: FsdpEngine,
+        graphs: CudaGraphs,
+        modules: Sequence[tuple[str, nn.Module]],
+        warmup: int,
+        shared: Callable[[], Iterable[torch.Tensor]] = tuple,
         before_pass: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._engine, self._graphs, self._warmup = engine, graphs, max(1, warmup)
-        self._shared, self._before_pass = shared, before_pass
+    ) -> None:
+        self._engine = engine
+        self._graphs = graphs
+        self._warmup = max(1, warmup)
+        self._shared = shared
+        self._before_pass = before_pass
+        # Classes of the modules.
         self._kinds = Counter(type(one).__name__ for _, one in modules)
-        self._steps = self.captured = self.replayed = self._captured_before = 0
-        self._is_reported = self._began = self._eager_in_step = False
+        # How many training steps were done.
+        self._steps = 0
+        # How many calls were.
+        self.captured = 0
+        self.replayed = 0
+        # Of `captured`, at the end of the last step.
+        self._captured_before = 0
+        self._is_reported = False
+        # The first pass that may capture has begun.
+        self._began = False
+        # A pass of this step has run eagerly.
+        self._eager_in_step = False
         self._pools: list[Any] = []
+        # Recorded, by the index of the pool.
         self._programs: dict[int, list[CapturedCall]] = {}
+        # The first call of every pass; None before one was recorded.
         self._kind: tuple[Site, Any] | None = None
+        # Passes with a pool that have not come to their end.
         self._in_flight: list[Pass] = []
+        # The pass whose forward runs, if that may use graphs.
         self._current: Pass | None = None
+        # (module, why), of calls that did in training.
         self.ran_eagerly: set[tuple[str, str]] = set()
+        # Steps whose recordings came to no end.
         self._abandoned = 0
+        # An input that needs a gradient, so that every call has a backward.
         self._unused = torch.empty(0, device=engine.runtime.device, requires_grad=True)
+        # By id: what graphs read has to stay where it is.
         self._read_by_graphs: dict[int, torch.Tensor] = {}
         me = weakref.ref(self)
         for name, module in modules:
@@ -145,7 +175,8 @@ class LayerGraphs:
         try:
             yield
         finally:
-            current, self._current = self._current, None
+            current = self._current
+            self._current = None
             if current is not None:
                 current.forward_runs = False
                 self._end_if_over(current)
@@ -166,8 +197,11 @@ class LayerGraphs:
         """Text that names what is captured, in how much memory, and which calls ran eagerly and
         why."""
         modules = ", ".join(f"{count} {kind}" for kind, count in self._kinds.items())
-        pools = " + ".join(f"{self._graphs.pool_bytes(pool) / 2**30:.3f}" for pool in self._pools)
-        eager = "".join(f"; {name} ran eagerly: {why}" for name, why in sorted(self.ran_eagerly))
+        sizes = [self._graphs.pool_bytes(pool) / 2**30 for pool in self._pools]
+        pools = " + ".join(f"{size:.3f}" for size in sizes)
+        eager = ""
+        for name, why in sorted(self.ran_eagerly):
+            eager += f"; {name} ran eagerly: {why}"
         return (
             f"CUDA graphs of layers: {modules}, {self.captured} calls captured; GiB of "
             f"memory for each pass in flight: {pools}{eager}"
@@ -180,7 +214,8 @@ class LayerGraphs:
         unfinished = any(one.records for one in self._in_flight)
         self._in_flight = []
         if unfinished:
-            self._kind = self._kind if self._programs else None
+            if not self._programs:
+                self._kind = None
             self._abandoned += 1
         if self._abandoned > 2:
             raise RuntimeError(
@@ -202,16 +237,20 @@ class LayerGraphs:
             template = strip((args, kwargs), tensors)
         except TypeError as error:
             return self._eagerly(site, str(error), args, kwargs)
-        if current.index < 0 and (unfit := self._begin(current, site, template)):
-            current.is_eager = self._eager_in_step = True
-            return self._eagerly(site, unfit, args, kwargs)
+        if current.index < 0:
+            unfit = self._begin(current, site, template)
+            if unfit:
+                current.is_eager = True
+                self._eager_in_step = True
+                return self._eagerly(site, unfit, args, kwargs)
         if current.records:
-            call = CapturedCall(site, template, self._graphs, self._pools[current.index])
-        elif (found := self._next(current, site, template, tensors)) is None:
+            pool = self._pools[current.index]
+            call = CapturedCall(site, template, self._graphs, pool)
+            return self._run(current, call, tensors)
+        known = self._next(current, site, template, tensors)
+        if known is None:
             return self._eagerly(site, "its inputs are not as captured", args, kwargs)
-        else:
-            call = found
-        return self._run(current, call, tensors)
+        return self._run(current, known, tensors)
 
     def _run(self, current: Pass, call: CapturedCall, tensors: Sequence[torch.Tensor]) -> Any:
         outputs = _Call.apply(self, current, call, self._unused, *tensors)
@@ -242,7 +281,8 @@ class LayerGraphs:
             self._pools.append(self._graphs.new_pool())
         self._engine.pinned_by = HELD_BY
         self._kind = (site, template)
-        current.index, current.records = index, records
+        current.index = index
+        current.records = records
         current.calls = [] if records else self._programs[index]
         self._in_flight.append(current)
         return ""
@@ -264,8 +304,9 @@ class LayerGraphs:
     def _eagerly(
         self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if (site.name, reason) not in self.ran_eagerly:
-            self.ran_eagerly.add((site.name, reason))
+        named = (site.name, reason)
+        if named not in self.ran_eagerly:
+            self.ran_eagerly.add(named)
             warn(f"{site.name} runs without its CUDA graph: {reason}")
         return site.function(*args, **kwargs)
 
@@ -302,22 +343,25 @@ def _graphed(graphs: Callable[[], LayerGraphs | None], site: Site) -> Callable[.
     return forward
 
 
-def _parts(
-    engine: FsdpEngine, name: str, module: nn.Module
-) -> list[tuple[ParamGroup, list[int]]]:
+def _parts(engine: FsdpEngine, name: str, module: nn.Module) -> list[tuple[ParamGroup, list[int]]]:
     """The parts of buckets that the module's weight gradients go to, which from now on are open
     from the start of its unit's backward."""
     inside = {id(child) for child in module.modules()}
-    units = [
-        unit for unit in engine.units if any(_held_by(inside, group) for group in unit.groups)
-    ]
+    units = []
+    held = []
+    for unit in engine.units:
+        of_unit = [(group, _held_by(inside, group)) for group in unit.groups]
+        of_unit = [(group, indices) for group, indices in of_unit if indices]
+        if of_unit:
+            units.append(unit)
+            held += of_unit
     if len(units) != 1:
+        names = ", ".join(unit.name for unit in units)
         raise ValueError(
             f"{name}: a CUDA graph needs all weights gathered at once, and its weights are in "
-            f"{len(units)} units ({', '.join(unit.name for unit in units) or 'none'})"
+            f"{len(units)} units ({names or 'none'})"
         )
     (unit,) = units
-    held = [(group, indices) for group in unit.groups if (indices := _held_by(inside, group))]
     for group, _ in held:
         _check_fixed(unit, group)
     found = [(group, indices) for group, indices in held if group.key.requires_grad]
@@ -329,11 +373,11 @@ def _parts(
 
 def _held_by(modules: set[int], group: ParamGroup) -> list[int]:
     """Indices of the group's parameters that any of these modules, given by their ids, holds."""
-    return [
-        index
-        for index, entry in enumerate(group.managed)
-        if any(id(owner) in modules for owner, _ in entry.slots)
-    ]
+    found = []
+    for index, entry in enumerate(group.managed):
+        if any(id(owner) in modules for owner, _ in entry.slots):
+            found.append(index)
+    return found
 
 
 def _check_fixed(unit: Unit, group: ParamGroup) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -102,14 +101,18 @@ class Precision:
 
 
 def updated_numel(
-    layout: GroupLayout, row: Strategy, rank: int,
+    layout: GroupLayout,
+    row: Strategy,
+    rank: int,
     of: Callable[[ParamSpec], bool] = lambda spec: True,
 ) -> int:
     """Elements, padding excluded, that `rank` updates, of the items that `of` accepts."""
-    return sum(
-        layout.shard_range(index, rank).numel if row.shard_main else spec.numel
-        for index, spec in enumerate(layout.specs) if of(spec)
-    )
+    total = 0
+    for index, spec in enumerate(layout.specs):
+        if of(spec):
+            held = layout.shard_range(index, rank) if row.shard_main else spec
+            total += held.numel
+    return total
 
 
 def held_by_rank(layout: GroupLayout) -> list[int]:
@@ -125,11 +128,15 @@ def held_by_rank(layout: GroupLayout) -> list[int]:
 def quantized_both_ways(form: WeightFormat, elements: int) -> int:
     """Bytes of weights that are quantized for forward and backward: without columns they are there
     once more, transposed."""
-    return form.nbytes(elements) * (1 if form.has_columns else 2)
+    nbytes = form.nbytes(elements)
+    return nbytes if form.has_columns else 2 * nbytes
 
 
 def group_bytes(
-    layout: GroupLayout, row: Strategy, precision: Precision, rank: int,
+    layout: GroupLayout,
+    row: Strategy,
+    precision: Precision,
+    rank: int,
     whole: bool = False,
 ) -> dict[str, int]:
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
@@ -142,10 +149,16 @@ def group_bytes(
     all the same.
     """
     if whole:
-        row, precision = STRATEGIES["optim"], replace(precision, comm=precision.grad)
-    total, shard = layout.total_numel, layout.shard_numel
-    compute, trained = layout.specs[0].dtype, layout.specs[0].requires_grad
-    main = precision.main if trained and precision.main is not None else compute
+        row = STRATEGIES["optim"]
+        precision = replace(precision, comm=precision.grad)
+    total = layout.total_numel
+    shard = layout.shard_numel
+    main_numel = shard if row.shard_main else total
+    compute = layout.specs[0].dtype
+    trained = layout.specs[0].requires_grad
+    main = compute
+    if trained and precision.main is not None:
+        main = precision.main
     weights = GATHERED_WEIGHTS if row.shard_weights else COMPUTE_WEIGHTS
     form = layout.format
     held = {weights: form.nbytes(total)}
@@ -154,12 +167,12 @@ def group_bytes(
     if form.quantized and not form.has_columns:
         held[TRANSPOSES] = form.nbytes(total)
     if row.shard_weights or main != compute or form.quantized:
-        held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
+        held[MAIN_WEIGHTS] = main_numel * main.itemsize
     if not trained:
         return held
-    held[GRADIENT_SHARD if row.shard_grads or whole else MAIN_GRADS] = precision.grad.itemsize * (
-        shard if row.shard_grads else total
-    )
+    grads = GRADIENT_SHARD if row.shard_grads or whole else MAIN_GRADS
+    grad_numel = shard if row.shard_grads else total
+    held[grads] = grad_numel * precision.grad.itemsize
     if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
     state = updated_numel(layout, row, rank) * precision.state_bytes
@@ -169,19 +182,24 @@ def group_bytes(
         state += others * (count * main.itemsize - precision.state_bytes)
     held[OPTIMIZER_STATE] = state
     if precision.offload:
-        numel = shard if row.shard_main else total
-        return _streamed(held, layout, row, numel, main, precision.state_bytes)
+        return _streamed(held, layout, row, main_numel, main, precision.state_bytes)
     return held
 
 
 def _streamed(
-    held: Mapping[str, int], layout: GroupLayout, row: Strategy, numel: int, main: torch.dtype,
+    held: Mapping[str, int],
+    layout: GroupLayout,
+    row: Strategy,
+    numel: int,
+    main: torch.dtype,
     state_bytes: int,
 ) -> dict[str, int]:
     """`held` with the optimizer in host memory: main weights too, unless they have the compute
     dtype or quantized weights are made of them. Flat buffers of `numel` elements."""
-    left, moved, compute = dict(held), numel * state_bytes, layout.specs[0].dtype
+    left = dict(held)
     del left[OPTIMIZER_STATE]
+    moved = numel * state_bytes
+    compute = layout.specs[0].dtype
     if main != compute and not layout.format.quantized:
         moved += left.pop(MAIN_WEIGHTS)
         if row.shard_weights:
@@ -198,9 +216,10 @@ def unit_bytes(
 ) -> dict[str, int]:
     """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether one is of a domain
     of one rank."""
-    return _sum(
-        group_bytes(layout, row, precision, rank, is_single_rank(layout)) for layout in groups
-    )
+    totals: dict[str, int] = {}
+    for layout in groups:
+        _add(totals, group_bytes(layout, row, precision, rank, is_single_rank(layout)))
+    return totals
 
 
 def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -212,17 +231,21 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
     unit.
     """
     every = [root, *units]
-    passing = (UNIT_IN_USE, IN_STEP)
-    totals = _sum({k: v for k, v in unit.items() if LIFE[k] not in passing} for unit in every)
+    totals: dict[str, int] = {}
+    for unit in every:
+        _add(totals, unit)
     staged = [unit.get(STAGED, 0) for unit in every]
+    neighbors = zip(staged, [*staged[1:], 0], strict=True)
     at_once = {
-        STAGED: max(map(sum, zip(staged, [*staged[1:], 0], strict=True))),
+        STAGED: max(one + following for one, following in neighbors),
         GATHERED_WEIGHTS: root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units),
         REDUCE_BUCKET: _largest(REDUCE_BUCKET, every),
         TRANSPOSES: max(unit.get(TRANSPOSES, 0) for unit in every),
     }
-    kinds = {kind for unit in every for kind in unit}
-    return totals | {kind: count for kind, count in at_once.items() if kind in kinds}
+    for kind, count in at_once.items():
+        if kind in totals:
+            totals[kind] = count
+    return totals
 
 
 def with_slots(
@@ -244,32 +267,33 @@ def with_slots(
     rank, in order; rows: each unit's own strategy; the switches are those of `EngineConfig`.
     """
     comm = precision.comm
-    of_units = list(zip(rows, units, strict=True))
-    collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
-    narrows = [reduce_scatter.into_shards and row.shard_grads for row in rows]
+    # Of each unit, bytes in a slot; None where it takes none.
+    gathered: list[int | None] = []
+    reduced: list[int | None] = []
+    # Of the largest bucket in a slot, and of the largest beside them.
+    received = 0
+    received_beside = 0
+    for row, unit in zip(rows, units, strict=True):
+        gathered.append(weights_in_slot(unit) if row.shard_weights and unit else None)
+        narrow = reduce_scatter.into_shards and row.shard_grads
+        largest = max((bucket_bytes(one, comm, narrow) for one in unit), default=0)
+        if unit and (row.shard_grads or comm != precision.grad):
+            reduced.append(buckets_in_slot(unit, comm, narrow))
+            received = max(received, largest)
+        else:
+            reduced.append(None)
+            received_beside = max(received_beside, largest)
     totals = dict(held)
     if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
-        gathered = [
-            weights_in_slot(unit) if row.shard_weights and unit else None for row, unit in of_units
-        ]
         totals[WEIGHT_SLOTS] = sum(plan_slots(kinds, gathered)[1])
-    if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
-        reduced = [
-            buckets_in_slot(unit, comm, narrow) if has else None
-            for unit, narrow, has in zip(units, narrows, collected, strict=True)
-        ]
+    if not strategy.shard_grads:
+        return totals
+    if bucket_slots and totals.pop(REDUCE_BUCKET, None) is not None:
         totals[BUCKET_SLOTS] = sum(plan_slots(kinds, reduced)[1])
-    if reduce_scatter.fixed and strategy.shard_grads:
-        sizes = [
-            (max((bucket_bytes(one, comm, narrow) for one in unit), default=0), has)
-            for unit, narrow, has in zip(units, narrows, collected, strict=True)
-        ]
-        in_slots, kept = (
-            max((size for size, has in sizes if has is there), default=0) for there in (True, False)
-        )
-        totals[RECEIVED_PIECES] = in_slots
-        if kept:  # received in memory that comes and goes
-            totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + kept
+    if reduce_scatter.fixed:
+        totals[RECEIVED_PIECES] = received
+        if received_beside:  # in memory that comes and goes
+            totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + received_beside
     return totals
 
 
@@ -279,20 +303,29 @@ its domain has one rank."""
 
 
 def held_bytes(
-    units: Sequence[Sequence[Placed]], kinds: Sequence[str], rows: Sequence[Strategy],
-    strategy: Strategy, precision: Precision, ahead: int = 0, **slots: Any,
+    units: Sequence[Sequence[Placed]],
+    kinds: Sequence[str],
+    rows: Sequence[Strategy],
+    strategy: Strategy,
+    precision: Precision,
+    ahead: int = 0,
+    **slots: Any,
 ) -> dict[str, int]:
     """Most bytes of each kind at one time, of all units, the root's last. kinds: class of each
     unit's module; rows: each unit's own strategy; ahead: elements that may be gathered ahead of the
     unit that computes, if that is more than the next unit; slots: as for `with_slots`."""
     known: dict[tuple[int, int], dict[str, int]] = {}
+    every = []
+    shared = []
     for groups, row in zip(units, rows, strict=True):
-        if (id(groups), id(row)) not in known:
-            known[id(groups), id(row)] = _sum(
-                group_bytes(layout, row, precision, rank, whole) for layout, rank, whole in groups
-            )
-    *others, root = [known[id(groups), id(row)] for groups, row in zip(units, rows, strict=True)]
-    shared = [[layout for layout, _, whole in groups if not whole] for groups in units]
+        of_unit = (id(groups), id(row))
+        if of_unit not in known:
+            known[of_unit] = {}
+            for layout, rank, whole in groups:
+                _add(known[of_unit], group_bytes(layout, row, precision, rank, whole))
+        every.append(known[of_unit])
+        shared.append([layout for layout, _, whole in groups if not whole])
+    *others, root = every
     totals = model_bytes(root, others) | _gathered_ahead(root, others, ahead)
     return with_slots(totals, kinds, shared, strategy, precision, rows, **slots)
 
@@ -306,18 +339,21 @@ def _gathered_ahead(
     sizes = [unit.get(GATHERED_WEIGHTS, 0) for unit in units]
     if not numel or not any(sizes):
         return {}
-    most = max(
-        order[at] + _until(order[at + 1 :], PREFETCHED * numel)
-        for order in (sizes, sizes[::-1]) for at in range(len(order))
-    )
-    most = max(most, _largest(GATHERED_WEIGHTS, units))
+    most = _largest(GATHERED_WEIGHTS, units)
+    for order in (sizes, sizes[::-1]):  # of forward, of backward
+        for at, size in enumerate(order):
+            most = max(most, size + _until(order[at + 1 :], PREFETCHED * numel))
     return {GATHERED_WEIGHTS: root.get(GATHERED_WEIGHTS, 0) + most}
 
 
 def _until(following: Sequence[int], limit: int) -> int:
     """The sum of as many as first reach the limit."""
-    sums = list(accumulate(following, initial=0))
-    return next((total for total in sums if total >= limit), sums[-1])
+    total = 0
+    for size in following:
+        if total >= limit:
+            break
+        total += size
+    return total
 
 
 def bytes_between_steps(held: Mapping[str, int]) -> int:
@@ -328,22 +364,19 @@ def bytes_between_steps(held: Mapping[str, int]) -> int:
 def most_bytes(held: Mapping[str, int]) -> int:
     """Most bytes on the device at one time. Units are updated between backward and the end of the
     next forward, so beside gathered weights, and not beside what a backward alone needs."""
-    lives = {
-        life: sum(count for kind, count in held.items() if LIFE[kind] == life)
-        for life in set(LIFE.values())
-    }
+    lives = dict.fromkeys(LIFE.values(), 0)
+    for kind, count in held.items():
+        lives[LIFE[kind]] += count
     passes = lives[UNIT_IN_USE] + lives[FORWARD_TO_BACKWARD]
     updates = lives[IN_STEP] + held.get(GATHERED_WEIGHTS, 0)
     return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(passes, updates)
 
 
 def _largest(kind: str, units: Iterable[Mapping[str, int]]) -> int:
-    return sum(sorted(unit.get(kind, 0) for unit in units)[-UNITS_IN_USE:])
+    sizes = sorted(unit.get(kind, 0) for unit in units)
+    return sum(sizes[-UNITS_IN_USE:])
 
 
-def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for part in parts:
-        for kind, count in part.items():
-            totals[kind] = totals.get(kind, 0) + count
-    return totals
+def _add(totals: dict[str, int], part: Mapping[str, int]) -> None:
+    for kind, count in part.items():
+        totals[kind] = totals.get(kind, 0) + count

@@ -21,10 +21,16 @@ def progress_bar(title: str, unit: str = "B") -> Iterator[Progress]:
         return
     from tqdm import tqdm
 
+    is_bytes = unit == "B"
     with tqdm(
-        desc=title, unit=unit if unit == "B" else f" {unit}s", unit_scale=unit == "B",
-        unit_divisor=1024, delay=DELAY, leave=False, file=sys.stderr,
-    ) as bar:  # fmt: skip
+        desc=title,
+        unit="B" if is_bytes else f" {unit}s",
+        unit_scale=is_bytes,
+        unit_divisor=1024,
+        delay=DELAY,
+        leave=False,
+        file=sys.stderr,
+    ) as bar:
 
         def advance(done: int, total: int) -> None:
             bar.total = total
