@@ -243,7 +243,7 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
         TRANSPOSES: max(unit.get(TRANSPOSES, 0) for unit in every),
     }
     for kind, count in at_once.items():
-        if kind in totals:
+        if totals.pop(kind, None) is not None:
             totals[kind] = count
     return totals
 
