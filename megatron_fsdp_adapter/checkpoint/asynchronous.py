@@ -77,8 +77,9 @@ def _write(
             print(
                 f"{writer.checkpoint_id} was not saved: the background write failed "
                 f"({message_of(error)}). The previous checkpoint is kept",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
         raise
 
 
@@ -94,9 +95,12 @@ class AsyncSaver:
 
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialized."""
+        # On a group that no other collective uses.
         self.ranks = Coordinator.of(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # Host memory of the last copy, by path in the state.
         self._buffers: dict[str, torch.Tensor] = {}
+        # The save that runs, or whose error was not raised yet.
         self._writing: Writing | None = None
 
     def save(
@@ -115,10 +119,13 @@ class AsyncSaver:
         of `save_checkpoint` and of the previous save; nothing is then saved.
         """
         self.wait()
-        stored = begin_save(self.ranks, Path(root), iteration, state, keep_last)
-        self._writing = self.start(
-            stored, lambda: make_writer(Path(root), iteration, keep_last, topology), self.ranks
-        )
+        root = Path(root)
+        stored = begin_save(self.ranks, root, iteration, state, keep_last)
+
+        def writer() -> SafeWriter:
+            return make_writer(root, iteration, keep_last, topology)
+
+        self._writing = self.start(stored, writer, self.ranks)
 
     def start(
         self, stored: Mapping[str, Any], make_writer: Callable[[], SafeWriter], ranks: Coordinator
@@ -128,9 +135,7 @@ class AsyncSaver:
         `Writing`.
 
         Raises on every rank if a rank has no memory for the copy; nothing is then written."""
-        copied, _ = self.ranks.run(
-            "copying the state", lambda: host_copy(stored, self._buffers)
-        )
+        copied, _ = self.ranks.run("copying the state", lambda: host_copy(stored, self._buffers))
         asked = threading.Event()
         future = self._thread.submit(_write, copied, make_writer(), self.ranks, asked)
         return Writing(future, ranks, asked)

@@ -52,20 +52,24 @@ class Coordinator:
         One all_gather_object either way.
         """
         cause: BaseException | None = None
-        mine: tuple[R | None, tuple[int, str] | None]
+        shared: R | None = None
+        failure: tuple[int, str] | None = None
         try:
             result = step()
-            mine = share(result), None
+            shared = share(result)
         except (Exception, CheckpointException) as error:
             cause = error
-            mine = None, (_kind_of(error), message_of(error))
+            failure = _kind_of(error), message_of(error)
         results: list[Any] = [None] * self.size
-        dist.all_gather_object(results, mine, group=self.group)
-        failures = {rank: failure for rank, (_, failure) in enumerate(results) if failure}
-        if failures:
-            kind = _KINDS[min(kind for kind, _ in failures.values())]
-            messages = {rank: message for rank, (_, message) in failures.items()}
-            raise kind(_report(stage, messages, self.size)) from cause
+        dist.all_gather_object(results, (shared, failure), group=self.group)
+        kinds = []
+        messages = {}
+        for rank, (_, failed) in enumerate(results):
+            if failed:
+                kind, messages[rank] = failed
+                kinds.append(kind)
+        if messages:
+            raise _KINDS[min(kinds)](_report(stage, messages, self.size)) from cause
         return result, tuple(value for value, _ in results)
 
 
@@ -99,8 +103,10 @@ def _has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
 
 
 def _kind_of(error: BaseException) -> int:
-    found = (i for i, kind in enumerate(_KINDS) if isinstance(error, kind))
-    return next(found, len(_KINDS) - 1)
+    for i, kind in enumerate(_KINDS):
+        if isinstance(error, kind):
+            return i
+    return len(_KINDS) - 1
 
 
 def message_of(error: BaseException) -> str:
@@ -109,8 +115,9 @@ def message_of(error: BaseException) -> str:
         messages = {rank: message_of(why) for rank, (why, _) in sorted(error.failures.items())}
         return "; ".join(_by_ranks(messages))
     # The arguments of OSError are (errno, text, file) when the system raised it.
-    named = isinstance(error, _KINDS) and len(error.args) == 1
-    return str(error) if named else f"{type(error).__name__}: {error}"
+    if isinstance(error, _KINDS) and len(error.args) == 1:
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _by_ranks(messages: Mapping[int, str]) -> list[str]:
@@ -122,7 +129,8 @@ def _by_ranks(messages: Mapping[int, str]) -> list[str]:
 
 
 def _report(stage: str, messages: Mapping[int, str], size: int) -> str:
-    if len(set(messages.values())) == 1 and len(messages) == size:
-        return next(iter(messages.values()))
+    different = set(messages.values())
+    if len(different) == 1 and len(messages) == size:
+        return different.pop()
     head = f"{stage} failed on {len(messages)} of {size} ranks:"
     return "\n  ".join([head, *_by_ranks(messages)])

@@ -142,17 +142,19 @@ def load_checkpoint(
     """
     root = Path(root)
     with coordination(group) as ranks:
-        opened, summaries = ranks.run(
-            "opening the checkpoint",
-            lambda: _open(root, iteration, state, ranks.rank, vocab_size),
-            share=_Opened.summary,
-        )
+
+        def opening() -> _Opened:
+            return _open(root, iteration, state, ranks.rank, vocab_size)
+
+        opened, summaries = ranks.run("opening the checkpoint", opening, share=_Opened.summary)
         mismatch = _mismatch_of_all(ranks, opened, summaries, tuple(ignore_unexpected))
         if mismatch:
             raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
-        loaded, _ = ranks.run(
-            "reading the checkpoint", lambda: _loaded(opened, state, ranks.rank)
-        )
+
+        def reading() -> dict[str, Any]:
+            return _loaded(opened, state, ranks.rank)
+
+        loaded, _ = ranks.run("reading the checkpoint", reading)
         return opened.iteration, loaded
 
 
@@ -173,13 +175,17 @@ def begin_save(
     ranks, and CheckpointError if a value of one rank cannot be pickled.
     """
 
-    def begin() -> tuple[tuple[str, int, int | None], dict[str, Any]]:
-        return _checked_call(root, iteration, state, keep_last), to_stored(state, ranks.rank)
+    call = str(root), iteration, keep_last
 
-    (_, stored), calls = ranks.run("starting to save", begin, share=lambda begun: begun[0])
-    if len(set(calls)) > 1:
-        different = ", ".join(sorted(map(repr, set(calls))))
-        raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
+    def begin() -> dict[str, Any]:
+        _check_call(root, iteration, state, keep_last)
+        return to_stored(state, ranks.rank)
+
+    stored, calls = ranks.run("starting to save", begin, share=lambda _: call)
+    different = set(calls)
+    if len(different) > 1:
+        listed = ", ".join(sorted(map(repr, different)))
+        raise ValueError(f"ranks disagree on (root, iteration, keep_last): {listed}")
     return stored
 
 
@@ -209,9 +215,10 @@ def write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> Non
         raise
 
 
-def _checked_call(
+def _check_call(
     root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
-) -> tuple[str, int, int | None]:
+) -> None:
+    """Raises ValueError for arguments of a save that are wrong on this rank."""
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration={iteration!r} must be an integer, 0 or more")
     if keep_last is not None and keep_last < 1:
@@ -220,8 +227,8 @@ def _checked_call(
         raise ValueError(f"root={root} is a file. Name a folder for checkpoints")
     problems = problems_of(state)
     if problems:
-        raise ValueError("the state cannot be saved:\n" + "\n".join(f"  {p}" for p in problems))
-    return str(root), iteration, keep_last
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(f"the state cannot be saved:\n{listed}")
 
 
 def _open(
@@ -235,12 +242,15 @@ def _open(
         return _Opened(folder, number, metadata, stored, Mismatch(unusable=problems))
     fit(stored, metadata, vocab_size)
     leaves = flatten(stored)
-    mismatch, keys = compare(leaves, metadata), general_keys(leaves, rank)
+    mismatch = compare(leaves, metadata)
+    keys = general_keys(leaves, rank)
     return _Opened(folder, number, metadata, stored, mismatch, keys)
 
 
 def _mismatch_of_all(
-    ranks: Coordinator, opened: _Opened, summaries: Sequence[_Summary | None],
+    ranks: Coordinator,
+    opened: _Opened,
+    summaries: Sequence[_Summary | None],
     ignored: tuple[str, ...],
 ) -> Mismatch:
     """The mismatches of all ranks, and the keys that no rank loads; the same on every rank."""
@@ -253,32 +263,34 @@ def _mismatch_of_all(
     general: set[str] = set(opened.keys)
     if len(set(digests)) > 1:
         # One rank sends each different set of keys; most ranks have the same set.
-        speaks = digests.index(opened.summary()[1]) == ranks.rank
-        _, sent = ranks.run("comparing keys", lambda: opened.keys if speaks else (), share=tuple)
+        _, digest, _ = opened.summary()
+        speaks = digests.index(digest) == ranks.rank
+        mine = opened.keys if speaks else ()
+        _, sent = ranks.run("comparing keys", lambda: mine, share=tuple)
         general = {key for keys in sent for key in keys or ()}
-    wanted = keys_of_all(general, ranks.size)
-    stored = opened.metadata.state_dict_metadata
     merged = merge(mismatches)
-    unexpected = tuple(
-        key
-        for key in stored
-        if key not in wanted
-        and not key.startswith(ignored)
-        and not key.endswith((EXTRA_STATE, FP8_SCALING))
-    )
-    # The keys of an unusable state are unknown, so unexpected keys cannot be determined.
-    return merged if merged.unusable else replace(merged, unexpected=unexpected)
+    if merged.unusable:
+        # The keys of an unusable state are unknown, so unexpected keys cannot be determined.
+        return merged
+    wanted = keys_of_all(general, ranks.size)
+    unexpected = []
+    for key in opened.metadata.state_dict_metadata:
+        is_ignored = key.startswith(ignored) or key.endswith((EXTRA_STATE, FP8_SCALING))
+        if key not in wanted and not is_ignored:
+            unexpected.append(key)
+    return replace(merged, unexpected=tuple(unexpected))
 
 
 def _loaded(opened: _Opened, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Reads this rank's blocks with DCP's planner and reader; returns the loaded state.
 
     DCP's `load` would also exchange the plans, which no rank needs, and read the metadata again."""
-    reader, planner = torch_dcp.FileSystemReader(opened.folder), torch_dcp.DefaultLoadPlanner()
+    reader = torch_dcp.FileSystemReader(opened.folder)
+    planner = torch_dcp.DefaultLoadPlanner()
     planner.set_up_planner(opened.stored, opened.metadata, is_coordinator=False)
     reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+    local = reader.prepare_local_plan(planner.create_local_plan())
+    [plan] = reader.prepare_global_plan(planner.create_global_plan([local]))
     with torch.no_grad():
         reader.read_data(planner.finish_plan(plan), planner).wait()
     return from_stored(opened.stored, state, rank)

@@ -45,7 +45,9 @@ class DigestingFile:
         self._path = path
         self._file = path.open("wb", buffering=1 << 20)
         self._size = 0
+        # The first error, with the file's path.
         self._failed: OSError | None = None
+        # Of what was written so far.
         self.crc = 0
 
     def write(self, data: Any) -> int:
@@ -85,20 +87,21 @@ class DigestingFile:
 
 def digest_of(path: Path, advance: Callable[[int], object] = lambda _: None) -> FileDigest:
     """The digest of an existing file. advance: called with the length of each piece."""
-    crc, size = 0, 0
+    crc = 0
+    size = 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
+            crc = zlib.crc32(piece, crc)
+            size += len(piece)
             advance(len(piece))
     return size, crc
 
 
 def write_digests(folder: Path, files: Mapping[str, FileDigest]) -> None:
     """Writes `digests.json`. Not forced to disk."""
-    table = {
-        name: {"bytes": size, ALGORITHM: [f"{crc:08x}"]}
-        for name, (size, crc) in sorted(files.items())
-    }
+    table = {}
+    for name, (size, crc) in sorted(files.items()):
+        table[name] = {"bytes": size, ALGORITHM: [f"{crc:08x}"]}
     text = json.dumps({"algorithm": ALGORITHM, "files": table})
     (folder / DIGESTS).write_text(text + "\n")
 
@@ -113,11 +116,14 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
         content = json.loads(path.read_text())
         if content["algorithm"] != ALGORITHM:
             raise ValueError(f"algorithm {content['algorithm']!r} is unknown")
-        # Earlier releases recorded the running CRC at the end of each item; the last is the file's.
-        return {
-            name: (int(row["bytes"]), int((row[ALGORITHM] or ["0"])[-1], 16))
-            for name, row in content["files"].items()
-        }
+        found = {}
+        for name, row in content["files"].items():
+            # Earlier releases recorded the running CRC at the end of each item; the last is the
+            # file's.
+            size = int(row["bytes"])
+            crcs = row[ALGORITHM] or ["0"]
+            found[name] = size, int(crcs[-1], 16)
+        return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -129,7 +135,9 @@ def check_bytes(path: Path, content: bytes) -> None:
     """Raises ValueError if `content`, a whole file, differs from its recorded digest. A folder
     without digests is not checked."""
     recorded = read_digests(path.parent)
-    if recorded is not None and recorded.get(path.name) != (len(content), zlib.crc32(content)):
+    if recorded is None:
+        return
+    if recorded.get(path.name) != (len(content), zlib.crc32(content)):
         raise ValueError(f"{path.name} differs from its digest in {DIGESTS}")
 
 
@@ -137,9 +145,9 @@ def problem_of(
     path: Path, digest: FileDigest, advance: Callable[[int], object] = lambda _: None
 ) -> str:
     """The damage of a file: a line, empty for none. That it cannot be read is damage too."""
-    size = path.stat().st_size if path.is_file() else None
-    if size is None:
+    if not path.is_file():
         return f"{path.name}: missing"
+    size = path.stat().st_size
     if size != digest[0]:
         return f"{path.name}: has {size} bytes, was saved with {digest[0]}"
     try:

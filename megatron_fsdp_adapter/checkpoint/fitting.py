@@ -40,18 +40,24 @@ def fit(stored: dict[str, Any], metadata: Metadata, vocab_size: int | None) -> N
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} must be the number of real tokens, 1 or more")
     for holder, name, key in list(entries(stored)):
-        value, saved = holder[name], metadata.state_dict_metadata.get(key)
-        size = saved.size if isinstance(saved, TensorStorageMetadata) else None
-        if name.endswith(FP8_SCALING) and size is None:
-            del holder[name]
-        elif size is None or getattr(value, "shape", ())[1:] != size[1:]:
+        value = holder[name]
+        is_scaling = name.endswith(FP8_SCALING)
+        saved = metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            if is_scaling:
+                del holder[name]
             continue
-        elif name.endswith(FP8_SCALING) and size != value.shape:
+        size = saved.size
+        if getattr(value, "shape", ())[1:] != size[1:]:
+            continue
+        if is_scaling and size != value.shape:
             holder[name] = torch.empty(size, device=value.device)
         elif vocab_size is not None and isinstance(value, DTensor) and is_table(key):
-            rows, own = size[0], value.shape[0]
-            if rows != own and min(rows, own) >= vocab_size:
-                holder[name] = first_rows(value, min(rows, own), rows)
+            rows = size[0]
+            own = value.shape[0]
+            common = min(rows, own)
+            if rows != own and common >= vocab_size:
+                holder[name] = first_rows(value, common, rows)
 
 
 def is_table(name: str) -> bool:
@@ -65,4 +71,5 @@ def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[
     if not any(key.endswith(FP8_SCALING) for key in wanted):
         return wanted
     kept = {key: value for key, value in wanted.items() if not key.endswith(FP8_SCALING)}
-    return kept | {key: loaded[key] for key in wanted if key in loaded and key not in kept}
+    scaling = {key: loaded[key] for key in wanted if key in loaded and key not in kept}
+    return kept | scaling

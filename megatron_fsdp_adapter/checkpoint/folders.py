@@ -19,6 +19,7 @@ A file that replaces another, such as the tracker, is first written beside it un
 name of its own. No save deletes such a file of another; else each of two jobs could stop the other,
 one by the file, one by the folder. A process that is killed meanwhile leaves it: a few bytes.
 """
+
 from __future__ import annotations
 
 import os
@@ -38,7 +39,8 @@ from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError
 from megatron_fsdp_adapter.checkpoint.record import read_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
-TEMPORARY, REPLACED = "tmp.", "old."
+TEMPORARY = "tmp."
+REPLACED = "old."
 _METADATA = ".metadata"
 _FOREIGN = (
     (
@@ -46,11 +48,17 @@ _FOREIGN = (
         "a checkpoint of megatron-core's dist_checkpointing (torch_dist)",
         "convert it with `megatron-fsdp-adapter convert`",
     ),
-    ("mp_rank_*", "a checkpoint of Megatron's legacy format (torch)",
-     "load it with Megatron and save it with --ckpt-format torch_dist"),
-    ("*.safetensors", "a folder of safetensors",
-     "import it with Megatron-Bridge (AutoBridge.import_ckpt)"),
-)  # fmt: skip
+    (
+        "mp_rank_*",
+        "a checkpoint of Megatron's legacy format (torch)",
+        "load it with Megatron and save it with --ckpt-format torch_dist",
+    ),
+    (
+        "*.safetensors",
+        "a folder of safetensors",
+        "import it with Megatron-Bridge (AutoBridge.import_ckpt)",
+    ),
+)
 """Files that only other formats have: (pattern, format, remedy)."""
 _NONCE = r"\.[0-9a-f]{8}"
 _NAME = re.compile(rf"(?:(old\.)?iter_(\d{{7,}})|(tmp\.)iter_(\d{{7,}})(?:{_NONCE})?)")
@@ -132,7 +140,9 @@ def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
     """
     own = iteration_of(path)
     if own is None or (path / TRACKER).exists():
-        return path, read_tracker(path) if iteration is None else iteration
+        if iteration is None:
+            iteration = read_tracker(path)
+        return path, iteration
     if iteration not in (None, own):
         raise ValueError(f"{path} is iteration {own}, not {iteration}. Name its parent")
     return path.absolute().parent, own
@@ -258,8 +268,11 @@ def find_folder(root: Path, iteration: int) -> Path:
 
 def complete_iterations(root: Path) -> tuple[int, ...]:
     """Numbers of the folders with a final name and a .metadata file, ascending."""
-    found = (number for p in root.iterdir() if (number := iteration_of(p)) is not None
-             and (p / _METADATA).is_file())  # fmt: skip
+    found = []
+    for path in root.iterdir():
+        number = iteration_of(path)
+        if number is not None and (path / _METADATA).is_file():
+            found.append(number)
     return tuple(sorted(found))
 
 
@@ -365,29 +378,29 @@ def read_metadata(root: Path, folder: Path) -> Metadata:
     metadata = _unpickled(root, folder)
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
-        end = info.offset + info.length
-        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+        name = info.relative_path
+        needed[name] = max(info.offset + info.length, needed.get(name, 0))
     for name, size in sorted(needed.items()):
         path = folder / name
         if not path.is_file():
             raise _broken(root, folder, f"{name} is missing")
-        if path.stat().st_size < size:
-            raise _broken(root, folder, f"{name} has {path.stat().st_size} of {size} bytes")
+        found = path.stat().st_size
+        if found < size:
+            raise _broken(root, folder, f"{name} has {found} of {size} bytes")
     return metadata
 
 
 def _remedy(root: Path) -> str:
     complete = complete_iterations(root)
     broken = half_written(root)
-    options = ", ".join(map(str, complete[-5:]))
-    parts = [
-        f"complete in {root}: iteration {options} (name one to load it)"
-        if complete
-        else f"{root} has no complete checkpoint"
-    ]
+    if complete:
+        options = ", ".join(map(str, complete[-5:]))
+        remedy = f"complete in {root}: iteration {options} (name one to load it)"
+    else:
+        remedy = f"{root} has no complete checkpoint"
     if broken:
-        parts.append(f"half-written, from a save that was interrupted: {', '.join(broken)}")
-    return "; ".join(parts)
+        remedy += f"; half-written, from a save that was interrupted: {', '.join(broken)}"
+    return remedy
 
 
 def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
@@ -400,8 +413,9 @@ def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
     if keep_last is None:
         return leftovers
     before = [i for i in complete_iterations(root) if i < iteration]
-    kept = len(before) - (keep_last - 1)
-    return leftovers + [final_folder(root, i) for i in before[: max(kept, 0)]]
+    surplus = len(before) - (keep_last - 1)
+    pruned = before[: max(surplus, 0)]
+    return leftovers + [final_folder(root, i) for i in pruned]
 
 
 def _remove(path: Path) -> None:
@@ -438,8 +452,8 @@ def remove_or_warn(paths: Iterable[Path]) -> None:
         except OSError as error:
             problems.append(f"{path}: {error}")
     if problems:
+        listed = "\n".join(f"  {line}" for line in problems)
         warnings.warn(
-            "old checkpoints could not be deleted. Delete them to free their space:\n"
-            + "\n".join(f"  {line}" for line in problems),
+            f"old checkpoints could not be deleted. Delete them to free their space:\n{listed}",
             stacklevel=3,
         )

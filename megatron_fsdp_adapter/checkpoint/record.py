@@ -51,10 +51,16 @@ def write_record(
     values of `TOPOLOGY_OPTIONS`."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     record = {
-        "world_size": world_size, "iteration": iteration, "topology": topology,
-        "versions": versions(), "saved_at": now, "format": FORMAT, "format_version": FORMAT_VERSION,
-    }  # fmt: skip
-    (folder / RECORD).write_text(json.dumps(record, indent=2, default=str) + "\n")
+        "world_size": world_size,
+        "iteration": iteration,
+        "topology": topology,
+        "versions": versions(),
+        "saved_at": now,
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+    }
+    text = json.dumps(record, indent=2, default=str)
+    (folder / RECORD).write_text(text + "\n")
 
 
 def topology_of(options: object) -> dict[str, Any]:
@@ -93,8 +99,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         version = values["format_version"]
-        tables = [dict(values.get(name, {})) for name in ("versions", "topology")]
-        by = tables[0].get("megatron_fsdp_adapter", "an unknown release")
+        saved_by = dict(values.get("versions", {}))
+        dict(values.get("topology", {}))  # must be a table too
+        by = saved_by.get("megatron_fsdp_adapter", "an unknown release")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if isinstance(version, int) and version <= FORMAT_VERSION:

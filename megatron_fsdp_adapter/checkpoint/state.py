@@ -57,27 +57,25 @@ class Mismatch:
             ("different", self.different),
             ("unusable", self.unusable),
         )
-        return "\n".join(
-            f"  {title} ({len(keys)}):\n" + "\n".join(f"    {key}" for key in keys)
-            for title, keys in titles
-            if keys
-        )
+        lines = []
+        for title, keys in titles:
+            if keys:
+                lines.append(f"  {title} ({len(keys)}):")
+                lines += [f"    {key}" for key in keys]
+        return "\n".join(lines)
 
 
 def merge(parts: Iterable[Mismatch]) -> Mismatch:
     """The union of the parts, each line once, in order of first appearance."""
     listed = list(parts)
-    return Mismatch(
-        *(
-            tuple(dict.fromkeys(line for part in listed for line in getattr(part, field.name)))
-            for field in fields(Mismatch)
-        )
-    )
+    merged = {}
+    for field in fields(Mismatch):
+        lines = (line for part in listed for line in getattr(part, field.name))
+        merged[field.name] = tuple(dict.fromkeys(lines))
+    return Mismatch(**merged)
 
 
-def to_stored(
-    state: Mapping[str, Any], rank: int, is_loading: bool = False
-) -> dict[str, Any]:
+def to_stored(state: Mapping[str, Any], rank: int, is_loading: bool = False) -> dict[str, Any]:
     """A copy of the nested state with only values that torch DCP can store.
 
     Containers are new and tensors are the same objects, so a load writes into the caller's storage
@@ -89,7 +87,8 @@ def to_stored(
     def stored(value: Any, _: str) -> Any:
         if not isinstance(value, PerRank):
             return value
-        return {_rank_key(rank): b"" if is_loading else _to_bytes(value.value)}
+        content = b"" if is_loading else _to_bytes(value.value)
+        return {_rank_key(rank): content}
 
     return mapped(state, stored)  # type: ignore[no-any-return]
 
@@ -125,29 +124,32 @@ def entries(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str
 def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
     """Problems that prevent storing or loading a nested state in place, one line per key."""
     found = [f"{path}: keys must be strings" for path in _bad_keys(state, "")]
-    if found:
-        return tuple(found)
-    return tuple(
-        f"{key}: {why}" for key, leaf in flatten(state).items() if (why := _unusable(leaf))
-    )
+    if not found:
+        for key, leaf in flatten(state).items():
+            why = _unusable(leaf)
+            if why:
+                found.append(f"{key}: {why}")
+    return tuple(found)
 
 
 def compare(leaves: Mapping[str, Any], metadata: Metadata) -> Mismatch:
     """Differences of this rank's leaves from the stored ones; `unexpected` stays empty."""
-    stored = metadata.state_dict_metadata
-    wanted = {key: stored[key] for key in leaves if key in stored}
+    missing = []
+    different = []
     whole: dict[Any, bool] = {}  # tensors that are cut alike share their list of blocks
-    for entry in wanted.values():
-        if isinstance(entry, TensorStorageMetadata) and _cut(entry) not in whole:
-            whole[_cut(entry)] = _is_whole(entry)
-    different = (
-        f"{key}: {why}"
-        for key, entry in wanted.items()
-        if (why := _difference(leaves[key], entry, whole))
-    )
-    return Mismatch(
-        missing=tuple(key for key in leaves if key not in stored), different=tuple(different)
-    )
+    for key, leaf in leaves.items():
+        entry = metadata.state_dict_metadata.get(key)
+        if entry is None:
+            missing.append(key)
+            continue
+        if isinstance(entry, TensorStorageMetadata):
+            cut = _cut(entry)
+            if cut not in whole:
+                whole[cut] = _is_whole(entry)
+        why = _difference(leaf, entry, whole)
+        if why:
+            different.append(f"{key}: {why}")
+    return Mismatch(missing=tuple(missing), different=tuple(different))
 
 
 def _cut(entry: TensorStorageMetadata) -> tuple[int, torch.Size]:
@@ -158,22 +160,31 @@ def _is_whole(entry: TensorStorageMetadata) -> bool:
     """True if the stored blocks cover every element once. A load would not write uncovered
     elements."""
     blocks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
-    return tile(((0,) * len(entry.size), tuple(entry.size)), blocks)
+    start = (0,) * len(entry.size)
+    return tile((start, tuple(entry.size)), blocks)
 
 
 def general_keys(leaves: Mapping[str, Any], rank: int) -> tuple[str, ...]:
     """The keys, sorted, with `rank_*` for this rank's own: the same on ranks of equal structure."""
     own = f".{_rank_key(rank)}"
-    return tuple(sorted(key.removesuffix(own) + _ANY_RANK * key.endswith(own) for key in leaves))
+    general = []
+    for key in leaves:
+        if key.endswith(own):
+            key = key.removesuffix(own) + _ANY_RANK
+        general.append(key)
+    return tuple(sorted(general))
 
 
 def keys_of_all(general: Iterable[str], size: int) -> frozenset[str]:
     """The keys that `size` ranks with these general keys have together."""
-    keys = set(general)
-    mine = {key for key in keys if key.endswith(_ANY_RANK)}
-    prefixes = [key.removesuffix(_ANY_RANK) for key in mine]
-    of_ranks = {f"{prefix}.{_rank_key(rank)}" for prefix in prefixes for rank in range(size)}
-    return frozenset(keys - mine | of_ranks)
+    keys: set[str] = set()
+    for key in general:
+        if key.endswith(_ANY_RANK):
+            prefix = key.removesuffix(_ANY_RANK)
+            keys |= {f"{prefix}.{_rank_key(rank)}" for rank in range(size)}
+        else:
+            keys.add(key)
+    return frozenset(keys)
 
 
 def _restored(loaded: Any, value: Any, rank: int) -> Any:
@@ -184,8 +195,10 @@ def _restored(loaded: Any, value: Any, rank: int) -> Any:
         return {key: _restored(loaded[key], value[key], rank) for key in value if key in loaded}
     if isinstance(value, list) and len(value) == len(loaded):
         return [_restored(a, b, rank) for a, b in zip(loaded, value, strict=True)]
-    # A loaded DTensor may be a view of a part of the caller's DTensor, so return the caller's.
-    return value if isinstance(value, DTensor) else loaded
+    if isinstance(value, DTensor):
+        # A loaded DTensor may be a view of a part of the caller's DTensor, so return the caller's.
+        return value
+    return loaded
 
 
 def _rank_key(rank: int) -> str:
@@ -201,12 +214,17 @@ def _to_bytes(value: Any) -> bytes:
 
 def _bad_keys(value: Any, path: str) -> list[str]:
     """Paths whose last key is no string: torch DCP would return it as a string."""
+    bad = []
     if isinstance(value, Mapping):
-        bad = [f"{path}{key!r}" for key in value if not isinstance(key, str)]
-        return bad + [p for k, entry in value.items() for p in _bad_keys(entry, f"{path}{k}.")]
-    if isinstance(value, list):
-        return [p for i, entry in enumerate(value) for p in _bad_keys(entry, f"{path}{i}.")]
-    return []
+        bad += [f"{path}{key!r}" for key in value if not isinstance(key, str)]
+        inside = list(value.items())
+    elif isinstance(value, list):
+        inside = list(enumerate(value))
+    else:
+        return []
+    for key, entry in inside:
+        bad += _bad_keys(entry, f"{path}{key}.")
+    return bad
 
 
 def _unusable(leaf: Any) -> str:
@@ -225,7 +243,8 @@ def _unusable(leaf: Any) -> str:
 def _difference(leaf: Any, stored: Any, whole: Mapping[Any, bool]) -> str:
     has_tensor = isinstance(stored, TensorStorageMetadata)
     if has_tensor != isinstance(leaf, torch.Tensor):
-        return f"stored as {'a tensor' if has_tensor else 'an object'}, wanted as the other kind"
+        kind = "a tensor" if has_tensor else "an object"
+        return f"stored as {kind}, wanted as the other kind"
     if not has_tensor:
         return ""
     if stored.size != leaf.size():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -58,8 +57,10 @@ class SafeWriter(FileSystemWriter):
     ) -> None:
         # `complete_folder` syncs the files after they are flushed; torch syncs before.
         super().__init__(folder, sync_files=False)
-        self._folder, self._publish = folder, publish
+        self._folder = folder
+        self._publish = publish
         self._topology = topology or {}
+        # On the coordinator, while there is an unpublished folder.
         self._temporary: Path | None = None
 
     @property
@@ -99,7 +100,7 @@ class SafeWriter(FileSystemWriter):
             super().finish(metadata, with_shared_parts(metadata, results))
             number = folders.iteration_of(self._folder)
             record.write_record(temporary, len(results), number, self._topology)
-            complete_folder(temporary, _file_digests(item for part in results for item in part))
+            complete_folder(temporary, _file_digests(results))
         self._publish(temporary, self._folder)
         self._temporary = None
 
@@ -159,14 +160,15 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> lis
     results = []
     with digests.DigestingFile(path) as file, _no_checksums():
         for item in items:
-            start, data = file.tell(), planner.resolve_data(item)
+            start = file.tell()
+            data = planner.resolve_data(item)
             if isinstance(data, io.BytesIO):
                 file.write(data.getbuffer())
             else:
                 torch.save(exact_storage(data), cast(Any, file))
             length = file.tell() - start
-            place = _StorageInfo(path.name, start, length), file.crc
-            results.append(WriteResult(item.index, length, place))
+            place = _StorageInfo(path.name, start, length)
+            results.append(WriteResult(item.index, length, (place, file.crc)))
     return results
 
 
@@ -203,26 +205,25 @@ def with_shared_parts(
             if cut not in cuts:
                 cuts[cut] = [ChunkStorageMetadata(once(at), once(size)) for at, size in cut]
             made = portable(entry.properties)
-            metadata.state_dict_metadata[key] = TensorStorageMetadata(
-                kinds.setdefault(made.state(), made), entry.size, cuts[cut]
-            )
+            kind = kinds.setdefault(made.state(), made)
+            shared = TensorStorageMetadata(kind, entry.size, cuts[cut])
+            metadata.state_dict_metadata[key] = shared
 
-    def shared(index: MetadataIndex) -> MetadataIndex:
-        at = index.offset
-        return index if at is None else dataclasses.replace(index, offset=once(at))
+    def without_digest(result: WriteResult) -> WriteResult:
+        index = result.index
+        if index.offset is not None:
+            index = dataclasses.replace(index, offset=once(index.offset))
+        place, _ = result.storage_data
+        return dataclasses.replace(result, index=index, storage_data=place)
 
-    return [
-        [
-            dataclasses.replace(
-                result, index=shared(result.index), storage_data=result.storage_data[0]
-            )
-            for result in part
-        ]
-        for part in results
-    ]
+    return [[without_digest(result) for result in part] for part in results]
 
 
-def _file_digests(results: Iterable[WriteResult]) -> dict[str, digests.FileDigest]:
+def _file_digests(results: list[list[WriteResult]]) -> dict[str, digests.FileDigest]:
     """Digests of the data files, from the results of their items: the last of a file has its."""
-    placed = (result.storage_data for result in results)
-    return {info.relative_path: (info.offset + info.length, crc) for info, crc in placed}
+    found = {}
+    for part in results:
+        for result in part:
+            info, crc = result.storage_data
+            found[info.relative_path] = info.offset + info.length, crc
+    return found

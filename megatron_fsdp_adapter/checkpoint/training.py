@@ -46,10 +46,11 @@ def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bo
     """Copies a (loaded) `model_state` into the chunks and refreshes their compute weights. Raises a
     ValueError that lists missing keys and, if `strict`, keys that no chunk has."""
     own = [chunk.checkpoint_keys() for chunk in chunks]
-    known = frozenset().union(*own)
-    unknown = sorted(key for key in set(state) - known if not key.endswith(FP8_SCALING))
-    if strict and unknown:
-        raise ValueError(f"no model chunk of this rank has {', '.join(unknown)}")
+    if strict:
+        unknown = set(state).difference(*own)
+        required = sorted(key for key in unknown if not key.endswith(FP8_SCALING))
+        if required:
+            raise ValueError(f"no model chunk of this rank has {', '.join(required)}")
     for chunk, keys in zip(chunks, own, strict=True):
         mine = {key: value for key, value in state.items() if key in keys}
         chunk.load_state_dict(mine, strict=strict)

@@ -34,13 +34,16 @@ class RefusedName(pickle.UnpicklingError):
     """A pickle names a class or function that is not allowed in it."""
 
 
-_DCP = (
-    "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-    "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-)  # fmt: skip
+_DCP = "torch.distributed.checkpoint.metadata"
 _METADATA: dict[tuple[str, str], Any] = {
-    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _DCP},
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): PortableProperties,
+    (_DCP, "Metadata"): Metadata,
+    (_DCP, "MetadataIndex"): metadata.MetadataIndex,
+    (_DCP, "StorageMeta"): StorageMeta,
+    (_DCP, "TensorStorageMetadata"): metadata.TensorStorageMetadata,
+    (_DCP, "BytesStorageMetadata"): metadata.BytesStorageMetadata,
+    (_DCP, "ChunkStorageMetadata"): metadata.ChunkStorageMetadata,
+    (_DCP, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+    (_DCP, "TensorProperties"): PortableProperties,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,  # to 0.15
     ("torch", "Size"): torch.Size,
@@ -67,9 +70,10 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _METADATA[module, name]
         if module in _PLANS:
             return _stand_in(name)
-        found = vars(torch).get(name) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        if module == "torch":
+            found = vars(torch).get(name)
+            if isinstance(found, torch.dtype):
+                return found
         raise RefusedName(f"it names {module}.{name}, which metadata of torch DCP does not contain")
 
 
@@ -117,11 +121,14 @@ class Inert:
         """No-op: `__new__` has kept the arguments."""
 
     def __setstate__(self, state: Any) -> None:
-        named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
-        self.__dict__.update(state if named else {"(state)": state})
+        if isinstance(state, dict) and all(isinstance(name, str) for name in state):
+            self.__dict__.update(state)
+        else:
+            self.__dict__["(state)"] = state
 
     def __repr__(self) -> str:
-        return f"{type(self).called}({', '.join(map(repr, self.__dict__['(arguments)']))})"
+        arguments = ", ".join(map(repr, self.__dict__["(arguments)"]))
+        return f"{type(self).called}({arguments})"
 
 
 @functools.cache

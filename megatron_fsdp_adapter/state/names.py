@@ -28,14 +28,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 HALVES = ("_w", "_v")
 """Suffixes of the gate half and the linear half of a gated MLP's first linear layer."""
 
-MODEL, OPTIMIZER_STATE, OPTIMIZER_META = "model", "optimizer.state", "optimizer.param_to_group_meta"
+MODEL = "model"
+OPTIMIZER_STATE = "optimizer.state"
+OPTIMIZER_META = "optimizer.param_to_group_meta"
 
 EXTRA_STATE = "_extra_state"
 """Key suffix of the objects that Transformer Engine's modules pickle. A checkpoint leaves them out,
@@ -76,26 +77,31 @@ class GlobalNames:
     def of(self, name: str) -> str:
         """The global name of `name`; leading "module." prefixes stay."""
         depth, local = split_depth(name)
-        local = self.alias.get(local, local)
-        words = local.split(".")
-        paths = (".".join(words[: i + 1]) for i in range(len(words)))
-        return depth + ".".join(
-            self.renumbered.get(path, word) for path, word in zip(paths, words, strict=True)
-        )
+        path = ""
+        found = []
+        for word in self.alias.get(local, local).split("."):
+            path += word
+            found.append(self.renumbered.get(path, word))
+            path += "."
+        return depth + ".".join(found)
 
     def suffixes(self, name: str) -> tuple[str, ...]:
         """`HALVES` for a parameter that is saved as two halves, else one empty suffix."""
-        owner, _, last = split_depth(name)[1].rpartition(".")
-        halved = owner in self.gated and re.fullmatch(r"(weight|bias)\d*", last)
-        return HALVES if halved else ("",)
+        _, local = split_depth(name)
+        owner, _, last = local.rpartition(".")
+        if owner in self.gated and re.fullmatch(r"(weight|bias)\d*", last):
+            return HALVES
+        return ("",)
 
     def keys(self, name: str) -> tuple[str, ...]:
         """The keys of `name` in a checkpoint, without the keys of the enclosing dicts."""
-        return tuple(self.of(name) + suffix for suffix in self.suffixes(name))
+        whole = self.of(name)
+        return tuple(whole + suffix for suffix in self.suffixes(name))
 
     def is_interleaved(self, name: str) -> bool:
         """True if a checkpoint cannot represent the tensor-parallel split of `name`."""
-        return any(split_depth(name)[1].startswith(f"{path}.") for path in self.interleaved)
+        _, local = split_depth(name)
+        return any(local.startswith(f"{path}.") for path in self.interleaved)
 
 
 def split_depth(name: str) -> tuple[str, str]:
@@ -112,15 +118,22 @@ def global_names(module: nn.Module) -> GlobalNames:
 
     Raises ValueError if two parameters would be saved under one key.
     """
-    tree = {
-        split_depth(f"{name}.")[1].rstrip("."): child
-        for name, child in module.named_modules(remove_duplicate=False)
-    }
+    tree = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        _, path = split_depth(f"{name}.")
+        tree[path.rstrip(".")] = child
+    gated = set()
+    interleaved = set()
+    for path, child in tree.items():
+        if _is_gated(path, tree):
+            gated.add(path)
+        if type(child).__name__ in _INTERLEAVED:
+            interleaved.add(path)
     names = GlobalNames(
         renumbered=dict(_renumbered(tree)),
         alias=dict(_aliases(module)),
-        gated=frozenset(path for path, child in tree.items() if _is_gated(path, child, tree)),
-        interleaved=frozenset(p for p, c in tree.items() if type(c).__name__ in _INTERLEAVED),
+        gated=frozenset(gated),
+        interleaved=frozenset(interleaved),
     )
     _check_unique(names, (name for name, _ in module.named_parameters()))
     return names
@@ -142,32 +155,37 @@ def _experts(
     """Renumbered paths of modules of one expert each, and of numbered weights in grouped
     modules."""
     for local, number in enumerate(indices):
-        if f"{path}.local_experts.{local}" in tree:
-            yield f"{path}.local_experts.{local}", str(number)
+        expert = f"{path}.local_experts.{local}"
+        if expert in tree:
+            yield expert, str(number)
     for owner, child in tree.items():
         if not owner.startswith(f"{path}.") or owner.startswith(f"{path}.local_experts."):
             continue
         for name in child._parameters:
             numbered = _NUMBERED.fullmatch(name)
-            if numbered and int(numbered[2]) < len(indices):
-                yield f"{owner}.{name}", f"{numbered[1]}{indices[int(numbered[2])]}"
+            if numbered is None:
+                continue
+            kind, local = numbered[1], int(numbered[2])
+            if local < len(indices):
+                yield f"{owner}.{name}", f"{kind}{indices[local]}"
 
 
 def _aliases(module: nn.Module) -> Iterable[tuple[str, str]]:
     """The last pipeline stage's copy of a tied embedding -> the embedding's name."""
-    params: dict[str, Any] = {split_depth(n)[1]: p for n, p in module.named_parameters()}
+    params = {split_depth(name)[1]: param for name, param in module.named_parameters()}
     for name, param in params.items():
-        if not getattr(param, "shared_embedding", False) or not name.endswith(OUTPUT_LAYER):
-            continue
-        embedding = name.removesuffix(OUTPUT_LAYER) + WORD_EMBEDDINGS
-        if embedding not in params:
-            yield name, embedding
+        if getattr(param, "shared_embedding", False) and name.endswith(OUTPUT_LAYER):
+            embedding = name.removesuffix(OUTPUT_LAYER) + WORD_EMBEDDINGS
+            if embedding not in params:
+                yield name, embedding
 
 
-def _is_gated(path: str, child: nn.Module, tree: Mapping[str, nn.Module]) -> bool:
+def _is_gated(path: str, tree: Mapping[str, nn.Module]) -> bool:
     owner, _, last = _GATED_INSIDE.sub("", path).rpartition(".")
+    if last != "linear_fc1":
+        return False
     config = getattr(tree.get(owner), "config", None)
-    return last == "linear_fc1" and bool(getattr(config, "gated_linear_unit", False))
+    return bool(getattr(config, "gated_linear_unit", False))
 
 
 def _check_unique(names: GlobalNames, local: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ No code that a checkpoint names is executed (`unpickling.py`): it may not be tru
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -33,7 +34,10 @@ MODEL = (
 )  # fmt: skip
 """Training arguments that are shown if a checkpoint has them."""
 
-WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
+WEIGHTS = "weights"
+OPTIMIZER = "optimizer"
+OTHER = "other"
+_PARTS = {"model": WEIGHTS, "optimizer": OPTIMIZER}
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,23 +56,30 @@ def describe(path: Path, iteration: int | None = None) -> Values:
     """
     folder = DcpFolder.open(path, iteration, trusted=False)
     rest = _arguments(folder)
-    writers = {m[1] for p in folder.folder.iterdir() if (m := _WRITER.fullmatch(p.name))}
-    saved_by = {"processes that wrote files": len(writers), **_known(rest, TOPOLOGY)}
+    writers = set()
+    for file in folder.folder.iterdir():
+        match = _WRITER.fullmatch(file.name)
+        if match:
+            writers.add(match[1])
+    saved_by = {"processes that wrote files": len(writers)}
+    saved_by |= _known(rest, TOPOLOGY)
+    saved_by |= _record(folder.folder)
     entries = [_entry(folder, key) for key in folder.metadata.state_dict_metadata]
-    if (folder.folder / COMMON).is_file():
-        size = (folder.folder / COMMON).stat().st_size
-        entries.append(_described(COMMON, OTHER, size))
+    common = folder.folder / COMMON
+    if common.is_file():
+        entries.append(_described(COMMON, OTHER, common.stat().st_size))
     totals: dict[str, dict[str, int]] = {}
     for entry in entries:
         row = totals.setdefault(entry["part"], {"keys": 0, "elements": 0, "bytes": 0})
         row["keys"] += 1
         row["bytes"] += entry["nbytes"]
-        row["elements"] += 0 if entry["shape"] is None else math.prod(entry["shape"])
+        if entry["shape"] is not None:
+            row["elements"] += math.prod(entry["shape"])
     return {
         "format": folder.format,
         "folder": str(folder.folder),
         "iteration": folder.iteration,
-        "saved_by": saved_by | _record(folder.folder),
+        "saved_by": saved_by,
         "model": _known(rest, MODEL),
         "entries": entries,
         "totals": totals,
@@ -94,32 +105,46 @@ def diff(
     whole model (weights, including their dtypes, and optimizer state). values: False compares keys,
     shapes and dtypes only. Raises FileNotFoundError or ValueError as the converters do.
     """
-    one, other = (
-        DcpFolder.open(path, n, trusted=False) for path, n in zip((a, b), iterations, strict=True)
-    )
+    iteration_a, iteration_b = iterations
+    one = DcpFolder.open(a, iteration_a, trusted=False)
+    other = DcpFolder.open(b, iteration_b, trusted=False)
     read = _by_key if one.format == other.format else _by_name
-    (left, objects_a), (right, objects_b) = read(one, weights_only), read(other, weights_only)
-    common = [key for key in left if key in right]
-    shapes = [key for key in common if left[key].shape != right[key].shape]
-    dtypes = [key for key in common if left[key].dtype != right[key].dtype]
-    comparable = [key for key in common if key not in {*shapes, *dtypes}] if values else []
-    total = sum(left[key].nbytes for key in comparable)
-    compared = (
-        _compare(key, left[key], right[key], lambda nbytes: progress(nbytes, total))
-        for key in comparable
-    )
-    keys_a, keys_b = {**left, **objects_a}, {**right, **objects_b}
-    return {
+    left, objects_a = read(one, weights_only)
+    right, objects_b = read(other, weights_only)
+    shapes = []
+    dtypes = []
+    comparable = []
+    for key, x in left.items():
+        if key not in right:
+            continue
+        y = right[key]
+        if x.shape != y.shape:
+            shapes.append(f"{key}: {x.shape}, {y.shape}")
+        if x.dtype != y.dtype:
+            dtypes.append(f"{key}: {_short(x.dtype)}, {_short(y.dtype)}")
+        if (x.shape, x.dtype) == (y.shape, y.dtype):
+            comparable.append((key, x, y))
+    keys_a = {**left, **objects_a}
+    keys_b = {**right, **objects_b}
+    found: dict[str, list[Any]] = {
         "only_a": [key for key in keys_a if key not in keys_b],
         "only_b": [key for key in keys_b if key not in keys_a],
-        "shapes": [f"{key}: {left[key].shape}, {right[key].shape}" for key in shapes],
-        "dtypes": [f"{k}: {_short(left[k].dtype)}, {_short(right[k].dtype)}" for k in dtypes],
-        "values": [found for found in compared if found is not None],
-        "objects": [
-            key for key, read in objects_a.items()
-            if values and key in objects_b and not same(read(), objects_b[key]())
-        ],
+        "shapes": shapes,
+        "dtypes": dtypes,
+        "values": [],
+        "objects": [],
     }
+    if not values:
+        return found
+    total = sum(x.nbytes for _, x, _ in comparable)
+    for key, x, y in comparable:
+        difference = _compare(key, x, y, lambda nbytes: progress(nbytes, total))
+        if difference is not None:
+            found["values"].append(difference)
+    for key, read_a in objects_a.items():
+        if key in objects_b and not same(read_a(), objects_b[key]()):
+            found["objects"].append(key)
+    return found
 
 
 def _arguments(folder: DcpFolder) -> dict[str, Any]:
@@ -137,7 +162,9 @@ def _record(folder: Path) -> dict[str, Any]:
     """The values of the save's record, flat; empty without a record."""
     values = read_record(folder) or {}
     plain = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
-    return {**plain, **values.get("topology", {}), **values.get("versions", {})}
+    topology = values.get("topology", {})
+    versions = values.get("versions", {})
+    return {**plain, **topology, **versions}
 
 
 def _known(rest: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -147,7 +174,7 @@ def _known(rest: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 def _entry(folder: DcpFolder, key: str) -> Values:
     first = key.split(".")[0]
-    part = {"model": WEIGHTS, "optimizer": OPTIMIZER}.get(first, OTHER)
+    part = _PARTS.get(first, OTHER)
     if not folder.is_tensor(key):
         return _described(key, part, folder.stored_bytes(key))
     tensor = folder.tensor(key)
@@ -155,61 +182,77 @@ def _entry(folder: DcpFolder, key: str) -> Values:
         part = WEIGHTS  # torch_dist has no "model." in front
     if key.endswith(FP8_SCALING):
         part = OTHER
-    return _described(
-        key, part, tensor.nbytes, tensor.shape, _short(tensor.dtype), folder.pieces(key)
-    )
+    dtype = _short(tensor.dtype)
+    return _described(key, part, tensor.nbytes, tensor.shape, dtype, folder.pieces(key))
 
 
 def _described(
-    key: str, part: str, nbytes: int, shape: tuple[int, ...] | None = None,
-    dtype: str | None = None, pieces: int = 1,
+    key: str,
+    part: str,
+    nbytes: int,
+    shape: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+    pieces: int = 1,
 ) -> Values:
     """A key of a checkpoint. part: weights, optimizer or other; nbytes: size of a tensor's
     elements, or of an object as stored; pieces: number of stored chunks."""
-    return {"key": key, "part": part, "shape": shape, "dtype": dtype, "nbytes": nbytes,
-            "pieces": pieces}  # fmt: skip
+    return {
+        "key": key,
+        "part": part,
+        "shape": shape,
+        "dtype": dtype,
+        "nbytes": nbytes,
+        "pieces": pieces,
+    }
 
 
 _Contents = tuple[dict[str, LazyTensor], dict[str, Callable[[], Any]]]
 
 
 def _by_key(folder: DcpFolder, weights_only: bool) -> _Contents:
-    def wanted(key: str) -> bool:
-        return not weights_only or _entry(folder, key)["part"] == WEIGHTS
-
-    objects: dict[str, Callable[[], Any]] = {
-        key: (lambda key=key: folder.object(key))  # type: ignore[misc]
-        for key in folder.object_keys
-        if not weights_only and key != OBJECT
-    }
-    if not weights_only and has_common(folder):
+    tensors = {key: folder.tensor(key) for key in folder.tensor_keys}
+    if weights_only:
+        weights = (key for key in tensors if _entry(folder, key)["part"] == WEIGHTS)
+        return {key: tensors[key] for key in weights}, {}
+    objects: dict[str, Callable[[], Any]] = {}
+    for key in folder.object_keys:
+        if key != OBJECT:
+            objects[key] = functools.partial(folder.object, key)
+    if has_common(folder):
         for name, value in load_common(folder).items():
             objects[f"common state: {name}"] = lambda value=value: value  # type: ignore[misc]
-    return {key: folder.tensor(key) for key in folder.tensor_keys if wanted(key)}, objects
+    return tensors, objects
 
 
 def _by_name(folder: DcpFolder, weights_only: bool) -> _Contents:
     state = state_of(folder, weights_only)
     tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
     for name, moments in state.moments.items():
-        tensors.update({f"{kind}.{name}": moment for kind, moment in moments.items()})
-    return tensors, {f"step.{name}": step.item for name, step in state.steps.items()}
+        for kind, moment in moments.items():
+            tensors[f"{kind}.{name}"] = moment
+    steps = {f"step.{name}": step.item for name, step in state.steps.items()}
+    return tensors, steps
 
 
 def _compare(
     key: str, a: LazyTensor, b: LazyTensor, advance: Callable[[int], object]
 ) -> Values | None:
-    differing, largest = 0, 0.0
+    differing = 0
+    largest = 0.0
     for box in blocks(a.shape, a.dtype.itemsize, BLOCK_BYTES):
-        x, y = a.block(box), b.block(box)
+        x = a.block(box)
+        y = b.block(box)
         advance(x.nbytes)
-        if torch.equal(_bits(x), _bits(y)):
+        bits_x = _bits(x)
+        bits_y = _bits(y)
+        if torch.equal(bits_x, bits_y):
             continue
-        differing += int((_bits(x) != _bits(y)).sum())
+        differing += int((bits_x != bits_y).sum())
         gap = (x.double() - y.double()).abs().max().item()
-        largest = gap if gap != gap else max(largest, gap)
-    found = {"key": key, "elements": a.numel, "differing": differing, "largest": largest}
-    return found if differing else None
+        largest = gap if math.isnan(gap) else max(largest, gap)
+    if differing == 0:
+        return None
+    return {"key": key, "elements": a.numel, "differing": differing, "largest": largest}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +262,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def same(a: Any, b: Any) -> bool:
     """True if two values are equal; tensors and arrays in them are compared bit by bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return torch.equal(_bits(a), _bits(b))
     if type(a) is not type(b):
         return False
     if isinstance(a, Mapping):

@@ -39,13 +39,16 @@ def check_config(folder: DcpFolder) -> None:
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    read = found if isinstance(found, dict) else {}
-    optional = {name for name in BACKENDS if name.startswith("common_") and _is_object(folder)}
-    wrong = [
-        f"{name}={read.get(name)!r}, only {known!r} can be read"
-        for name, known in BACKENDS.items()
-        if read.get(name) != known and not (name in optional and name not in read)
-    ]
+    if not isinstance(found, dict):
+        found = {}
+    wrong = []
+    for name, known in BACKENDS.items():
+        is_optional = name.startswith("common_") and _is_object(folder)
+        if is_optional and name not in found:
+            continue
+        value = found.get(name)
+        if value != known:
+            wrong.append(f"{name}={value!r}, only {known!r} can be read")
     if wrong:
         raise ValueError(f"{path}: {'; '.join(wrong)}. A newer megatron_fsdp_adapter may read it")
 
@@ -60,10 +63,13 @@ def load_common(folder: DcpFolder) -> dict[str, Any]:
     is missing or damaged."""
     file = folder.folder / COMMON
     if file.is_file():
-        where, common = str(file), _of_file(file, folder.trusted)
+        where = str(file)
+        common = _of_file(file, folder.trusted)
     elif _is_object(folder):
-        where, common = f"{folder.folder}: {OBJECT}", folder.object(OBJECT)
-        common = common[0] if isinstance(common, list) and len(common) == 1 else common
+        where = f"{folder.folder}: {OBJECT}"
+        common = folder.object(OBJECT)
+        if isinstance(common, list) and len(common) == 1:
+            common = common[0]
     else:
         raise ValueError(f"{folder.folder} is half-written: it has no {COMMON}")
     if isinstance(common, bytes):

@@ -151,4 +151,7 @@ def _check_target(target: Path) -> None:
 def _cause(error: BaseException) -> BaseException:
     """The original error inside DCP's error about all ranks."""
     failures = getattr(error, "failures", None)
-    return next(iter(failures.values()))[0] if failures else error
+    if not failures:
+        return error
+    cause, _ = next(iter(failures.values()))
+    return cause

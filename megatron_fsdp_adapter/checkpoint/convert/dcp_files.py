@@ -42,9 +42,11 @@ from megatron_fsdp_adapter.core.dtensor.chunks import tile
 from megatron_fsdp_adapter.core.layout.ranges import Box
 
 KeyPath = tuple[str | int, ...]
-FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
-COMMON, CONFIG = "common.pt", "metadata.json"
-"""Files that only `torch_dist` has."""
+FSDP_DTENSOR = "fsdp_dtensor"
+TORCH_DIST = "torch_dist"
+COMMON = "common.pt"
+CONFIG = "metadata.json"
+"""Files that only `torch_dist` has: this and `COMMON`."""
 BLOCK_BYTES = 64 * 2**20
 
 
@@ -58,7 +60,6 @@ class Contents:
     files: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
 
 
-
 def detect_format(path: Path, iteration: int | None = None) -> str:
     """The format of the checkpoint at `path`. Raises FileNotFoundError if there is nothing,
     ValueError for anything else."""
@@ -67,9 +68,11 @@ def detect_format(path: Path, iteration: int | None = None) -> str:
     if path.is_file():
         raise ValueError(f"{path} is a file. Name the folder of a checkpoint")
     folders.require_ours(path.parent, path, also=CONFIG)
-    folder = folders.final_folder(*folders.locate(path, iteration))
-    has_mark = any((folder / name).is_file() for name in (CONFIG, COMMON))
-    return TORCH_DIST if has_mark else FSDP_DTENSOR
+    root, number = folders.locate(path, iteration)
+    folder = folders.final_folder(root, number)
+    if (folder / CONFIG).is_file() or (folder / COMMON).is_file():
+        return TORCH_DIST
+    return FSDP_DTENSOR
 
 
 @dataclass
@@ -124,7 +127,9 @@ class DcpFolder:
     def pieces(self, key: str) -> int:
         """The number of stored chunks of a tensor."""
         stored = self.metadata.state_dict_metadata[key]
-        return len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 1
+        if isinstance(stored, TensorStorageMetadata):
+            return len(stored.chunks)
+        return 1
 
     def stored_bytes(self, key: str) -> int:
         """Size of an object in its file, in bytes."""
@@ -133,11 +138,15 @@ class DcpFolder:
     def path_of(self, key: str) -> KeyPath:
         """The recorded path of the value in the nested state; (key,) if there is none. Raises
         ValueError if the recorded path is that of another key."""
+        path: Any = (key,)
         recorded = self.metadata.planner_data
-        path = recorded.get(key, (key,)) if isinstance(recorded, Mapping) else (key,)
+        if isinstance(recorded, Mapping):
+            path = recorded.get(key, path)
         if not isinstance(path, tuple) or dotted(path) != key:
-            raise ValueError(f"{self.folder}: key {key} is stored under another path, {path}. The "
-                             "checkpoint is damaged")
+            raise ValueError(
+                f"{self.folder}: key {key} is stored under another path, {path}. The "
+                "checkpoint is damaged"
+            )
         return path
 
     def tensor(self, key: str) -> LazyTensor:
@@ -147,16 +156,18 @@ class DcpFolder:
         chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks]
 
         def fill(offsets: Shape, out: torch.Tensor) -> None:
-            filled: list[Box] = []
+            wanted = offsets, tuple(out.shape)
+            filled = []
             for chunk in chunks:
-                common = _intersect((offsets, tuple(out.shape)), chunk)
+                common = _intersect(wanted, chunk)
                 if common is None:
                     continue
-                at, sizes = common
-                inside = self._chunk(key, chunk)[_slices(_minus(at, chunk[0]), sizes)]
-                out[_slices(_minus(at, offsets), sizes)].copy_(inside)
                 filled.append(common)
-            if not tile((offsets, tuple(out.shape)), filled):
+                at, sizes = common
+                source = _slices(_minus(at, chunk[0]), sizes)
+                target = _slices(_minus(at, offsets), sizes)
+                out[target].copy_(self._chunk(key, chunk)[source])
+            if not tile(wanted, filled):
                 raise ValueError(
                     f"{self.folder}: the stored blocks of {key} overlap, or leave a gap in the "
                     f"{out.numel()} elements at {offsets}. The checkpoint is damaged"
@@ -208,7 +219,8 @@ def damage_of(what: str) -> Iterator[None]:
     except Exception as error:  # pickle may raise any error on damaged bytes
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise  # torch has no error class of its own for it
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        lines = str(error).splitlines()
+        why = f"{type(error).__name__}: {lines[0] if lines else ''}"
         raise ValueError(f"{what} cannot be read ({why}). The file is damaged") from error
 
 
@@ -236,22 +248,23 @@ class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
 
     def __init__(self, contents: Contents, block_bytes: int, progress: Progress) -> None:
         super().__init__()
-        tensors, objects = contents.tensors, contents.objects
+        tensors = contents.tensors
+        objects = contents.objects
         self._paths = {dotted(path): path for path in (*tensors, *objects)}
         self._tensors = {dotted(path): tensor for path, tensor in tensors.items()}
         self._objects = {dotted(path): value for path, value in objects.items()}
         if len(self._paths) != len(tensors) + len(objects):
             raise ValueError("two values have the same dotted key")
         self._block_bytes = block_bytes
+        # Of all tensors, which is the total of `progress`.
         self._nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self._progress = progress
 
     def create_local_plan(self) -> SavePlan:
-        items = [
-            self._item(key, tensor, box)
-            for key, tensor in self._tensors.items()
-            for box in blocks(tensor.shape, tensor.dtype.itemsize, self._block_bytes)
-        ]
+        items = []
+        for key, tensor in self._tensors.items():
+            boxes = blocks(tensor.shape, tensor.dtype.itemsize, self._block_bytes)
+            items += [self._item(key, tensor, box) for box in boxes]
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
         return SavePlan(items, planner_data=self._paths)
 
@@ -268,16 +281,14 @@ class _StreamingPlanner(torch_dcp.DefaultSavePlanner):
         return block
 
     def _item(self, key: str, tensor: LazyTensor, box: Box) -> WriteItem:
-        offsets, sizes = (torch.Size(numbers) for numbers in box)
-        return WriteItem(
-            index=MetadataIndex(key, offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets, sizes),
-                properties=PortableProperties(dtype=tensor.dtype),
-                size=torch.Size(tensor.shape),
-            ),
+        chunk = ChunkStorageMetadata(*map(torch.Size, box))
+        data = TensorWriteData(
+            chunk=chunk,
+            properties=PortableProperties(dtype=tensor.dtype),
+            size=torch.Size(tensor.shape),
         )
+        index = MetadataIndex(key, chunk.offsets)
+        return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> Shape:
@@ -285,9 +296,13 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> Shape:
 
 
 def _intersect(a: Box, b: Box) -> Box | None:
-    low = tuple(map(max, a[0], b[0]))
-    high = tuple(
-        min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True)
-    )
-    sizes = _minus(high, low)
-    return (low, sizes) if all(n > 0 for n in sizes) else None
+    starts = []
+    sizes = []
+    for start_a, size_a, start_b, size_b in zip(*a, *b, strict=True):
+        start = max(start_a, start_b)
+        size = min(start_a + size_a, start_b + size_b) - start
+        if size <= 0:
+            return None
+        starts.append(start)
+        sizes.append(size)
+    return tuple(starts), tuple(sizes)

@@ -42,6 +42,8 @@ from megatron_fsdp_adapter.state.names import FP8_SCALING, HALVES, split_depth
 _STATE = ("optimizer", "state")
 _META = ("optimizer", "param_to_group_meta")
 _STEP = "step"
+_BESIDE_WEIGHTS = ("args", "checkpoint_version", "iteration")
+_DTYPE_OF_DEPTH = {2: torch.float32, 3: torch.bfloat16}
 
 
 def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
@@ -51,23 +53,32 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
     of the format, lacks layers or halves, or if a pickled object is damaged.
     """
     paths = {key: folder.path_of(key) for key in (*folder.tensor_keys, *folder.object_keys)}
-    tensors = {paths[key]: folder.tensor(key) for key in folder.tensor_keys}
-    model = {
-        str(path[1]): tensor for path, tensor in tensors.items()
-        if path[0] == "model" and not str(path[1]).endswith(FP8_SCALING)
-    }
-    dropped = [key for key in folder.tensor_keys if key.endswith(FP8_SCALING)]
+    dropped = []
+    tensors = {}
+    model = {}
+    for key in folder.tensor_keys:
+        path = paths[key]
+        tensors[path] = folder.tensor(key)
+        if key.endswith(FP8_SCALING):
+            dropped.append(key)
+        elif path[0] == "model":
+            model[str(path[1])] = tensors[path]
     if not any(name.startswith("module.") for name in model):
         raise ValueError(
             f"{folder.folder} is no fsdp_dtensor checkpoint: it has no key model.module...., but "
             f"{', '.join(list(paths)[:3])}"
         )
-    objects = {paths[key]: key for key in folder.object_keys if not key.startswith("model.")}
+    objects = {}
+    for key in folder.object_keys:
+        if key.startswith("model."):
+            dropped.append(key)
+        else:
+            objects[paths[key]] = key
     state = TrainingState(
         iteration=folder.iteration,
         weights=in_common(model),
         rest=_rest(folder, tensors, objects, weights_only),
-        dropped=(*dropped, *(key for key in folder.object_keys if key.startswith("model."))),
+        dropped=tuple(dropped),
         style=_style(model),
     )
     if not weights_only:
@@ -95,17 +106,20 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
                 tensors["optimizer", "state", styled + suffix, kind] = part
     for name, step in state.steps.items():
         styled = deep + styled_name(name, style, moe)
-        for suffix in HALVES if style.gated and is_first_linear(name) else ("",):
+        suffixes = HALVES if _has_halves(name, style) else ("",)
+        for suffix in suffixes:
             tensors["optimizer", "state", styled + suffix, _STEP] = from_tensor(step)
     for name, options in state.groups.items():
         styled = deep + styled_name(name, style, moe)
-        objects.update({(*_META, styled, option): value for option, value in options.items()})
+        for option, value in options.items():
+            objects["optimizer", "param_to_group_meta", styled, option] = value
     flat, paths = flatten_state_dict(dict(state.rest))
     for key, value in flat.items():
+        path = tuple(paths[key])
         if isinstance(value, torch.Tensor):
-            tensors[tuple(paths[key])] = from_tensor(value)
+            tensors[path] = from_tensor(value)
         else:
-            objects[tuple(paths[key])] = value
+            objects[path] = value
     return Contents(tensors, objects)
 
 
@@ -128,25 +142,30 @@ def _with_optimizer(
     groups: dict[str, dict[str, Any]] = {}
     depths = set()
     for path, tensor in tensors.items():
-        if path[:2] == _STATE:
-            depth, name = split_depth(str(path[2]))
-            depths.add(depth.count("module."))
-            if path[3] == _STEP:
-                steps[common_name(name.removesuffix("_w").removesuffix("_v"))] = tensor.whole()
-            else:
-                kinds.setdefault(str(path[3]), {})[name] = tensor
+        if path[:2] != _STATE:
+            continue
+        depth, name = split_depth(str(path[2]))
+        depths.add(depth.count("module."))
+        kind = str(path[3])
+        if kind == _STEP:
+            whole = name.removesuffix("_w").removesuffix("_v")
+            steps[common_name(whole)] = tensor.whole()
+        else:
+            kinds.setdefault(kind, {})[name] = tensor
     for path, key in objects.items():
         if path[:2] == _META:
-            name = common_name(split_depth(str(path[2]))[1])
-            groups.setdefault(name, {})[str(path[3])] = folder.object(key)
+            _, name = split_depth(str(path[2]))
+            options = groups.setdefault(common_name(name), {})
+            options[str(path[3])] = folder.object(key)
     moments = turned({kind: in_common(parts) for kind, parts in kinds.items()})
     _check_moments(state, moments, groups, folder.folder)
     known = depths.pop() if len(depths) == 1 else None
-    by_depth = {2: torch.float32, 3: torch.bfloat16}.get(known or 0)
+    dtype = dtype_argument(state.rest)
+    if dtype is None and known is not None:
+        dtype = _DTYPE_OF_DEPTH.get(known)
     return replace(
-        state, moments=moments, steps=steps, groups=groups, depth=known,
-        params_dtype=dtype_argument(state.rest) or by_depth,
-    )  # fmt: skip
+        state, moments=moments, steps=steps, groups=groups, depth=known, params_dtype=dtype
+    )
 
 
 def _check_moments(
@@ -155,22 +174,25 @@ def _check_moments(
     groups: Mapping[str, Any],
     where: Path,
 ) -> None:
-    problems = [f"optimizer state of {n}, which has no weight" for n in moments
-                if n not in state.weights]  # fmt: skip
-    problems += [
-        f"{kind} of {name} has shape {moment.shape}, the weight {state.weights[name].shape}"
-        for name, kinds in moments.items()
-        for kind, moment in kinds.items()
-        if name in state.weights and moment.shape != state.weights[name].shape
-    ]
-    problems += [f"{name} has optimizer state, but no parameter group" for name in moments
-                 if groups and name not in groups]  # fmt: skip
+    unknown = []
+    misshapen = []
+    ungrouped = []
+    for name, kinds in moments.items():
+        weight = state.weights.get(name)
+        if weight is None:
+            unknown.append(f"optimizer state of {name}, which has no weight")
+        else:
+            for kind, moment in kinds.items():
+                if moment.shape != weight.shape:
+                    misshapen.append(
+                        f"{kind} of {name} has shape {moment.shape}, the weight {weight.shape}"
+                    )
+        if groups and name not in groups:
+            ungrouped.append(f"{name} has optimizer state, but no parameter group")
+    problems = [*unknown, *misshapen, *ungrouped]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        raise ValueError(
-            f"{where} is inconsistent:\n"
-            f"{listed}"
-        )
+        raise ValueError(f"{where} is inconsistent:\n{listed}")
 
 
 def _rest(
@@ -179,14 +201,15 @@ def _rest(
     objects: Mapping[KeyPath, str],
     weights_only: bool,
 ) -> dict[str, Any]:
-    wanted = ("args", "checkpoint_version", "iteration") if weights_only else None
     rest: dict[str, Any] = {}
     for path, key in objects.items():
-        if path[0] not in ("model", "optimizer") and (wanted is None or path[0] in wanted):
+        first = path[0]
+        if first not in ("model", "optimizer") and (not weights_only or first in _BESIDE_WEIGHTS):
             set_element(rest, path, folder.object(key))
-    for path, tensor in tensors.items():
-        if path[0] not in ("model", "optimizer") and wanted is None:
-            set_element(rest, path, tensor.whole())
+    if not weights_only:
+        for path, tensor in tensors.items():
+            if path[0] not in ("model", "optimizer"):
+                set_element(rest, path, tensor.whole())
     return with_arguments(rest, folder.folder)
 
 
@@ -197,4 +220,10 @@ def _depth(state: TrainingState) -> int:
 
 
 def _halves(name: str, tensor: LazyTensor, style: NameStyle) -> dict[str, LazyTensor]:
-    return split_halves(tensor) if style.gated and is_first_linear(name) else {"": tensor}
+    if _has_halves(name, style):
+        return split_halves(tensor)
+    return {"": tensor}
+
+
+def _has_halves(name: str, style: NameStyle) -> bool:
+    return style.gated and is_first_linear(name)

@@ -74,6 +74,7 @@ def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 def narrow(tensor: LazyTensor, start: int, length: int) -> LazyTensor:
     """Rows start..start+length of dimension 0."""
+
     def fill(offsets: Shape, out: torch.Tensor) -> None:
         tensor.fill((offsets[0] + start, *offsets[1:]), out)
 
@@ -82,6 +83,7 @@ def narrow(tensor: LazyTensor, start: int, length: int) -> LazyTensor:
 
 def select(tensor: LazyTensor, index: int) -> LazyTensor:
     """`tensor[index]`: one entry of dimension 0, without that dimension."""
+
     def fill(offsets: Shape, out: torch.Tensor) -> None:
         tensor.fill((index, *offsets), out.unsqueeze(0))
 
@@ -92,18 +94,24 @@ def concat(parts: Sequence[LazyTensor]) -> LazyTensor:
     """The concatenation of the parts along dimension 0. Raises ValueError if shapes or dtypes
     differ."""
     _check_alike(parts, [part.shape[1:] for part in parts])
-    starts = [0]
+    starts = []
+    rows = 0
     for part in parts:
-        starts.append(starts[-1] + part.shape[0])
+        starts.append(rows)
+        rows += part.shape[0]
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
-        first, last = offsets[0], offsets[0] + out.shape[0]
-        for part, start in zip(parts, starts, strict=False):
-            low, high = max(first, start), min(last, start + part.shape[0])
+        first, *rest = offsets
+        last = first + out.shape[0]
+        for part, start in zip(parts, starts, strict=True):
+            low = max(first, start)
+            high = min(last, start + part.shape[0])
             if low < high:
-                part.fill((low - start, *offsets[1:]), out[low - first : high - first])
+                common = out[low - first : high - first]
+                part.fill((low - start, *rest), common)
 
-    return LazyTensor((starts[-1], *parts[0].shape[1:]), parts[0].dtype, fill)
+    like = parts[0]
+    return replace(like, shape=(rows, *like.shape[1:]), fill=fill)
 
 
 def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -111,10 +119,12 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
     _check_alike(parts, [part.shape for part in parts])
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
-        for i, slot in enumerate(out.unbind(0)):
-            parts[offsets[0] + i].fill(offsets[1:], slot)
+        inner = offsets[1:]
+        for i, slot in enumerate(out.unbind(0), offsets[0]):
+            parts[i].fill(inner, slot)
 
-    return LazyTensor((len(parts), *parts[0].shape), parts[0].dtype, fill)
+    like = parts[0]
+    return replace(like, shape=(len(parts), *like.shape), fill=fill)
 
 
 def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
@@ -125,20 +135,24 @@ def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
     if math.prod(shape) * itemsize <= limit or not shape:
         yield (0,) * len(shape), shape
         return
-    row_bytes = math.prod(shape[1:]) * itemsize
+    length = shape[0]
+    row = shape[1:]
+    row_bytes = math.prod(row) * itemsize
     if row_bytes <= limit:
         rows = limit // row_bytes
-        for start in range(0, shape[0], rows):
-            size = min(rows, shape[0] - start)
-            yield (start, *(0,) * (len(shape) - 1)), (size, *shape[1:])
+        zeros = (0,) * len(row)
+        for start in range(0, length, rows):
+            size = min(rows, length - start)
+            yield (start, *zeros), (size, *row)
         return
-    for index in range(shape[0]):
-        for offsets, sizes in blocks(shape[1:], itemsize, limit):
+    for index in range(length):
+        for offsets, sizes in blocks(row, itemsize, limit):
             yield (index, *offsets), (1, *sizes)
 
 
 def _check_alike(parts: Sequence[LazyTensor], shapes: Sequence[Shape]) -> None:
-    if len(set(shapes)) > 1 or len({part.dtype for part in parts}) > 1:
+    dtypes = {part.dtype for part in parts}
+    if len(set(shapes)) > 1 or len(dtypes) > 1:
         found = sorted({f"{part.shape} {part.dtype}" for part in parts})
         raise ValueError(f"tensors of different shapes or dtypes: {', '.join(found)}")
 

@@ -17,9 +17,12 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.lazy import Shape
 from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingState, is_expert
 
-_STEP, _MEMBERS = "step", "params"
-_KIND, _BESIDE_ADAM = "optimizer", ("muon", "lion")
-"""The option that marks a parameter group's optimizer, and the optimizers that set it."""
+_STEP = "step"
+_MEMBERS = "params"
+_KIND = "optimizer"
+"""The option that marks a parameter group's optimizer."""
+_BESIDE_ADAM = ("muon", "lion")
+"""The optimizers that set it."""
 
 Groups = dict[str, Mapping[str, Any]]
 Steps = dict[str, torch.Tensor]
@@ -49,12 +52,14 @@ def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, An
             groups.append(group)
     dense = [group for group in groups if not group.get("is_expert_parallel")]
     experts = [group for group in groups if group.get("is_expert_parallel")]
-    chain = [
-        {"optimizer": {"param_groups": part}, "param_state_sharding_type": sharding_type}
-        for part in (dense, experts)
-        if part
-    ]
-    return chain[0] if len(chain) == 1 else dict(enumerate(chain))
+    chain = []
+    for part in (dense, experts):
+        if part:
+            optimizer = {"param_groups": part}
+            chain.append({"optimizer": optimizer, "param_state_sharding_type": sharding_type})
+    if len(chain) == 1:
+        return chain[0]
+    return dict(enumerate(chain))
 
 
 def from_optimizer_state(
@@ -77,9 +82,8 @@ def from_optimizer_state(
     for name, shape in shapes.items():
         group = dict(_group_of(name, shape, name in not_adams, found, where))
         if group.get(_KIND) in _BESIDE_ADAM:
-            group.pop(
-                _STEP, None
-            )  # Muon and Lion count no steps; this format stores Adam's count in every group
+            # Muon and Lion count no steps; this format stores Adam's count in every group.
+            group.pop(_STEP, None)
         # torch's Adam stores a float (from a tensor per parameter), fused Adam an int in the group.
         if isinstance(group.get(_STEP), float):
             steps[name] = torch.tensor(group.pop(_STEP), dtype=torch.float32)
@@ -94,29 +98,36 @@ def _groups(stored: Any) -> Iterator[dict[str, Any]]:
     if "param_groups" in stored:
         step = stored.get("state", {}).get("common_step")
         for group in stored["param_groups"]:
-            kept = {k: v for k, v in group.items() if k != _MEMBERS}
+            kept = {key: value for key, value in group.items() if key != _MEMBERS}
             if step is not None and _STEP not in kept:
                 kept[_STEP] = float(step)
             yield kept
-        return
-    for part in [stored["optimizer"]] if "optimizer" in stored else stored.values():
-        yield from _groups(part)
+    elif "optimizer" in stored:
+        yield from _groups(stored["optimizer"])
+    else:
+        for part in stored.values():
+            yield from _groups(part)
+
+
+def _traits(group: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether the group is of experts, has no weight decay, and is of another optimizer than
+    Adam."""
+    of_experts = bool(group.get("is_expert_parallel"))
+    undecayed = group.get("wd_mult", 1.0) == 0.0
+    beside_adam = group.get(_KIND) in _BESIDE_ADAM
+    return of_experts, undecayed, beside_adam
 
 
 def _group_of(
     name: str, shape: Shape, not_adams: bool, groups: list[dict[str, Any]], where: Path
 ) -> Mapping[str, Any]:
     undecayed = len(shape) == 1 or name.endswith(".bias")
-    rules = (
-        lambda group: bool(group.get("is_expert_parallel")) == is_expert(name),
-        lambda group: (group.get("wd_mult", 1.0) == 0.0) == undecayed,
-        lambda group: (group.get(_KIND) in _BESIDE_ADAM) == not_adams,
-    )
+    wanted = is_expert(name), undecayed, not_adams
     candidates = groups
-    for rule in rules:
-        # Skip a rule that no group matches: experts without expert parallelism are in the dense
+    for i, trait in enumerate(wanted):
+        # Skip a trait that no group has: experts without expert parallelism are in the dense
         # groups, and weight decay may be equal for all.
-        candidates = [group for group in candidates if rule(group)] or candidates
+        candidates = [group for group in candidates if _traits(group)[i] == trait] or candidates
     if any(group != candidates[0] for group in candidates):
         raise ValueError(
             f"{where}: {name} fits {len(candidates)} parameter groups with different options, as "

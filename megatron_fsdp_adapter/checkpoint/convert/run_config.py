@@ -37,10 +37,15 @@ def _arguments(path: Path) -> Namespace:
     model = content.get("model") if isinstance(content, Mapping) else None
     if not isinstance(model, Mapping):
         raise ValueError(f"{path} has no section `model`, which describes the model of the weights")
-    named = {str(name): _named(value) for name, value in model.items()}
-    return Namespace(**{_ARGUMENTS.get(name, name): value for name, value in named.items()})
+    arguments = {}
+    for field, value in model.items():
+        name = str(field)
+        arguments[_ARGUMENTS.get(name, name)] = _named(value)
+    return Namespace(**arguments)
 
 
 def _named(value: Any) -> Any:
     """`value`, or its name if it is a function, a class or a dtype."""
-    return value.get("_target_", value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return value.get("_target_", value)
+    return value

@@ -98,11 +98,12 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
             model.update(_unstacked(key, folder.tensor(key)))
     record = common.pop(RECORD, {})
     weights = in_common(model)
+    style = NameStyle(**record["style"]) if record else _style(common)
     state = TrainingState(
         iteration=folder.iteration,
         weights=weights,
         params_dtype=dtype_argument(common) or _majority(weights),
-        style=NameStyle(**record["style"]) if record else _style(common),
+        style=style,
         depth=record.get("depth"),
         rest=_rest(folder, common, record, weights_only),
         dropped=_dropped(folder),
@@ -122,7 +123,8 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
         COMMON: functools.partial(torch.save, common),
         CONFIG: lambda path: path.write_text(json.dumps(BACKENDS)),
     }
-    return Contents(tensors, {**objects, **rng}, files)
+    objects |= rng
+    return Contents(tensors, objects, files)
 
 
 def _leaves(
@@ -135,18 +137,23 @@ def _leaves(
     """
     keys = _Keys.of(state, style)
     dtype = state.params_dtype
-    computed = {
-        name: cast(weight, dtype) if dtype and is_parameter(name) else weight
-        for name, weight in state.weights.items()
-    }
-    tensors: dict[KeyPath, LazyTensor] = {(k,): t for k, t in keys.stacked(computed).items()}
-    # Core saves fp32 main weights even for a model that computes in fp32.
-    main = {n: cast(state.weights[n], torch.float32) for n in state.moments}
-    kinds = {**({"param": main} if main else {}), **turned(state.moments)}
+    computed = dict(state.weights)
+    if dtype is not None:
+        for name in filter(is_parameter, state.weights):
+            computed[name] = cast(computed[name], dtype)
+    tensors: dict[KeyPath, LazyTensor] = {}
+    for key, tensor in keys.stacked(computed).items():
+        tensors[(key,)] = tensor
+    kinds = {}
+    if state.moments:
+        # Core saves fp32 main weights even for a model that computes in fp32.
+        kinds["param"] = {n: cast(state.weights[n], torch.float32) for n in state.moments}
+    kinds |= turned(state.moments)
     for kind, parts in kinds.items():
         for key, tensor in keys.stacked(parts).items():
             tensors[(f"optimizer.state.{kind}.{key}",)] = tensor
-    return tensors, {(key,): [None] for key in keys.extra_states(state.weights)}
+    objects: dict[KeyPath, Any] = {(key,): [None] for key in keys.extra_states(state.weights)}
+    return tensors, objects
 
 
 @dataclass(frozen=True)
@@ -164,15 +171,16 @@ class _Keys:
 
     @classmethod
     def of(cls, state: TrainingState, style: NameStyle) -> _Keys:
-        numbered = [m for name in state.weights if (m := _LAYER.fullmatch(name))]
         layers: dict[str, set[str]] = {}
-        for match in numbered:
-            layers.setdefault(match[1], set()).add(match[2])
+        experts = 0
+        for name in state.weights:
+            if match := _LAYER.fullmatch(name):
+                layers.setdefault(match[1], set()).add(match[2])
+            if match := _COMMON_EXPERT.fullmatch(name):
+                experts = max(experts, 1 + int(match[2]))
+        different = {frozenset(names) for names in layers.values()}
         frequency = argument_of(state.rest, "moe_layer_freq", 1)
-        differ = len({frozenset(names) for names in layers.values()}) > 1
-        per_layer = differ or isinstance(frequency, (list, tuple)) or frequency > 1
-        found = (_COMMON_EXPERT.fullmatch(name) for name in state.weights)
-        experts = 1 + max((int(m[2]) for m in found if m), default=-1)
+        per_layer = len(different) > 1 or isinstance(frequency, (list, tuple)) or frequency > 1
         return cls(style, moe_layers(state.weights), len(layers), experts, per_layer)
 
     def place(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -181,17 +189,19 @@ class _Keys:
         sizes: tuple[int, ...] = ()
         if match := _COMMON_EXPERT.fullmatch(name):
             name = f"{match[1]}.experts.{match[3]}"
-            at, sizes = (int(match[2]),), (self.experts,)
+            at = (int(match[2]),)
+            sizes = (self.experts,)
         match = _LAYER.fullmatch(name)
         if match is None:
             return name, at, sizes
+        number, last = match.groups()
+        layer = f"decoder.layers.{number}"
         # Core's layers rename both norms, whatever layer follows; TE's layers with experts have the
         # second one as a module.
-        in_moe = self.style.fused_norms and f"decoder.layers.{match[1]}" in self.moe
-        last = fuse_norm(match[2], in_moe)
+        last = fuse_norm(last, self.style.fused_norms and layer in self.moe)
         if self.per_layer:
-            return f"decoder.layers.{match[1]}.{last}", at, sizes
-        return f"decoder.layers.{last}", (int(match[1]), *at), (self.layers, *sizes)
+            return f"{layer}.{last}", at, sizes
+        return f"decoder.layers.{last}", (int(number), *at), (self.layers, *sizes)
 
     def stacked(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Key -> tensor. Raises ValueError if a stack has gaps."""
@@ -209,12 +219,16 @@ class _Keys:
             key, at, sizes = self.place(name)
             if key.startswith(("output_layer.", "embedding.")):
                 continue
-            owners = [m[1] for m in (_LINEAR.fullmatch(key), _NORM.fullmatch(key)) if m]
+            owners = []
+            for pattern in (_LINEAR, _NORM):
+                match = pattern.fullmatch(key)
+                if match:
+                    owners.append(match[1])
             if key.endswith("linear_proj.weight"):
                 owners.append(key.removesuffix("linear_proj.weight") + "core_attention")
+            place = ".".join(map(str, at or (0,)))
+            whole = ".".join(map(str, sizes or (1,)))
             for owner in owners:
-                place = ".".join(map(str, at or (0,)))
-                whole = ".".join(map(str, sizes or (1,)))
                 yield f"{owner}._extra_state/shard_{place}_{whole}"
 
 
@@ -234,15 +248,17 @@ def _stack(
 
 def _unstacked(key: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
     """One tensor for each layer and expert, by name."""
-    key = split_depth(key)[1]
+    _, key = split_depth(key)
     if match := _STACKED_LAYERS.fullmatch(key):
+        layers, name = match.groups()
         for layer in range(tensor.shape[0]):
-            yield from _unstacked(f"{match[1]}.{layer}.{match[2]}", select(tensor, layer))
+            yield from _unstacked(f"{layers}.{layer}.{name}", select(tensor, layer))
     elif match := _STACKED_EXPERTS.fullmatch(key):
+        experts, name = match.groups()
         for expert in range(tensor.shape[0]):
-            yield f"{match[1]}.{expert}.{match[2]}", select(tensor, expert)
+            yield f"{experts}.{expert}.{name}", select(tensor, expert)
     elif match := _SINGLE_EXPERT.fullmatch(key):
-        yield f"{match[1]}.{match[2]}.{match[3]}", tensor
+        yield ".".join(match.groups()), tensor
     else:
         yield key, tensor
 
@@ -254,17 +270,18 @@ def _with_optimizer(
     where: Path,
 ) -> TrainingState:
     kinds = {kind: in_common(parts) for kind, parts in optimizer.items()}
-    main = {n: t for kind in _MAIN_WEIGHTS for n, t in kinds.pop(kind, {}).items()}
+    main: dict[str, LazyTensor] = {}
+    for kind in _MAIN_WEIGHTS:
+        main |= kinds.pop(kind, {})
     moments = turned(kinds)
-    unknown = sorted(name for name in {*main, *moments} if name not in state.weights)
+    unknown = sorted({*main, *moments} - state.weights.keys())
     if unknown:
         raise ValueError(f"{where}: optimizer state without a weight: {', '.join(unknown)}")
     shapes = {name: state.weights[name].shape for name in moments}
     not_adams = {name for name, kept in moments.items() if _SECOND not in kept}
     groups, steps = from_optimizer_state(common.get("optimizer"), shapes, not_adams, where)
-    return replace(
-        state, weights={**state.weights, **main}, moments=moments, groups=groups, steps=steps
-    )
+    weights = {**state.weights, **main}
+    return replace(state, weights=weights, moments=moments, groups=groups, steps=steps)
 
 
 def _rest(
@@ -291,10 +308,10 @@ def _common_state(
     common = dict(state.rest)
     record: dict[str, Any] = {"style": asdict(style), "depth": state.depth}
     places = common.pop("rng_state", None) or {}
-    found = {key: _RNG_PLACE.fullmatch(str(key)) for key in places}
+    found = [_RNG_PLACE.fullmatch(str(key)) for key in places]
     rng: dict[KeyPath, Any] = {}
-    if all(found.values()):
-        grid = [(int(m[1]), int(m[2])) for m in found.values() if m]
+    if all(found):
+        grid = [(int(match[1]), int(match[2])) for match in found if match]
         size = ".".join(str(1 + max(numbers)) for numbers in zip(*grid, strict=True))
         for value, (pp, tp) in zip(places.values(), grid, strict=True):
             rng[(f"rng_state/shard_{pp}.{tp}_{size}",)] = [value]

@@ -81,7 +81,10 @@ class TrainingState:
 def argument_of(rest: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """An entry of `args`, which Megatron saves as a namespace and other scripts as a dict."""
     args = rest.get("args")
-    found = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+    if isinstance(args, Mapping):
+        found = args.get(name)
+    else:
+        found = getattr(args, name, None)
     return default if found is None else found
 
 
@@ -91,19 +94,23 @@ def dtype_argument(rest: Mapping[str, Any]) -> torch.dtype | None:
         return None
     if argument_of(rest, "bf16", False):
         return torch.bfloat16
-    return torch.float16 if argument_of(rest, "fp16", False) else torch.float32
+    if argument_of(rest, "fp16", False):
+        return torch.float16
+    return torch.float32
 
 
 def common_name(name: str) -> str:
     """The common name of a parameter called `name` in a model of any style."""
     if match := _SEQUENTIAL.fullmatch(name):
-        return f"{match[1]}.{match[2]}.{match[3]}"
+        return ".".join(match.groups())
     if match := _GROUPED.fullmatch(name):
-        return f"{match[1]}.{match[4]}.{match[2]}.{match[3]}"
+        path, linear, last, number = match.groups()
+        return f"{path}.{number}.{linear}.{last}"
     if match := _LAYER.fullmatch(name):
+        layer, inside = match.groups()
         for fused, separate in _FUSED:
-            if match[2].startswith(fused):
-                return f"{match[1]}.{separate}{match[2].removeprefix(fused)}"
+            if inside.startswith(fused):
+                return f"{layer}.{separate}{inside.removeprefix(fused)}"
     return name
 
 
@@ -120,21 +127,28 @@ def styled_name(name: str, style: NameStyle, moe_layers: frozenset[str]) -> str:
     match = _LAYER.fullmatch(name)
     if not style.fused_norms or match is None:
         return name
-    return f"{match[1]}.{fuse_norm(match[2], match[1] in moe_layers)}"
+    layer, inside = match.groups()
+    return f"{layer}.{fuse_norm(inside, layer in moe_layers)}"
 
 
 def fuse_norm(name: str, in_moe_layer: bool) -> str:
     """Name inside a layer -> the name with norms fused into the following linear layers."""
     for fused, separate in _FUSED:
-        if name.startswith(separate) and not (in_moe_layer and fused.startswith("mlp.")):
+        if in_moe_layer and fused.startswith("mlp."):
+            continue
+        if name.startswith(separate):
             return fused + name.removeprefix(separate)
     return name
 
 
 def moe_layers(names: Iterable[str]) -> frozenset[str]:
     """Paths of the layers with experts, such as `decoder.layers.3`."""
-    found = (_LAYER.fullmatch(name) for name in names)
-    return frozenset(m[1] for m in found if m and m[2].startswith("mlp.experts."))
+    found = set()
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match and match[2].startswith("mlp.experts."):
+            found.add(match[1])
+    return frozenset(found)
 
 
 def is_parameter(name: str) -> bool:
@@ -173,7 +187,8 @@ def in_common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Tensors of a model of any style by common names, with halves joined and leading "module."
     prefixes removed. Raises ValueError for half a weight, or for a weight stored under two
     names."""
-    joined = join_halves({split_depth(name)[1]: tensor for name, tensor in tensors.items()})
+    local = {split_depth(name)[1]: tensor for name, tensor in tensors.items()}
+    joined = join_halves(local)
     found = {common_name(name): tensor for name, tensor in joined.items()}
     if len(found) != len(joined):
         raise ValueError("a weight is stored under two names of different styles")
@@ -204,7 +219,11 @@ def check_layers(state: TrainingState, where: object) -> None:
 
     A checkpoint whose layer numbers count from the start of a pipeline stage lacks layers.
     """
-    found = {int(m[1]) for name in state.weights if (m := _LAYER_NUMBER.match(name))}
+    found = set()
+    for name in state.weights:
+        match = _LAYER_NUMBER.match(name)
+        if match:
+            found.add(int(match[1]))
     wanted = int(argument_of(state.rest, "num_layers", len(found)))
     missing = sorted(set(range(wanted)) - found)
     if missing or len(found) != wanted:
@@ -217,4 +236,6 @@ def check_layers(state: TrainingState, where: object) -> None:
 
 def _ranges(numbers: Iterable[int]) -> str:
     listed = sorted(numbers)
-    return f"{listed[0]}-{listed[-1]} ({len(listed)})" if listed else "(none)"
+    if not listed:
+        return "(none)"
+    return f"{listed[0]}-{listed[-1]} ({len(listed)})"
