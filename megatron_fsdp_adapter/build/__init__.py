@@ -1,5 +1,6 @@
-"""From a plan to an engine: weights made on the meta device, the same model on all ranks, reports.
+"""From a plan to an engine: weights made on the meta device, the same model on all ranks, guards,
+faults by unit.
 
-Makes engines, and no optimizer. May enter: what is done once around an engine's construction, and
-what names a fault by its unit.
+The wrappers for Megatron and for plain PyTorch share it. May enter: what an engine gets when it is
+made, in any training loop.
 """

@@ -22,7 +22,7 @@ def install() -> None:
     every missing name.
     """
     # Imported late: it imports megatron.core, which importing this module must not.
-    from megatron_fsdp_adapter.megatron.wrapper.core_support import require_supported_core
+    from megatron_fsdp_adapter.megatron.compat.core_support import require_supported_core
 
     require_supported_core(ALL)
     patches.install(ALL)

@@ -14,7 +14,8 @@ from ..core.comm.registered import RegisteredMemory
 from ..core.engine.buffer import COMPUTE, GRADIENTS, MAIN
 from ..core.engine.engine import FsdpEngine
 from ..rollout.release import release, take_back
-from ..state.sharded_module import ShardedStateDict, refuse_compilation
+from ..state.not_copyable import refuse_compilation
+from ..state.sharded_state_dict import ShardedStateDict
 
 
 class ParamAndGradBuffer:

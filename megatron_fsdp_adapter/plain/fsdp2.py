@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.problems import raise_problems
 from ..plan.module_problems import parameter_problems
-from ..state.sharded_module import NotCopyable
+from ..state.not_copyable import NotCopyable
 from .casts import cast
 from .fsdp2_model import (
     BUILDING,

@@ -23,13 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..build.description import describe
 from ..build.grad_check import GradCheck
+from ..build.grad_sync import GradSync
 from ..build.materialize import target_device
 from ..core.comm.all_to_all_sum import ALL_TO_ALL_SUM
 from ..core.comm.communicator import REDUCE_SCATTER
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from ..core.distributed_index import FSDPDistributedIndex
 from ..rollout.export_source import Described, Source, beside_engine
-from ..state.sharded_module import GradSync, ShardedStateDict, refuse_compilation
+from ..state.not_copyable import refuse_compilation
+from ..state.sharded_state_dict import ShardedStateDict
 from .building import engine_for, raise_model_problems
 from .mesh import data_parallel_groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..build.shard_attributes import engines_behind
 from ..optim.local_shards import INNER, LocalShards, UpdateRule
 from ..optim.muon.torch_muon import is_torch_muon, torch_muon
 from ..optim.residency import OPTION, Residency
 from ..optim.step import adopt, end_step
-from ..state.sharded_module import engines_behind
 from .user_loop import UserLoopEngine
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..build.guards import refuse_conversions
+from ..build.shard_attributes import mark_shard
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import GradState, ParamGroup
 from ..core.engine.hooks import RAISED
 from ..core.engine.params import ParamPair
 from ..core.engine.partition import unchecked
-from ..state.sharded_module import mark_shard, refuse_conversions, register_state_dict_hooks
+from ..state.sharded_state_dict import register_state_dict_hooks
 from .optimizer_rows import watch_steps
 
 METHOD = "a registered method"

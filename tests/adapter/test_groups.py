@@ -15,9 +15,13 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.duplicate_groups import digest_of, everyones_groups
 from megatron_fsdp_adapter.core.topology import DENSE
-from megatron_fsdp_adapter.megatron.wrapper import group_problems
 from megatron_fsdp_adapter.megatron.wrapper.domains import SHARED_EMBEDDING, domain_name
-from megatron_fsdp_adapter.megatron.wrapper.model_problems import model_problems
+from megatron_fsdp_adapter.megatron.wrapper.problems import (
+    CHECKED,
+    group_problems,
+    group_ranks,
+    model_problems,
+)
 from tests.adapter.one_layer import CASE, wrapped
 from tests.distributed.gpt import STRATEGIES
 
@@ -36,7 +40,7 @@ SIZES = {
 
 def problems(num_moe_experts: int | None = 4, **ranks: tuple[int, ...]) -> str:
     config = SimpleNamespace(**SIZES, num_moe_experts=num_moe_experts)
-    return "\n".join(group_problems.group_problems(config, {**GRID, **ranks}))
+    return "\n".join(group_problems(config, {**GRID, **ranks}))
 
 
 @pytest.mark.parametrize(
@@ -93,8 +97,8 @@ def test_experts_that_core_marks_as_dense_are_refused(
 
 
 def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:
-    ranks = group_problems.group_ranks(None)
-    assert ranks == dict.fromkeys(group_problems.CHECKED, (0,))
+    ranks = group_ranks(None)
+    assert ranks == dict.fromkeys(CHECKED, (0,))
 
 
 # What is left alone.

@@ -17,9 +17,9 @@ import pytest
 import torch
 from megatron.core.optimizer import optimizer_config
 
+from megatron_fsdp_adapter.megatron.compat import core_support
 from megatron_fsdp_adapter.megatron.compat.table import installed
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
-from megatron_fsdp_adapter.megatron.wrapper import core_support
 from megatron_fsdp_adapter.tools.cli import doctor, machine, nodes
 from tests.ranks import rendezvous
 

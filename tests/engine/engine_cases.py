@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.build.building import with_single_rank_domains
 from megatron_fsdp_adapter.build.grad_check import GradCheck
+from megatron_fsdp_adapter.build.shard_attributes import mark_shard
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
@@ -30,7 +31,6 @@ from megatron_fsdp_adapter.optim.step import adopt
 from megatron_fsdp_adapter.plan.unit_grouping import group_layers
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.rollout import unit_copies
-from megatron_fsdp_adapter.state.sharded_module import mark_shard
 from tests.engine import schedule
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator, pretended_world

@@ -34,7 +34,7 @@ from ...checkpoint.fitting import fit, taken_over
 from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER, merged
 from ...state.names import MODEL
-from ...state.sharded_module import ShardedStateDict
+from ...state.sharded_state_dict import ShardedStateDict
 from ..compat.table import BRIDGE, LM
 
 _CHUNK = re.compile(r"model\d+")

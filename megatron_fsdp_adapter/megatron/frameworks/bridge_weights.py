@@ -27,6 +27,7 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_fsdp_adapter.build.shard_attributes import engines_behind
 from megatron_fsdp_adapter.core.engine.buffer import MAIN, check_here
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
@@ -37,7 +38,6 @@ from megatron_fsdp_adapter.state.module_weights import (
     module_weights,
     shared_embeddings,
 )
-from megatron_fsdp_adapter.state.sharded_module import engines_behind
 
 TASKS = "build_conversion_tasks"
 

@@ -31,7 +31,7 @@ from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 from megatron_fsdp_adapter.megatron.wrapper.tensor_parallel import DIMS, tensor_parallel_mode
 from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.state.names import EXTRA_STATE, GlobalNames, global_names
-from megatron_fsdp_adapter.state.sharded_module import ShardedStateDict
+from megatron_fsdp_adapter.state.sharded_state_dict import ShardedStateDict
 
 FORMAT = "fsdp_dtensor"
 

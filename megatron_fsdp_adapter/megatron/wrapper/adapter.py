@@ -21,17 +21,14 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 
 from ...build.description import describe
+from ...build.grad_sync import GradSync
+from ...build.guards import check_trained, refuse_conversions
 from ...core.config import MixedPrecisionPolicy
 from ...graphs.full_iteration import FullIterationGraphs
 from ...rollout.export_source import Source
 from ...rollout.release import trim
-from ...state.sharded_module import (
-    GradSync,
-    check_trained,
-    refuse_compilation,
-    refuse_conversions,
-    register_state_dict_hooks,
-)
+from ...state.not_copyable import refuse_compilation
+from ...state.sharded_state_dict import register_state_dict_hooks
 from ..compat.table import install_beside_a_wrapper
 from ..inner_module import ShardedModule
 from ..layers import schedule_plans

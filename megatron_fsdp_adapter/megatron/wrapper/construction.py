@@ -14,9 +14,10 @@ from ..options.rules import is_on
 from ..options.settings import WRAPPER, settle
 from ..options.table import DECOUPLED
 from .announcement import announcement
-from .construction_problems import Arguments, checked_index
+from .arguments import Arguments
 from .domains import broadcast_left_alone
 from .model_plan import ModelPlan, plan_model
+from .problems import checked_index
 
 __all__ = ["Arguments", "build", "checked_index", "force_options"]
 

@@ -16,7 +16,7 @@ from ..options import ddp_options
 from ..options import unit_size as unit_grouping
 from ..options.rules import is_on
 from ..options.table import GATHER_PARTS
-from .construction_problems import Arguments
+from .arguments import Arguments
 from .domains import domains_of, whole_domains_of
 from .units import chosen_units, plan_units, with_unsharded_units
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import weakref
 from types import SimpleNamespace
 
+from ...build.shard_attributes import mark_shard
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.params import ParamPair
 from ...core.topology import TP_DIM
-from ...state.sharded_module import mark_shard
 from ..checkpoint.megatron_names import make_fsdp_dtensor
 
 NO_SPLITS = SimpleNamespace(tp_dim=TP_DIM, get_submesh=make_fsdp_dtensor)

@@ -37,7 +37,7 @@ from ..layers.wgrad_probe import (
     read_by_operations,
 )
 from ..options.rules import is_on
-from .construction_problems import Arguments
+from .arguments import Arguments
 from .domains import domain_name
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 

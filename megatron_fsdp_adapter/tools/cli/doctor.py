@@ -61,7 +61,7 @@ def versions() -> dict[str, dict[str, Any]]:
 def bindings() -> dict[str, str]:
     """`error`: why `install()` cannot rebind Megatron's names. Empty if it can."""
     try:
-        from megatron_fsdp_adapter.megatron.wrapper.core_support import require_supported_core
+        from megatron_fsdp_adapter.megatron.compat.core_support import require_supported_core
 
         require_supported_core(ALL)
     except ModuleNotFoundError as error:

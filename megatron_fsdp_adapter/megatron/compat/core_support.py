@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import megatron.core
 
-from ..compat import patches, releases
-from ..compat.table import OPTIMIZER
+from . import patches, releases
+from .table import OPTIMIZER
 
 
 def require_supported_core(replaced: Iterable[patches.Patch] = OPTIMIZER) -> None:

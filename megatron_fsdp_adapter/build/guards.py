@@ -1,0 +1,86 @@
+"""Errors about changes of a wrapped module that would detach its parameters from their buffers, or
+that would have no effect."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.partition import unchecked
+
+
+def refuse_conversions(module: nn.Module, engine: FsdpEngine) -> None:
+    """Makes `to`, `half` and the like raise in `module` and below, unless they change nothing."""
+    dtypes = frozenset(pair.unsharded.dtype for pair in engine.pairs)
+    for name, child in module.named_modules():
+        where = f"{type(child).__name__} {name}".strip()
+        child.__dict__["_apply"] = _apply_guard(child, dtypes, engine.runtime.device, where)
+
+
+def _apply_guard(
+    module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
+) -> Any:
+    """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
+    from the flat buffers. One that leaves every parameter where it is passes and reaches the
+    module's buffers."""
+    ref = weakref.ref(module)
+
+    def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
+        for dtype in dtypes:
+            given = torch.zeros(1, dtype=dtype, device=device)
+            probe = fn(given)
+            if probe.dtype != dtype or probe.device != device:
+                raise RuntimeError(
+                    f"{where}: converting a wrapped module from {dtype} on {device} to "
+                    f"{probe.dtype} on {probe.device} would detach its parameters from their "
+                    "flat buffers. Convert the module before wrapping it"
+                )
+            if probe.data_ptr() != given.data_ptr():
+                raise RuntimeError(
+                    f"{where}: new memory for the parameters of a wrapped module (to_empty, a "
+                    "copy) would detach them from their flat buffers. Convert the module before "
+                    "wrapping it, and write values in place after"
+                )
+        alive = ref()
+        for child in alive.modules() if alive is not None else ():
+            for name, value in child._buffers.items():
+                child._buffers[name] = None if value is None else fn(value)
+        return alive
+
+    return apply
+
+
+def check_trained(engine: FsdpEngine) -> None:
+    """RuntimeError if `requires_grad` was changed after wrapping, or a sharded parameter has a
+    gradient hook. Which gradients are reduced, and which buffers exist for them, is decided once; a
+    change would be ignored in silence, or leave the optimizer with gradients that are zero. No
+    backward accumulates the gradient of a sharded parameter, so its hooks would never run."""
+    hooked = [
+        pair.managed.fqns[0]
+        for pair in engine.trained
+        if pair.sharded._backward_hooks or pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    ]
+    if hooked:
+        raise RuntimeError(
+            f"gradient hooks on {', '.join(hooked[:5])} ({len(hooked)} parameters in all) were "
+            "registered after the model was wrapped, on sharded parameters, to which autograd "
+            "gives no gradient: they would never run. Register them before wrapping"
+        )
+    with unchecked():
+        changed = [
+            pair.managed.fqns[0]
+            for pair in engine.pairs
+            if {pair.unsharded.requires_grad, pair.sharded.requires_grad}
+            != {pair.group.key.requires_grad}
+        ]
+    if changed:
+        raise RuntimeError(
+            f"requires_grad of {', '.join(changed[:5])} ({len(changed)} parameters in all) has "
+            "changed since the model was wrapped, which has no effect on gradient collection. "
+            "Freeze parameters before wrapping, or give them a learning rate of 0 in the "
+            "optimizer"
+        )

@@ -1,0 +1,44 @@
+"""Records of delayed scaling among the entries of a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.engine.params import ParamPair
+from ..quantized.scaling import Scaling, scalings_of
+from .names import EXTRA_STATE, FP8_SCALING
+
+
+def take_scaling(scalings: Mapping[str, Scaling], records: Mapping[str, torch.Tensor]) -> None:
+    """Takes over the records that a load had. Prints, on one rank, for how many weights it did not
+    describe how they are scaled."""
+    for name, record in records.items():
+        scalings[name].load(record)
+    unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
+    if unknown and dist.get_rank() == 0:
+        print(
+            f"load_state_dict: no delayed scaling state for {len(unknown)} FP8 weights "
+            f"({unknown[0].removesuffix(FP8_SCALING)}, ...). Their scales are set from the amax "
+            "of the loaded main weights",
+            flush=True,
+        )
+
+
+def forget_scaling(
+    pairs: Iterable[ParamPair], child: nn.Module, state: Mapping[str, Any], prefix: str
+) -> None:
+    """A load into `child` writes weights, of `pairs`, and may have nothing about their scales:
+    TE's module takes its own state, if there is any."""
+    extra = state.get(prefix + EXTRA_STATE)
+    if isinstance(extra, torch.Tensor) and extra.numel():
+        return
+    for scaling in scalings_of(
+        pair for pair in pairs
+        if any(owner is child and prefix + name in state for owner, name in pair.managed.slots)
+    ):  # fmt: skip
+        scaling.forget()

@@ -1,0 +1,208 @@
+"""State dicts of a sharded module, in Megatron and outside of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.dtensor.uneven import whole_tensor
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.params import ParamPair
+from ..core.problems import raise_problems
+from ..quantized import dequantized
+from ..quantized.scaling import Scaling, scaling_of, scalings_of
+from .model_state import (
+    checkpoint_form,
+    chosen_form,
+    copy_values,
+    incompatible_keys,
+    load_own,
+    load_problems,
+    module_form,
+    tree_names,
+    values_of,
+)
+from .names import FP8_SCALING, GlobalNames, global_names
+from .not_copyable import NotCopyable
+from .scaling_records import forget_scaling, take_scaling
+
+ASSIGN = (
+    "load_state_dict(assign=True): weights are views of flat buffers and cannot be replaced. Use "
+    "assign=False"
+)
+
+
+class ShardedStateDict(NotCopyable, nn.Module):
+    """A module whose state dict is of sharded weights."""
+
+    engine: FsdpEngine
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Sharded parameters (DTensors that share storage with the main weights and know their
+        place in a checkpoint) and persistent buffers. Keys are the module's own names, which begin
+        with "module."; see `checkpoint_state_dict` for those of the whole model."""
+        return super().state_dict(*args, **kwargs)
+
+    @torch.no_grad()
+    def full_state_dict(self, cpu_offload: bool = False) -> dict[str, Any]:
+        """Whole main weights and persistent buffers on every rank, under the names of the module
+        that was wrapped, which can load them. Tensors are copies, in the main weights' dtype.
+        Collective: every rank calls it.
+
+        Args:
+            cpu_offload: each goes to the CPU as it is gathered; otherwise the device has to hold
+                the whole model.
+        """
+        params = self._params_by_key()
+        found = {}
+        for key, value in super().state_dict().items():
+            if key in params:
+                ref = params[key].fsdp_layout_ref  # type: ignore[attr-defined]
+                value = whole_tensor(params[key])  # type: ignore[arg-type]
+                value = value if ref.layout.specs[ref.index].shape else value.view(())
+            elif isinstance(value, torch.Tensor):
+                value = dequantized(value).clone()
+            if cpu_offload and isinstance(value, torch.Tensor):
+                value = value.cpu()
+            found[key.removeprefix("module.")] = value
+        return found
+
+    def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
+        """The full state under the names, and in the pieces, that a checkpoint has on every rank
+        (`checkpoint.names`). Pieces are views of the main weights. Quantized parameters that were
+        left alone are what they stand for.
+
+        Raises ValueError naming the parameters that tensor parallelism splits in a way that a
+        checkpoint cannot describe.
+        """
+        params = self._params_by_key()
+        plain = super().state_dict(keep_vars=keep_vars)
+        quantized = self.engine.quantization
+        for key, scaling in self._scalings(params).items():
+            is_stale = quantized is not None and quantized.is_pending(scaling.trained)
+            plain[key] = scaling.record(is_stale)
+        form = checkpoint_form(plain, self._checkpoint_names(params))
+        state = values_of(form, params, plain)
+        return state if keep_vars else {key: dequantized(value) for key, value in state.items()}
+
+    def checkpoint_keys(self) -> frozenset[str]:
+        """The keys of `checkpoint_state_dict`."""
+        params = self._params_by_key()
+        own = [*super().state_dict(), *self._scalings(params)]
+        return frozenset(checkpoint_form(own, self._checkpoint_names(params)))
+
+    def _checkpoint_names(self, params: Mapping[str, nn.Parameter]) -> GlobalNames:
+        names = global_names(self)
+        mixed = [
+            f"{name}: its tensor-parallel slices do not join into one tensor. Use "
+            "tensor_model_parallel_size=1 for checkpoints of this kind of layer"
+            for name, param in params.items()
+            if names.is_interleaved(name) and param.fsdp_layout_ref.tp_offset is not None  # type: ignore[attr-defined]
+        ]
+        raise_problems("A checkpoint of this model", mixed)
+        return names
+
+    def _params_by_key(self) -> dict[str, nn.Parameter]:
+        """State-dict keys and their sharded parameters. Keys are not parameter names: a
+        Float16Module is a level in names and none in keys."""
+        self.engine.to_sharded()
+        entries = super().state_dict(keep_vars=True)
+        return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
+
+    def _scalings(self, params: Mapping[str, nn.Parameter]) -> dict[str, Scaling]:
+        """Key of a record beside the weight's -> the state of delayed scaling."""
+        pairs = {id(pair.sharded): pair for pair in self.engine.pairs}
+        found = {key: scaling_of(pairs[id(param)]) for key, param in params.items()}
+        return {key + FP8_SCALING: scaling for key, scaling in found.items() if scaling}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copies values into the main weights and refreshes the compute weights.
+
+        Keys are those of `state_dict()` or of `checkpoint_state_dict()`, or the same one "module."
+        shorter or longer. A value is a plain tensor of the module's own shape, of which this rank
+        takes its rows, or a DTensor of the whole tensor's. One that is not cut like the parameter
+        (of FSDP2, of `distribute_tensor`, of a model with other units) is gathered temporarily,
+        which is collective. Returns what torch would for the module: missing and unexpected keys.
+
+        Raises:
+            ValueError: missing, unexpected (if `strict`) and mis-shaped entries, and DTensors of
+                unknown rows; before anything is written on any rank.
+        """
+        if assign:
+            raise ValueError(ASSIGN)
+        params = self._params_by_key()
+        scalings = self._scalings(params)
+        own = [*super().state_dict(), *scalings]
+        forms = (module_form(own), checkpoint_form(own, global_names(self)))
+        form, keys = chosen_form(forms, state_dict)
+        values = {keys[key]: value for key, value in state_dict.items()}
+        found = load_problems(form, params, values, strict)
+        records = {
+            place.name: values.pop(key) for key, place in form.items()
+            if place.name in scalings and key in values
+        }
+        for name, record in records.items():
+            found += scalings[name].problems(name, record)
+        if found:
+            raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
+        rest = copy_values(form, params, values)
+        tree = tree_names(self, own)
+        result = super().load_state_dict(
+            {tree.get(key, key): value for key, value in rest.items()}, strict=False
+        )
+        keys_of = {name: key for key, name in tree.items()}
+        result = result._replace(**{
+            field: [keys_of.get(name, name) for name in names]
+            for field, names in result._asdict().items()
+        })
+        take_scaling(scalings, records)
+        self.engine.main_weights_changed(loaded=True)
+        return incompatible_keys(form, keys, result)
+
+
+def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
+    """A state dict of any module below shows main weights. A load into any takes what the wrapper's
+    takes, and refreshes the compute weights."""
+    ref = weakref.ref(engine)
+    owned: dict[int, list[int]] = {}  # numbers of pairs: a hook holds nothing of the engine
+    for number, pair in enumerate(engine.pairs):
+        for owner, _ in pair.managed.slots:
+            owned.setdefault(id(owner), []).append(number)
+
+    def pairs_of(alive: FsdpEngine, child: nn.Module) -> list[ParamPair]:
+        return [alive.pairs[number] for number in owned.get(id(child), ())]
+
+    def before_save(*_: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive.to_sharded()
+
+    def before_load(
+        child: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        alive = ref()
+        if alive is not None:
+            if metadata.get("assign_to_params_buffers", False):
+                raise ValueError(ASSIGN)
+            alive.to_sharded()
+            forget_scaling(pairs_of(alive, child), child, state_dict, prefix)
+            errors += load_own(child, state_dict, prefix)
+
+    def after_load(child: nn.Module, *_: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            for scaling in scalings_of(pairs_of(alive, child)):
+                scaling.follow()
+            alive.main_weights_changed(loaded=True)
+
+    for child in module.modules():
+        child.register_state_dict_pre_hook(before_save)
+        child.register_load_state_dict_pre_hook(before_load)
+        child.register_load_state_dict_post_hook(after_load)
