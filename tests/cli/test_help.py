@@ -16,7 +16,7 @@ from megatron_fsdp_adapter import __version__
 from megatron_fsdp_adapter.__main__ import COMMANDS, REMOVED, main
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("prepare_data", "benchmark", "pretrain_gpt", "host_times", "loss_curves")
+SCRIPTS = ("prepare_data", "benchmark", "pretrain_gpt", "host_times", "loss_curves", "overview")
 Captured = pytest.CaptureFixture[str]
 
 
