@@ -16,15 +16,16 @@ from .rules import Rule, above_one, is_on, off, within
 from .staging_options import slots_wanted
 from .table import ITERATION, LAYERS, excluded, read, strategy_of
 
-LOCAL, FULL_ITERATION = "local", "full_iteration"
+LOCAL = "local"
+FULL_ITERATION = "full_iteration"
 
 
 def captures_iteration(config: Any) -> bool:
     """True if the model config selects full-iteration graphs and no others."""
     impl = getattr(config, "cuda_graph_impl", "none")
-    return impl == FULL_ITERATION or (
-        impl == LOCAL and modules_asked_for(config) == {FULL_ITERATION}
-    )
+    if impl == LOCAL:
+        return modules_asked_for(config) == {FULL_ITERATION}
+    return impl == FULL_ITERATION
 
 
 def captures_layers(config: Any) -> bool:
@@ -36,9 +37,11 @@ def modules_asked_for(config: Any) -> set[str]:
     """Names of the parts of layers to capture; empty for whole layers."""
     for field in ("cuda_graph_modules", "cuda_graph_scope"):
         asked = getattr(config, field, None)
-        if asked is not None:
-            several = asked if isinstance(asked, (list, tuple, set)) else [asked]
-            return {str(getattr(one, "name", one)) for one in several} - {"full"}
+        if asked is None:
+            continue
+        if not isinstance(asked, (list, tuple, set)):
+            asked = [asked]
+        return {str(getattr(one, "name", one)) for one in asked} - {"full"}
     return set()
 
 
@@ -51,10 +54,32 @@ def _name_of(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
+def _granularity(config: Any) -> Any:
+    return _name_of(getattr(config, "recompute_granularity", None))
+
+
 def _recomputes(part: str, config: Any) -> bool:
     """True if a part of layers is recomputed selectively."""
-    selective = _name_of(getattr(config, "recompute_granularity", None)) == "selective"
-    return selective and part in (getattr(config, "recompute_modules", None) or ())
+    parts = getattr(config, "recompute_modules", None) or ()
+    return part in parts and _granularity(config) == "selective"
+
+
+def _drops_in_recomputed_attention(config: Any) -> bool:
+    return is_on(config, "attention_dropout") and _recomputes("core_attn", config)
+
+
+def _scales_by_delayed_recipe(config: Any) -> bool:
+    recipe = _name_of(getattr(config, "fp8_recipe", None))
+    return is_on(config, "fp8") and recipe == "delayed"
+
+
+def _has_no_fixed_buffers(config: Any) -> bool:
+    wanted = slots_wanted(config)
+    return not (wanted["weight_slots"] and wanted["bucket_slots"])
+
+
+def _asks_tokens(config: Any) -> bool:
+    return is_on(config, "calculate_per_token_loss") and config.asks_tokens
 
 
 def _adds_to_kept_gradients(config: Any) -> bool:
@@ -72,11 +97,12 @@ _ON_HOOKS = "a replay calls no saved-tensor hooks. Switch it off"
 
 GRAPH_RULES: tuple[Rule, ...] = (
     *within(
-        captures_iteration, ITERATION,
+        captures_iteration,
+        ITERATION,
         _NO_GPU,
         Rule(
             "calculate_per_token_loss",
-            lambda config: is_on(config, "calculate_per_token_loss") and config.asks_tokens,
+            _asks_tokens,
             "this megatron-core reads the number of tokens on the host, in the middle of the "
             "step. Set it to False, or use 0.18 or later",
         ),
@@ -89,7 +115,8 @@ GRAPH_RULES: tuple[Rule, ...] = (
         *excluded(ITERATION),
     ),
     *within(
-        captures_layers, LAYERS,
+        captures_layers,
+        LAYERS,
         _NO_GPU,
         Rule(
             "cuda_graph_modules",
@@ -105,26 +132,23 @@ GRAPH_RULES: tuple[Rule, ...] = (
         ),
         Rule(
             "fsdp_double_buffer",
-            lambda config: not (
-                slots_wanted(config)["weight_slots"] and slots_wanted(config)["bucket_slots"]
-            ),
+            _has_no_fixed_buffers,
             "a graph reads weights and writes gradients at fixed addresses. Set it to True",
         ),
         Rule(
             "recompute_granularity",
-            lambda config: _name_of(getattr(config, "recompute_granularity", None)) == "full",
+            lambda config: _granularity(config) == "full",
             "recomputed layers run eagerly. Use 'selective', or cuda_graph_impl='full_iteration'",
         ),
         Rule(
             "fp8_recipe",
-            lambda config: is_on(config, "fp8")
-            and _name_of(getattr(config, "fp8_recipe", None)) == "delayed",
+            _scales_by_delayed_recipe,
             "'delayed' updates scales only of modules that were called, but a replay calls none. "
             "Use 'tensorwise', 'blockwise' or 'mxfp8'",
         ),
         Rule(
             "attention_dropout",
-            lambda config: is_on(config, "attention_dropout") and _recomputes("core_attn", config),
+            _drops_in_recomputed_attention,
             "RNG states of graphs are not restored, so recomputed 'core_attn' would drop other "
             "elements. Leave 'core_attn' out of recompute_modules, or set attention_dropout to "
             "0.0",
@@ -139,22 +163,20 @@ GRAPH_RULES: tuple[Rule, ...] = (
             lambda config: above_one(config, "context_parallel_size"),
             "attention uses additional streams. Use 1, or cuda_graph_impl='full_iteration'",
         ),
-        *(
-            off(option, reason)
-            for option, reason in {
-                "cpu_offloading": _ON_HOOKS,
-                "fine_grained_activation_offloading": _ON_HOOKS,
-                "delay_wgrad_compute":
-                    "weight gradients would come after their unit's bucket is reduced. Switch it "
-                    "off",
-                "overlap_moe_expert_parallel_comm":
-                    "core's schedule then calls parts of layers instead of layers. Switch it off",
-                "tp_comm_overlap": "its buffers are not tracked across graphs. Switch it off",
-            }.items()
+        off("cpu_offloading", _ON_HOOKS),
+        off("fine_grained_activation_offloading", _ON_HOOKS),
+        off(
+            "delay_wgrad_compute",
+            "weight gradients would come after their unit's bucket is reduced. Switch it off",
         ),
+        off(
+            "overlap_moe_expert_parallel_comm",
+            "core's schedule then calls parts of layers instead of layers. Switch it off",
+        ),
+        off("tp_comm_overlap", "its buffers are not tracked across graphs. Switch it off"),
         *excluded(LAYERS),
     ),
-)  # fmt: skip
+)
 """Rules of CUDA graphs for the joined model and DDP config, with two more fields: `device` of the
 wrapper, and `asks_tokens`, True if core reads the number of tokens in mid-step
 (`core_api.asks_tokens_on_the_host`)."""

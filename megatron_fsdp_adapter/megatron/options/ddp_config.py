@@ -19,6 +19,16 @@ def _check_buckets(self: Any) -> None:
     CoreConfig.__post_init__(self)  # core 0.18 asserts the same
 
 
+def _fields() -> list[tuple[str, Any, Any]]:
+    """Name, type and dataclass field of each option that 0.16.1 lacks."""
+    found = []
+    for option in OPTIONS:
+        if not option.in_core:
+            shown = {"help": option.help or option.use}
+            found.append((option.name, option.type, field(default=option.default, metadata=shown)))
+    return found
+
+
 _DOC = """megatron-core's config plus the fields of Megatron-LM main, with main's defaults.
 
 The fields are the rows of `options/table.py` that 0.16.1 lacks. A plain 0.16.1 config works too: a
@@ -39,11 +49,7 @@ if TYPE_CHECKING:
 else:
     DistributedDataParallelConfig = make_dataclass(
         "DistributedDataParallelConfig",
-        [
-            (one.name, one.type, field(default=one.default, metadata={"help": one.help or one.use}))
-            for one in OPTIONS
-            if not one.in_core
-        ],
+        _fields(),
         bases=(CoreConfig,),
         namespace={"__doc__": _DOC, "__module__": __name__, "__post_init__": _check_buckets},
     )

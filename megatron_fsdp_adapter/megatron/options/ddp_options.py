@@ -33,7 +33,9 @@ def unsharded_budget(config: Any, ddp_config: Any) -> int | None:
     """Extra bytes for units of one model chunk that stay unsharded over a step; None: found while
     training. config: the model's."""
     gib = read(ddp_config, BUDGET) or 0.0
-    return None if gib == AUTO else int(gib * GIB) // _chunk_count(config)
+    if gib == AUTO:
+        return None
+    return int(gib * GIB) // _chunk_count(config)
 
 
 def engine_maker(config: Any, ddp_config: Any) -> Callable[..., FsdpEngine]:
@@ -51,16 +53,19 @@ def _chunk_count(config: Any) -> int:
 def grad_check(ddp_config: Any) -> GradCheck | None:
     """The check of gradients before they are communicated; None if no option asks for it."""
     by_param = is_on(ddp_config, "report_nan_in_param_grad")
-    asked = by_param or is_on(ddp_config, "check_for_nan_in_grad")
-    return GradCheck(by_param) if asked else None
+    if by_param or is_on(ddp_config, "check_for_nan_in_grad"):
+        return GradCheck(by_param)
+    return None
 
 
 def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
     """The dtypes of a valid config. `grad_reduce_in_fp32` is mapped to the names of Megatron-LM
     main, with a warning, which Python shows once for each text."""
-    main_grads, comm = read(ddp_config, MAIN_GRADS), read(ddp_config, GRAD_COMM)
+    main_grads = read(ddp_config, MAIN_GRADS)
+    comm = read(ddp_config, GRAD_COMM)
     if ddp_config.grad_reduce_in_fp32:
-        main_grads = comm = torch.float32
+        main_grads = torch.float32
+        comm = torch.float32
         warn(
             f"grad_reduce_in_fp32=True is read as {MAIN_GRADS}={comm} and {GRAD_COMM}={comm}",
             FutureWarning,
@@ -73,6 +78,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
     is on, whatever the field's value (`forced_overlaps`)."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
     forced = forced_overlaps(strategy)
+    divides_sum = ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective
     return EngineConfig(
         strategy=strategy,
         policy=precision_policy(ddp_config),
@@ -81,8 +87,6 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         # With sharded weights the transposes of backward would be a copy of the model on every
         # rank.
         keep_derived=is_on(ddp_config, TRANSPOSES) and not strategy.shard_weights,
-        scale_before_sum=not (
-            ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective
-        ),
+        scale_before_sum=not divides_sum,
         **engine_fields(ddp_config),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +39,9 @@ class Rule:
 
     def problem(self, config: Any) -> str:
         """`option=value with ...: reason`."""
-        path = self.option.split(".")
-        value = functools.reduce(lambda at, name: getattr(at, name, None), path, config)
+        value = config
+        for name in self.option.split("."):
+            value = getattr(value, name, None)
         beside = f" with {self.beside.format(config)}" if self.beside else ""
         return f"{self.option}={value!r}{beside}: {self.message}"
 
@@ -74,8 +74,10 @@ def unset(option: str, message: str) -> Rule:
 def within(when: Callable[[Any], bool], beside: str, *rules: Rule) -> tuple[Rule, ...]:
     """The rules, restricted to configs for which `when` is true, which `beside` describes."""
 
-    def both(rule: Rule) -> Rule:
-        holds = lambda config: when(config) and rule.broken(config)  # noqa: E731
-        return Rule(rule.option, holds, rule.message, rule.beside or beside)
+    def restricted(rule: Rule) -> Rule:
+        def broken(config: Any) -> Any:
+            return when(config) and rule.broken(config)
 
-    return tuple(map(both, rules))
+        return Rule(rule.option, broken, rule.message, rule.beside or beside)
+
+    return tuple(map(restricted, rules))

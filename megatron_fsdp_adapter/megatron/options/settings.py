@@ -13,12 +13,16 @@ from .rules import Joined, is_on
 from .support import CORES_OFFLOAD, streams_all
 from .table import GRAD_COMM, MAIN_GRADS, OFFLOAD, STRATEGY, TRANSPOSES, strategy_of
 
-WRAPPER, OPTIMIZER, RUNNER, RECIPE = "wrapper", "optimizer", "runner", "recipe"
+WRAPPER = "wrapper"
+OPTIMIZER = "optimizer"
+RUNNER = "runner"
+RECIPE = "recipe"
 """Entry points: configs passed to the wrapper, the config passed to core's optimizer, a command
 line of Megatron-LM, a recipe of Megatron-Bridge."""
 
 CKPT_FORMAT = "fsdp_dtensor"
-FP8_PARAM, FP8_PARAM_GATHER = "fp8_param", "fp8_param_gather"
+FP8_PARAM = "fp8_param"
+FP8_PARAM_GATHER = "fp8_param_gather"
 """The model config's option for quantized weights, and the DDP config's option to gather them
 quantized. Core 0.19 and later reads the second in its DDP: without it quantized weights are never
 updated. Here the model's weights decide."""
@@ -69,11 +73,20 @@ class Setting:
 
     def named(self, way: str) -> str:
         """The option's name at one entry point."""
-        return {RUNNER: self.flag, RECIPE: f"{self.section}.{self.option}"}.get(way, self.option)
+        if way == RUNNER:
+            return self.flag
+        if way == RECIPE:
+            return f"{self.section}.{self.option}"
+        return self.option
 
 
 def _shards(what: str) -> Callable[[Any], bool]:
-    return lambda config: bool(getattr(strategy_of(config), what, False))
+    """A predicate of configs: the strategy has the flag `what`."""
+
+    def shards(config: Any) -> bool:
+        return bool(getattr(strategy_of(config), what, False))
+
+    return shards
 
 
 def is_narrow(config: Any) -> bool:
@@ -133,10 +146,8 @@ SETTINGS: tuple[Setting, ...] = (
             _has_bf16_gradients, written_as="--accumulate-allreduce-grads-in-fp32"),
     Setting("ddp", "grad_reduce_in_fp32", False,
             f"True means float32, but {GRAD_COMM} is another dtype", (RECIPE,), is_narrow),
-    Setting("mixed_precision", "grad_reduce_in_fp32", False, (
-        "True would overwrite ddp.grad_reduce_in_fp32"
-    ),
-            (RECIPE,), is_narrow),
+    Setting("mixed_precision", "grad_reduce_in_fp32", False,
+            "True would overwrite ddp.grad_reduce_in_fp32", (RECIPE,), is_narrow),
     Setting("ddp", OFFLOAD, True,
             f"this wrapper's form of {CORES_OFFLOAD}: main weights and moments in host memory, "
             "updated on the GPU", (RUNNER, RECIPE), streams_all),
@@ -174,10 +185,14 @@ def settle(
     changes = []
     for one in settings:
         config = configs.get(one.section)
-        if way not in one.ways or config is None or not one.when(Joined(*configs.values())):
+        if way not in one.ways or config is None:
+            continue
+        if not one.when(Joined(*configs.values())):
             continue
         before = getattr(config, one.option, None)
-        if (before or False) == one.value or (is_written(one.flag) and not one.is_void):
+        if (before or False) == one.value:
+            continue
+        if is_written(one.flag) and not one.is_void:
             continue
         setattr(config, one.option, one.value)
         changes.append(Change(one.named(way), before, one.value, one.reason))
@@ -192,12 +207,12 @@ def format_changes(title: str, changes: Iterable[Change]) -> str:
     ]
     if not rows:
         return f"{title}: nothing to set"
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines = [
-        f"  {option:<{widths[0]}}  {values:<{widths[1]}}  {reason}"
-        for option, values, reason in rows
-    ]
-    return "\n".join([title, *lines])
+    width = max(len(option) for option, _, _ in rows)
+    values_width = max(len(values) for _, values, _ in rows)
+    lines = [title]
+    for option, values, reason in rows:
+        lines.append(f"  {option:<{width}}  {values:<{values_width}}  {reason}")
+    return "\n".join(lines)
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Options = Mapping[str, Any]
@@ -23,8 +23,9 @@ PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
 STANDALONE = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 EXPERTS = ("num_moe_experts", "num_experts")
 GROUP = (
-    "microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage"
-)  # fmt: skip
+    "microbatch_group_size_per_vp_stage",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)
 OTHER_LAYERS = ("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers")
 """Options that define the layers of stages in ways that are not checked here."""
 
@@ -56,17 +57,6 @@ def _values(options: Options, *names: str) -> str:
     return ", ".join(f"{name}={options[name]}" for name in names if options.get(name))
 
 
-def _found(*rows: tuple[Any, str]) -> list[str]:
-    """The texts of the rows whose condition holds."""
-    return [text for is_wrong, text in rows if is_wrong]
-
-
-def _refuse(*rows: tuple[Any, str]) -> None:
-    """ValueError with the text of the first row whose condition holds."""
-    for text in _found(*rows)[:1]:
-        raise ValueError(text)
-
-
 def stage_layers(options: Options) -> list[list[int]]:
     """The number of decoder layers of each model chunk of each pipeline stage:
     `found[stage][chunk]`.
@@ -75,84 +65,136 @@ def stage_layers(options: Options) -> list[list[int]]:
     """
     if options.get(LAYOUT):
         return _of_layout(options)
-    stages, virtual = _size(options, "pipeline_model_parallel_size"), _virtual(options)
+    stages = _size(options, "pipeline_model_parallel_size")
+    virtual = _virtual(options)
     given = _values(options, *VIRTUAL, PER_VIRTUAL)
-    _refuse((virtual > 1 and stages == 1, f"{given}: there is one pipeline stage. Leave it out."))
+    if virtual > 1 and stages == 1:
+        raise ValueError(f"{given}: there is one pipeline stage. Leave it out.")
     counts = _layers_of_stages(options, stages)
     has_both_ends = all(_size(options, *names, default=0) for names in (FIRST, LAST))
-    _refuse(
-        (virtual > 1 and stages == 2 and has_both_ends,
-         f"{given}: not supported without stages between the first and the last. {USE_LAYOUT}"),
-        *((count % virtual, f"{given}: {count} layers of a pipeline stage are no multiple of "
-           f"{virtual} virtual stages. {USE_LAYOUT}") for count in counts),
-    )  # fmt: skip
+    if virtual > 1 and stages == 2 and has_both_ends:
+        raise ValueError(
+            f"{given}: not supported without stages between the first and the last. {USE_LAYOUT}"
+        )
+    for count in counts:
+        if count % virtual:
+            raise ValueError(
+                f"{given}: {count} layers of a pipeline stage are no multiple of {virtual} virtual "
+                f"stages. {USE_LAYOUT}"
+            )
     chunks = [[count // virtual] * virtual for count in counts]
     for option, end in zip(STANDALONE, (0, -1), strict=True):
-        chunks[end][end] -= bool(options.get(option))
-        left = f"{option}=True: its stage has no layers left. Use fewer stages."
-        _refuse((chunks[end][end] < 0, left))
+        if options.get(option):
+            chunks[end][end] -= 1
+        if chunks[end][end] < 0:
+            raise ValueError(f"{option}=True: its stage has no layers left. Use fewer stages.")
     return chunks
 
 
 def _virtual(options: Options) -> int:
+    """The number of virtual stages of each pipeline stage."""
     if not options.get(PER_VIRTUAL):
         return _size(options, *VIRTUAL)
-    layers = _size(options, "num_layers") + sum(bool(options.get(name)) for name in STANDALONE)
+    layers = _size(options, "num_layers") + len(_standalone(options))
     each = layers // _size(options, "pipeline_model_parallel_size")
     virtual, rest = divmod(each, int(options[PER_VIRTUAL]))
-    _refuse((rest or not virtual, f"{PER_VIRTUAL}={options[PER_VIRTUAL]}: does not divide the "
-             f"{each} layers of a pipeline stage. Use a divisor of them."))  # fmt: skip
+    if rest or not virtual:
+        raise ValueError(
+            f"{PER_VIRTUAL}={options[PER_VIRTUAL]}: does not divide the {each} layers of a "
+            "pipeline stage. Use a divisor of them."
+        )
     return virtual
+
+
+def _standalone(options: Options) -> list[str]:
+    """The options that are set by which embedding or loss counts as a layer."""
+    return [name for name in STANDALONE if options.get(name)]
 
 
 def _layers_of_stages(options: Options, stages: int) -> list[int]:
     """Layers of each stage, including an embedding or loss that counts as a layer."""
-    first, last = (_size(options, *names, default=0) for names in (FIRST, LAST))
-    standalone = [name for name in STANDALONE if options.get(name)]
-    rest = _size(options, "num_layers") + len(standalone) - first - last
-    others = stages - bool(first) - bool(last)
-    given = _values(options, "num_layers", *FIRST, *LAST, *STANDALONE)
-    _refuse(
-        ((first or last) and standalone, f"{_values(options, *FIRST, *LAST)}: incompatible with "
-         f"{', '.join(standalone)}. Leave one of them out."),
-        (rest < 0 or bool(rest) != (others > 0) or (rest and rest % others),
-         f"pipeline_model_parallel_size={stages}: does not divide {given}. {USE_LAYOUT}"),
-    )  # fmt: skip
-    each = [rest // others] * others if rest else []
-    return [first] * bool(first) + each + [last] * bool(last)
+    first = _size(options, *FIRST, default=0)
+    last = _size(options, *LAST, default=0)
+    standalone = _standalone(options)
+    if standalone and (first or last):
+        raise ValueError(
+            f"{_values(options, *FIRST, *LAST)}: incompatible with {', '.join(standalone)}. Leave "
+            "one of them out."
+        )
+    ends = [count for count in (first, last) if count]
+    others = stages - len(ends)
+    rest = _size(options, "num_layers") + len(standalone) - sum(ends)
+    if others > 0:
+        is_even = rest > 0 and rest % others == 0
+    else:
+        is_even = rest == 0
+    if not is_even:
+        given = _values(options, "num_layers", *FIRST, *LAST, *STANDALONE)
+        raise ValueError(
+            f"pipeline_model_parallel_size={stages}: does not divide {given}. {USE_LAYOUT}"
+        )
+    counts = []
+    if first:
+        counts.append(first)
+    if rest:
+        counts += [rest // others] * others
+    if last:
+        counts.append(last)
+    return counts
 
 
 def _of_layout(options: Options) -> list[list[int]]:
-    layout, stages = options[LAYOUT], _size(options, "pipeline_model_parallel_size")
+    layout = options[LAYOUT]
+    stages = _size(options, "pipeline_model_parallel_size")
+    if isinstance(layout, str):
+        chunks = _expanded(layout)
+    else:
+        chunks = ["".join(map(_letter, chunk)) for chunk in layout]
+    problem = next(_layout_problems(options, chunks, stages), None)
+    if problem is not None:
+        raise ValueError(f"{LAYOUT}={layout}: {problem}")
+    counts = [chunk.count("t") for chunk in chunks]
+    return [counts[stage::stages] for stage in range(stages)]
+
+
+def _letter(part: Any) -> str:
+    """The letter of a part, which is a name or a member of core's enum; "?" for an unknown one."""
+    name = str(getattr(part, "name", part))
+    return LETTERS.get(name.strip().lower(), "?")
+
+
+def _layout_problems(options: Options, chunks: list[str], stages: int) -> Iterator[str]:
     others = _values(options, *FIRST, *LAST, *STANDALONE, PER_VIRTUAL)
-    chunks = _expanded(layout) if isinstance(layout, str) else [
-        "".join(LETTERS.get(str(getattr(one, "name", one)).strip().lower(), "?") for one in chunk)
-        for chunk in layout
-    ]  # fmt: skip
-    flat = "".join(chunks)
-    count = Counter(flat)
+    if others:
+        yield f"incompatible with {others}. Leave one of them out."
+    letters = "".join(chunks)
+    if not set(letters).issubset(LETTERS.values()):
+        yield "has letters other than E, t, m, L and |. Write it as 'Et*2|t*2L'."
     virtual, rest = divmod(len(chunks), stages)
-    layers = {"t": _size(options, "num_layers", default=count["t"]),
-              "m": _size(options, "mtp_num_layers", default=0)}  # fmt: skip
-    found = _found(
-        (others, f"incompatible with {others}. Leave one of them out."),
-        (set(flat) - set(LETTERS.values()),
-         "has letters other than E, t, m, L and |. Write it as 'Et*2|t*2L'."),
-        (rest, f"has {len(chunks)} parts, no multiple of pipeline_model_parallel_size={stages}. "
-         "Write one part for each stage, or one for each of its virtual stages."),
-        (_size(options, *VIRTUAL, default=virtual) != virtual,
-         f"has {virtual} virtual stages, but {_values(options, *VIRTUAL)} is set. Leave that out."),
-        (not flat.startswith("E") or not flat.endswith("L") or count["E"] + count["L"] != 2,
-         "does not begin with one E and end with one L. Write it as 'Et*2|t*2L'."),
-        *((count[letter] != wanted, f"has {letter} {count[letter]} times, but the model has "
-           f"{wanted} such layers. Make them equal.") for letter, wanted in layers.items()),
-        ("t" in flat.partition("m")[2],
-         "has decoder layers after m. Write m after the last t."),
-    )  # fmt: skip
-    _refuse(*((True, f"{LAYOUT}={layout}: {text}") for text in found))
-    return [
-        [chunk.count("t") for chunk in chunks[stage::stages]] for stage in range(stages)
-    ]  # fmt: skip
+    if rest:
+        yield (
+            f"has {len(chunks)} parts, no multiple of pipeline_model_parallel_size={stages}. Write "
+            "one part for each stage, or one for each of its virtual stages."
+        )
+    if _size(options, *VIRTUAL, default=virtual) != virtual:
+        given = _values(options, *VIRTUAL)
+        yield f"has {virtual} virtual stages, but {given} is set. Leave that out."
+    count = Counter(letters)
+    has_its_ends = letters.startswith("E") and letters.endswith("L")
+    if not has_its_ends or count["E"] + count["L"] != 2:
+        yield "does not begin with one E and end with one L. Write it as 'Et*2|t*2L'."
+    layers = {
+        "t": _size(options, "num_layers", default=count["t"]),
+        "m": _size(options, "mtp_num_layers", default=0),
+    }
+    for letter, wanted in layers.items():
+        if count[letter] != wanted:
+            yield (
+                f"has {letter} {count[letter]} times, but the model has {wanted} such layers. Make "
+                "them equal."
+            )
+    if "t" in letters.partition("m")[2]:
+        yield "has decoder layers after m. Write m after the last t."
 
 
 def _expanded(layout: str) -> list[str]:
@@ -168,8 +210,10 @@ def _expanded(layout: str) -> list[str]:
 
 def layout_of(layers: int, stages: int, virtual: int) -> str:
     """A layout of parts as even as possible, the longer ones first: "Et*31|t*30L"."""
-    each, more = divmod(layers, stages * virtual)
-    return "E" + "|".join(f"t*{each + (at < more)}" for at in range(stages * virtual)) + "L"
+    parts = stages * virtual
+    each, more = divmod(layers, parts)
+    counts = [each + 1] * more + [each] * (parts - more)
+    return "E" + "|".join(f"t*{count}" for count in counts) + "L"
 
 
 def size_problems(options: Options, world_size: int | None) -> list[str]:
@@ -179,72 +223,105 @@ def size_problems(options: Options, world_size: int | None) -> list[str]:
     if found:  # nothing divides by these
         return found
     found = [*_width_problems(options), *_expert_problems(options)]
-    chunks = [[0]]
+    virtual = 1
     if options.get("num_layers") and not any(options.get(name) for name in OTHER_LAYERS):
         try:
-            chunks = stage_layers(options)
+            virtual = len(stage_layers(options)[0])
         except ValueError as error:
             found.append(str(error))
-    return found + ([] if world_size is None else _world_problems(
-        options, world_size, len(chunks[0])
-    ))  # fmt: skip
+    if world_size is not None:
+        found += _world_problems(options, world_size, virtual)
+    return found
 
 
 def not_above_zero(options: Options) -> list[str]:
     """One line for each size that is no integer above 0."""
-    given = {name: options[name] for name in WHOLE if options.get(name) is not None}
-    return [
-        f"{name}={size}: not an integer above 0. Write one, or leave it out."
-        for name, size in given.items() if type(size) is not int or size < 1
-    ]  # fmt: skip
+    found = []
+    for name in WHOLE:
+        size = options.get(name)
+        if size is not None and (type(size) is not int or size < 1):
+            found.append(f"{name}={size}: not an integer above 0. Write one, or leave it out.")
+    return found
 
 
-def _width_problems(options: Options) -> list[str]:
-    tensor, heads = _size(options, "tensor_model_parallel_size"), options.get("num_attention_heads")
-    hidden, context = options.get("hidden_size"), _size(options, "context_parallel_size")
-    groups = options.get("num_query_groups") if options.get("group_query_attention", True) else None
-    split, length = f"tensor_model_parallel_size={tensor}", options.get("seq_length")
-    mlp = () if _size(options, *EXPERTS, default=0) else ("ffn_hidden_size",)
-    parts = (
-        (2 * context, f"2 x context_parallel_size={context}", context > 1),
-        (tensor * context, f"{split} x context_parallel_size={context}, over which "
-         "sequence_parallel splits it", options.get("sequence_parallel")),
-    )  # fmt: skip
-    return _found(
-        (heads and hidden and hidden % heads and not options.get("kv_channels"),
-         f"num_attention_heads={heads}: does not divide hidden_size={hidden}. Change one of them, "
-         "or set kv_channels."),
-        (groups and heads and heads % groups,
-         f"num_query_groups={groups}: does not divide num_attention_heads={heads}. Change one of "
-         "them."),
-        (groups and groups % tensor and tensor % groups,
-         f"num_query_groups={groups}: neither a multiple nor a divisor of {split}. Use another "
-         "tensor-parallel size."),
-        *((options.get(name) and options[name] % tensor,
-           f"{name}={options.get(name)}: no multiple of {split}. Use a tensor-parallel size that "
-           "divides it.") for name in ("num_attention_heads", *mlp, "padded_vocab_size")),
-        *((length and applies and length % part,
-           f"seq_length={length}: no multiple of {why}. Use a multiple of {part}.")
-          for part, why, applies in parts),
-    )  # fmt: skip
+def _width_problems(options: Options) -> Iterator[str]:
+    heads = options.get("num_attention_heads")
+    hidden = options.get("hidden_size")
+    if heads and hidden and hidden % heads and not options.get("kv_channels"):
+        yield (
+            f"num_attention_heads={heads}: does not divide hidden_size={hidden}. Change one of "
+            "them, or set kv_channels."
+        )
+    tensor = _size(options, "tensor_model_parallel_size")
+    split = f"tensor_model_parallel_size={tensor}"
+    groups = options.get("num_query_groups")
+    if groups and options.get("group_query_attention", True):
+        if heads and heads % groups:
+            yield (
+                f"num_query_groups={groups}: does not divide num_attention_heads={heads}. Change "
+                "one of them."
+            )
+        if groups % tensor and tensor % groups:
+            yield (
+                f"num_query_groups={groups}: neither a multiple nor a divisor of {split}. Use "
+                "another tensor-parallel size."
+            )
+    widths = ["num_attention_heads", "ffn_hidden_size", "padded_vocab_size"]
+    if _size(options, *EXPERTS, default=0):
+        widths.remove("ffn_hidden_size")  # `_expert_problems` checks that of experts
+    for name in widths:
+        width = options.get(name)
+        if width and width % tensor:
+            yield (
+                f"{name}={width}: no multiple of {split}. Use a tensor-parallel size that divides "
+                "it."
+            )
+    yield from _length_problems(options, tensor, split)
 
 
-def _expert_problems(options: Options) -> list[str]:
-    experts, ranks = (_size(options, *EXPERTS, default=0),
-                      _size(options, "expert_model_parallel_size"))  # fmt: skip
-    split, chosen = _expert_tensor(options), _size(options, "moe_router_topk")
+def _length_problems(options: Options, tensor: int, split: str) -> Iterator[str]:
+    """split: the tensor-parallel size with its name."""
+    length = options.get("seq_length")
+    if not length:
+        return
+    context = _size(options, "context_parallel_size")
+    by_context = f"context_parallel_size={context}"
+    parts = {}
+    if context > 1:
+        parts[f"2 x {by_context}"] = 2 * context
+    if options.get("sequence_parallel"):
+        why = f"{split} x {by_context}, over which sequence_parallel splits it"
+        parts[why] = tensor * context
+    for why, part in parts.items():
+        if length % part:
+            yield f"seq_length={length}: no multiple of {why}. Use a multiple of {part}."
+
+
+def _expert_problems(options: Options) -> Iterator[str]:
+    experts = _size(options, *EXPERTS, default=0)
+    ranks = _size(options, "expert_model_parallel_size")
+    if not experts:
+        if ranks > 1:
+            yield (
+                f"expert_model_parallel_size={ranks}: the model has no experts. Leave it out, or "
+                "set num_experts."
+            )
+        return
+    if experts % ranks:
+        yield (
+            f"expert_model_parallel_size={ranks}: does not divide num_experts={experts}. Use a "
+            "divisor."
+        )
+    chosen = _size(options, "moe_router_topk")
+    if chosen > experts:
+        yield f"moe_router_topk={chosen}: more than num_experts={experts}. Use fewer."
+    split = _expert_tensor(options)
     width = _size(options, "moe_ffn_hidden_size", "ffn_hidden_size", default=split)
-    return _found(
-        (ranks > 1 and not experts, f"expert_model_parallel_size={ranks}: the model has no "
-         "experts. Leave it out, or set num_experts."),
-        (experts and experts % ranks, f"expert_model_parallel_size={ranks}: does not divide "
-         f"num_experts={experts}. Use a divisor."),
-        (experts and chosen > experts,
-         f"moe_router_topk={chosen}: more than num_experts={experts}. Use fewer."),
-        (experts and width % split, f"moe_ffn_hidden_size={width}: no multiple of "
-         f"expert_tensor_parallel_size={split}. Use an expert-tensor-parallel size that divides "
-         "it."),
-    )  # fmt: skip
+    if width % split:
+        yield (
+            f"moe_ffn_hidden_size={width}: no multiple of expert_tensor_parallel_size={split}. Use "
+            "an expert-tensor-parallel size that divides it."
+        )
 
 
 def _expert_tensor(options: Options) -> int:
@@ -252,46 +329,64 @@ def _expert_tensor(options: Options) -> int:
     return _size(options, "expert_tensor_parallel_size", "tensor_model_parallel_size")
 
 
-def _world_problems(options: Options, world_size: int, virtual: int) -> list[str]:
-    sizes = {name: _size(options, name) for name in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-    )}  # fmt: skip
-    stages, split = sizes["pipeline_model_parallel_size"], math.prod(sizes.values())
+def _world_problems(options: Options, world_size: int, virtual: int) -> Iterator[str]:
+    stages = _size(options, "pipeline_model_parallel_size")
+    context = _size(options, "context_parallel_size")
+    sizes = {
+        "tensor_model_parallel_size": _size(options, "tensor_model_parallel_size"),
+        "pipeline_model_parallel_size": stages,
+        "context_parallel_size": context,
+    }
+    split = math.prod(sizes.values())
     if world_size % split:
         given = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        return [f"{given}: {split} does not divide {world_size} ranks. Use sizes that do, or "
-                "another number of ranks."]  # fmt: skip
-    data, etp = world_size // split, _expert_tensor(options)
-    ranks, experts = (_size(options, "expert_model_parallel_size"),
-                      _size(options, *EXPERTS, default=0))  # fmt: skip
-    each = etp * ranks * stages if experts else 1
-    alike = {"data-parallel ranks": data * sizes["context_parallel_size"]}
-    if experts and not world_size % each:
-        alike["ranks with the same experts"] = world_size // each
+        yield (
+            f"{given}: {split} does not divide {world_size} ranks. Use sizes that do, or another "
+            "number of ranks."
+        )
+        return
+    data = world_size // split
+    alike = {"data-parallel ranks": data * context}
+    if _size(options, *EXPERTS, default=0):
+        ranks = _size(options, "expert_model_parallel_size")
+        tensor = _expert_tensor(options)
+        each = tensor * ranks * stages
+        if world_size % each:
+            yield (
+                f"expert_model_parallel_size={ranks} x expert_tensor_parallel_size={tensor} x "
+                f"pipeline_model_parallel_size={stages}: {each} does not divide {world_size} "
+                "ranks. Use sizes that do."
+            )
+        else:
+            alike["ranks with the same experts"] = world_size // each
     instances = _size(options, "num_distributed_optimizer_instances")
-    return _found(
-        (world_size % each, f"expert_model_parallel_size={ranks} x "
-         f"expert_tensor_parallel_size={etp} x pipeline_model_parallel_size={stages}: {each} does "
-         f"not divide {world_size} ranks. Use sizes that do."),
-        *((number % instances, f"num_distributed_optimizer_instances={instances}: does not divide "
-           f"the {number} {what}. Use a divisor.") for what, number in alike.items()),
-        *_batch_rows(options, data, stages, virtual),
-    )  # fmt: skip
+    for what, number in alike.items():
+        if number % instances:
+            yield (
+                f"num_distributed_optimizer_instances={instances}: does not divide the {number} "
+                f"{what}. Use a divisor."
+            )
+    yield from _batch_problems(options, data, stages, virtual)
 
 
-def _batch_rows(
-    options: Options, data: int, stages: int, virtual: int
-) -> list[tuple[Any, str]]:
-    micro, total = _size(options, "micro_batch_size"), options.get("global_batch_size")
-    count, rest = divmod(total or micro * data, micro * data)
-    group, uneven = _size(options, *GROUP, default=stages), options.get(UNEVEN_BATCH)
+def _batch_problems(options: Options, data: int, stages: int, virtual: int) -> Iterator[str]:
+    """data: number of data-parallel ranks."""
+    total = options.get("global_batch_size")
+    if not total:
+        return
+    micro = _size(options, "micro_batch_size")
+    count, rest = divmod(total, micro * data)
+    if rest and not options.get(UNEVEN_BATCH):
+        yield (
+            f"global_batch_size={total}: no multiple of micro_batch_size={micro} x {data} "
+            f"data-parallel ranks. Use a multiple of {micro * data}."
+        )
+        return
+    group = _size(options, *GROUP, default=stages)
     splits_in_vain = not stages <= group <= count or 0 < count % group < stages
-    return [
-        (rest and not uneven,
-         f"global_batch_size={total}: no multiple of micro_batch_size={micro} x {data} "
-         f"data-parallel ranks. Use a multiple of {micro * data}."),
-        (total and not (rest and not uneven) and virtual > 1 and splits_in_vain,
-         f"global_batch_size={total}: {count} microbatches are no multiple of the {group} that "
-         f"{virtual} virtual stages take at a time. Change the batch, or leave out the virtual "
-         "stages."),
-    ]  # fmt: skip
+    if virtual > 1 and splits_in_vain:
+        yield (
+            f"global_batch_size={total}: {count} microbatches are no multiple of the {group} that "
+            f"{virtual} virtual stages take at a time. Change the batch, or leave out the virtual "
+            "stages."
+        )

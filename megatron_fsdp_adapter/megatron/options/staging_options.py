@@ -48,11 +48,14 @@ def slot_memory(
 ) -> RegisteredMemory | None:
     """The allocator of slots; None for ordinary memory. Copy engines need symmetric memory, so
     `disable_symmetric_registration` applies to `nccl_ub` only."""
-    registers, roles = is_on(ddp_config, "nccl_ub"), copy_engine_roles(ddp_config)
+    registers = is_on(ddp_config, "nccl_ub")
+    roles = copy_engine_roles(ddp_config)
     groups: list[dist.ProcessGroup] = []
     for domain in index.domains.values():
-        groups += [domain.gather_group] if registers or "ag" in roles else []
-        groups += [domain.reduce_group] if registers or "rs" in roles else []
+        if registers or "ag" in roles:
+            groups.append(domain.gather_group)
+        if registers or "rs" in roles:
+            groups.append(domain.reduce_group)
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return None

@@ -29,10 +29,14 @@ FP4_RECIPES = ("nvfp4",)
 def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
     """A rule: the recipe must be one of `recipes`, of which the first is core's default."""
     name = f"{option}_recipe"
+
+    def broken(config: Any) -> bool:
+        recipe = getattr(config, name, None) or recipes[0]
+        return is_on(config, option) and recipe not in recipes
+
     return Rule(
         name,
-        lambda config: is_on(config, option)
-        and (getattr(config, name, None) or recipes[0]) not in recipes,
+        broken,
         f"{option.upper()} is supported with the recipes {list(recipes)}. Use one of them",
     )
 
@@ -42,32 +46,39 @@ _LOGITS = (
     "rows of unsharded weights. Set it to False"
 )
 
+
+def _captures_in_another_way(config: Any) -> bool:
+    if getattr(config, "cuda_graph_impl", None) in (None, "none"):
+        return False
+    return not captures_iteration(config) and not captures_layers(config)
+
+
+def _offloads_what_core_cannot(config: Any) -> bool:
+    if not is_on(config, "cpu_offloading"):
+        return False
+    recomputes = getattr(config, "recompute_granularity", None) is not None
+    return recomputes or above_one(config, "pipeline_model_parallel_size")
+
+
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _other_recipe("fp8", FP8_RECIPES),
     _other_recipe("fp4", FP4_RECIPES),
     off("fp4_param", NO_FP4_WEIGHTS),
     Rule(
         "cuda_graph_impl",
-        lambda config: (
-            getattr(config, "cuda_graph_impl", "none") not in (None, "none")
-            and not captures_iteration(config)
-            and not captures_layers(config)
-        ),
+        _captures_in_another_way,
         "layers captured by Transformer Engine do not run the hooks that gather weights. Set it "
         "to 'local' (graphs of layers), to 'full_iteration' (before megatron-core 0.18: 'local' "
         "with cuda_graph_scope='full_iteration'), or to 'none'",
     ),
     off("enable_cuda_graph", "the older name of cuda_graph_impl='local'. Set that instead"),
-    off("external_cuda_graph", (
-        "captured layers do not run the hooks that gather weights. Set it to False"
-    )),
+    off(
+        "external_cuda_graph",
+        "captured layers do not run the hooks that gather weights. Set it to False",
+    ),
     Rule(
         "cpu_offloading",
-        lambda config: is_on(config, "cpu_offloading")
-        and (
-            above_one(config, "pipeline_model_parallel_size")
-            or getattr(config, "recompute_granularity", None) is not None
-        ),
+        _offloads_what_core_cannot,
         "core requires pipeline_model_parallel_size=1 and no recompute_granularity with it. Set it "
         "to False, or change these",
     ),
@@ -107,13 +118,16 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
 
 
 def _interleaves_split_halves(option: str) -> Rule:
-    sizes = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    """A rule: `option` must not be set with tensor parallelism."""
+
+    def broken(config: Any) -> bool:
+        is_split = above_one(config, "tensor_model_parallel_size")
+        experts_are_split = above_one(config, "expert_tensor_parallel_size")
+        return is_on(config, option) and (is_split or experts_are_split)
+
     return Rule(
         option,
-        lambda config: (
-            bool(getattr(config, option, None))
-            and any(above_one(config, size) for size in sizes)
-        ),
+        broken,
         "gate and linear rows are interleaved on each tensor-parallel rank, which a checkpoint "
         "cannot represent. Leave it unset, or use no tensor parallelism",
     )
@@ -129,6 +143,7 @@ _ONE_TENSOR = (
     "another rank; Megatron-LM rejects it with use_megatron_fsdp too. Set it to False"
 )
 
+
 def _above_tensor_parallel(option: str, size: str) -> Rule:
     """A rule: `option` must not exceed `size`, which core sets by default; then only tensor
     parallelism splits weights."""
@@ -142,6 +157,15 @@ def _above_tensor_parallel(option: str, size: str) -> Rule:
     return Rule(option, broken, f"{_REMAT}. Leave it unset")
 
 
+def _must_be_one(option: str) -> Rule:
+    """A rule: `option`, the number of ranks that split a weight further, must be 1."""
+    return Rule(option, lambda config: above_one(config, option), f"{_REMAT}. Set it to 1")
+
+
+def _splits_routers(config: Any) -> bool:
+    return is_on(config, "flextron") and above_one(config, "pipeline_model_parallel_size")
+
+
 LATER_MODEL_RULES: tuple[Rule, ...] = (
     off(
         "overlap_dispatch_backward_with_experts_wgrad",
@@ -150,10 +174,8 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
         "overlap_moe_expert_parallel_comm=True with delay_wgrad_compute=True, which overlaps the "
         "same exchange with the same GEMMs",
     ),
-    *(
-        Rule(size, lambda config, size=size: above_one(config, size), f"{_REMAT}. Set it to 1")  # type: ignore[misc]
-        for size in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-    ),
+    _must_be_one("gtp_weight_remat_size"),
+    _must_be_one("expert_gtp_weight_remat_size"),
     _above_tensor_parallel("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
     _above_tensor_parallel(
         "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
@@ -166,8 +188,7 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
     off("use_grouped_gemm_for_shared_expert", _OWN_RECIPE),
     Rule(
         "flextron",
-        lambda config: bool(getattr(config, "flextron", False))
-        and above_one(config, "pipeline_model_parallel_size"),
+        _splits_routers,
         "core sums gradients of routers over pipeline stages, but these are sharded. Use no "
         "pipeline parallelism, or set it to False",
     ),
@@ -177,33 +198,45 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
 
 def _keeps_two_slots(config: Any) -> bool:
     row = strategy_of(config)
-    return row is not None and row.shard_weights and slots_wanted(config)["weight_slots"]
+    if row is None or not row.shard_weights:
+        return False
+    return bool(slots_wanted(config)["weight_slots"])
+
+
+def _delays_in_vain(config: Any) -> bool:
+    return is_on(config, DELAY) and not is_on(config, PARTS_OF_LAYERS)
+
+
+def _with_parts_of_layers(broken: Callable[[Any], Any], message: str, beside: str) -> Rule:
+    """A rule: what makes `broken` true, described by `beside`, excludes that schedule."""
+
+    def both(config: Any) -> bool:
+        return is_on(config, PARTS_OF_LAYERS) and broken(config)
+
+    return Rule(PARTS_OF_LAYERS, both, message, beside)
 
 
 SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         DELAY,
-        lambda config: is_on(config, DELAY) and not is_on(config, PARTS_OF_LAYERS),
+        _delays_in_vain,
         f"without {PARTS_OF_LAYERS} the delayed gradients are never computed. Set both, or neither",
     ),
-    Rule(
-        PARTS_OF_LAYERS,
-        lambda config: is_on(config, PARTS_OF_LAYERS) and _keeps_two_slots(config),
+    _with_parts_of_layers(
+        _keeps_two_slots,
         "two concurrent passes each prefetch a layer, but fixed buffers hold two layers. Set "
         "fsdp_double_buffer, nccl_ub and fsdp_copy_engine_all_gather to False, or use "
         "'optim_grads'",
         "gathered weights in fixed buffers",
     ),
-    Rule(
-        PARTS_OF_LAYERS,
-        lambda config: is_on(config, PARTS_OF_LAYERS) and is_on(config, UNIT_NUMEL),
+    _with_parts_of_layers(
+        lambda config: is_on(config, UNIT_NUMEL),
         f"a unit of several layers would stay unsharded for the whole pass. Leave {UNIT_NUMEL} "
         "unset, or set it to 0",
         f"{UNIT_NUMEL}={{0.{UNIT_NUMEL}}}",
     ),
-    Rule(
-        PARTS_OF_LAYERS,
-        lambda config: is_on(config, PARTS_OF_LAYERS) and captures_iteration(config),
+    _with_parts_of_layers(
+        captures_iteration,
         "a capture of the streams of core's schedule was not tested. Turn one of the two off",
         "full-iteration CUDA graphs",
     ),
@@ -214,11 +247,15 @@ MODEL_CONFIG_RULES += LATER_MODEL_RULES
 
 
 def _moment_dtype(option: str) -> Rule:
+    """A rule: `option` must be a dtype without scales."""
+
+    def broken(config: Any) -> bool:
+        dtype = getattr(config, option, torch.float32)
+        return dtype not in (torch.float32, torch.bfloat16)
+
     return Rule(
         option,
-        lambda config: (
-            getattr(config, option, torch.float32) not in (torch.float32, torch.bfloat16)
-        ),
+        broken,
         "a checkpoint would lack the scales of fp16 and fp8 moments. Use torch.float32 or "
         "torch.bfloat16",
     )
@@ -230,11 +267,13 @@ CORES_OFFLOAD = "optimizer_cpu_offload"
 
 def streams_all(config: Any) -> bool:
     """True if core's offload of the optimizer is on in a supported form."""
-    return (
-        is_on(config, CORES_OFFLOAD)
-        and config.optimizer == "adam"
-        and getattr(config, "optimizer_offload_fraction", 1.0) == 1.0
-    )
+    if not is_on(config, CORES_OFFLOAD) or config.optimizer != "adam":
+        return False
+    return _offloaded_fraction(config) == 1.0
+
+
+def _offloaded_fraction(config: Any) -> float:
+    return getattr(config, "optimizer_offload_fraction", 1.0)
 
 
 LION, MUON = "lion", "muon"
@@ -268,20 +307,39 @@ def _one_of(name: str, known: tuple[str, ...]) -> Rule:
     )
 
 
+def _momentum_is_out_of_range(config: Any) -> bool:
+    return not 0 <= getattr(config, "muon_momentum", 0) < 1
+
+
 MUON_RULES: tuple[Rule, ...] = within(
-    lambda config: config.optimizer == MUON, "optimizer={0.optimizer!r}",
+    lambda config: config.optimizer == MUON,
+    "optimizer={0.optimizer!r}",
     *(_one_of(name, known) for name, known in MUON_CHOICES.items()),
     Rule(
         "muon_num_ns_steps",
         lambda config: getattr(config, "muon_num_ns_steps", 5) < 1,
         "it must be at least 1. Use 1 or more",
     ),
-    Rule(
-        "muon_momentum",
-        lambda config: not 0 <= getattr(config, "muon_momentum", 0) < 1,
-        "use 0 or more, and less than 1",
-    ),
-)  # fmt: skip
+    Rule("muon_momentum", _momentum_is_out_of_range, "use 0 or more, and less than 1"),
+)
+
+
+def _only_adam(option: str, message: str, beside: str = "") -> Rule:
+    """A rule: with `option` the optimizer must be Adam."""
+
+    def broken(config: Any) -> bool:
+        return config.optimizer != "adam" and is_on(config, option)
+
+    return Rule("optimizer", broken, message, beside)
+
+
+def _is_emerging_in_fp16(config: Any) -> bool:
+    return config.optimizer in EMERGING and is_on(config, "fp16")
+
+
+def _offloads_a_part(config: Any) -> bool:
+    return is_on(config, CORES_OFFLOAD) and _offloaded_fraction(config) != 1.0
+
 
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
@@ -291,25 +349,20 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer",
-        lambda config: config.optimizer in EMERGING and is_on(config, "fp16"),
+        _is_emerging_in_fp16,
         "megatron-core does not support it with fp16=True. Use bf16, or 'adam'",
     ),
-    Rule(
-        "optimizer",
-        lambda config: config.optimizer != "adam" and is_on(config, OFFLOAD),
+    _only_adam(
+        OFFLOAD,
         f"only the state of 'adam' can be streamed. Use 'adam', or set {OFFLOAD} to False",
         f"{OFFLOAD}=True",
     ),
-    Rule(
-        "optimizer",
-        lambda config: is_on(config, CORES_OFFLOAD) and config.optimizer != "adam",
+    _only_adam(
+        CORES_OFFLOAD,
         f"{CORES_OFFLOAD}=True supports only 'adam'. Use 'adam', or set that option to False",
     ),
-    Rule(
-        "optimizer",
-        lambda config: (
-            config.optimizer != "adam" and is_on(config, "use_precision_aware_optimizer")
-        ),
+    _only_adam(
+        "use_precision_aware_optimizer",
         "use_precision_aware_optimizer=True supports only 'adam'. Use 'adam', or set that option "
         "to False",
     ),
@@ -317,10 +370,7 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     _moment_dtype("exp_avg_sq_dtype"),
     Rule(
         "optimizer_offload_fraction",
-        lambda config: (
-            is_on(config, CORES_OFFLOAD)
-            and getattr(config, "optimizer_offload_fraction", 1.0) != 1.0
-        ),
+        _offloads_a_part,
         "partial offload is not supported, because updates are streamed unit by unit. Use 1.0, "
         f"or set {CORES_OFFLOAD} to False",
     ),

@@ -23,14 +23,13 @@ from ...plan.unsharded_budget import AUTO, can_keep
 from ...plan.unsharded_budget import OPTION as BUDGET
 from .rules import Rule, is_on, off
 
-STRATEGY, INSTANCES = "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"
+STRATEGY = "data_parallel_sharding_strategy"
+INSTANCES = "num_distributed_optimizer_instances"
 OUTER = "outer_dp_sharding_strategy"
 UNIT_NUMEL = "suggested_communication_unit_size"
-MAIN_PARAMS, MAIN_GRADS, GRAD_COMM = (
-    "megatron_fsdp_main_params_dtype",
-    "megatron_fsdp_main_grads_dtype",
-    "megatron_fsdp_grad_comm_dtype",
-)
+MAIN_PARAMS = "megatron_fsdp_main_params_dtype"
+MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
+GRAD_COMM = "megatron_fsdp_grad_comm_dtype"
 GATHER_PARTS = "megatron_fsdp_enable_fine_grained_param_gather"
 GATHER_GROUPS = "create_all_gather_group"
 CE_ALL_GATHER = "fsdp_copy_engine_all_gather"
@@ -39,19 +38,26 @@ CE_REDUCE_SCATTER = "fsdp_copy_engine_reduce_scatter"
 FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation"
 DECOUPLED = "megatron_fsdp_use_decoupled_grad"
 TRANSPOSES = "keep_fp8_transpose_cache"
-PARTS_OF_LAYERS, DELAY = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
+PARTS_OF_LAYERS = "overlap_moe_expert_parallel_comm"
+DELAY = "delay_wgrad_compute"
 """The first is in the model config, the second in model and DDP config."""
 
 DTYPES: Mapping[str, torch.dtype | None] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None
-}  # fmt: skip
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "auto": None,
+}
 """Names of dtypes in Megatron-LM main's flags. "auto" means None."""
 Dtype = torch.dtype | None
 Gib = float | str
 
-ITERATION, LAYERS = "full-iteration CUDA graphs", "CUDA graphs of layers"
+ITERATION = "full-iteration CUDA graphs"
+LAYERS = "CUDA graphs of layers"
 
-Refusal = tuple[Callable[[Any, Any], Any], str] | tuple[Callable[[Any, Any], Any], str, str]
+Test = Callable[[Any, Any], Any]
+"""Of a value and the config: truthy if the value is rejected."""
+Refusal = tuple[Test, str] | tuple[Test, str, str]
 
 
 def _nothing(value: Any) -> Mapping[str, Any]:
@@ -103,10 +109,13 @@ class Option:
             parser.add_argument(self.flag, type=read, default=self.default, help=self.help)
 
     def rules(self) -> list[Rule]:
-        def rule(test: Callable[[Any, Any], Any], *words: str) -> Rule:
-            return Rule(self.name, lambda config: test(read(config, self.name), config), *words)
+        return [self._rule(*refusal) for refusal in self.refused]
 
-        return [rule(*refusal) for refusal in self.refused]
+    def _rule(self, test: Test, message: str, beside: str = "") -> Rule:
+        def broken(config: Any) -> Any:
+            return test(read(config, self.name), config)
+
+        return Rule(self.name, broken, message, beside)
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -138,21 +147,37 @@ def _is_low(config: Any, *options: str) -> bool:
 
 def _sums_in_vain(sums: Any, config: Any) -> bool:
     """True if `reduce_scatter_with_fp32_accumulation` is on but has no effect on rounding."""
-    row, is_bf16 = strategy_of(config), read(config, GRAD_COMM) == torch.bfloat16
-    useful = is_bf16 and not _is_low(config, MAIN_GRADS) and row is not None and row.shard_main
+    row = strategy_of(config)
+    is_bf16 = read(config, GRAD_COMM) == torch.bfloat16
+    has_reduce_scatter = row is not None and row.shard_main
+    useful = is_bf16 and has_reduce_scatter and not _is_low(config, MAIN_GRADS)
     return bool(sums and not useful)
 
 
 def _is_no_budget(value: Any, config: Any) -> bool:
     if value == AUTO:
         return False
-    is_number = isinstance(value or 0.0, (int, float))
-    return not (is_number and math.isfinite(value or 0.0) and (value or 0.0) >= 0)
+    gib = value or 0.0
+    is_number = isinstance(gib, (int, float))
+    return not (is_number and math.isfinite(gib) and gib >= 0)
 
 
 def _finds_budget_of_slots(value: Any, config: Any) -> bool:
-    fields = engine_fields(config) if value == AUTO else {}
+    if value != AUTO:
+        return False
+    fields = engine_fields(config)
     return bool(fields.get("weight_slots") or fields.get("bucket_slots"))
+
+
+def _keeps_what_is_whole(value: Any, config: Any) -> bool:
+    """True if there is a budget, but the strategy shards nothing that it could be spent on."""
+    row = strategy_of(config)
+    return bool(value and row is not None and not can_keep(row))
+
+
+def _has_one_instance(value: Any, config: Any) -> bool:
+    """True if shards would be split over optimizer instances, of which there is one."""
+    return OUTER_STRATEGIES.get(value, False) and read(config, INSTANCES) == 1
 
 
 def _other(*allowed: Any) -> Callable[[Any, Any], bool]:
@@ -163,12 +188,16 @@ def _asked(value: Any, config: Any) -> bool:
     return bool(value)
 
 
+def _not_asked(value: Any, config: Any) -> bool:
+    return not value
+
+
 def _unless(sharded: str) -> Callable[[Any, Any], bool]:
     """A test: the option is on, but the strategy does not shard the buffer that it applies to."""
 
     def broken(value: Any, config: Any) -> bool:
         row = strategy_of(config)
-        return bool(value and row is not None and not getattr(row, sharded))
+        return bool(value) and row is not None and not getattr(row, sharded)
 
     return broken
 
@@ -200,9 +229,16 @@ _OF_REGISTRATION: Refusal = (
 _IN_SLOTS = "gathered weights and buckets in fixed buffers, each as large as the largest unit"
 
 
-def _slots(value: Any) -> Mapping[str, Any]:
-    return {"weight_slots": True, "bucket_slots": True} if value else {}
+def _only_if_set(**fields: Any) -> Callable[[Any], Mapping[str, Any]]:
+    """The fields of `EngineConfig` that an option sets if it is on."""
 
+    def sets(value: Any) -> Mapping[str, Any]:
+        return fields if value else {}
+
+    return sets
+
+
+_sets_slots = _only_if_set(weight_slots=True, bucket_slots=True)
 
 NO_FP4_WEIGHTS = (
     "weights cannot be kept or gathered in NVFP4. Leave it unset (--fp4-param-gather): weights "
@@ -212,7 +248,7 @@ NO_FP4_WEIGHTS = (
 OPTIONS: tuple[Option, ...] = (
     Option(
         "use_megatron_fsdp", bool, False, in_core=True,
-        refused=((lambda value, config: not value,
+        refused=((_not_asked,
                   "Megatron's optimizer, gradient finalization and checkpoints use their FSDP "
                   "path only if it is set. Set it to True"),),
     ),
@@ -233,7 +269,7 @@ OPTIONS: tuple[Option, ...] = (
         sets=lambda value: {"shard_outer": OUTER_STRATEGIES.get(value, False)},
         refused=(
             (_other(*OUTER_STRATEGIES), f"use one of {list(OUTER_STRATEGIES)}"),
-            (lambda value, config: OUTER_STRATEGIES.get(value) and read(config, INSTANCES) == 1,
+            (_has_one_instance,
              f"with {INSTANCES}=1 there is no second instance to shard over. Set {INSTANCES} to 2 "
              "or more, or this option to 'no_shard'"),
         ),
@@ -286,7 +322,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "reduce_scatter_with_fp32_accumulation", bool, False, in_core=True, some_strategies=True,
-        sets=lambda value: {"reduce_scatter": ALL_TO_ALL_SUM} if value else {},
+        sets=_only_if_set(reduce_scatter=ALL_TO_ALL_SUM),
         refused=((_sums_in_vain,
                   "it requires bfloat16 communication, float32 main gradients and a strategy with "
                   f"a reduce-scatter. Set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
@@ -312,17 +348,17 @@ OPTIONS: tuple[Option, ...] = (
         "parts of a layer's experts are separate units, which are gathered separately",
         use="a layer of many experts that is too large to gather whole",
     ),
-    Option("fsdp_double_buffer", bool, False, in_core=True, some_strategies=True, sets=_slots),
+    Option("fsdp_double_buffer", bool, False, in_core=True, some_strategies=True, sets=_sets_slots),
     Option(
         "megatron_fsdp_max_pool_double_buffer", bool, False, _IN_SLOTS,
-        use="as `fsdp_double_buffer`", some_strategies=True, sets=_slots,
+        use="as `fsdp_double_buffer`", some_strategies=True, sets=_sets_slots,
     ),
     Option(
         "fsdp_db_use_persist_buf_on_alloc_fail", bool, False,
         "no effect: every unit fits its buffer",
     ),
     Option(
-        "nccl_ub", bool, False, in_core=True, some_strategies=True, sets=_slots,
+        "nccl_ub", bool, False, in_core=True, some_strategies=True, sets=_sets_slots,
         refused=_REGISTERED,
     ),
     Option(
@@ -336,7 +372,7 @@ OPTIONS: tuple[Option, ...] = (
         CE_ALL_GATHER, bool, False,
         "weights are gathered by the GPUs' copy engines (docs/performance.md)",
         use="inside one NVLink domain", some_strategies=True,
-        sets=lambda value: {"weight_slots": True} if value else {},
+        sets=_only_if_set(weight_slots=True),
         refused=(
             *_REGISTERED,
             (_unless("shard_weights"),
@@ -350,9 +386,7 @@ OPTIONS: tuple[Option, ...] = (
         "order",
         use="inside one NVLink domain; needs one more buffer, as large as the largest unit",
         some_strategies=True,
-        sets=lambda value: (
-            {"bucket_slots": True, "reduce_scatter": FIXED_ALL_TO_ALL_SUM} if value else {}
-        ),
+        sets=_only_if_set(bucket_slots=True, reduce_scatter=FIXED_ALL_TO_ALL_SUM),
         refused=(
             *_REGISTERED,
             (_unless("shard_grads"),
@@ -378,7 +412,7 @@ OPTIONS: tuple[Option, ...] = (
              "'auto' needs units with buffers of their own, but units share fixed buffers. Use a "
              "number of GiB",
              "fixed buffers"),
-            (lambda value, config: (row := strategy_of(config)) and value and not can_keep(row),
+            (_keeps_what_is_whole,
              "this strategy shards neither gradients nor weights. Use 'optim_grads_params' or "
              "'optim_grads', or set it to 0"),
         ),
@@ -437,9 +471,7 @@ OPTIONS: tuple[Option, ...] = (
 
 _DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in OPTIONS}
 
-DDP_CONFIG_RULES: tuple[Rule, ...] = tuple(
-    rule for option in OPTIONS for rule in option.rules()
-)
+DDP_CONFIG_RULES: tuple[Rule, ...] = tuple(rule for option in OPTIONS for rule in option.rules())
 
 
 def read(config: Any, option: str) -> Any:
@@ -457,9 +489,8 @@ def engine_fields(ddp_config: Any) -> dict[str, Any]:
 
 def excluded(kind: str) -> list[Rule]:
     """Rules of the options that one kind of CUDA graphs excludes."""
-    reasons = {one.name: (one.excludes or {}).get(kind) for one in OPTIONS}
-    return [
-        off(name, f"{reason}. Switch it off", kind)
-        for name, reason in reasons.items()
-        if reason
-    ]
+    rules = []
+    for option in OPTIONS:
+        if option.excludes and kind in option.excludes:
+            rules.append(off(option.name, f"{option.excludes[kind]}. Switch it off", kind))
+    return rules

@@ -17,14 +17,15 @@ def unit_numel(config: Any, ddp_config: Any, layer_numels: Sequence[int]) -> int
     """Elements up to which layers are grouped; 0: not grouped. config: the model's; layer_numels:
     elements of each layer.
 
-    By default they are not if each layer must be a unit (layer graphs, core's schedule of parts of
-    layers), or if training is not launch-bound (full-iteration graphs, streamed optimizer)."""
+    By default they are not if each layer must be a unit, or if training is not launch-bound."""
     asked = read(ddp_config, UNIT_NUMEL)
     if asked is not None:
         return int(asked)
-    if captures_layers(config) or captures_iteration(config) or is_on(config, PARTS_OF_LAYERS):
-        return 0
-    return 0 if is_on(ddp_config, OFFLOAD) else default_unit_numel(layer_numels)
+    if captures_layers(config) or is_on(config, PARTS_OF_LAYERS):
+        return 0  # each layer must be a unit
+    if captures_iteration(config) or is_on(ddp_config, OFFLOAD):
+        return 0  # training is not launch-bound
+    return default_unit_numel(layer_numels)
 
 
 def described(plans: Sequence[UnitPlan]) -> str:

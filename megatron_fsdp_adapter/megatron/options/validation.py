@@ -70,22 +70,30 @@ WEIGHT_HASH = "check_weight_hash_across_dp_replicas_interval"
 
 def _hashes_sharded_weights(config: Any) -> bool:
     row = strategy_of(config)
-    return row is not None and row.shard_weights and getattr(config, WEIGHT_HASH, None) is not None
+    if row is None or not row.shard_weights:
+        return False
+    return getattr(config, WEIGHT_HASH, None) is not None
 
 
-def _no_weight_hash(section: str = "") -> Rule:
-    return Rule(
-        section + WEIGHT_HASH,
-        lambda cfg: _hashes_sharded_weights(Joined(cfg.train, cfg.ddp) if section else cfg),
-        "with 'optim_grads_params' no rank has whole weights to hash. Leave it out",
-    )
+_NO_WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash. Leave it out"
+
+
+def _makes_none_emerging(args: Any) -> bool:
+    return args.optimizer in EMERGING and not hasattr(args, MAKES_EMERGING)
+
+
+def _async_save_lacks_strategy(options: Any) -> bool:
+    return is_on(options, "async_save") and not hasattr(options, "async_strategy")
+
+
+def _async_save_at_address(options: Any) -> bool:
+    return is_on(options, "async_save") and "://" in str(options.save)
 
 
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
-        lambda args: args.optimizer in EMERGING
-        and not hasattr(args, MAKES_EMERGING),
+        _makes_none_emerging,
         "this Megatron-LM creates Muon by a function that needs full matrices, and has no Lion. "
         "Use 'adam', or a release from 0.18 on",
     ),
@@ -102,18 +110,17 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "async_save",
-        lambda args: is_on(args, "async_save")
-        and not hasattr(args, "async_strategy"),
+        _async_save_lacks_strategy,
         "this Megatron-LM saves asynchronously only in the torch_dist format. Leave it out, or use "
         "a release from 0.17 on",
     ),
     Rule(
         "save",
-        lambda args: is_on(args, "async_save") and "://" in str(args.save),
+        _async_save_at_address,
         "storage at an address cannot rename a folder, which asynchronous saves need. Leave out "
         "--async-save, or save to a folder",
     ),
-    _no_weight_hash(),
+    Rule(WEIGHT_HASH, _hashes_sharded_weights, _NO_WEIGHT_HASH),
     off(
         "enable_full_sharding_in_hsdp",
         "Megatron parses it but does not use it. Leave it out, and use "
@@ -151,7 +158,6 @@ LAUNCH_RULES: tuple[Rule, ...] = (
 """Rules for a training run of Megatron-LM, beside those for its configs."""
 
 
-
 def _reorders_rows(option: str) -> Rule:
     name = option.split(".")[1]
     return Rule(
@@ -163,6 +169,30 @@ def _reorders_rows(option: str) -> Rule:
 
 
 _NVRX = "nvidia_resiliency_ext"
+
+
+def _saves_in_other_format(cfg: Any) -> bool:
+    checkpoint = cfg.checkpoint
+    is_used = checkpoint.save is not None or checkpoint.load is not None
+    return is_used and checkpoint.ckpt_format != CKPT_FORMAT
+
+
+def _cannot_save_decentralized(cfg: Any) -> bool:
+    is_decentralized = is_on(cfg.dist, "use_decentralized_pg")
+    return is_decentralized and not hasattr(cfg.checkpoint, "async_strategy")
+
+
+def _async_save_lacks_nvrx(cfg: Any) -> bool:
+    return cfg.checkpoint.async_save and importlib.util.find_spec(_NVRX) is None
+
+
+def _has_adapters(cfg: Any) -> bool:
+    return getattr(cfg, "peft", None) is not None
+
+
+def _loads_base_weights_on_meta(cfg: Any) -> bool:
+    return _has_adapters(cfg) and is_on(cfg.model, "init_model_with_meta_device")
+
 
 BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
@@ -187,44 +217,37 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dist.use_decentralized_pg",
-        lambda cfg: is_on(cfg.dist, "use_decentralized_pg")
-        and not hasattr(cfg.checkpoint, "async_strategy"),
+        _cannot_save_decentralized,
         "this Megatron-Bridge cannot save sharded weights with it. Set it to False, or use a "
         "release from 0.6 on",
     ),
     Rule(
         "checkpoint.ckpt_format",
-        lambda cfg: (
-            (cfg.checkpoint.save is not None or cfg.checkpoint.load is not None)
-            and cfg.checkpoint.ckpt_format != CKPT_FORMAT
-        ),
+        _saves_in_other_format,
         f"sharded weights are saved and loaded as {CKPT_FORMAT!r}. Call apply_fsdp_overrides, "
         "which sets it; to start from a checkpoint in another format, convert it first",
     ),
     Rule(
         "checkpoint.async_save",
-        lambda cfg: cfg.checkpoint.async_save and not hasattr(cfg.checkpoint, "async_strategy"),
+        lambda cfg: _async_save_lacks_strategy(cfg.checkpoint),
         "this Megatron-Bridge saves asynchronously only in the torch_dist format. Set it to False, "
         "or use a release from 0.6 on",
     ),
     Rule(
         "checkpoint.async_save",
-        lambda cfg: cfg.checkpoint.async_save and importlib.util.find_spec(_NVRX) is None,
+        _async_save_lacks_nvrx,
         f"Megatron-Bridge saves asynchronously only if {_NVRX} is installed, even with this "
         "wrapper's writer. Install it, or set the option to False",
     ),
     Rule(
         "checkpoint.async_save",
-        lambda cfg: cfg.checkpoint.async_save and "://" in str(cfg.checkpoint.save),
+        lambda cfg: _async_save_at_address(cfg.checkpoint),
         "storage at an address cannot rename a folder, which asynchronous saves need. Set it to "
         "False, or save to a folder",
     ),
     Rule(
         "model.init_model_with_meta_device",
-        lambda cfg: (
-            getattr(cfg, "peft", None) is not None
-            and is_on(cfg.model, "init_model_with_meta_device")
-        ),
+        _loads_base_weights_on_meta,
         "with adapters, base weights are loaded before the model is wrapped, but on the meta "
         "device it has no memory until then. Set it to False",
     ),
@@ -234,21 +257,20 @@ BRIDGE_RULES: tuple[Rule, ...] = (
         f"Megatron-Bridge rejects it with {CKPT_FORMAT!r}. Set it to False, and convert the "
         "checkpoint",
     ),
-    _no_weight_hash("train."),
+    Rule(
+        f"train.{WEIGHT_HASH}",
+        lambda cfg: _hashes_sharded_weights(Joined(cfg.train, cfg.ddp)),
+        _NO_WEIGHT_HASH,
+    ),
     _reorders_rows("model.moe_mlp_glu_interleave_size"),
     _reorders_rows("model.moe_shared_expert_glu_interleave_size"),
 )
 """Rules for a `ConfigContainer`, beside those for the configs in it. Options are paths in it."""
 
 
+_OF_OVERLAP = ("defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step")
 OVERLAP_RULES: tuple[Rule, ...] = tuple(
-    rule
-    for rule in (*MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
-    if rule.option
-    in (
-        "defer_embedding_wgrad_compute",
-        "overlap_param_gather_with_optimizer_step",
-    )
+    rule for rule in (*MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES) if rule.option in _OF_OVERLAP
 )
 """Options that Megatron-Bridge copies from `comm_overlap` to other configs when training starts."""
 
@@ -282,24 +304,26 @@ def launch_options(args: Any) -> SimpleNamespace:
     """Megatron-LM's parsed arguments by the names of its configs."""
     values = dict(vars(args))
     for field, argument in ARGUMENT_OF.items():
+        if argument not in values:
+            continue
         # An argument that is None does not override the value under the config's name.
-        if argument in values and (values[argument] is not None or field not in values):
+        if values[argument] is not None or field not in values:
             values[field] = values[argument]
     if values.get("expert_tensor_parallel_size") is None:
         values["expert_tensor_parallel_size"] = values.get("tensor_model_parallel_size", 1)
     for name in DTYPE_OPTIONS:
-        if isinstance(values.get(name), str):  # Megatron's parsers keep the names
-            values[name] = DTYPES.get(values[name], values[name])
+        value = values.get(name)
+        if isinstance(value, str):  # Megatron's parsers keep the names
+            values[name] = DTYPES.get(value, value)
     return SimpleNamespace(**values)
 
 
 def known_arguments() -> set[str]:
     """Names of Megatron-LM's arguments in these tables."""
     rules = (*LAUNCH_RULES, *DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
-    return {
-        *(rule.option for rule in rules), *PLAIN_OPTIONS, *ARGUMENT_OF, *ARGUMENT_OF.values(),
-        *DTYPE_OPTIONS, *MUON_CHOICES, "load", "pretrained_checkpoint",
-    }  # fmt: skip
+    names = {rule.option for rule in rules}
+    names.update(PLAIN_OPTIONS, ARGUMENT_OF, ARGUMENT_OF.values(), DTYPE_OPTIONS, MUON_CHOICES)
+    return names | {"load", "pretrained_checkpoint"}
 
 
 def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
@@ -318,30 +342,29 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
 def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
     """All problems of a `ConfigContainer` with `use_megatron_fsdp` and of the environment, one line
     each, with the path of the option in the container."""
-    overlap = getattr(cfg, "comm_overlap", None)
-    return _unique(
+    groups = [
         connections_problems(environment),
         problems(cfg, BRIDGE_RULES),
         _below("ddp", cfg.ddp, DDP_CONFIG_RULES),
         _below("model", Joined(cfg.model, cfg.ddp), MODEL_CONFIG_RULES),
         _below("optimizer", Joined(cfg.ddp, cfg.optimizer), OPTIMIZER_CONFIG_RULES),
-        _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
-        folder_problems("checkpoint.load", cfg.checkpoint.load),
-        # Base weights of adapters may be in either format (`base_weights.py`).
-        folder_problems(
-            "checkpoint.pretrained_checkpoint",
-            getattr(cfg.checkpoint, "pretrained_checkpoint", None),
-        )
-        if getattr(cfg, "peft", None) is None
-        else [],
-    )
+    ]
+    overlap = getattr(cfg, "comm_overlap", None)
+    if overlap is not None:
+        groups.append(_below("comm_overlap", overlap, OVERLAP_RULES))
+    groups.append(folder_problems("checkpoint.load", cfg.checkpoint.load))
+    if not _has_adapters(cfg):  # their base weights may be in either format
+        folder = getattr(cfg.checkpoint, "pretrained_checkpoint", None)
+        groups.append(folder_problems("checkpoint.pretrained_checkpoint", folder))
+    return _unique(*groups)
 
 
 def wrapper_problems(config: Any, ddp_config: Any, device: Any, asks_tokens: bool) -> list[str]:
     """All problems of the configs passed to the wrapper, on `device`. asks_tokens: True if core
     reads the number of tokens on the host (`core_api.asks_tokens_on_the_host`)."""
     place = SimpleNamespace(device=device, asks_tokens=asks_tokens)
-    ddp, model = Joined(ddp_config, config, place), Joined(config, ddp_config, place)
+    ddp = Joined(ddp_config, config, place)
+    model = Joined(config, ddp_config, place)
     return _unique(
         problems(ddp, (*DDP_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)),
         problems(model, (*MODEL_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)),
