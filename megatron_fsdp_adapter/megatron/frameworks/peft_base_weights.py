@@ -41,17 +41,23 @@ def load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    wanted, config = given["sharded_state_dict"] or {}, given["ckpt_cfg"]
+    wanted = given["sharded_state_dict"] or {}
     models = wanted.get("_model", ())
     if not models or any(isinstance(model, ShardedStateDict) for model in models):
         return original(*args, **kwargs)
-    step = None if given["ignore_ckpt_step"] else getattr(config, "ckpt_step", None)
+    step = None
+    if not given["ignore_ckpt_step"]:
+        step = getattr(given["ckpt_cfg"], "ckpt_step", None)
     groups = given["pg_collection"]
+    model_config = getattr(given["cfg"], "model", None)
     folder = load_plain(
-        models, Path(given["load_dir"]), step,
-        place_in(groups.tp), place_in(getattr(groups, "expt_tp", None)),
-        getattr(getattr(given["cfg"], "model", None), "vocab_size", None),
-    )  # fmt: skip
+        models,
+        Path(given["load_dir"]),
+        step,
+        dense=place_in(groups.tp),
+        expert=place_in(getattr(groups, "expt_tp", None)),
+        vocab_size=getattr(model_config, "vocab_size", None),
+    )
     state = {key: value for key, value in wanted.items() if key != "_model"}
     kind: Any = sys.modules[BRIDGE]
     return state, str(folder), False, kind.CheckpointType.FSDP_DTENSOR
@@ -72,7 +78,11 @@ def place_in(group: dist.ProcessGroup | None) -> Split:
 
 
 def load_plain(
-    models: Sequence[nn.Module], path: Path, iteration: int | None, dense: Split, expert: Split,
+    models: Sequence[nn.Module],
+    path: Path,
+    iteration: int | None,
+    dense: Split,
+    expert: Split,
     vocab_size: int | None = None,
 ) -> Path:
     """Reads the weights and persistent buffers of `models` (this rank's chunks, without wrappers)
@@ -88,7 +98,7 @@ def load_plain(
         def plan() -> tuple[Path, list[_Read]]:
             opened, state = open_state(path, iteration, weights_only=True, trusted=False)
             reads: list[_Read] = []
-            found = _on_meta(models)
+            found = _meta_problems(models)
             for model in models:
                 for name, item in _plan(model, state.weights, dense, expert, vocab_size):
                     if isinstance(item, str):
@@ -105,15 +115,15 @@ def load_plain(
         def read() -> None:
             with torch.no_grad(), values_follow(models):
                 for target, stored, boxes in reads:
-                    found = [stored.block(box) for box in boxes]
-                    value = torch.cat(found) if len(found) > 1 else found[0]
+                    blocks = [stored.block(box) for box in boxes]
+                    value = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
                     target.copy_(value.view(target.shape))
 
         ranks.run("reading the base weights", read)
     return folder
 
 
-def _on_meta(models: Sequence[nn.Module]) -> list[str]:
+def _meta_problems(models: Sequence[nn.Module]) -> list[str]:
     params = [param for model in models for param in model.parameters()]
     if not any(param.is_meta for param in params):
         return []
@@ -124,7 +134,10 @@ def _on_meta(models: Sequence[nn.Module]) -> list[str]:
 
 
 def _plan(
-    model: nn.Module, weights: Mapping[str, LazyTensor], dense: Split, expert: Split,
+    model: nn.Module,
+    weights: Mapping[str, LazyTensor],
+    dense: Split,
+    expert: Split,
     vocab_size: int | None,
 ) -> Iterator[tuple[str, _Read | str]]:
     """For each tensor of the model's state the read to make, or the problem with it."""
@@ -145,25 +158,36 @@ def _plan(
 
 
 def _read(
-    names: GlobalNames, name: str, value: torch.Tensor, stored: LazyTensor, dim: int | None,
-    split: Split, gated: bool, vocab_size: int | None,
+    names: GlobalNames,
+    name: str,
+    value: torch.Tensor,
+    stored: LazyTensor,
+    dim: int | None,
+    split: Split,
+    gated: bool,
+    vocab_size: int | None,
 ) -> _Read | str:
+    """The read of the part of `stored` that this rank has, or the problem with it."""
     if dim is None or split[1] == 1:
-        dim, split = 0, WHOLE
+        dim = 0
+        split = WHOLE
     elif names.is_interleaved(name):
         return "its tensor-parallel slices do not join into one tensor"
     if stored.numel == 1 == value.numel():  # of no dimension in one of the two
-        return value, stored, (((0,) * len(stored.shape), stored.shape),)
-    own, (rank, size) = tuple(value.shape), split
+        origin = (0,) * len(stored.shape)
+        return value, stored, ((origin, stored.shape),)
+    own = tuple(value.shape)
+    rank, size = split
     whole = (*own[:dim], own[dim] * size, *own[dim + 1 :])
     start = tuple(rank * n if axis == dim else 0 for axis, n in enumerate(own))
-    if stored.shape == whole and gated and size > 1:
-        half, rest = own[0] // 2, own[1:]
-        first = rank * half
-        boxes = [((row, *start[1:]), (half, *rest)) for row in (first, whole[0] // 2 + first)]
-        return value, stored, tuple(boxes)
     if stored.shape == whole:
-        return value, stored, ((start, own),)
+        if not gated or size == 1:
+            return value, stored, ((start, own),)
+        # Gate and linear rows are split one by one.
+        half = (own[0] // 2, *own[1:])
+        gate = rank * half[0]
+        linear = whole[0] // 2 + gate
+        return value, stored, (((gate, *start[1:]), half), ((linear, *start[1:]), half))
     rows = min(stored.shape[0], whole[0])
     is_padding = vocab_size is not None and is_table(names.of(name)) and rows >= vocab_size
     if not is_padding or stored.shape[1:] != whole[1:]:

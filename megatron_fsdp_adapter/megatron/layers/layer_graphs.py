@@ -42,14 +42,19 @@ def layer_graphs(
         one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
     ]
     return LayerGraphs(
-        engine, graphs or CudaGraphs(engine.runtime.device, _generators),
+        engine,
+        graphs or CudaGraphs(engine.runtime.device, _generators),
         list(captured_modules(module, modules_asked_for(config))),
         int(getattr(config, "cuda_graph_warmup_steps", 3)),
-        # What sequences are gathered into over tensor-parallel ranks: a longer one makes core
-        # replace the buffer, whose address graphs have.
-        lambda: get_global_memory_buffer().buffer.values(),
+        _shared_buffers,
         partial(forget_last_call, dispatchers),
-    )  # fmt: skip
+    )
+
+
+def _shared_buffers() -> Iterable[torch.Tensor]:
+    """What sequences are gathered into over tensor-parallel ranks: a longer one makes core replace
+    the buffer, whose address graphs have."""
+    return get_global_memory_buffer().buffer.values()
 
 
 def forget_last_call(dispatchers: Iterable[Any]) -> None:
@@ -64,9 +69,7 @@ def forget_last_call(dispatchers: Iterable[Any]) -> None:
                 setattr(dispatcher, name, value.detach())
 
 
-def captured_modules(
-    module: nn.Module, asked: Iterable[str]
-) -> Iterator[tuple[str, nn.Module]]:
+def captured_modules(module: nn.Module, asked: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
     """The modules to capture, with their names. `asked`: core's names of parts of layers; none for
     whole layers, of which those with experts, whose dispatch reads numbers of tokens on the host,
     are captured up to their attention."""

@@ -45,16 +45,27 @@ class _Node:
     waited for, where this one has another."""
 
     def __init__(
-        self, node: Any, passes: _Passes, layer: int, part: int = 0, *,
-        ends_forward: bool = False, ends_backward: bool = False, delays: bool = False,
+        self,
+        node: Any,
+        passes: _Passes,
+        layer: int,
+        part: int = 0,
+        *,
+        ends_forward: bool = False,
+        ends_backward: bool = False,
+        delays: bool = False,
         behind: Any = None,
     ) -> None:
-        self._node, self._passes = node, passes
-        self._layer_begins = sum(map(len, passes.layers[:layer]))
+        self._node = node
+        self._passes = passes
+        self._layer_begins = passes.stages_of(passes.layers[:layer])
+        # Numbers of its stage, in either direction.
         self._stage = self._layer_begins + part
-        self._ends_forward, self._ends_backward = ends_forward, ends_backward
-        self._delays, self._behind = delays, behind
-        self._backward_stage = sum(map(len, passes.layers[layer + 1 :])) + part
+        self._backward_stage = passes.stages_of(passes.layers[layer + 1 :]) + part
+        self._ends_forward = ends_forward
+        self._ends_backward = ends_backward
+        self._delays = delays
+        self._behind = behind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
@@ -97,18 +108,24 @@ class _Passes:
     and left last, in both directions."""
 
     def __init__(
-        self, engine: FsdpEngine, layers: Sequence[Sequence[Sequence[Unit]]],
-        throughout: Sequence[Unit], foreign: Iterable[int],
+        self,
+        engine: FsdpEngine,
+        layers: Sequence[Sequence[Sequence[Unit]]],
+        throughout: Sequence[Unit],
+        foreign: Iterable[int],
     ) -> None:
-        self.layers, self.stages = layers, sum(map(len, layers))
-        self._foreign = frozenset(foreign)
-        self.forward = ScheduledPass(
-            engine, [stage for layer in layers for stage in layer], throughout, FORWARD
-        )
-        self.backward = ScheduledPass(
-            engine, [stage for layer in layers[::-1] for stage in layer], throughout,
-            BACKWARD, self._streams_follow,
-        )
+        self.layers = layers
+        self.stages = self.stages_of(layers)
+        self._foreign = frozenset(foreign)  # ids of parameters, see `_streams_follow`
+        onward = [stage for layer in layers for stage in layer]
+        back = [stage for layer in reversed(layers) for stage in layer]
+        self.forward = ScheduledPass(engine, onward, throughout, FORWARD)
+        self.backward = ScheduledPass(engine, back, throughout, BACKWARD, self._streams_follow)
+
+    @staticmethod
+    def stages_of(layers: Sequence[Sequence[Sequence[Unit]]]) -> int:
+        """The number of stages of these layers."""
+        return sum(map(len, layers))
 
     def catch_up(self, stage: int, node: Any) -> None:
         """Leaves the stages before this one, whose last reader may have run on the other stream."""
@@ -121,9 +138,12 @@ class _Passes:
     def _streams_follow(self, units: Sequence[Unit]) -> None:
         """Gradients that were made on the stream of communication are taken away by this one: their
         memory must not be used again before that."""
-        for param in (p for unit in units for g in unit.trainable_groups for p in g.params):
-            if id(param) in self._foreign and param.grad is not None and param.grad.is_cuda:
-                param.grad.record_stream(torch.cuda.current_stream())
+        for unit in units:
+            for group in unit.trainable_groups:
+                for param in group.params:
+                    grad = param.grad
+                    if id(param) in self._foreign and grad is not None and grad.is_cuda:
+                        grad.record_stream(torch.cuda.current_stream())
 
 
 def _stream(node: Any) -> Any:
@@ -142,10 +162,13 @@ def watch_plans(
             "layers. Set it to False"
         )
     build = getattr(type(model), BUILD)
-    engine_of, model_of = weakref.ref(engine), weakref.ref(model)
+    engine_of = weakref.ref(engine)
+    model_of = weakref.ref(model)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        engine, model, call = engine_of(), model_of(), before()
+        engine = engine_of()
+        model = model_of()
+        call = before()
         # The caller has the model and the wrapper.
         assert engine is not None and model is not None and call is not None
         call()
@@ -162,70 +185,88 @@ def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
         id(param): unit for unit in engine.units for group in unit.groups for param in group.params
     }
 
-    def units(*modules: Any) -> list[Unit]:
-        params = (param for one in modules if one is not None for param in one.parameters())
-        return list({unit_of[id(p)].ordinal: unit_of[id(p)] for p in params}.values())
+    def units(module: nn.Module | None) -> list[Unit]:
+        if module is None:
+            return []
+        found = [unit_of[id(param)] for param in module.parameters()]
+        return list({unit.ordinal: unit for unit in found}.values())
 
     layers = [plan.get_layer(number) for number in range(plan.num_layers())]
-    norm = getattr(model.decoder, "final_layernorm", None)
-    first, last = (units(getattr(model, name, None)) for name in ("embedding", "output_layer"))
-    read = [[first], *(_stages(layer.layer, units) for layer in layers)]
+    embedding = units(getattr(model, "embedding", None))
+    output = units(getattr(model, "output_layer", None))
+    read = [[embedding], *(_stages(layer.layer, units) for layer in layers)]
     if plan.post_process is not None:
-        read.append([last])
+        read.append([output])
     readers = Counter(unit.ordinal for layer in read for stage in layer for unit in stage)
-    once = {ordinal for ordinal, count in readers.items() if count == 1} - {engine.root.ordinal}
+    once = {ordinal for ordinal, count in readers.items() if count == 1}
+    once.discard(engine.root.ordinal)
     if any(hasattr(getattr(layer, PREDICTION, None), "stream") for layer in layers):
         # A layer that predicts further tokens (MTP) calls embedding and output layer too.
-        once -= {unit.ordinal for unit in (*first, *last)}
+        once -= {unit.ordinal for unit in (*embedding, *output)}
     stages = [
         [[unit for unit in stage if unit.ordinal in once] for stage in layer] for layer in read
     ]
     throughout = [unit for unit in engine.units if unit.ordinal not in once]
-    # What of each layer runs where outputs of experts are combined.
-    late = [
-        next((c for name, c in layer.layer.named_modules() if name.endswith(COMBINED_BY)), None)
-        for layer in layers
-    ]
-    foreign = [id(p) for one in (norm, *late) if one is not None for p in one.parameters()]
+    combining = [_combining(layer.layer) for layer in layers]
+    norm = getattr(model.decoder, "final_layernorm", None)
+    apart = [module for module in (norm, *combining) if module is not None]
+    foreign = [id(param) for module in apart for param in module.parameters()]
     passes = _Passes(engine, stages, throughout, foreign)
-    plan.pre_process = _Node(
-        plan.pre_process, passes, 0, ends_forward=True, ends_backward=True
-    )
-    for number, (layer, combined) in enumerate(zip(layers, late, strict=True), 1):
-        _watch_layer(layer, passes, number, combined is not None, len(stages[number]) > 1)
+    plan.pre_process = _Node(plan.pre_process, passes, 0, ends_forward=True, ends_backward=True)
+    for number, layer in enumerate(layers, 1):
+        reads_to_combine = combining[number - 1] is not None
+        _watch_layer(layer, passes, number, reads_to_combine, len(stages[number]) > 1)
     if plan.post_process is not None:
         plan.post_process = _Node(
             plan.post_process, passes, len(stages) - 1, ends_forward=True, ends_backward=True
         )
 
 
-def _stages(layer: nn.Module, units: Callable[..., list[Unit]]) -> list[list[Unit]]:
+def _combining(layer: nn.Module) -> nn.Module | None:
+    """The module that runs where outputs of experts are combined; None if the layer has none."""
+    for name, child in layer.named_modules():
+        if name.endswith(COMBINED_BY):
+            return child
+    return None
+
+
+def _stages(layer: nn.Module, units: Callable[[nn.Module], list[Unit]]) -> list[list[Unit]]:
     """The units of a layer, and in a stage of their own those that only routed experts are in."""
-    routed = [one for name, one in layer.named_modules() if name.rsplit(".", 1)[-1] == ROUTED]
-    inside = {id(param) for one in routed for param in one.parameters()}
-    every = units(layer)
-    experts = [
-        unit for unit in every
-        if all(id(param) in inside for group in unit.groups for param in group.params)
-    ]
-    return [[unit for unit in every if unit not in experts], *([experts] if experts else [])]
+    routed: set[int] = set()
+    for name, child in layer.named_modules():
+        if name.rsplit(".", 1)[-1] == ROUTED:
+            routed.update(map(id, child.parameters()))
+    others = []
+    experts = []
+    for unit in units(layer):
+        is_routed = all(id(param) in routed for group in unit.groups for param in group.params)
+        if is_routed:
+            experts.append(unit)
+        else:
+            others.append(unit)
+    return [others, experts] if experts else [others]
 
 
 def _watch_layer(
     layer: Any, passes: _Passes, number: int, reads_to_combine: bool, has_parts: bool
 ) -> None:
-    real = {n: getattr(layer, n) for n in NODES if hasattr(getattr(layer, n, None), "stream")}
+    nodes = {name: getattr(layer, name, None) for name in NODES}
+    real = {name: node for name, node in nodes.items() if hasattr(node, "stream")}
     first = next(name for name in FIRST if name in real)
     last = next(name for name in (PREDICTION, COMBINE, EXPERTS) if name in real)
     delays = bool(getattr(layer.config, DELAY, False))
+    # What is read on the stream of communication may still run then: `catch_up` leaves the stage.
+    leaves_late = reads_to_combine and last == COMBINE
     for name, node in real.items():
         is_part = has_parts and name == EXPERTS
         watched = _Node(
-            node, passes, number, int(is_part),
-            ends_forward=is_part or (name == last and not (reads_to_combine and last == COMBINE)),
-            ends_backward=is_part or name == first, delays=delays and name in (first, EXPERTS),
+            node,
+            passes,
+            number,
+            part=1 if is_part else 0,
+            ends_forward=is_part or (name == last and not leaves_late),
+            ends_backward=is_part or name == first,
+            delays=delays and name in (first, EXPERTS),
             behind=real[first] if name == COMBINE else None,
-        )  # fmt: skip
+        )
         setattr(layer, name, watched)
-
-

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
-from ...optim.local_shards import UpdateRule
+from ...optim.local_shards import Options, UpdateRule
 from ..inner_module import ours_among
 from ..options.support import EMERGING, LION, MUON
 from . import lion, muon
@@ -42,7 +42,9 @@ def asked_for(config: Any) -> Any | None:
     """The optimizer config that asks for one of them, if this is one or stands in for one; else
     None."""
     asked = given(config)
-    return asked if asked.optimizer in KINDS else None
+    if asked.optimizer not in KINDS:
+        return None
+    return asked
 
 
 def given(config: Any) -> Any:
@@ -72,23 +74,31 @@ def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str
     for group in groups:
         others = [param for param in group["params"] if id(param) not in own]
         marked = [param for param in group["params"] if id(param) in own]
-        split += [{**group, "params": others}, {**group, "params": marked, MARK: asked.optimizer}]
+        split.append({**group, "params": others})
+        split.append({**group, "params": marked, MARK: asked.optimizer})
     return split
 
 
 def rule_of(chunks: Sequence[Any], asked: Any) -> UpdateRule:
     """The update rule of an optimizer whose groups are those of `prepared`."""
     name = asked.optimizer
-    return KINDS[name].rule_of(chunks, asked, lambda group: group.get(MARK) == name)
+
+    def has_mark(group: Options) -> bool:
+        return group.get(MARK) == name
+
+    return KINDS[name].rule_of(chunks, asked, has_mark)
 
 
 # In the place of core's functions (`compat/table.py`).
 
 
 def _make_as_adam(
-    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any], *args: Any,
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: Sequence[Any],
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Core makes the inner optimizer of the groups, and wraps it."""
     if ours_among(model_chunks) and config.optimizer in EMERGING:
         config = as_adam(config)
@@ -96,15 +106,21 @@ def _make_as_adam(
 
 
 def _make_emerging(
-    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any],
-    config_overrides: Any = None, pg_collection: Any = None,
-) -> Any:  # fmt: skip
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: Sequence[Any],
+    config_overrides: Any = None,
+    pg_collection: Any = None,
+) -> Any:
     """Makes the optimizer. From 0.18 on core turns off here for all but Adam and SGD; with sharded
     weights it does not, but goes on as for Adam until it makes the inner optimizer. Its groups on
     the host are for checkpoints of another format."""
     if not ours_among(model_chunks) or config.optimizer not in EMERGING:
         return original(config, model_chunks, config_overrides, pg_collection)
     return core_optimizer.get_megatron_optimizer(
-        as_adam(config), model_chunks, config_overrides, use_gloo_process_groups=False,
+        as_adam(config),
+        model_chunks,
+        config_overrides,
+        use_gloo_process_groups=False,
         pg_collection=pg_collection,
     )

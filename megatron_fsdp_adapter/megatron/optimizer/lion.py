@@ -26,11 +26,12 @@ def problems(config: Any) -> list[str]:
         return [
             f"optimizer={LION!r}: not in this megatron-core. Use 'adam', or a release from 0.18 on"
         ]
-    found, names = betas(config), _BETAS[core_api.MAKES_EMERGING]
+    names = _BETAS[core_api.MAKES_EMERGING]
     return [
         f"optimizer={LION!r} with {name}={beta}: must be at least 0 and below 1"
-        for name, beta in zip(names, found, strict=True) if not 0 <= beta < 1
-    ]  # fmt: skip
+        for name, beta in zip(names, betas(config), strict=True)
+        if not 0 <= beta < 1
+    ]
 
 
 _BETAS = {True: ("adam_beta1", "adam_beta2"), False: ("lion_beta1", "lion_beta2")}
@@ -46,14 +47,13 @@ def betas(config: Any) -> tuple[float, float]:
 
 def has(pair: ParamPair) -> bool:
     """True if core gives a weight to Lion, and not to Adam."""
+    if not core_api.MAKES_EMERGING:
+        return True
     shape = pair.group.layout.specs[pair.index].layout_shape
-    is_matrix = len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
-    return is_matrix or not core_api.MAKES_EMERGING
+    return len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
 
 
-def rule_of(
-    chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
-) -> UpdateRule:
+def rule_of(chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
     """The update rule of an optimizer of which Lion has the groups that are marked."""
     return lion_rule(has_mark, betas(config))
 
@@ -64,12 +64,13 @@ def make_groups(chunks: Sequence[Any]) -> None:
 
 def table(chunks: Sequence[Any], config: Any) -> str:
     """A line with the number of Lion's weights, and its betas."""
-    pairs = [
+    trained = [
         pair for chunk in chunks for pair in chunk.engine.pairs if pair.group.key.requires_grad
     ]
-    names, found = _BETAS[core_api.MAKES_EMERGING], betas(config)
-    used = ", ".join(f"{name} {beta:g}" for name, beta in zip(names, found, strict=True))
+    names = _BETAS[core_api.MAKES_EMERGING]
+    values = zip(names, betas(config), strict=True)
+    used = ", ".join(f"{name} {beta:g}" for name, beta in values)
     return (
-        f"  Lion, as in megatron-core with {used}: {sum(map(has, pairs))} of {len(pairs)} "
+        f"  Lion, as in megatron-core with {used}: {sum(map(has, trained))} of {len(trained)} "
         "weights; Adam: others"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,38 +37,40 @@ def has(pair: ParamPair) -> bool:
     """The one place that decides: a trained matrix of more than one row and column that is no
     embedding, output layer or router, nor excluded by `use_muon` False on it."""
     raw = pair.unsharded
+    if not pair.group.key.requires_grad or not getattr(raw, "use_muon", True):
+        return False
     shape = pair.group.layout.specs[pair.index].layout_shape
+    if len(shape) != 2 or min(shape) <= 1:
+        return False
+    if any(getattr(raw, mark, False) for mark in ADAMS_MARKS):
+        return False
     owner, _ = pair.managed.slots[0]
     kinds = {cls.__name__ for cls in type(owner).__mro__}
-    return (
-        pair.group.key.requires_grad
-        and len(shape) == 2
-        and min(shape) > 1
-        and getattr(raw, "use_muon", True)
-        and not any(getattr(raw, mark, False) for mark in ADAMS_MARKS)
-        and kinds.isdisjoint((*EMBEDDINGS, *ROUTERS))
-        and "output_layer" not in pair.managed.fqns[0].split(".")
-    )
+    if not kinds.isdisjoint((*EMBEDDINGS, *ROUTERS)):
+        return False
+    return "output_layer" not in pair.managed.fqns[0].split(".")
 
 
 def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, ...]:
     """The parts of rows that repeat in a parameter of `module` (`MuonParam.heights`), by the names
     that core gives its fused layers and the config of the module around them."""
     shape = pair.group.layout.specs[pair.index].layout_shape
-    names = pair.managed.fqns[0].split(".")
+    fqn = pair.managed.fqns[0]
+    names = fqn.split(".")
     rows, _ = _whole_shape(pair)
     found: tuple[int, ...] = (rows,)
     if len(names) > 2:
+        layer = names[-2]
         config = _config_around(module, names[:-2])
-        if names[-2] == "linear_fc1" and getattr(config, "gated_linear_unit", False):
+        if layer == "linear_fc1" and getattr(config, "gated_linear_unit", False):
             found = (shape[0] // 2,) * 2  # gate and up, of each tensor-parallel rank
-        elif split_qkv and names[-2] in FUSED:
-            found = FUSED[names[-2]](config)
+        elif split_qkv and layer in FUSED:
+            found = FUSED[layer](config)
     try:
         row_blocks(rows, found)
     except ValueError as error:
         raise ValueError(
-            f"Muon: {pair.managed.fqns[0]} of {rows} rows looks like a fused weight, but has an "
+            f"Muon: {fqn} of {rows} rows looks like a fused weight, but has an "
             f"unknown shape: {error}. Mark it with use_muon=False, or set muon_split_qkv to False"
         ) from None
     return found
@@ -75,7 +78,8 @@ def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, .
 
 def _config_around(module: nn.Module, path: Sequence[str]) -> Any:
     """The config of the module at `path`, or of the nearest around it that has one."""
-    found, at = getattr(module, "config", None), module
+    found = getattr(module, "config", None)
+    at = module
     for name in path:
         at = getattr(at, name)
         found = getattr(at, "config", found)
@@ -86,19 +90,19 @@ def _qkv(config: Any) -> tuple[int, ...]:
     """Heights of the parts of each group of queries: its heads, as many rows of their gates, keys,
     values."""
     queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
-    gates = [queries] if getattr(config, "attention_output_gate", False) else []
-    return (queries, *gates, config.kv_channels, config.kv_channels)
+    keys_and_values = (config.kv_channels, config.kv_channels)
+    if getattr(config, "attention_output_gate", False):
+        return (queries, queries, *keys_and_values)
+    return (queries, *keys_and_values)
 
 
 FUSED: Mapping[str, Callable[[Any], tuple[int, ...]]] = {
     "linear_qkv": _qkv,
-    "linear_kv": lambda config: (config.kv_channels, config.kv_channels),
-    "linear_kv_up_proj": lambda config: (config.qk_head_dim, config.v_head_dim),
-    "linear_kv_down_proj": lambda config: (config.kv_lora_rank, config.qk_pos_emb_head_dim),
-    "linear_qkv_down_proj": lambda config: (
-        config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim
-    ),
-}  # fmt: skip
+    "linear_kv": attrgetter("kv_channels", "kv_channels"),
+    "linear_kv_up_proj": attrgetter("qk_head_dim", "v_head_dim"),
+    "linear_kv_down_proj": attrgetter("kv_lora_rank", "qk_pos_emb_head_dim"),
+    "linear_qkv_down_proj": attrgetter("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"),
+}
 """Fused layers of attention by name, and of what rows they are: grouped and gated attention, cross
 attention, and latent attention, whose keys have a part of their own for positions."""
 
@@ -106,18 +110,21 @@ attention, and latent attention, whose keys have a part of their own for positio
 # Core's optimizer.
 
 
-def rule_of(
-    chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]
-) -> UpdateRule:
+def rule_of(chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
     """The update rule of an optimizer of which Muon has the groups that are marked."""
     around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
-    options, split_qkv = _options(config), config.muon_split_qkv
-    made = {ranks: group for c in chunks for ranks, group in c.muon_groups.items()}
-    return muon_rule(
-        [chunk.engine for chunk in chunks], made,
-        lambda group: options if has_mark(group) else None,
-        lambda pair: heights(around[id(pair.sharded)], split_qkv, pair),
-    )  # fmt: skip
+    options = _options(config)
+    made: dict[Any, Any] = {}
+    for chunk in chunks:
+        made.update(chunk.muon_groups)
+
+    def options_of(group: Options) -> MuonOptions | None:
+        return options if has_mark(group) else None
+
+    def heights_of(pair: ParamPair) -> tuple[int, ...]:
+        return heights(around[id(pair.sharded)], config.muon_split_qkv, pair)
+
+    return muon_rule([chunk.engine for chunk in chunks], made, options_of, heights_of)
 
 
 def make_groups(chunks: Sequence[Any]) -> None:
@@ -133,7 +140,8 @@ def _options(config: Any) -> MuonOptions:
     # Its name was another one before 0.18, and before 0.17 there was one set of coefficients.
     nesterov = getattr(config, "muon_nesterov", getattr(config, "muon_use_nesterov", False))
     coefficients = getattr(config, "muon_coefficient_type", "quintic")
-    factor, scale = config.muon_extra_scale_factor, SCALES[config.muon_scale_mode]
+    factor = config.muon_extra_scale_factor
+    scale = SCALES[config.muon_scale_mode]
     return MuonOptions(
         momentum=config.muon_momentum,
         nesterov=nesterov,
@@ -152,12 +160,13 @@ def table(chunks: Sequence[Any], config: Any) -> str:
         for pair in chunk.engine.pairs:
             if not pair.group.key.requires_grad:
                 continue
-            name = re.sub(r"\.\d+\.", ".*.", pair.managed.fqns[0].removeprefix("module."))
-            rows[re.sub(r"weight\d+$", "weight*", name), _described(chunk, pair, config)] += 1
+            name = pair.managed.fqns[0].removeprefix("module.")
+            name = re.sub(r"\.\d+\.", ".*.", name)
+            name = re.sub(r"weight\d+$", "weight*", name)
+            rows[name, _described(chunk, pair, config)] += 1
     width = max(len(name) for name, _ in rows)
-    return "\n".join(
-        f"  {name:{width}}  {count:5}  {text}" for (name, text), count in rows.items()
-    )
+    lines = [f"  {name:{width}}  {count:5}  {text}" for (name, text), count in rows.items()]
+    return "\n".join(lines)
 
 
 def _described(chunk: Any, pair: ParamPair, config: Any) -> str:

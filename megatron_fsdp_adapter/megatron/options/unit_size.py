@@ -37,5 +37,5 @@ def described(plans: Sequence[UnitPlan]) -> str:
     most = max(joined, key=lambda plan: plan.numel)
     return (
         f"layers are joined by {len(most.modules)} to units of {most.numel} elements "
-        f"({UNIT_NUMEL}=0 leaves them apart); "
+        f"({UNIT_NUMEL}=0 leaves them apart)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,19 +21,26 @@ def announcement(
 ) -> str:
     """One line for `groups`, made by `plan`. `config` is the model's; forced: options that the
     wrapper has set, and their values."""
-    engine, axis = plan.config, plan.domains[DENSE].axis
+    engine = plan.config
     numel = sum(group.layout.item_numel for group in groups)
     padding = sum(group.layout.total_numel for group in groups) - numel
-    text = (
-        f"FullyShardedDataParallel: strategy {engine.strategy.name} over {axis.size} "
-        f"ranks, {len(plan.units)} units ({', '.join(plan.classes)}, root), "
-        f"{numel} parameters{_quantized(groups, config)}, {100 * padding / numel:.2f}% padding; "
-        f"main weights {_dtype_name(engine.policy.main_params_dtype)}"
-        f"{' in host memory' if engine.offload else ''}, gradients reduced in "
-        f"{_wire(plan, groups)}; {_unsharded(plan, groups)}{described(plan.units)}"
-        f"{'set by the wrapper: ' if forced else ''}"
-    )
-    return text.removesuffix("; ") + ", ".join(f"{name}={value}" for name, value in forced.items())
+    place = " in host memory" if engine.offload else ""
+    parts = [
+        f"FullyShardedDataParallel: strategy {engine.strategy.name} over "
+        f"{plan.domains[DENSE].axis.size} ranks, {len(plan.units)} units "
+        f"({', '.join(plan.classes)}, root), {numel} parameters{_quantized(groups, config)}, "
+        f"{100 * padding / numel:.2f}% padding",
+        f"main weights {_dtype_name(engine.policy.main_params_dtype)}{place}, gradients reduced "
+        f"in {_wire(plan, groups)}",
+        *_unsharded(plan, groups),
+    ]
+    grouped = described(plan.units)
+    if grouped:
+        parts.append(grouped)
+    if forced:
+        values = ", ".join(f"{name}={value}" for name, value in forced.items())
+        parts.append(f"set by the wrapper: {values}")
+    return "; ".join(parts)
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:
@@ -47,25 +54,26 @@ def _wire(plan: ModelPlan, groups: list[ParamGroup]) -> str:
         str(group.bucket.tensor.dtype)
         for group in groups
         if group.key.requires_grad and group.has_transient_bucket
-    } - {comm}
-    carried = f" (gradients from autograd, exchanged as {', '.join(sorted(narrow))})"
-    return comm + (carried if narrow else "")
+    }
+    narrow.discard(comm)
+    if not narrow:
+        return comm
+    return f"{comm} (gradients from autograd, exchanged as {', '.join(sorted(narrow))})"
 
 
-def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> str:
-    """Text about what is not sharded: domains of one rank, and what a budget keeps over a step."""
-    names = (group.key.domain for group in groups if group.is_single_rank)
-    alone = {name.split(",")[0] for name in names}
-    text = f"unsharded on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
+def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> Iterator[str]:
+    """What is not sharded: domains of one rank, and what a budget keeps over a step."""
+    alone = {group.key.domain.split(",")[0] for group in groups if group.is_single_rank}
+    if alone:
+        yield f"unsharded on one rank: {', '.join(sorted(alone))} parameters"
     if plan.budget is None:
-        return text + f"units stay unsharded over a step as memory allows ({OPTION}={AUTO!r}); "
-    if not plan.budget:
-        return text
-    kept = plan.kept
-    return text + (
-        f"unsharded over a step: weights of {kept.weights} and gradients of {kept.grads} of "
-        f"{len(kept.rows)} units, for {kept.nbytes / GIB:.3f} of {plan.budget / GIB:g} GiB; "
-    )
+        yield f"units stay unsharded over a step as memory allows ({OPTION}={AUTO!r})"
+    elif plan.budget:
+        kept = plan.kept
+        yield (
+            f"unsharded over a step: weights of {kept.weights} and gradients of {kept.grads} of "
+            f"{len(kept.rows)} units, for {kept.nbytes / GIB:.3f} of {plan.budget / GIB:g} GiB"
+        )
 
 
 def _quantized(groups: list[ParamGroup], config: Any) -> str:
@@ -76,4 +84,5 @@ def _quantized(groups: list[ParamGroup], config: Any) -> str:
         return ""
     numel = sum(group.layout.item_numel for group in quantized)
     formats = sorted({group.key.format.name for group in quantized})
-    return f" ({numel} of them quantized{': ' if formats else ''}{', '.join(formats)})"
+    listed = f": {', '.join(formats)}" if formats else ""
+    return f" ({numel} of them quantized{listed})"

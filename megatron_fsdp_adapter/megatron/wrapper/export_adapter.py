@@ -10,6 +10,7 @@ from torch import nn
 
 from ...core.distributed_index import FSDPDistributedIndex
 from ...core.engine.engine import FsdpEngine
+from ...core.engine.params import ParamPair
 from ...core.topology import EXPERT
 from ...rollout.export_source import Described, Source, beside_engine
 from ...state.names import global_names, split_depth
@@ -24,14 +25,16 @@ def export_source(
     `parallel_state`'s. ValueError for layers that tensor parallelism splits in a way that cannot be
     undone."""
     names = global_names(module)
-    experts, stages = (group_named(pg_collection, name) for name in ("ep", "pp"))
+    experts = group_named(pg_collection, "ep")
+    stages = group_named(pg_collection, "pp")
     # The first one has the embedding, those behind it copies: of a tied output layer, of
     # multi-token prediction.
     is_later_stage = stages is not None and dist.get_rank(stages) > 0
 
     def described(fqn: str, param: Any) -> Described:
         kind = kind_of(param, fqn)
-        group, split = index.tensor_groups[kind], getattr(param, "_tp_partition_dim", None)
+        group = index.tensor_groups[kind]
+        split = getattr(param, "_tp_partition_dim", None)
         is_split = split is not None and group is not None and dist.get_world_size(group) > 1
         if is_split and names.is_interleaved(fqn):
             raise ValueError(
@@ -39,17 +42,22 @@ def export_source(
                 "tensor_model_parallel_size=1 to export this kind of layer"
             )
         return Described(
-            split_depth(names.of(fqn))[1], split, group, len(names.suffixes(fqn)),
-            kind == EXPERT, getattr(param, "shared_embedding", False) and is_later_stage,
-        )  # fmt: skip
+            name=split_depth(names.of(fqn))[1],
+            split=split,
+            tensor=group,
+            halves=len(names.suffixes(fqn)),
+            expert=kind == EXPERT,
+            is_copy=is_later_stage and getattr(param, "shared_embedding", False),
+        )
+
+    def of_pair(pair: ParamPair) -> Described:
+        return described(pair.managed.fqns[0], pair.unsharded)
 
     rest = []
     for fqn, value, is_buffer in beside_engine(module, engine):
         if is_buffer:
-            name = split_depth(names.of(fqn))[1]
-            rest.append((Described(name, is_buffer=True), value))
+            of_value = Described(split_depth(names.of(fqn))[1], is_buffer=True)
         else:
-            rest.append((described(fqn, value), value))
-    return Source(
-        engine, lambda pair: described(pair.managed.fqns[0], pair.unsharded), rest, experts, stages
-    )
+            of_value = described(fqn, value)
+        rest.append((of_value, value))
+    return Source(engine, of_pair, rest, experts, stages)

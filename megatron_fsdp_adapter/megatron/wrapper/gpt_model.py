@@ -16,13 +16,17 @@ from ..compat.table import FUSED_WGRAD
 
 
 def gpt_model(
-    config: TransformerConfig, layers: Any, options: Mapping[str, Any], stage: int | None = None,
+    config: TransformerConfig,
+    layers: Any,
+    options: Mapping[str, Any],
+    stage: int | None = None,
     mtp: Any = None,
 ) -> Any:
     """Core's GPTModel of this rank's pipeline stage (and virtual `stage`), with the attributes that
     Megatron reads on parameters. layers, mtp: specs of its layers and of multi-token prediction."""
     if config.gradient_accumulation_fusion:
         patches.install(FUSED_WGRAD)
+    is_untied = options.get("untie_embeddings_and_output_weights")
     model: Any = GPTModel(
         config,
         layers,
@@ -30,7 +34,7 @@ def gpt_model(
         max_sequence_length=options["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        share_embeddings_and_output_weights=not options.get("untie_embeddings_and_output_weights"),
+        share_embeddings_and_output_weights=not is_untied,
         position_embedding_type=options["position_embedding_type"],
         rotary_percent=options.get("rotary_percent") or 1.0,
         rotary_base=options.get("rotary_base") or 10000,
@@ -45,4 +49,6 @@ def gpt_model(
 
 def in_compute_dtype(config: TransformerConfig, model: Any) -> Any:
     """The model, in 16 bits inside of core's Float16Module."""
-    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+    if config.bf16 or config.fp16:
+        return Float16Module(config, model)
+    return model

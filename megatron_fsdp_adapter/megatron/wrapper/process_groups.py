@@ -32,22 +32,20 @@ GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
 GATHER_SOURCES: Mapping[str, str] = {"fsdp_group": "dp_cp_ag", "expt_fsdp_group": "expt_dp_ag"}
 """Role of a shard group -> attribute for the gather group with the same ranks."""
 
-_dense = partial(
-    core_api.without_remat, ps.get_data_parallel_group, with_context_parallel=True
-)  # fmt: skip
+_dense = partial(core_api.without_remat, ps.get_data_parallel_group, with_context_parallel=True)
 
 
 def _experts(**options: Any) -> Any:
-    has_any = ps._EXPERT_DATA_PARALLEL_GROUP is not None
-    if not has_any:
+    if ps._EXPERT_DATA_PARALLEL_GROUP is None:
         return None
     return core_api.without_remat(ps.get_expert_data_parallel_group, **options)
 
 
 def _gathers() -> Any:
     """Megatron-LM's --create-all-gather-group."""
-    has_any = core_api.has_separate_all_gather_group()
-    return _dense(independent_all_gather=True) if has_any else None
+    if not core_api.has_separate_all_gather_group():
+        return None
+    return _dense(independent_all_gather=True)
 
 
 GETTERS: Mapping[str, Callable[[], Any]] = {
@@ -78,17 +76,18 @@ def group_named(pg_collection: Any, name: str) -> dist.ProcessGroup | None:
     Attributes are read with `getattr`: megatron-core 0.16.1's class has no `dp_cp_ag` field but
     takes one by assignment, and fields that were never set do not exist.
     """
-    return GETTERS[name]() if pg_collection is None else getattr(pg_collection, name, None)
+    if pg_collection is None:
+        return GETTERS[name]()
+    return getattr(pg_collection, name, None)
 
 
 def groups_of(pg_collection: Any) -> Groups:
     """The groups by role, of the collection or of `parallel_state`; None where absent."""
-    found = {
-        role: [group_named(pg_collection, name) for name in names]
-        for role, names in GROUP_SOURCES.items()
-    }
-    return {role: next((g for g in groups if g is not None), None)
-            for role, groups in found.items()}  # fmt: skip
+    found: Groups = {}
+    for role, names in GROUP_SOURCES.items():
+        groups = [group_named(pg_collection, name) for name in names]
+        found[role] = next((group for group in groups if group is not None), None)
+    return found
 
 
 def read_groups(pg_collection: Any | None, instances: int, separate_gathers: bool) -> Groups:
@@ -105,27 +104,29 @@ def read_groups(pg_collection: Any | None, instances: int, separate_gathers: boo
             "or call parallel_state.initialize_model_parallel() first"
         )
     if pg_collection is not None:
-        return groups_of(
-            create_all_gather_groups(pg_collection) if separate_gathers else pg_collection
-        )
+        if separate_gathers:
+            create_all_gather_groups(pg_collection)
+        return groups_of(pg_collection)
     groups = groups_of(None)
     if instances > 1:  # parallel_state's spans all of them
         groups["fsdp_group_ag"] = None
-    for role, name in GATHER_SOURCES.items() if separate_gathers else ():
-        if groups[f"{role}_ag"] is None:
-            groups[f"{role}_ag"] = duplicate_group(groups[role], name)
+    if separate_gathers:
+        for role, name in GATHER_SOURCES.items():
+            if groups[f"{role}_ag"] is None:
+                groups[f"{role}_ag"] = duplicate_group(groups[role], name)
     return groups
 
 
 def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: int) -> None:
     """The groups were made for as many optimizer instances as in the options."""
-    for shard_role, everyone_role in (
-        ("fsdp_group", "dp_group"), ("expt_fsdp_group", "expt_dp_group")
-    ):  # fmt: skip
-        shard, everyone = groups[shard_role], groups.get(everyone_role)
+    roles = {"fsdp_group": "dp_group", "expt_fsdp_group": "expt_dp_group"}
+    for shard_role, everyone_role in roles.items():
+        shard = groups[shard_role]
+        everyone = groups.get(everyone_role)
         if shard is None or everyone is None:
             continue
-        ranks, all_ranks = map(dist.get_process_group_ranks, (shard, everyone))
+        ranks = dist.get_process_group_ranks(shard)
+        all_ranks = dist.get_process_group_ranks(everyone)
         if len(ranks) * instances != len(all_ranks) or not set(ranks) <= set(all_ranks):
             raise ValueError(
                 f"ddp_config.num_distributed_optimizer_instances={instances}: the "
@@ -170,10 +171,12 @@ def build_index(
             "group. Pass a ProcessGroupCollection that has it, or none to use parallel_state"
         )
     _check_instances(groups, instances)
-    given = {role: group for role, group in groups.items() if role != "fsdp_group"}
+    others: dict[str, Any] = dict(groups)
+    del others["fsdp_group"]
+    others["outer_fsdp_group"] = _outer_group(groups, instances)
     return FSDPDistributedIndex(
         groups["fsdp_group"],
-        **{**given, "outer_fsdp_group": _outer_group(groups, instances)},  # type: ignore[arg-type]
+        **others,
         device_type=device.type,
         grad_scale=grad_scale_of(dist.get_world_size(groups["dp_group"])),
         hsdp_outer_dp_shard=shard_outer,

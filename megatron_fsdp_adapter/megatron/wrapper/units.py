@@ -50,35 +50,33 @@ def _has_tied_weight(module: nn.Module) -> bool:
     """True if embedding and output layer use one parameter. With pipeline parallelism each stage
     has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
     embedding is called too."""
-    return any(
-        getattr(child, "share_embeddings_and_output_weights", False)
-        and (getattr(child, "pre_process", True) or getattr(child, "mtp_process", False))
-        and getattr(child, "post_process", True)
-        for child in module.modules()
-    )
+    for child in module.modules():
+        if not getattr(child, "share_embeddings_and_output_weights", False):
+            continue
+        has_embedding = getattr(child, "pre_process", True)
+        calls_embedding = has_embedding or getattr(child, "mtp_process", False)
+        if calls_embedding and getattr(child, "post_process", True):
+            return True
+    return False
 
 
 def _is_read_from_outside(module: nn.Module) -> bool:
     """True if prediction heads (MTP) read the output layer's weight past its forward, and call the
     embedding without gradients."""
-    return bool(getattr(getattr(module, "config", None), "mtp_detach_heads", False))
+    return is_on(getattr(module, "config", None), "mtp_detach_heads")
 
 
 def _default_units(module: nn.Module) -> dict[str, nn.Module]:
     """Transformer and Mamba layers, and embedding and output layer unless their weights are tied
     or read by other modules: such a weight belongs to the root unit, which stays gathered."""
-    tied = _has_tied_weight(module) or _is_read_from_outside(module)
-
-    def is_unit(child: nn.Module) -> bool:
-        return isinstance(child, DEFAULT_UNIT_MODULES) or (
-            not tied and isinstance(child, LanguageModelEmbedding)
-        )
-
-    outputs = {
-        name: child for name, child in module.named_modules()
-        if name.split(".")[-1] == "output_layer" and not tied
-    }  # fmt: skip
-    return unit_modules(module, is_unit) | outputs
+    if _has_tied_weight(module) or _is_read_from_outside(module):
+        return unit_modules(module, lambda child: isinstance(child, DEFAULT_UNIT_MODULES))
+    classes = (*DEFAULT_UNIT_MODULES, LanguageModelEmbedding)
+    units = unit_modules(module, lambda child: isinstance(child, classes))
+    for name, child in module.named_modules():
+        if name.split(".")[-1] == "output_layer":
+            units[name] = child
+    return units
 
 
 def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
@@ -88,18 +86,17 @@ def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
     one_by_one = getattr(experts, "local_experts", None)
     if isinstance(one_by_one, nn.ModuleList):
         return list(one_by_one)
-    if getattr(getattr(experts, "config", None), "use_transformer_engine_op_fuser", False):
+    if is_on(getattr(experts, "config", None), "use_transformer_engine_op_fuser"):
         return [experts]
     return [child for child in experts.children() if next(child.parameters(), None) is not None]
 
 
-def _with_parts_of_layers(
-    module: nn.Module, units: dict[str, nn.Module]
-) -> dict[str, nn.Module]:
+def _with_parts_of_layers(module: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """`units` and parts of experts, in module order."""
-    layers = [layer for layer in module.modules() if isinstance(layer, BaseMoELayer)]
-    wanted = {id(unit) for unit in units.values()}
-    wanted |= {id(part) for layer in layers for part in _parts_of_experts(layer.experts)}
+    wanted = set(map(id, units.values()))
+    for layer in module.modules():
+        if isinstance(layer, BaseMoELayer):
+            wanted.update(map(id, _parts_of_experts(layer.experts)))
     return unit_modules(module, lambda child: id(child) in wanted)
 
 
@@ -124,8 +121,9 @@ def plan_units(
     ValueError: a module whose fused weight gradients cannot be used.
     """
     for managed in managed_params(given.module):
+        param = managed.param
         owner, name = managed.slots[0]
-        mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
+        mark_tensor_parallel(param, tensor_parallel_mode(param, owner, name))
     return partition(
         given.module,
         units,
@@ -139,8 +137,11 @@ def plan_units(
 
 
 def with_unsharded_units(
-    plans: Sequence[UnitPlan], given: Arguments, engine_config: EngineConfig,
-    domains: Mapping[str, ShardDomain], budget: int,
+    plans: Sequence[UnitPlan],
+    given: Arguments,
+    engine_config: EngineConfig,
+    domains: Mapping[str, ShardDomain],
+    budget: int,
 ) -> tuple[list[UnitPlan], UnshardedUnits]:
     """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
     are. Modules that write weight gradients by themselves write into kept ones where gradients
@@ -160,11 +161,10 @@ def with_unsharded_units(
         groups = dict(plan.groups)
         for key, managed in plan.groups.items():
             own = engine_config.for_group(plan.strategy, key.domain)
-            if own.strategy.shard_grads != engine_config.strategy.shard_grads:
-                observe = _observer(given, own)
-                groups[key] = [
-                    replace(entry, writer=grad_writer(entry, observe)) for entry in managed
-                ]
+            if own.strategy.shard_grads == engine_config.strategy.shard_grads:
+                continue
+            observe = _observer(given, own)
+            groups[key] = [replace(entry, writer=grad_writer(entry, observe)) for entry in managed]
         found.append(replace(plan, groups=groups))
     return found, kept
 
@@ -173,12 +173,17 @@ def _observer(
     given: Arguments, engine_config: EngineConfig
 ) -> Callable[[nn.Module, torch.dtype, bool], Observed] | None:
     """Looks at what fused modules write their gradients into; None without fusion."""
-    config, policy = given.config, engine_config.policy
+    config = given.config
     if not asks_fusion(config):
         return None
+    policy = engine_config.policy
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
     return functools.partial(
-        observed, precisions=precisions_of(config), main_dtype=written, device=given.device,
-        quantized=quantized_precision(config), by_operations=read_by_operations(given.module),
+        observed,
+        precisions=precisions_of(config),
+        main_dtype=written,
+        device=given.device,
+        quantized=quantized_precision(config),
+        by_operations=read_by_operations(given.module),
         hooks_inside=is_on(config, FINE_GRAINED),
-    )  # fmt: skip
+    )

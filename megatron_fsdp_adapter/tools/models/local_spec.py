@@ -57,7 +57,9 @@ class TorchAttention(torch.nn.Module):
         self.config = config
         self.causal = attn_mask_type == AttnMaskType.causal
         self.softmax_scale = softmax_scale
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if attention_dropout is None:
+            attention_dropout = config.attention_dropout
+        self.dropout = attention_dropout
 
     def forward(
         self,
@@ -140,9 +142,11 @@ def local_block_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
     frequency = config.moe_layer_freq
-    layers = [
-        local_layer_spec(config, bool(frequency[i]) if isinstance(frequency, list)
-                         else i % frequency == 0)
-        for i in numbers
-    ]  # fmt: skip
+    layers = []
+    for number in numbers:
+        if isinstance(frequency, list):
+            with_experts = bool(frequency[number])
+        else:
+            with_experts = number % frequency == 0
+        layers.append(local_layer_spec(config, with_experts))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)  # type: ignore[arg-type]
