@@ -53,6 +53,7 @@ class Rig(Loop):
     labels: dict[int, str] = field(default_factory=dict)
     initial: dict[int, torch.Tensor] = field(default_factory=dict)
     adam: Any = None
+    forwards: list[torch.Tensor] = field(default_factory=list)
     _reported: tuple[str, int] = ("", 0)
 
     def watch(self) -> Any:

@@ -6,8 +6,6 @@ Each question is one test over all rows: of order in `test_engine_orders.py`, of
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,154 +13,14 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from tests.engine.small_model import Exploded, Loop, Setup
+from tests.engine.small_model import Setup
+from tests.lib.engine.events import EVENTS
 from tests.quantized.emulated import RECIPES
 
 ZERO_0, ZERO_1, ZERO_2, ZERO_3, *_ = STRATEGIES
 FP32, BF16 = torch.float32, torch.bfloat16
 
-
-# What can happen to a model between and during training steps.
-
-WORDS = {"unsynced": False, "waiting": True, "bf16": BF16, "fp32": FP32, "as_it_is": None}
-
-
-def play(script: str, rig: Any) -> None:
-    """Does one thing after another: what a method of the rig does, with numbers and `WORDS`, or
-
-    path 0112          layers run in this order from now on
-    more, last         of the step's microbatches more follow; the next one is the last
-    forward 1          of a microbatch; backward, drop: of the oldest in flight, or of none
-    failing A 2 in B   does B, in which the forward or backward A of layer 2 raises
-    caches 1           layers keep what they make of weights from one forward to the next; or not
-    """
-    losses = []
-    for line in script.split("; "):
-        verb, *given = line.split()
-        if verb == "path":
-            rig.model.path = [int(layer) for layer in given[0]]
-        elif verb in ("more", "last"):
-            rig.last(verb == "last")
-        elif verb == "forward":
-            losses.append(rig.loss(int(given[0])))
-        elif verb == "backward":
-            losses.pop(0).backward()
-        elif verb == "drop":
-            losses.clear()
-        elif verb == "failing":
-            rig.model.explode = " ".join(given[:2])
-            with pytest.raises(Exploded):
-                play(" ".join(given[3:]).replace(" and ", "; "), rig)
-            rig.model.explode = None
-        elif verb == "caches":
-            for layer in rig.model.layers:
-                layer.caches, layer.cached = given == ["1"], None
-        else:
-            getattr(rig, verb)(*(WORDS[one] if one in WORDS else int(one) for one in given))
-
-
-def inner_module_called(rig: Loop) -> None:
-    """A layer is called by itself, for evaluation and for training."""
-    x = torch.ones(2, rig.setup.hidden, dtype=rig.setup.dtype)
-    rig.step()
-    with torch.no_grad():
-        rig.model.layers[1](x)
-    rig.step()
-    rig.zero()
-    rig.model.layers[3](rig.model.layers[0](x)).float().square().mean().backward()
-    rig.finish()
-    rig.optimizer_step()
-    rig.step()
-
-
-def gathered_while_main_weights_are_shown(rig: Any) -> None:
-    """By a backward, of an engine, before main weights change."""
-    rig.step()
-    rig.zero()
-    loss = rig.loss()
-    rig.weights()
-    loss.backward()
-    if rig.engine.units[2].phase is Phase.SHARDED:
-        rig.engine.gather.launch(rig.engine.units[2])
-    rig.engine.main_weights_changed()
-    rig.step()
-
-
-FORWARDS_IN_FLIGHT = (
-    "zero; more; forward 0; forward 1; backward; last; backward; finish; optimizer_step"
-)
-"""Two forwards before the first backward, as a pipeline stage does."""
-FURTHER = (
-    "zero; last; forward 0; backward; last; forward 1; backward; finish; "
-    "last; forward 2; backward; finish; optimizer_step"
-)
-SCRIPTS = {
-    "steps": "step; step; step",
-    "steps_without_sync": "step 1 unsynced; step 1 unsynced; step 1 unsynced",
-    "steps_with_full_sync": "step 1 unsynced; sync waiting; step 1 unsynced; sync waiting",
-    "microbatches": "step 3; step 3",
-    "forwards_in_flight": f"{FORWARDS_IN_FLIGHT}; {FORWARDS_IN_FLIGHT}",
-    "evaluation_between": "step; evaluate; evaluate; step 2; zero; more; forward 0; backward; "
-                          "evaluate; last; forward 1; backward; evaluate; finish; optimizer_step",
-    "layer_twice": "path 01123; step 2; step 2",
-    "layer_again_later": "path 01203; step; step; step",
-    # Layers run in another order than listed, and some not at all in a step.
-    "layers_skipped": "path 3102; step; path 01; step; path 0123; step; path 2; step; "
-                      "path 0123; step; path 3210; step",
-    "forward_raises": "step; zero; failing forward 2 in forward 0; step; step 2",
-    # Between a backward and its step one raises, and one leaves layers out: gathers that nothing
-    # used are still running when the step writes what they read.
-    "evaluations_before_the_step": "step; zero; forward_backward; finish; "
-                                   "failing forward 1 in evaluate; optimizer_step; "
-                                   "zero; forward_backward; finish; path 01; evaluate; path 0123; "
-                                   "optimizer_step; step",
-    # In the second microbatch, after some units of it have been reduced.
-    "backward_raises": "step; zero; more; forward 0; backward; last; "
-                       "failing backward 1 in forward 1 and backward; step 2; step",
-    # Before anything is zeroed.
-    "evaluation_after_one_that_raises": "step; zero; failing backward 1 in forward 0 and backward; "
-                                        "evaluate; step",
-    "zero_before_finish": "zero; forward_backward 2; step; zero; forward_backward 1; zero; zero; "
-                          "step 2",
-    "forward_without_backward": "step; forward 0; step; drop; step",
-    # State dicts are taken after a step and in the middle of one.
-    "weights_read_between": "step; weights; step 1 unsynced; weights; zero; more; forward 0; "
-                            "backward; weights; last; forward 1; backward; finish; optimizer_step",
-    # Main weights are written from outside, while a gather of the old ones is in flight.
-    "weights_loaded": "step; load; step; load",
-    # The same, and nothing says so: before the first step, after one, and between a backward and
-    # its step.
-    "weights_written": "write; step; write; evaluate; step 1 unsynced; zero; forward_backward; "
-                       "finish; write; optimizer_step; write; step",
-    # What was loaded for a step is not used, or older than what is written then.
-    "no_step_follows": "step; zero; forward_backward; finish; "
-                       "zero; forward_backward; finish; load; optimizer_step",
-    # Their updates are the last ones, and nothing gathers them.
-    "layers_left_out": "path 01; step; step; step",
-    # The second microbatch uses what the first has made of weights: those nodes are older than its
-    # own, so that autograd comes to them when the units are done.
-    "gradients_late": "caches 1; step 2; caches 1; step 2; caches 0; step 2",
-    "no_backward": "step; zero; finish; optimizer_step; step",
-    # A caller that ends the step after a microbatch that was not marked as the last: what was
-    # gathered for a forward that did not come is outdated.
-    "last_is_not_said": "step; zero; more; forward 0; backward; finish; optimizer_step; step",
-    # Each is marked as the last, and after the second the gradients are finished.
-    "further_backwards": f"{FURTHER}; {FURTHER}",
-    # After a step, with gathers in flight; with gradients; behind an evaluation; not to the end.
-    "exports": "step; export bf16; step 1 unsynced; export as_it_is; zero; forward_backward 2; "
-               "export bf16 2; finish; export fp32; optimizer_step; export bf16 1; evaluate; "
-               "export bf16; load; export bf16; step",
-}  # fmt: skip
-EVENTS: dict[str, Callable[[Any], None]] = {
-    **{name: functools.partial(play, script) for name, script in SCRIPTS.items()},
-    "inner_module_called": inner_module_called,
-    "gathered_while_shown": gathered_while_main_weights_are_shown,
-}  # fmt: skip
-
-
-# The table.
 
 MIXED = ("microbatches", "evaluation_between", "layer_twice", "backward_raises")
 BY_TENSOR_AND_BLOCK = ("current", "mxfp8")

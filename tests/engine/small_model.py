@@ -249,7 +249,22 @@ class Loop:
     """What a training loop does with a model. Without an engine: this, under autograd alone."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.model = setup, make_net(setup)
+        self.setup = setup
+        self.model = make_net(setup)
+        # Losses of forwards whose backward is still to come, the oldest first.
+        self.forwards: list[torch.Tensor] = []
+
+    def forward(self, index: int) -> None:
+        """Of a microbatch, whose backward may come later."""
+        self.forwards.append(self.loss(index))
+
+    def backward(self) -> None:
+        """Of the oldest forward that had none."""
+        self.forwards.pop(0).backward()
+
+    def forget_forwards(self) -> None:
+        """No backward of those follows."""
+        self.forwards.clear()
 
     def loss(self, index: int = 0) -> torch.Tensor:
         return self.model(microbatch(index)).float().square().mean()

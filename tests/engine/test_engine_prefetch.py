@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fsdp_adapter.core.engine.gather import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
 from tests.engine.engine_cases import build
-from tests.engine.scenarios import ZERO_3, play
+from tests.engine.scenarios import ZERO_3
 from tests.engine.small_model import Setup
 
 FAR = LOOKAHEAD + 5
@@ -69,7 +69,9 @@ def test_what_is_expected_after_a_request(name):
 def test_with_a_forward_in_flight_its_backward_comes_next(two_ranks):
     """As in a pipeline: nothing is gathered for a forward that may not come."""
     rig = build(Setup(ZERO_3))
-    play("step; zero; more", rig)
+    rig.step()
+    rig.zero()
+    rig.last(False)
     one, other = rig.loss(0), rig.loss(1)
     rig.runtime.log.clear()
     one.backward()

@@ -34,7 +34,6 @@ from tests.engine.scenarios import (
     ZERO_2,
     ZERO_3,
     cells,
-    play,
 )
 from tests.engine.side_streams import KINDS, SIDE
 from tests.engine.small_model import Exploded, Loop, Setup
@@ -276,7 +275,9 @@ def test_two_models_on_one_runtime_are_ordered(strategy):
                 rig.zero()
             (one.loss(0) + two.loss(1)).backward()
             for rig in (two, one):
-                play("finish; optimizer_step; sync unsynced", rig)
+                rig.finish()
+                rig.optimizer_step()
+                rig.sync(wait=False)
 
 
 @pytest.mark.parametrize("side", KINDS)

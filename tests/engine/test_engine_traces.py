@@ -18,10 +18,10 @@ from tests.engine.scenarios import (
     ZERO_0,
     ZERO_1,
     ZERO_3,
-    play,
 )
 from tests.engine.small_model import HIDDEN, Setup
 from tests.engine.traces import GOLDEN, collectives, golden, schedule, steady, traced
+from tests.lib.engine.events import backward_of_last, backward_of_one_more, failing
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -43,9 +43,9 @@ def test_issue_order_is_equal_on_every_rank(strategy, event):
 
 
 ENDS = {
-    "synced": ({}, "last; forward 0; backward"),
-    "no_sync": ({}, "more; forward 0; backward"),
-    "no_overlap": ({"overlap": False}, "last; forward 0; backward"),
+    "synced": ({}, backward_of_last),
+    "no_sync": ({}, backward_of_one_more),
+    "no_overlap": ({"overlap": False}, backward_of_last),
 }
 """Options, and the backwards of a step: what is left to be reduced when they are over differs."""
 
@@ -61,9 +61,17 @@ def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, 
     options, backward = ENDS[end]
     for runs in (True, False):
         with built(Setup(strategy, **options)) as rig, rig.watch():
-            play("path 3102; step; zero; failing backward 1 in forward 0 and backward", rig)
+            rig.model.path = [3, 1, 0, 2]
+            rig.step()
             rig.zero()
-            play(backward if runs else "sync waiting", rig)
+            with failing(rig, "backward 1"):
+                rig.forward(0)
+                rig.backward()
+            rig.zero()
+            if runs:
+                backward(rig, 0)
+            else:
+                rig.sync(wait=True)
             rig.finish()
         lines = schedule(rig.runtime)
         found.append([line for line in lines if line.startswith(("reduce all_r", "reduce reduce"))])
@@ -73,9 +81,16 @@ def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, 
 def test_evaluations_before_and_after_a_forward_delay_no_reduction():
     """Of units that keep gradients, and of those that do not."""
     found = []
-    for evaluate in ("", "evaluate; "):
+    for evaluates in (False, True):
         with built(SCENARIOS["kept"].setup(ZERO_3)) as rig, rig.watch():
-            play(f"step; zero; {evaluate}forward 0; {evaluate}backward", rig)
+            rig.step()
+            rig.zero()
+            if evaluates:
+                rig.evaluate()
+            rig.forward(0)
+            if evaluates:
+                rig.evaluate()
+            rig.backward()
         found.append([
             line for line in schedule(rig.runtime)
             if line.startswith(("reduce ", "compute backward "))

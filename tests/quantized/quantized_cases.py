@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.small_model import Loop, Setup, make_net
+from tests.engine.small_model import Loop, Setup
 from tests.quantized.emulated import quantize_whole, roll
 from tests.quantized.te_weights import KNOWS
 
@@ -20,8 +20,10 @@ class PlainQuantizedRig(Loop):
     def __init__(
         self, setup: Setup, ranks: int = 1, separately: bool = False, rolls: bool = True
     ) -> None:
-        self.setup, self.ranks, self.separately, self.rolls = setup, ranks, separately, rolls
-        self.model = make_net(setup)
+        super().__init__(setup)
+        self.ranks = ranks
+        self.separately = separately
+        self.rolls = rolls
         self.params = dict(self.model.named_parameters())
         self.main = {
             name: getattr(param, "_high_precision_init_val", param).detach().float().clone()

@@ -3,18 +3,16 @@ values: the rows of recipes in `tests/engine/scenarios.py`."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import Rig, build, built
+from tests.engine.engine_cases import build, built
 from tests.engine.pretended import LateCommunicator
-from tests.engine.scenarios import EVENTS, play
+from tests.engine.scenarios import EVENTS
 from tests.engine.small_model import Setup, make_net
 from tests.engine.traces import collectives, steady
 from tests.quantized.emulated import RECIPES, CountingParams, EmulatedTensor
@@ -40,38 +38,51 @@ def test_a_loop_of_the_users_own_may_write_without_saying_so(strategy):
 # When.
 
 
-def _at_once(rig: Rig) -> None:
-    rig.engine.quantization.at_once = True
-
-
-WHEN: list[tuple[str | Callable[[Rig], None], int, str]] = [
-    ("step 3", 1, "a step"),
-    ("evaluate", 0, "nothing has changed"),
-    (lambda rig: rig.engine.gather.mark_stale(), 0, "gathered weights are old, and no others"),
-    ("evaluate; weights; evaluate", 0, "nothing has changed"),
-    ("zero; forward_backward 2; finish; sync waiting", 0, "a step that was skipped"),
-    ("finish; optimizer_step; load", 0, "not needed yet"),
-    ("sync waiting", 1, "two changes, one use"),
-    (lambda rig: rig.engine.main_weights_changed(), 1,
-     "unsharded parameters are shown: there will be no better time"),
-    ("zero; forward_backward 1; finish", 0, "nothing has changed"),
-    (_at_once, 0, "nothing has changed"),
-    ("optimizer_step", 1, "a graph may be replayed before anything of ours is called again"),
-    ("sync waiting", 0, "nothing has changed"),
-]  # fmt: skip
-"""What happens, how often all weights are quantized then, and why."""
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_are_quantized_once_after_each_change_and_at_no_other_time(two_ranks, strategy):
     rig = build(Setup(strategy, recipe="block128"))
-    kept = strategy != "optim_grads_params"
-    taken_over = ("evaluate", not kept, "what was wrapped is taken over where it is kept")
-    for act, expected, why in (taken_over, *WHEN):
-        run = act if callable(act) else functools.partial(play, act)
-        run(rig)
-        assert rig.quantized.finished == expected, (act, why)
+
+    def expect(times: int, why: str) -> None:
+        """So often all weights were quantized since this was asked before."""
+        assert rig.quantized.finished == times, why
         rig.quantized.finished = 0
+
+    rig.evaluate()
+    kept = strategy != "optim_grads_params"
+    expect(0 if kept else 1, "what was wrapped is taken over where it is kept")
+    rig.step(3)
+    expect(1, "a step")
+    rig.evaluate()
+    expect(0, "nothing has changed")
+    rig.engine.gather.mark_stale()
+    expect(0, "gathered weights are old, and no others")
+    rig.evaluate()
+    rig.weights()
+    rig.evaluate()
+    expect(0, "nothing has changed")
+    rig.zero()
+    rig.forward_backward(2)
+    rig.finish()
+    rig.sync(wait=True)
+    expect(0, "a step that was skipped")
+    rig.finish()
+    rig.optimizer_step()
+    rig.load()
+    expect(0, "not needed yet")
+    rig.sync(wait=True)
+    expect(1, "two changes, one use")
+    rig.engine.main_weights_changed()
+    expect(1, "unsharded parameters are shown: there will be no better time")
+    rig.zero()
+    rig.forward_backward(1)
+    rig.finish()
+    expect(0, "nothing has changed")
+    rig.engine.quantization.at_once = True
+    expect(0, "nothing has changed")
+    rig.optimizer_step()
+    expect(1, "a graph may be replayed before anything of ours is called again")
+    rig.sync(wait=True)
+    expect(0, "nothing has changed")
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
