@@ -27,7 +27,8 @@ class ParamAndGradBuffer:
     def __init__(
         self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
     ) -> None:
-        self._engine, self._slots = engine, slots
+        self._engine = engine
+        self._slots = slots  # the memory of fixed buffers, if it is registered with NCCL
         self.use_decoupled_grad = use_decoupled_grad  # as asked for: both names hold the gradient
 
     def copy_main_weights_to_model_weights(self) -> None:
@@ -61,7 +62,12 @@ class ParamAndGradBuffer:
 
 
 def _kinds(weights: bool, gradients: bool) -> list[str]:
-    return [*([MAIN, COMPUTE] if weights else []), *([GRADIENTS] if gradients else [])]
+    kinds = []
+    if weights:
+        kinds += [MAIN, COMPUTE]
+    if gradients:
+        kinds.append(GRADIENTS)
+    return kinds
 
 
 class ShardedModule(ShardedStateDict, MegatronModule):
@@ -123,6 +129,8 @@ def for_ours(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def chosen(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = our_chunks(self)
-        return function(ours, self, *args, **kwargs) if ours else original(self, *args, **kwargs)
+        if not ours:
+            return original(self, *args, **kwargs)
+        return function(ours, self, *args, **kwargs)
 
     return chosen

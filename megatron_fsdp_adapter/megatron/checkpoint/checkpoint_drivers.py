@@ -23,7 +23,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from ...checkpoint.training import OPTIMIZER, merged
 from ...state.names import MODEL
 from ...state.sharded_state_dict import ShardedStateDict
 from ..compat.table import BRIDGE, LM
+from ..options.rules import is_on
 
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"
@@ -46,16 +47,20 @@ _Asked = tuple[str, bool, int | None]
 the number of real tokens, None where it is not known."""
 
 
+_Found = tuple[bool, tuple[str, ...]]
+"""A rank's message to the others: whether the generator states that it asks for are stored, and the
+keys that are not, if that is allowed."""
+
+
 def _of_megatron_lm(call: Mapping[str, Any]) -> _Asked:
     module: Any = sys.modules[LM]
-    wanted = SimpleNamespace(
-        load=call["load_dir"], ckpt_step=getattr(call["args"], "ckpt_step", None)
-    )
-    holder = sys.modules.get("megatron.training.global_vars")
+    args = call["args"]
+    wanted = SimpleNamespace(load=call["load_dir"], ckpt_step=getattr(args, "ckpt_step", None))
+    tokenizer = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
     return (
         module.get_load_checkpoint_path_by_args(wanted),
-        bool(getattr(call["args"], "strict_fsdp_dtensor_load", False)),
-        getattr(getattr(holder, "_GLOBAL_TOKENIZER", None), "vocab_size", None),
+        is_on(args, "strict_fsdp_dtensor_load"),
+        getattr(tokenizer, "vocab_size", None),
     )
 
 
@@ -64,10 +69,11 @@ def _of_bridge(call: Mapping[str, Any]) -> _Asked:
     folder = call.get("checkpoint_path_override")  # from 0.4 on; there is no iteration then
     if folder is None:
         folder = module.get_checkpoint_name(call["load_dir"], call["iteration"], call["release"])
+    model_config = getattr(call.get("cfg"), "model", None)
     return (
         folder,
-        bool(getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)),
-        getattr(getattr(call.get("cfg"), "model", None), "vocab_size", None),
+        is_on(call["ckpt_cfg"], "strict_fsdp_dtensor_load"),
+        getattr(model_config, "vocab_size", None),
     )
 
 
@@ -77,8 +83,10 @@ def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError if two chunks have a key in common: they were not made by our wrapper.
     """
     chunks = [key for key in state if _CHUNK.fullmatch(key)]
-    rest = {key: value for key, value in state.items() if key not in chunks}
-    return {**rest, MODEL: merged(state[key] for key in chunks)} if chunks else rest
+    result = {key: value for key, value in state.items() if key not in chunks}
+    if chunks:
+        result[MODEL] = merged(state[key] for key in chunks)
+    return result
 
 
 def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,9 +96,11 @@ def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _load(
-    asked_of: Callable[[Mapping[str, Any]], _Asked], original: Callable[..., Any], *args: Any,
+    asked_of: Callable[[Mapping[str, Any]], _Asked],
+    original: Callable[..., Any],
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     wanted = call.arguments["sharded_state_dict"]
@@ -102,30 +112,38 @@ def _load(
     if not (folder / ".metadata").is_file():
         return original(*args, **kwargs)  # it reports what is missing
     with coordination() as ranks:
+        rank = ranks.rank
         (prepared, _), every = ranks.run(
             "comparing the checkpoint with the model",
-            lambda: _prepared(wanted, folder, strict, vocab_size, ranks.rank),
+            lambda: _prepared(wanted, folder, strict, vocab_size, rank),
             share=lambda result: result[1],
         )
     seen = [found for found in every if found is not None]
-    lines = []
     if not all(has_generators for has_generators, _ in seen):
         prepared.pop(_RNG, None)
-        lines.append(
+    if rank == 0:
+        for line in _remarks(folder, seen):
+            print(line, flush=True)
+    call.arguments["sharded_state_dict"] = prepared
+    state, *others = original(*call.args, **call.kwargs)
+    if state is not None:
+        state = _as_asked(state, wanted, rank)
+    return (state, *others)
+
+
+def _remarks(folder: Path, seen: Sequence[_Found]) -> Iterator[str]:
+    """What keeps its initial value on some rank, one line for each kind."""
+    if not all(has_generators for has_generators, _ in seen):
+        yield (
             f"{folder} has RNG states of another split of the model. This run's generators keep "
             "their seeds"
         )
     missing = sorted({key for _, keys in seen for key in keys})
     if missing:
-        lines.append(
+        yield (
             f"{len(missing)} keys are not in {folder} and keep their initial values, because "
             f"strict_fsdp_dtensor_load is off: {', '.join(missing)}"
         )
-    if ranks.rank == 0:
-        print(*lines, sep="\n", end="\n" * bool(lines), flush=True)
-    call.arguments["sharded_state_dict"] = prepared
-    state, *others = original(*call.args, **call.kwargs)
-    return (state if state is None else _as_asked(state, wanted, ranks.rank), *others)
 
 
 def wrapped_to_evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,23 +160,17 @@ load_of_megatron_lm = functools.partial(_load, _of_megatron_lm)
 load_of_bridge = functools.partial(_load, _of_bridge)
 
 
-def _as_asked(
-    state: Mapping[str, Any], wanted: Mapping[str, Any], rank: int
-) -> dict[str, Any]:
+def _as_asked(state: Mapping[str, Any], wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """The values that were read, with the model's dicts and the tensors that the caller gave."""
     result = {key: value for key, value in state.items() if key != MODEL}
-    models = [key for key in wanted if key == MODEL or _CHUNK.fullmatch(key)]
-    result |= {key: taken_over(wanted[key], state[MODEL]) for key in models}
+    for key in wanted:
+        if key == MODEL or _CHUNK.fullmatch(key):
+            result[key] = taken_over(wanted[key], state[MODEL])
     if OPTIMIZER in wanted:
         result[OPTIMIZER] = from_stored(state[OPTIMIZER], wanted[OPTIMIZER], rank)
     if _RNG in wanted:
         result.setdefault(_RNG, wanted[_RNG])
     return result
-
-
-_Found = tuple[bool, tuple[str, ...]]
-"""A rank's message to the others: whether the generator states that it asks for are stored, and the
-keys that are not, if that is allowed."""
 
 
 def _prepared(
@@ -177,14 +189,13 @@ def _prepared(
     if (strict and mismatch.missing) or mismatch.different:
         raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")
     stored = metadata.state_dict_metadata
-    placed = all(
-        _stored_entries(stored, place) == len(entries)
-        for place, entries in asked.get(_RNG, {}).items()
-    )
+    generators = asked.get(_RNG, {})
+    placed = all(_stored_entries(stored, at) == len(found) for at, found in generators.items())
     return {**asked, **parts}, (placed, mismatch.missing)
 
 
 def _stored_entries(stored: Iterable[str], place: str) -> int:
     """Number of generator states that are stored for a place: a list, by number."""
     start = f"{_RNG}.{place}."
-    return len({key.removeprefix(start).split(".")[0] for key in stored if key.startswith(start)})
+    numbers = {key.removeprefix(start).split(".")[0] for key in stored if key.startswith(start)}
+    return len(numbers)

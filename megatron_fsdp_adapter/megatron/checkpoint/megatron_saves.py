@@ -125,9 +125,7 @@ def opens(module: ModuleType, held: Any) -> Any:
     another one once --enable-msc has been read."""
     if not hasattr(held, "open"):
         return opening(held)
-    return ModuleView(
-        held, {"open": opening(lambda *args, **kwargs: held.open(*args, **kwargs))}
-    )
+    return ModuleView(held, {"open": opening(lambda *args, **kwargs: held.open(*args, **kwargs))})
 
 
 def shutil_view(module: ModuleType, held: Any) -> ModuleView:

@@ -26,14 +26,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 # Gradient norms. 0.19 has norms of their own for groups of parameters (`mtp_detach_heads`), and
 # has another name for the method that gathers gradients for a norm.
 
-NORM_GRADIENTS = next(
-    (
-        name
-        for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
-        if hasattr(DistributedOptimizer, name)
-    ),
-    "get_grads_for_grad_norm",
-)
+_NEWER = "get_grads_for_grad_norm"
+_OLDER = "get_main_grads_for_grad_norm"
+_HAS_OLDER = hasattr(DistributedOptimizer, _OLDER) and not hasattr(DistributedOptimizer, _NEWER)
+NORM_GRADIENTS = _OLDER if _HAS_OLDER else _NEWER
 """The optimizer's method that returns the gradients of a norm; where neither name is found, the
 newer one, which is then reported as missing."""
 
@@ -96,12 +92,10 @@ def batch_of_context_rank(batch: Mapping[str, Any]) -> dict[str, Any]:
     """This context-parallel rank's part of each tensor of `batch`, of (batch, sequence, ...). From
     0.18 on core's function takes a further argument, and no group means the world to it."""
     function = core_utils.get_batch_on_this_cp_rank
-    options = {"is_hybrid_cp": False}
-    known = inspect.signature(function).parameters
-    return function(
-        dict(batch), cp_group=parallel_state.get_context_parallel_group(),
-        **{name: value for name, value in options.items() if name in known},
-    )  # fmt: skip
+    options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
+    if "is_hybrid_cp" in inspect.signature(function).parameters:
+        options["is_hybrid_cp"] = False
+    return function(dict(batch), **options)
 
 
 def marks_whole_weights(linear: type) -> bool:
@@ -117,8 +111,9 @@ MAKES_EMERGING = hasattr(optimizer_package, "_get_megatron_emerging_optimizer")
 
 def config_fields() -> set[str]:
     """Names of the fields of core's configs of models and optimizers."""
-    configs = (MLATransformerConfig, optimizer_config.OptimizerConfig)
-    return {one.name for config in configs for one in dataclasses.fields(config)}
+    of_model = dataclasses.fields(MLATransformerConfig)
+    of_optimizer = dataclasses.fields(optimizer_config.OptimizerConfig)
+    return {field.name for field in (*of_model, *of_optimizer)}
 
 
 def optimizer_defaults() -> dict[str, Any]:

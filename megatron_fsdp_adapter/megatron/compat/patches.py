@@ -111,12 +111,13 @@ class Patch:
 def missing(patches: Iterable[Patch]) -> list[str]:
     """Dotted paths of required names that are absent, or whose parameters differ from the row's,
     with what was found."""
-    return [
-        f"{patch.path}{found}"
-        for patch in patches
-        if (_is_imported(patch.module) or patch.module in sys.modules)
-        and (found := _problem(patch)) is not None
-    ]
+    found = []
+    for patch in patches:
+        if _is_imported(patch.module) or patch.module in sys.modules:
+            problem = _problem(patch)
+            if problem is not None:
+                found.append(f"{patch.path}{problem}")
+    return found
 
 
 def install(
@@ -154,8 +155,9 @@ def uninstall(patches: Sequence[Patch]) -> None:
         found = _in_place(patch)
         if found is None:
             continue
-        original, ours = _kept(found[0])[found[1]]
-        _give_back(*found)
+        owner, name = found
+        original, ours = _kept(owner)[name]
+        _give_back(owner, name)
         if patch.everywhere:
             swept[id(ours)] = original, ()
     for holder, name, value in _holders(swept):
@@ -182,20 +184,27 @@ def place(patch: Patch, imports: bool = True) -> tuple[Any, str] | None:
         owner = found if isinstance(found, type) else None
     if owner is None:
         return None
-    names = last.split(" or ")
-    there = (name for name in names if hasattr(owner, name) or patch.default is not NOTHING)
-    return next(((owner, name) for name in there), None)
+    for name in last.split(" or "):
+        if hasattr(owner, name) or patch.default is not NOTHING:
+            return owner, name
+    return None
 
 
 def original(module: Any, name: str) -> Any:
     """The value of a module's name, or its value before it was replaced; None if there is none."""
-    return _kept(module)[name][0] if name in _kept(module) else getattr(module, name, None)
+    kept = _kept(module)
+    if name in kept:
+        return kept[name][0]
+    return getattr(module, name, None)
 
 
 def _in_place(patch: Patch) -> tuple[Any, str] | None:
     """The owner and the name under which the replacement is in place."""
     found = place(patch, imports=False)
-    return found if found is not None and found[1] in _kept(found[0]) else None
+    if found is None:
+        return None
+    owner, name = found
+    return found if name in _kept(owner) else None
 
 
 def _problem(patch: Patch) -> str | None:
@@ -205,8 +214,9 @@ def _problem(patch: Patch) -> str | None:
         required = _looked_up(patch.required)
         if not (required() if callable(required) else required):
             return None
-        by = f", by which it {patch.why}" if patch.why else ""
-        return by or " (there is none)" * bool(patch.parameters)
+        if patch.why:
+            return f", by which it {patch.why}"
+        return " (there is none)" if patch.parameters else ""
     if not patch.parameters or found[1] in _kept(found[0]):
         return None
     given = ", ".join(inspect.signature(getattr(*found)).parameters)
@@ -217,8 +227,9 @@ def _problem(patch: Patch) -> str | None:
 
 
 def _fits(given: str, form: str) -> bool:
-    start = form.removesuffix(MORE)
-    return given == form or (start != form and f"{given}, ".startswith(start))
+    if not form.endswith(MORE):
+        return given == form
+    return given == form or f"{given}, ".startswith(form.removesuffix(MORE))
 
 
 def _looked_up(ours: Any) -> Any:
@@ -257,7 +268,9 @@ def _kept(owner: Any) -> dict[str, tuple[Any, Any]]:
 
 def _own(owner: Any, name: str) -> Any:
     """The value of a name in `owner` itself, without its bases; `NOTHING` if it has none."""
-    return owner.__defaults__ if name == _DEFAULTS else vars(owner).get(name, NOTHING)
+    if name == _DEFAULTS:
+        return owner.__defaults__
+    return vars(owner).get(name, NOTHING)
 
 
 def _put(owner: Any, name: str, ours: Any) -> None:
@@ -286,7 +299,8 @@ def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType | Functio
     name and what takes its place there. replaced: by an object's id what does, and the modules
     where it stays."""
     loaded = [
-        (name, module) for name, module in list(sys.modules.items())
+        (name, module)
+        for name, module in list(sys.modules.items())
         if replaced and name.partition(".")[0] != _PACKAGE and isinstance(module, ModuleType)
     ]
     for at, module in loaded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 from . import patches
@@ -28,9 +29,11 @@ _DISTRIBUTED = f"{_OPTIMIZER}.distrib_optimizer"
 
 def _step(name: str, ours: str, *parameters: str) -> Patch:
     return Patch(
-        _DISTRIBUTED, f"DistributedOptimizer.{name}", f"megatron.optimizer.{ours}",
+        _DISTRIBUTED,
+        f"DistributedOptimizer.{name}",
+        f"megatron.optimizer.{ours}",
         parameters=parameters or ("self",),
-    )  # fmt: skip
+    )
 
 
 OPTIMIZER: tuple[Patch, ...] = (
@@ -88,19 +91,24 @@ OPTIMIZER: tuple[Patch, ...] = (
 _LAYERS = f"{_CORE}.tensor_parallel.layers"
 FUSED_WGRAD = (
     Patch(
-        _LAYERS, "fused_weight_gradient_mlp_cuda", "megatron.layers.fused_wgrad:products", makes,
+        _LAYERS,
+        "fused_weight_gradient_mlp_cuda",
+        "megatron.layers.fused_wgrad:products",
+        makes,
         default=None,
     ),
     Patch(_LAYERS, "_grad_accum_fusion_available", True, stands),
-)  # fmt: skip
+)
 """Megatron's linear layers fuse weight gradients without apex; with it nothing is changed."""
 
 
 def _conversion(name: str, ours: str, required: bool = True) -> Patch:
     return Patch(
-        CONVERSION, f"MegatronModelBridge.{name}", f"megatron.frameworks.bridge_weights:{ours}",
+        CONVERSION,
+        f"MegatronModelBridge.{name}",
+        f"megatron.frameworks.bridge_weights:{ours}",
         required=required,
-    )  # fmt: skip
+    )
 
 
 BRIDGE_WEIGHTS = (
@@ -120,29 +128,47 @@ BASE_WEIGHTS = (
 """Patches of the reader of base weights, which Megatron-Bridge puts adapters on."""
 
 _DRIVERS = "megatron.checkpoint.checkpoint_drivers"
+
+
+def _preprocesses(module: str) -> Patch:
+    return Patch(module, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess")
+
+
+def _makes_models(module: str, name: str) -> Patch:
+    ours = f"{_DRIVERS}:wrapped_to_evaluate"
+    return Patch(module, name, ours, required=False, everywhere=True)
+
+
 DRIVERS = (
-    *(Patch(module, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess")
-      for module in (LM, BRIDGE)),
+    _preprocesses(LM),
+    _preprocesses(BRIDGE),
     Patch(LM, "_load_base_checkpoint", f"{_DRIVERS}:load_of_megatron_lm"),
     Patch(
-        BRIDGE, "load_fsdp_dtensor_checkpoint or _load_fsdp_dtensor_base_checkpoint",
+        BRIDGE,
+        "load_fsdp_dtensor_checkpoint or _load_fsdp_dtensor_base_checkpoint",  # from 0.6 on; before
         f"{_DRIVERS}:load_of_bridge",
-    ),  # from 0.6 on; before
-    *(Patch(module, name, f"{_DRIVERS}:wrapped_to_evaluate", required=False, everywhere=True)
-      for module, name in (
-          ("megatron.training.training", "get_model"),
-          ("megatron.training.models.dist_utils", "unimodal_build_distributed_models"),
-      )),
-)  # fmt: skip
+    ),
+    _makes_models("megatron.training.training", "get_model"),
+    _makes_models("megatron.training.models.dist_utils", "unimodal_build_distributed_models"),
+)
 """Checkpoint code of Megatron-LM and Megatron-Bridge, where its own path stops."""
 
-NORMS = tuple(
-    Patch(
-        module, "calc_params_l2_norm", "megatron.optimizer.clipping:params_norm",
-        parameters=("model, ...",), required=False, everywhere=True,
+
+def _norm_of(module: str) -> Patch:
+    return Patch(
+        module,
+        "calc_params_l2_norm",
+        "megatron.optimizer.clipping:params_norm",
+        parameters=("model, ...",),
+        required=False,
+        everywhere=True,
     )
-    for module in ("megatron.training.utils", "megatron.bridge.training.utils.train_utils")
-)  # fmt: skip
+
+
+NORMS = (
+    _norm_of("megatron.training.utils"),
+    _norm_of("megatron.bridge.training.utils.train_utils"),
+)
 """Patches of the norm that `--log-params-norm` logs."""
 
 _ENGINE = f"{FSDP}.src.megatron_fsdp"
@@ -150,9 +176,13 @@ _ENGINE = f"{FSDP}.src.megatron_fsdp"
 
 def _helper(module: str, name: str) -> Patch:
     return Patch(
-        f"{_ENGINE}.{module}", name, f"megatron.checkpoint.megatron_names:{name}", stands,
-        required=False, everywhere=True,
-    )  # fmt: skip
+        f"{_ENGINE}.{module}",
+        name,
+        f"megatron.checkpoint.megatron_names:{name}",
+        stands,
+        required=False,
+        everywhere=True,
+    )
 
 
 NAMES = (
@@ -193,7 +223,10 @@ meanwhile."""
 
 CONSTRUCTORS = tuple(
     Patch(
-        row.module, f"{row.name}.__init__", "megatron.wrapper.no_sync_check:refusing", makes,
+        row.module,
+        f"{row.name}.__init__",
+        "megatron.wrapper.no_sync_check:refusing",
+        makes,
         required=False,
     )
     for row in NAMES[:3]
@@ -210,67 +243,92 @@ def _saves(module: str, name: str, ours: str, why: str, **more: Any) -> Patch:
     return Patch(module, name, f"{_SAVES}:{ours}", makes, why=why, **more)
 
 
+def _saves_asynchronously(module: str) -> Patch:
+    return _saves(
+        module,
+        "get_async_strategy",
+        "strategy",
+        "saves asynchronously",
+        required=f"{_SAVES}:saves_asynchronously",
+    )
+
+
+def _of_bridge(name: str, ours: str, how: Callable[..., Any], does: str) -> Patch:
+    why = f"{does} asynchronous saves"
+    return Patch(BRIDGE, name, ours, how, required=_OF_BRIDGE, why=why)
+
+
 SAVES = (
     _saves(LM, "torch", "torch_view", "writes checkpoints"),
     _saves(LM, "open_file or maybe_msc", "opens", "opens the tracker"),  # until 0.18; after
-    *(
-        _saves(module, "get_async_strategy", "strategy", "saves asynchronously",
-               required=f"{_SAVES}:saves_asynchronously")
-        for module in (LM, "megatron.training.async_utils")
+    _saves_asynchronously(LM),
+    _saves_asynchronously("megatron.training.async_utils"),
+    _saves(
+        "megatron.bridge.training.state",
+        "get_async_strategy",
+        "strategy",
+        "queues asynchronous saves",
+        required=_OF_BRIDGE,
     ),
-    _saves("megatron.bridge.training.state", "get_async_strategy", "strategy",
-           "queues asynchronous saves", required=_OF_BRIDGE),
     _saves(BRIDGE, "torch", "torch_view", "writes checkpoints"),
     # From 0.6 on it takes these by name, and only the queue from a table.
-    *(
-        Patch(BRIDGE, name, ours, how, required=_OF_BRIDGE, why=f"{why} asynchronous saves")
-        for name, ours, how, why in (
-            ("FileSystemWriterAsync", f"{_BACKGROUND}:Target", stands, "writes"),
-            ("save_state_dict_async_plan", f"{_SAVES}:plan", makes, "plans"),
-            ("save_state_dict_async_finalize", f"{_BACKGROUND}:Writing.finish", stands, "finishes"),
-        )
+    _of_bridge("FileSystemWriterAsync", f"{_BACKGROUND}:Target", stands, "writes"),
+    _of_bridge("save_state_dict_async_plan", f"{_SAVES}:plan", makes, "plans"),
+    _of_bridge(
+        "save_state_dict_async_finalize", f"{_BACKGROUND}:Writing.finish", stands, "finishes"
     ),
     _saves(BRIDGE, "open", "opens", "opens the tracker", default=builtins.open),
     _saves(BRIDGE, "shutil", "shutil_view", "replaces its train state", default=shutil),
-)  # fmt: skip
+)
 """Globals by which Megatron-LM and Megatron-Bridge save: a release has one of the names."""
 
 _RL = "megatron.frameworks.rl_frameworks"
 VERL = "verl.utils.megatron_utils"
 _VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+
+def _moves(name: str, ours: str, first: str) -> Patch:
+    return Patch(
+        VERL,
+        name,
+        f"{_RL}:{ours}",
+        parameters=(f"{first}, ...",),
+        everywhere=True,
+        why="moves memory to the host and back",
+    )
+
+
+def _exports(name: str, ours: str, parameters: str) -> Patch:
+    """verl's export of what has changed; releases before 0.9 have none."""
+    name = f"MegatronEngine.{name}"
+    ours = f"{_RL}:{ours}"
+    return Patch(_VERL_ENGINE, name, ours, parameters=(parameters,), required=False)
+
+
 FRAMEWORKS = (
-    *(
-        Patch(VERL, name, f"{_RL}:{ours}", parameters=(f"{first}, ...",), everywhere=True,
-              why="moves memory to the host and back")
-        for name, ours, first in (
-            ("offload_megatron_model_to_cpu", "offload_model", "models"),
-            ("load_megatron_model_to_gpu", "load_model", "models"),
-            ("offload_megatron_optimizer", "offload_optimizer", "optimizers"),
-            ("load_megatron_optimizer", "load_optimizer", "optimizers"),
-        )
-    ),
+    _moves("offload_megatron_model_to_cpu", "offload_model", "models"),
+    _moves("load_megatron_model_to_gpu", "load_model", "models"),
+    _moves("offload_megatron_optimizer", "offload_optimizer", "optimizers"),
+    _moves("load_megatron_optimizer", "load_optimizer", "optimizers"),
     Patch(
-        VERL, "get_megatron_module_device", f"{_RL}:device_of_model", parameters=("models",),
-        required=False, everywhere=True,
+        VERL,
+        "get_megatron_module_device",
+        f"{_RL}:device_of_model",
+        parameters=("models",),
+        required=False,
+        everywhere=True,
     ),
-    Patch(  # verl's export of what has changed; releases before 0.9 have none
-        _VERL_ENGINE, "MegatronEngine._mcore_export_index", f"{_RL}:export_index",
-        parameters=("self",), required=False,
-    ),
-    Patch(
-        _VERL_ENGINE, "MegatronEngine.get_per_tensor_param_delta_shard", f"{_RL}:export_changes",
-        parameters=("self, kwargs",), required=False,
-    ),
-    Patch(
-        _VERL_ENGINE, "MegatronEngine._hf_delta_entry", f"{_RL}:export_entry",
-        parameters=("self, name, spec, place, lidx, lval",), required=False,
-    ),
+    _exports("_mcore_export_index", "export_index", "self"),
+    _exports("get_per_tensor_param_delta_shard", "export_changes", "self, kwargs"),
+    _exports("_hf_delta_entry", "export_entry", "self, name, spec, place, lidx, lval"),
     Patch(
         "nemo_rl.models.policy.workers.megatron_policy_worker",
-        "MegatronPolicyWorkerImpl.move_optimizer", f"{_RL}:move_optimizer",
-        parameters=("self, device",), required=False,
+        "MegatronPolicyWorkerImpl.move_optimizer",
+        f"{_RL}:move_optimizer",
+        parameters=("self, device",),
+        required=False,
     ),
-)  # fmt: skip
+)
 """Reinforcement learning on top of Megatron: memory while another engine generates, and what is
 sent to it."""
 
@@ -289,5 +347,6 @@ def install_beside_a_wrapper() -> bool:
     """Puts what a wrapper needs in place, until `uninstall()`: the optimizer's patches, which leave
     other models alone. Returns whether `install()` was called: then also what was imported
     since."""
-    patches.install((*OPTIMIZER, *LATE) if installed() else OPTIMIZER)
-    return installed()
+    is_installed = installed()
+    patches.install((*OPTIMIZER, *LATE) if is_installed else OPTIMIZER)
+    return is_installed

@@ -121,12 +121,13 @@ def _receiving(build: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any
     engines = engines_behind(_tensors(tasks))
     _show_raw(engines)
     weights = module_weights(engines)
-    return [
-        dataclasses.replace(task, param_weight=weights[id(task.param_weight)])
-        if task is not None and id(task.param_weight) in weights
-        else task
-        for task in tasks
-    ]
+    received = []
+    for task in tasks:
+        weight = None if task is None else weights.get(id(task.param_weight))
+        if weight is not None:
+            task = dataclasses.replace(task, param_weight=weight)
+        received.append(task)
+    return received
 
 
 def _tensors(tasks: Iterable[Any]) -> list[Any]:
@@ -159,9 +160,11 @@ def _stream(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Itera
         yield from original(*args, **kwargs)
         return
     if given.get("conversion_tasks") is None:
-        wanted = {name: given.pop(name) for name in ("weight_dtype",) if name in given}
-        build, source = getattr(args[0], TASKS), given["hf_pretrained"]
-        given["conversion_tasks"] = build(source, given["megatron_model"], **wanted)
+        build = getattr(args[0], TASKS)
+        wanted = {}
+        if "weight_dtype" in given:
+            wanted["weight_dtype"] = given.pop("weight_dtype")
+        given["conversion_tasks"] = build(given["hf_pretrained"], given["megatron_model"], **wanted)
     given["conversion_tasks"] = _Gathered(given["conversion_tasks"], engines)
     with ordinary_parameters(engines):
         yield from original(*call.args, **call.kwargs)
@@ -172,8 +175,9 @@ class _Gathered(Sequence[Any]):
     asked for: always the same ones on all ranks, in one order."""
 
     def __init__(self, tasks: Sequence[Any], engines: Sequence[FsdpEngine]) -> None:
-        self.tasks, self.engines = tasks, engines
-        self.weights = module_weights(engines)
+        self.tasks = tasks
+        self.engines = engines
+        self.weights = module_weights(engines)  # by the id of the module's tensor
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -190,15 +194,13 @@ class _Gathered(Sequence[Any]):
         weight = None if task is None else self.weights.get(id(task.param_weight))
         if weight is None:
             return task
-        # In the module's dtype, as without sharding, or with all that the main weights have.
-        whole = getattr(task, "weight_dtype", None) == torch.float32
-        value = weight.gather(torch.float32 if whole else weight.dtype)
-        return dataclasses.replace(task, param_weight=value)
+        dtype = weight.dtype  # the module's, as without sharding
+        if getattr(task, "weight_dtype", None) == torch.float32:
+            dtype = torch.float32  # all that the main weights have
+        return dataclasses.replace(task, param_weight=weight.gather(dtype))
 
 
-def _adapters(
-    original: Callable[..., Any], bridge: Any, /, adapter_tasks: Iterable[Any]
-) -> Any:
+def _adapters(original: Callable[..., Any], bridge: Any, /, adapter_tasks: Iterable[Any]) -> Any:
     parts = ("linear_in_task", "linear_out_task")
     tasks = list(adapter_tasks)
     engines = engines_behind(_tensors(getattr(task, part) for task in tasks for part in parts))
@@ -207,12 +209,15 @@ def _adapters(
 
     def whole(part: Any) -> Any:
         weight = weights.get(id(part.param_weight))
-        return part if weight is None else dataclasses.replace(part, param_weight=weight.gather())
+        if weight is None:
+            return part
+        return dataclasses.replace(part, param_weight=weight.gather())
 
-    return original(bridge, [
-        dataclasses.replace(task, **{part: whole(getattr(task, part)) for part in parts})
-        for task in tasks
-    ])  # fmt: skip
+    gathered = []
+    for task in tasks:
+        changes = {part: whole(getattr(task, part)) for part in parts}
+        gathered.append(dataclasses.replace(task, **changes))
+    return original(bridge, gathered)
 
 
 def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -222,11 +227,12 @@ def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     shared = shared_embeddings(engines)
     if shared:
-        find = getattr(
-            sys.modules[CONVERSION], "_get_embedding_group",
-            lambda _: parallel_state.get_embedding_group(),
-        )  # fmt: skip
-        copy_from_first_stage(shared, find(call.arguments["megatron_model"]))
+        find = getattr(sys.modules[CONVERSION], "_get_embedding_group", None)
+        if find is None:
+            group = parallel_state.get_embedding_group()
+        else:
+            group = find(call.arguments["megatron_model"])
+        copy_from_first_stage(shared, group)
     return None
 
 

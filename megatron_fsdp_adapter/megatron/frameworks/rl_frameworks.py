@@ -38,15 +38,17 @@ def load_model(
     """`return_memory` of model chunks. load_grad: of buffers of gradients too."""
     ours, others = _apart(models)
     if ours:
-        return_memory(ours, only=[k for k in KINDS if load_grad or k != GRADIENTS])
+        kinds = [kind for kind in KINDS if load_grad or kind != GRADIENTS]
+        return_memory(ours, only=kinds)
     if others:
         original(others, load_grad=load_grad, **options)
 
 
 def device_of_model(original: Callable[..., str], models: Sequence[Any]) -> str:
-    """"cpu" while the memory of main weights is released."""
-    ours = ours_among(models)
-    return "cpu" if any(MAIN in c.engine.away for c in ours) else original(models)
+    """The device of a model: "cpu" while the memory of main weights is released."""
+    if any(MAIN in chunk.engine.away for chunk in ours_among(models)):
+        return "cpu"
+    return original(models)
 
 
 def offload_optimizer(original: Callable[..., Any], optimizer: Any) -> None:
@@ -88,7 +90,9 @@ class LocalRows:
     """
 
     def __init__(self, weight: ModuleWeight) -> None:
-        self.weight, self.shape, self.device = weight, weight.shape, weight.device
+        self.weight = weight
+        self.shape = weight.shape
+        self.device = weight.device
 
     @property
     def data(self) -> torch.Tensor:
@@ -96,13 +100,16 @@ class LocalRows:
 
     def is_first_copy(self, is_expert: bool) -> bool:
         """True if no rank before this one has the same rows."""
-        group = self.weight.pair.group
-        axes = [] if group.shards_main else [group.domain.axis]
-        if group.domain.outer is not None and not group.splits_outer:
-            axes.append(group.domain.outer)
-        is_cut = is_expert or getattr(self.weight.pair.unsharded, "tensor_model_parallel", False)
-        tensor_rank = 0 if is_cut else parallel_state.get_tensor_model_parallel_rank()
-        return tensor_rank == 0 and all(axis.rank == 0 for axis in axes)
+        pair = self.weight.pair
+        group = pair.group
+        domain = group.domain
+        if not group.shards_main and domain.axis.rank != 0:
+            return False
+        if domain.outer is not None and not group.splits_outer and domain.outer.rank != 0:
+            return False
+        if is_expert or getattr(pair.unsharded, "tensor_model_parallel", False):
+            return True
+        return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def export_index(original: Callable[..., Any], worker: Any) -> list[Any]:
@@ -117,11 +124,14 @@ def export_index(original: Callable[..., Any], worker: Any) -> list[Any]:
     for record in records:
         if record.param is None:  # of another pipeline stage
             continue
-        record.param = rows = LocalRows(weights[id(record.param)])
+        rows = LocalRows(weights[id(record.param)])
+        record.param = rows
         record.spec = dataclasses.replace(
-            record.spec, place=0, gather_group=dist.group.WORLD,
+            record.spec,
+            place=0,
+            gather_group=dist.group.WORLD,
             contributes=rows.is_first_copy(record.probe.is_expert),
-        )  # fmt: skip
+        )
     return records
 
 
@@ -129,18 +139,25 @@ def export_changes(original: Callable[..., Any], worker: Any, **options: Any) ->
     """verl's entries of what has changed since the last export, and None."""
     entries, more = original(worker, **options)
     engines = engines_of(worker.module)
+    if not engines:
+        return entries, more
 
     def shown() -> Iterator[Any]:
         with ordinary_parameters(engines):
             yield from entries
 
-    return (shown() if engines else entries), more
+    return shown(), more
 
 
 def export_entry(
-    original: Callable[..., Any], worker: Any, name: str, spec: Any, place: Any,
-    indices: torch.Tensor, values: torch.Tensor,
-) -> Any:  # fmt: skip
+    original: Callable[..., Any],
+    worker: Any,
+    name: str,
+    spec: Any,
+    place: Any,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+) -> Any:
     """verl's entry for changed elements, of which `indices` count from this rank's first row."""
     param = worker._delta_export_by_name[name].param
     start = param.weight.rows.start if isinstance(param, LocalRows) else 0

@@ -42,18 +42,17 @@ def grad_writer(
     if observe is None or param.ndim != 2 or not param.requires_grad:
         return WgradProtocol.AUTOGRAD
     is_quantized = format_of(managed) is not None
-    writers = {
-        _writer_that(observe(owner, param.dtype, is_quantized), type(owner).__name__)
-        for owner, _ in managed.slots
-        if fuses(owner)
-    }
+    writers: set[WgradProtocol] = set()
+    for owner, _ in managed.slots:
+        if fuses(owner):
+            seen = observe(owner, param.dtype, is_quantized)
+            writers.add(_writer_that(seen, type(owner).__name__))
     # A tied embedding weight is handed to the output layer, which does not hold it; Megatron marks
     # it with an attribute that is about the placeholder gradient, which is not made here. Of a
     # pipeline it marks neither, but the copies: the last stage hands out its copy if it has it for
     # multi-token prediction. That of the first stage loses nothing by it.
-    if getattr(param, "zero_out_wgrad", False) or (
-        not writers and getattr(param, "shared_embedding", False)
-    ):
+    is_copy = not writers and getattr(param, "shared_embedding", False)
+    if is_copy or getattr(param, "zero_out_wgrad", False):
         writers.add(WgradProtocol.ACCUMULATES)
     if len(writers) > 1:
         return WgradProtocol.ACCUMULATES
@@ -65,22 +64,26 @@ def asks_fusion(config: Any) -> bool:
     return bool(getattr(config, "gradient_accumulation_fusion", False))
 
 
+FUSION_OPTIONS = (
+    "fuse_wgrad_accumulation",
+    "_accumulate_into_main_grad",
+    "gradient_accumulation_fusion",
+)
+"""Attributes of modules that are on if they fuse: of Transformer Engine's, of its operations, of
+Megatron's own."""
+
+
 def fuses(owner: Any) -> bool:
-    """True if a module writes weight gradients by itself: one of Transformer Engine, one of its
-    operations, or one of Megatron's own."""
-    return any(
-        getattr(owner, option, False)
-        for option in (
-            "fuse_wgrad_accumulation", "_accumulate_into_main_grad", "gradient_accumulation_fusion"
-        )
-    )  # fmt: skip
+    """True if a module writes weight gradients by itself."""
+    return any(getattr(owner, option, False) for option in FUSION_OPTIONS)
 
 
 def _writer_that(seen: Observed, name: str) -> WgradProtocol:
     """The fastest protocol that modules of class `name` were seen to keep to."""
     if seen.overwrites_in_backward:
-        is_deaf = seen.ignores_flag_under_hooks
-        return WgradProtocol.OVERWRITES_UNHOOKED if is_deaf else WgradProtocol.OVERWRITES
+        if seen.ignores_flag_under_hooks:
+            return WgradProtocol.OVERWRITES_UNHOOKED
+        return WgradProtocol.OVERWRITES
     if seen.overwrites_in_forward and seen.adds:
         return WgradProtocol.OVERWRITES_EARLY
     if seen.adds:
@@ -112,14 +115,22 @@ def accumulate_wgrad(
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 
         general_gemm(
-            total_input, grad_output, out_dtype=main_grad.dtype, layout="NT", out=main_grad,
-            accumulate=True, grad=True,
-        )  # fmt: skip
+            total_input,
+            grad_output,
+            out_dtype=main_grad.dtype,
+            layout="NT",
+            out=main_grad,
+            accumulate=True,
+            grad=True,
+        )
         return
     main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
 
 
 def products(layers: Any, held: Any) -> Any:
     """The GEMMs that Megatron's linear layers take from apex, or their replacement."""
-    ours = accumulate_wgrad
-    return held or SimpleNamespace(wgrad_gemm_accum_fp32=ours, wgrad_gemm_accum_fp16=ours)
+    if held:
+        return held
+    return SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate_wgrad, wgrad_gemm_accum_fp16=accumulate_wgrad
+    )

@@ -32,11 +32,19 @@ class ScheduledPass:
     """
 
     def __init__(
-        self, engine: FsdpEngine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
-        direction: str, before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
+        self,
+        engine: FsdpEngine,
+        stages: Sequence[Sequence[Unit]],
+        throughout: Sequence[Unit],
+        direction: str,
+        before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
     ) -> None:
-        self._engine, self._stages, self._throughout = engine, stages, throughout
-        self._is_backward, self._before_grads = direction == BACKWARD, before_grads
+        self._engine = engine
+        self._stages = stages
+        self._throughout = throughout
+        self._is_backward = direction == BACKWARD
+        self._before_grads = before_grads
+        # Numbers of stages. One is kept when it is entered, or gathered ahead.
         self._kept: set[int] = set()
         self._entered: set[int] = set()
         self._left: set[int] = set()
@@ -61,7 +69,8 @@ class ScheduledPass:
         if self._is_backward:
             for unit in read:
                 engine.reduce.backward_begins(unit, accumulates=True)
-        engine.calls_parts, call = True, object()
+        engine.calls_parts = True
+        call = object()
         if engine.saved.enter(call):
             for unit in read:
                 unit.saves_through_hooks()

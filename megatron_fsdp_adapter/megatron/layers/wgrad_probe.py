@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -57,13 +58,13 @@ class Observed:
 
     def __and__(self, other: Observed) -> Observed:
         """The observations that hold for both."""
-        overwrites_in_backward = self.overwrites_in_backward and other.overwrites_in_backward
+        in_backward = self.overwrites_in_backward and other.overwrites_in_backward
+        ignores_flag = self.ignores_flag_under_hooks or other.ignores_flag_under_hooks
         return Observed(
-            self.adds and other.adds,
-            overwrites_in_backward,
-            self.overwrites_in_forward and other.overwrites_in_forward,
-            overwrites_in_backward
-            and (self.ignores_flag_under_hooks or other.ignores_flag_under_hooks),
+            adds=self.adds and other.adds,
+            overwrites_in_backward=in_backward,
+            overwrites_in_forward=self.overwrites_in_forward and other.overwrites_in_forward,
+            ignores_flag_under_hooks=in_backward and ignores_flag,
         )
 
 
@@ -97,7 +98,8 @@ def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
     def make(dtype: torch.dtype, device: torch.device) -> nn.Module:
         import transformer_engine.pytorch as te
 
-        return getattr(te, name)(
+        kind = getattr(te, name)
+        return kind(
             *sizes, bias=False, params_dtype=dtype, device=device, fuse_wgrad_accumulation=True
         )
 
@@ -122,19 +124,21 @@ def read_by_operations(module: nn.Module) -> frozenset[int]:
     """Ids of the modules below `module` whose weights Transformer Engine's operations read (core's
     `use_te_op_fuser` of a layer spec, and `use_transformer_engine_op_fuser`). Core makes the
     operations in the first forward, out of the parameters that it finds then."""
-    fused = [
-        child for child in module.modules()
-        if hasattr(child, "_fused_impl") or getattr(child, "_with_fused_impl", False)
-    ]  # fmt: skip
-    return frozenset(id(inner) for child in fused for inner in child.modules())
+    found: set[int] = set()
+    for child in module.modules():
+        if hasattr(child, "_fused_impl") or getattr(child, "_with_fused_impl", False):
+            found.update(map(id, child.modules()))
+    return frozenset(found)
 
 
 def maker_name(kind: type) -> str | None:
     """The key in `MAKERS` for modules of class `kind`; None if it has none."""
     for base in kind.__mro__:
-        name, module = f"transformer_engine.{base.__name__}", f"{base.__module__}."
-        is_layer = module.startswith("transformer_engine.pytorch.") and ".ops." not in module
-        if is_layer and name in MAKERS:
+        path = f"{base.__module__}."
+        if not path.startswith("transformer_engine.pytorch.") or ".ops." in path:
+            continue
+        name = f"transformer_engine.{base.__name__}"
+        if name in MAKERS:
             return name
     return None
 
@@ -158,16 +162,20 @@ def observe(
             torch.manual_seed(1234)
             return _main_grads(maker, precision, dtype, main_dtype, device, fill, **flags)
 
+    def overwrites(**flags: bool) -> bool:
+        return _were_overwritten(run(float("nan"), **flags))
+
     adds = _were_added_to(run(MARK))
-    overwrites_in_backward = _were_overwritten(
-        run(float("nan"), in_backward=True)
-    ) and _were_added_to(run(MARK, in_backward=False))
-    overwrites_in_forward = _were_overwritten(run(float("nan"), in_forward=True))
+    in_backward = overwrites(in_backward=True) and _were_added_to(run(MARK, in_backward=False))
+    in_forward = overwrites(in_forward=True)
     with saved_tensors_hooks(_as_it_is, _as_it_is):
-        heard = overwrites_in_backward and _were_overwritten(run(float("nan"), in_backward=True))
-        overwrites_in_forward &= _were_overwritten(run(float("nan"), in_forward=True))
+        heard = in_backward and overwrites(in_backward=True)
+        under_hooks = overwrites(in_forward=True)
     return Observed(
-        adds, overwrites_in_backward, overwrites_in_forward, overwrites_in_backward and not heard
+        adds=adds,
+        overwrites_in_backward=in_backward,
+        overwrites_in_forward=in_forward and under_hooks,
+        ignores_flag_under_hooks=in_backward and not heard,
     )
 
 
@@ -201,9 +209,10 @@ def _main_grads(
     x = torch.randn(TOKENS, SIZE, dtype=dtype, device=device, requires_grad=True)
     with precision.context():
         output = maker.call(module, x)
-    for weight in weights if in_forward is not None else ():
-        weight.overwrite_main_grad = not in_forward
-        weight.get_main_grad = functools.partial(torch.zeros_like, weight.main_grad)
+    if in_forward is not None:
+        for weight in weights:
+            weight.overwrite_main_grad = not in_forward
+            weight.get_main_grad = functools.partial(torch.zeros_like, weight.main_grad)
     output.backward(torch.randn_like(output))
     return grads
 
@@ -216,7 +225,8 @@ def _hand_out(weight: Any, grad: torch.Tensor, overwrite: bool | None) -> torch.
 
 def _were_overwritten(grads: Sequence[torch.Tensor]) -> bool:
     """Nothing is left of the NaN that was there."""
-    return all(bool(grad.isfinite().all()) for grad in grads) and _is_any(grads, 0.0)
+    is_overwritten = all(bool(grad.isfinite().all()) for grad in grads)
+    return is_overwritten and _is_any(grads, 0.0)
 
 
 def _were_added_to(grads: Sequence[torch.Tensor]) -> bool:
@@ -248,11 +258,11 @@ def _te_histories_kept() -> Iterator[None]:
         yield
         return
     holder = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
-    tables = {
-        name: _copy_of_table(value)
-        for name in TABLES
-        if isinstance(value := getattr(holder, name, None), (dict, list))
-    }
+    tables = {}
+    for name in TABLES:
+        table = getattr(holder, name, None)
+        if isinstance(table, (dict, list)):
+            tables[name] = _copy_of_table(table)
     try:
         yield
     finally:
@@ -264,10 +274,10 @@ def _copy_of_table(table: Any) -> Any:
     """Tables hold lists that grow, of tensors that stay what they are."""
     if isinstance(table, list):
         return list(table)
-    return {
-        key: list(value) if isinstance(value, list) else copy.copy(value)
-        for key, value in table.items()
-    }
+    copied = {}
+    for key, value in table.items():
+        copied[key] = list(value) if isinstance(value, list) else copy.copy(value)
+    return copied
 
 
 def precisions_of(config: Any) -> tuple[Precision, ...]:
@@ -328,17 +338,24 @@ def observed_once(
         warn(
             f"{name} in {precision.name} ({dtype}) could not be probed ({error}). Assuming that "
             "it adds weight gradients to main_grad, which is zeroed first",
-            RuntimeWarning, of_host=True,
-        )  # fmt: skip
+            RuntimeWarning,
+            of_host=True,
+        )
         return UNKNOWN
 
 
 def observed(
-    owner: nn.Module, dtype: torch.dtype, is_quantized: bool = False, *,
-    precisions: tuple[Precision, ...], main_dtype: torch.dtype, device: torch.device,
-    quantized: Precision | None = None, by_operations: frozenset[int] = frozenset(),
+    owner: nn.Module,
+    dtype: torch.dtype,
+    is_quantized: bool = False,
+    *,
+    precisions: tuple[Precision, ...],
+    main_dtype: torch.dtype,
+    device: torch.device,
+    quantized: Precision | None = None,
+    by_operations: frozenset[int] = frozenset(),
     hooks_inside: bool = False,
-) -> Observed:  # fmt: skip
+) -> Observed:
     """The behavior of `owner`, with weights of (nominal) `dtype`, towards a `main_grad` of
     `main_dtype` in every precision that it may compute in.
 
@@ -356,13 +373,14 @@ def observed(
             "dtype on the wire. Leave megatron_fsdp_grad_comm_dtype unset, or set "
             "gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
         )
-    if (is_quantized and quantized is None) or id(owner) in by_operations:
+    if id(owner) in by_operations:
         return UNKNOWN
-    computes_in = (quantized,) if is_quantized and quantized else precisions
-    seen = [
-        observed_once(name, precision, dtype, main_dtype, device.type) for precision in computes_in
-    ]
-    found = functools.reduce(lambda one, other: one & other, seen)
+    if is_quantized:
+        if quantized is None:
+            return UNKNOWN
+        precisions = (quantized,)
+    seen = [observed_once(name, one, dtype, main_dtype, device.type) for one in precisions]
+    found = functools.reduce(operator.and_, seen)
     if not (hooks_inside and found.ignores_flag_under_hooks):
         return found
     return replace(found, overwrites_in_backward=False, ignores_flag_under_hooks=False)

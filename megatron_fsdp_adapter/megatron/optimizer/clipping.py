@@ -33,26 +33,30 @@ EPS = 1e-6
 def grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
     """The ranks over which each gradient element is counted once."""
     ours = our_chunks(self)
-    return _counting_ranks(ours, original(self)) if ours else original(self)
+    if not ours:
+        return original(self)
+    return _counting_ranks(ours, original(self))
 
 
 def _counting_ranks(ours: Chunks, instance: Any) -> Any:
     """The ranks over which each element is counted once: core's, of an optimizer `instance`, or all
     of them where they split the shards again, which core does not know."""
-    groups = ours[0].optimizer_groups
-    if groups is not None and not ours[0].engine.config.strategy.shard_main:
+    first = ours[0]
+    groups = first.optimizer_groups
+    if groups is not None and not first.engine.config.strategy.shard_main:
         # With 'no_shard' 0.18 gives its optimizer the model-parallel ranks, over which gradients
         # that one data-parallel rank counts are missing from the others' norm, and which miss
         # experts of other expert-parallel ranks.
         instance = groups["intra_dist_opt_group"]
-    if not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
+    if not first.megatron_fsdp_dist_index.hsdp_outer_dp_shard:
         return instance
-    instances = ours[0].ddp_config.num_distributed_optimizer_instances
+    instances = first.ddp_config.num_distributed_optimizer_instances
     counted = dist.get_world_size(instance) * instances
-    if counted != dist.get_world_size():
+    world = dist.get_world_size()
+    if counted != world:
         raise ValueError(
             f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
-            f"ranks of a world of {dist.get_world_size()}, but the gradient norm needs a group of "
+            f"ranks of a world of {world}, but the gradient norm needs a group of "
             "the whole world. Use outer_dp_sharding_strategy='no_shard'"
         )
     return dist.group.WORLD
@@ -70,11 +74,15 @@ def _is_counted(pair: ParamPair, shards_main: bool) -> bool:
     the first of them, in the mesh of the parameter's own kind. Core of 0.16.1 takes the dense ranks
     for that of experts too, and misses some where the sizes differ. Core's mark decides whether a
     parameter is split, and this package's where core has none."""
-    domain, param = pair.group.domain, pair.sharded
-    has_tensor_axis = (domain.mesh.mesh_dim_names or (None,))[-1] == TP_DIM
+    domain = pair.group.domain
+    if not shards_main and domain.axis.rank != 0:
+        return False
+    param = pair.sharded
     is_split = getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False))
-    is_first = is_split or not has_tensor_axis or domain.mesh.get_local_rank(TP_DIM) == 0
-    return is_first and (shards_main or domain.axis.rank == 0)
+    has_tensor_axis = (domain.mesh.mesh_dim_names or (None,))[-1] == TP_DIM
+    if is_split or not has_tensor_axis:
+        return True
+    return domain.mesh.get_local_rank(TP_DIM) == 0
 
 
 @for_ours
@@ -104,7 +112,9 @@ def norm_grads(ours: Chunks, self: Any, grad_norm_group: str | None = None) -> A
 def gradients(optimizer: Any, group: str | None) -> list[torch.Tensor]:
     """The gradients that a norm counts on this rank: the model's, or that of a group."""
     found = getattr(optimizer, core_api.NORM_GRADIENTS)
-    return found() if group is None else found(group)
+    if group is None:
+        return found()
+    return found(group)
 
 
 def norm_of(optimizer: Any, group: str | None) -> Any:
@@ -174,9 +184,13 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
         found = largest / (norms[None] + EPS)
         if isinstance(found, torch.Tensor):
             return found.clamp_max(1.0)
-        return torch.full((), found, device=device) if found < 1.0 else None
+        if found >= 1.0:
+            return None
+        return torch.full((), found, device=device)
 
-    return apply, factor if len(norms) == 1 else None
+    if len(norms) > 1:
+        return apply, None
+    return apply, factor
 
 
 def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
@@ -184,15 +198,14 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
     if not our_chunks(self) or self.is_stub_optimizer:
         return original(self, clip_grad)
-    norms = {
-        group: norm_of(self, group) for group in (None, *core_api.present_norm_groups(self))
-    }
+    groups = (None, *core_api.present_norm_groups(self))
+    norms = {group: norm_of(self, group) for group in groups}
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.follow_groups(self.optimizer)
     shards.clip_grads(clip_by(dict(norms), clip_grad, shards.decoupled))
-    total = self.norm_of_step = norms.pop(None)
+    self.norm_of_step = norms.pop(None)
     self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
-    return total
+    return self.norm_of_step
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
@@ -205,7 +218,8 @@ def step(original: Callable[..., Any], self: Any) -> Any:
     if not our_chunks(self) or self.is_stub_optimizer:  # a stub on every rank: all is frozen
         return original(self)
     shards: LocalShards = self.optimizer._fsdp_shards
-    shards.step_follows = self.in_own_step = True
+    shards.step_follows = True
+    self.in_own_step = True
     try:
         updated, norm, zeros = original(self)
     finally:
@@ -213,7 +227,9 @@ def step(original: Callable[..., Any], self: Any) -> Any:
         shards.clip_now()
     if norm is None:  # of gradients that are not finite
         return updated, None, None
-    return updated, self.norm_of_step, zeros if self.config.log_num_zeros_in_grad else None
+    if not self.config.log_num_zeros_in_grad:
+        zeros = None
+    return updated, self.norm_of_step, zeros
 
 
 def step_with_norm(original: Callable[..., bool], self: Any) -> bool:
@@ -226,4 +242,6 @@ def step_with_norm(original: Callable[..., bool], self: Any) -> bool:
     threshold = core_api.norm_threshold(self.config)
     if math.isinf(threshold):  # the norm may be on the device
         return original(self)
-    return False if self.norm_of_step > threshold else original(self)
+    if self.norm_of_step > threshold:
+        return False
+    return original(self)

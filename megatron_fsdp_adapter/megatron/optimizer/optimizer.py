@@ -8,7 +8,6 @@ AdamW, TE or apex FusedAdam) is made to step on local tensors (`optim/step.py`).
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,24 +42,31 @@ def _param_groups(
     if not ours:
         return original(model_chunks, *args, **kwargs)
     config = kwargs["config"] if "config" in kwargs else args[0]
-    engines = [chunk.engine for chunk in ours]
-    asked, given = emerging.asked_for(config), emerging.given(config)
-    joined = [Joined(chunk.ddp_config, given) for chunk in ours]
-    broken = [problems(one, OPTIMIZER_CONFIG_RULES) for one in joined]
+    asked = emerging.asked_for(config)
     raise_problems(
         "Megatron's optimizer with FullyShardedDataParallel",
-        [
-            *dict.fromkeys(itertools.chain(*broken)),
-            *(lion.problems(given) if given.optimizer == LION else ()),
-            *_precision_problems(given, ours),
-            *_offload_problems(given, engines),
-        ],
+        _problems(emerging.given(config), ours),
     )
     _complete(config)
     # Overrides go by names. Those under DDP are the inner wrapper's, one "module." shorter.
     named = [chunk.module if chunk in ours else chunk for chunk in model_chunks]
     groups = original(named, *args, **kwargs)
-    return groups if asked is None else emerging.prepared(groups, ours, asked)
+    if asked is None:
+        return groups
+    return emerging.prepared(groups, ours, asked)
+
+
+def _problems(config: Any, ours: Chunks) -> list[str]:
+    """Problems of an optimizer's config, with each of the model chunks."""
+    found: list[str] = []
+    for chunk in ours:
+        found += problems(Joined(chunk.ddp_config, config), OPTIMIZER_CONFIG_RULES)
+    found = list(dict.fromkeys(found))  # chunks share most of them
+    if config.optimizer == LION:
+        found += lion.problems(config)
+    found += _precision_problems(config, ours)
+    found += _offload_problems(config, [chunk.engine for chunk in ours])
+    return found
 
 
 def _complete(config: Any) -> None:
@@ -89,29 +95,34 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
     policy = chunks[0].engine.config.policy
     trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
     dtypes = {policy.grads_dtype, *(group.main_dtype for group in trained)}
-    unset = "leave megatron_fsdp_main_params_dtype and megatron_fsdp_main_grads_dtype unset"
-    if config.optimizer != "adam":
-        return [] if dtypes == {torch.float32} else [
-            f"optimizer={config.optimizer!r}: main weights and gradients are in "
-            f"{sorted(map(str, dtypes))}, but it supports only float32. {unset}"
+    is_aware = config.optimizer == "adam" and config.use_precision_aware_optimizer
+    if not is_aware:
+        if dtypes == {torch.float32}:
+            return []
+        names = sorted(map(str, dtypes))
+        unset = "leave megatron_fsdp_main_params_dtype and megatron_fsdp_main_grads_dtype unset"
+        if config.optimizer != "adam":
+            return [
+                f"optimizer={config.optimizer!r}: main weights and gradients are in {names}, but "
+                f"it supports only float32. {unset}"
+            ]
+        return [
+            f"use_precision_aware_optimizer=False: main weights and gradients are in {names}, but "
+            "Adam without it supports only float32. Set it to True (needs Transformer Engine), or "
+            f"{unset}"
         ]
-    if not config.use_precision_aware_optimizer:
-        return [] if dtypes == {torch.float32} else [
-            "use_precision_aware_optimizer=False: main weights and gradients are in "
-            f"{sorted(map(str, dtypes))}, but Adam without it supports only float32. Set it to "
-            f"True (needs Transformer Engine), or {unset}"
-        ]
-    found = [
-        f"{option}={chosen}: {other} of the DDP config is {configured}. Set them alike, or leave "
-        f"{option} at torch.float32"
-        for option, other, chosen, configured in (
-            ("main_grads_dtype", "megatron_fsdp_main_grads_dtype", config.main_grads_dtype,
-             policy.grads_dtype),
-            ("main_params_dtype", "megatron_fsdp_main_params_dtype", config.main_params_dtype,
-             policy.main_params_dtype),
-        )
-        if chosen not in (torch.float32, configured)
-    ]  # fmt: skip
+    found = []
+    configured = {
+        "main_grads_dtype": policy.grads_dtype,
+        "main_params_dtype": policy.main_params_dtype,
+    }
+    for option, dtype in configured.items():
+        chosen = getattr(config, option)
+        if chosen not in (torch.float32, dtype):
+            found.append(
+                f"{option}={chosen}: megatron_fsdp_{option} of the DDP config is {dtype}. Set them "
+                f"alike, or leave {option} at torch.float32"
+            )
     if core_optimizer.USING_PYTORCH_OPTIMIZER:
         found.append(
             "use_precision_aware_optimizer=True: it needs Transformer Engine's FusedAdam, which "
@@ -135,9 +146,10 @@ def _refuse_whole_matrices(
 @for_ours
 def _offload_state(ours: Chunks, self: Any) -> None:
     """Main weights, which core moves as well, stay: gathers read them, also for generation."""
+    runtime = ours[0].engine.runtime
     for shards in local_shards(self):
-        park_state(shards, ours[0].engine.runtime)
-    trim(ours[0].engine.runtime)
+        park_state(shards, runtime)
+    trim(runtime)
 
 
 @for_ours
@@ -146,8 +158,14 @@ def _restore_state(ours: Chunks, self: Any) -> None:
         take_state(shards)
 
 
-def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any,
-          **kwargs: Any) -> None:
+def _init(
+    original: Callable[..., None],
+    self: Any,
+    optimizer: Any,
+    config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     self.model_chunks = kwargs.get("model_chunks", [])
     ours = our_chunks(self)
     if not ours or optimizer is None or config.optimizer == "adam":
@@ -158,7 +176,8 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*there is no optimizer")
             original(self, None, config, *args, **kwargs)
-        self.optimizer, self.is_stub_optimizer = optimizer, False
+        self.optimizer = optimizer
+        self.is_stub_optimizer = False
     if not ours or optimizer is None:
         return
     engines = [chunk.engine for chunk in ours]
@@ -176,9 +195,12 @@ def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:
 
 
 def _remember_groups(
-    original: Callable[..., Any], pg_collection: Any, model_chunks: Sequence[Any], *args: Any,
+    original: Callable[..., Any],
+    pg_collection: Any,
+    model_chunks: Sequence[Any],
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Core is about to make an optimizer, and has looked up the groups for it. All chunks are there
     now, so that copies of an embedding on other pipeline stages can get its values: core copies
     none that starts on the meta device."""
@@ -269,8 +291,9 @@ def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, 
     )
     meta = optimizer_state.with_own_split(
         optimizer_state.with_one_count(state_dict[optimizer_state.META]),
-        self.optimizer.param_groups, self.param_to_name,
-    )  # fmt: skip
+        self.optimizer.param_groups,
+        self.param_to_name,
+    )
     original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
 
 

@@ -38,8 +38,10 @@ def parameter_names(chunks: Sequence[Any]) -> tuple[dict[Any, str], frozenset[st
         chunk.engine.to_sharded()
         names: GlobalNames = global_names(chunk)
         for local, param in chunk.named_parameters():
-            named[param] = names.of(local)
-            halved |= {named[param]} if names.suffixes(local) == HALVES else set()
+            name = names.of(local)
+            named[param] = name
+            if names.suffixes(local) == HALVES:
+                halved.add(name)
     return named, frozenset(halved)
 
 
@@ -57,12 +59,12 @@ def in_pieces(
             continue
         ref = params[name].fsdp_layout_ref
         for number, suffix in enumerate(HALVES):
-            cut[name + suffix] = {
-                field: part_of(value, ref, number, len(HALVES))
-                if isinstance(value, DTensor)
-                else value
-                for field, value in entry.items()
-            }
+            half: dict[str, Any] = {}
+            for field, value in entry.items():
+                if isinstance(value, DTensor):
+                    value = part_of(value, ref, number, len(HALVES))
+                half[field] = value
+            cut[name + suffix] = half
     return cut
 
 
@@ -79,15 +81,14 @@ def joined(
     """
     whole = {name: dict(entry) for name, entry in state.items() if not _is_half(name, halved)}
     for name in halved:
-        parts = [state.get(name + suffix) for suffix in HALVES]
-        if parts == [None, None]:
+        first, second = (state.get(name + suffix) for suffix in HALVES)
+        if first is None and second is None:
             continue
-        if None in parts:
+        if first is None or second is None:
             raise ValueError(f"optimizer state of {name}: one of {HALVES} is missing")
-        first, second = parts
         whole[name] = {
-            field: _joined_value(name, field, (value, second[field]), own[name], params[name])  # type: ignore[index]
-            for field, value in first.items()  # type: ignore[union-attr]
+            field: _joined_value(name, field, (value, second[field]), own[name], params[name])
+            for field, value in first.items()
         }
     return whole
 
@@ -116,9 +117,10 @@ def with_one_count(meta: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     All groups of one of Megatron's optimizers take every step. Checkpoints in which their counts
     differ exist: with a fused Adam that counts no step of a group without parameters, ranks that
     hold nothing of a group save that it has taken none."""
-    counts = {int(options[COUNT]) for options in meta.values() if COUNT in options}
+    result = {name: dict(options) for name, options in meta.items()}
+    counts = {int(options[COUNT]) for options in result.values() if COUNT in options}
     if len(counts) < 2:
-        return {name: dict(options) for name, options in meta.items()}
+        return result
     most = max(counts)
     if dist.get_rank() == 0:
         print(
@@ -126,20 +128,23 @@ def with_one_count(meta: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
             f"{sorted(counts)}. They continue with {most}",
             flush=True,
         )
-    return {
-        name: {**options, COUNT: most} if COUNT in options else dict(options)
-        for name, options in meta.items()
-    }
+    for options in result.values():
+        if COUNT in options:
+            options[COUNT] = most
+    return result
 
 
 def with_own_split(
-    meta: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]],
+    meta: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
 ) -> dict[str, dict[str, Any]]:
     """Group options by parameter name, with `OF_THIS_SPLIT` as the optimizer's groups have it."""
     result = {name: dict(options) for name, options in meta.items()}
     for group in groups:
         for param in group["params"]:
-            options = result.get(names[param], {})
+            options = result.get(names[param])
+            if options is None:
+                continue
             options.update({key: group[key] for key in OF_THIS_SPLIT if key in group})
     return result

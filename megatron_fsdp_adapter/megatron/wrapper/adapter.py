@@ -77,20 +77,28 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         module_placements: Mapping[str, str] | None = None,
     ) -> None:
         given = Arguments(
-            config, ddp_config, module, fsdp_unit_modules, device, pg_collection,
-            module_placements or {},
-        )  # fmt: skip
+            config=config,
+            ddp_config=ddp_config,
+            module=module,
+            unit_classes=fsdp_unit_modules,
+            given_device=device,
+            pg_collection=pg_collection,
+            module_placements=module_placements or {},
+        )
         index = checked_index(given)
         super().__init__(config=config, module=module)
-        self.device, self.ddp_config = given.device, ddp_config
+        self.device = given.device
+        self.ddp_config = ddp_config
         self.megatron_fsdp_dist_index = index
         installed = install_beside_a_wrapper()
-        self.disable_bucketing, self.bucket_size = disable_bucketing, None
+        self.disable_bucketing = disable_bucketing
+        self.bucket_size = None  # Megatron reads it
         self.optimizer_groups: Mapping[str, Any] | None = None  # core's, when it makes an optimizer
-        self.muon_groups: Mapping[tuple[int, ...], Any] | None = None
+        self.muon_groups: Mapping[tuple[int, ...], Any] | None = None  # made with the optimizer
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
-        self.tp_group, self.force_all_reduce = index.tp_group, False
+        self.tp_group = index.tp_group
+        self.force_all_reduce = False
         self.engine, plan, buffer = build(given, index)
         self.fsdp_unit_modules = list(plan.classes)
         if getattr(config, schedule_plans.OPTION, False):  # core runs parts of layers
@@ -101,7 +109,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
         text = force_options(given, self.engine, plan)
         self.module = ShardedModule(config, module, self.engine)
-        self.param_and_grad_buffer = self.module.param_and_grad_buffer = buffer
+        self.param_and_grad_buffer = buffer
+        self.module.param_and_grad_buffer = buffer
         for pair in self.engine.pairs:
             mark(pair, self.engine)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
@@ -169,10 +178,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             ValueError: `force_all_reduce`, unless gradients are replicated anyway.
             RuntimeError: a parameter's `requires_grad` is not what it was when it was wrapped.
         """
-        if force_all_reduce and self.engine.config.strategy.shard_main:
+        strategy = self.engine.config.strategy
+        if force_all_reduce and strategy.shard_main:
             raise ValueError(
                 "force_all_reduce=True: full gradients do not exist with "
-                f"data_parallel_sharding_strategy={self.engine.config.strategy.name!r}. Use "
+                f"data_parallel_sharding_strategy={strategy.name!r}. Use "
                 "'no_shard', or gather the gradients of the parameters you need"
             )
         check_trained(self.engine)
@@ -185,9 +195,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
     def _shared_embeddings(self) -> list[nn.Parameter]:
         return [
-            pair.sharded
-            for pair in self.engine.pairs
-            if pair.group.key.domain == SHARED_EMBEDDING
+            pair.sharded for pair in self.engine.pairs if pair.group.key.domain == SHARED_EMBEDDING
         ]
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:

@@ -32,7 +32,8 @@ def build(
         ValueError: a unit class that matches nothing; ranks whose models differ.
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
-    module, ddp_config = given.module, given.ddp_config
+    module = given.module
+    ddp_config = given.ddp_config
     plan = plan_model(given, index)
     is_quantized = any(key.quantized for unit in plan.units for key in unit.groups)
     memory = staging_options.slot_memory(ddp_config, index, given.device)
@@ -60,10 +61,9 @@ def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:
     quantized weights where it cannot be used; returns the line that the wrapper prints."""
     changes = settle(WRAPPER, {"ddp": given.ddp_config, "model": given.config})
     forced = {change.option: change.after for change in changes}
-    quantizes = capability.recipe_of(given.config) is not None
-    needs_none = asks_fusion(given.config) or (
-        quantizes and engine.config.strategy.shard_weights
-    )
-    if needs_none and switch_off_weight_cache(given.module):
+    has_recipe = capability.recipe_of(given.config) is not None
+    would_copy = has_recipe and engine.config.strategy.shard_weights
+    must_be_off = would_copy or asks_fusion(given.config)
+    if must_be_off and switch_off_weight_cache(given.module):
         forced[CACHE_OPTION] = True
     return announcement(plan, engine.groups, given.config, forced)

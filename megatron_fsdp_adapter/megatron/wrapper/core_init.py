@@ -46,14 +46,15 @@ def _fill_split(
         drawn = torch.empty(whole, dtype=torch.float32, device="cpu")
         fill(drawn)
         length = weight.shape[dim] // getattr(was["weight"], "partition_stride", 1)
-        rank, size = module.tp_group.rank(), module.tp_group.size()
-        pieces = drawn.split(length, dim)[rank::size]
+        group = module.tp_group
+        pieces = drawn.split(length, dim)[group.rank() :: group.size()]
         for part, piece in zip(weight.split(length, dim), pieces, strict=True):
             part.copy_(piece)
+    elif getattr(module, "is_expert", False):
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            fill(weight)
     else:
-        is_expert = getattr(module, "is_expert", False)
-        name = (get_expert_parallel_rng_tracker_name(),) if is_expert else ()
-        with get_cuda_rng_tracker().fork(*name):
+        with get_cuda_rng_tracker().fork():
             fill(weight)
 
 

@@ -19,7 +19,7 @@ from ..options import staging_options
 from ..options.cuda_graphs import captures_layers
 from ..options.rules import is_on, problems
 from ..options.table import CE_ALL_GATHER, DDP_CONFIG_RULES, GATHER_GROUPS, engine_fields
-from .process_groups import GATHER_SOURCES, build_index, read_groups
+from .process_groups import GATHER_SOURCES, Groups, build_index, read_groups
 
 SHARED_EMBEDDING = "dense, shared across stages"
 """The dense domain under a second name, and so a flat buffer of its own. Embedding weights that
@@ -30,9 +30,10 @@ their shards are equal only in a buffer that holds nothing else."""
 def kind_of(param: nn.Parameter, fqn: str) -> str:
     """EXPERT or DENSE. Megatron marks expert parameters with `allreduce=False`; the name decides
     only where the attribute is absent."""
-    marked = getattr(param, "allreduce", None)
-    is_expert = ".experts." in f".{fqn}" if marked is None else not marked
-    return EXPERT if is_expert else DENSE
+    is_dense = getattr(param, "allreduce", None)
+    if is_dense is None:
+        is_dense = ".experts." not in f".{fqn}"
+    return DENSE if is_dense else EXPERT
 
 
 def domain_name(param: nn.Parameter, fqn: str) -> str:
@@ -46,13 +47,17 @@ def domain_name(param: nn.Parameter, fqn: str) -> str:
 def whole_domains_of(config: Any) -> Callable[[str], bool]:
     """A predicate of a domain's name: True if the domain may be kept whole, of a model with this
     config: a graph of a layer writes a fresh bucket in every backward, and experts are in none."""
-    return lambda name: not captures_layers(config) or name == EXPERT
+    if captures_layers(config):
+        return lambda name: name == EXPERT
+    return lambda name: True
 
 
 def grad_scale(config: Any, num_ranks: int) -> float:
     """Factor on the sum of the ranks' gradients. With per-token loss Megatron divides by the
     number of tokens itself (`scale_gradients`)."""
-    return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
+    if config.calculate_per_token_loss:
+        return 1.0
+    return 1.0 / num_ranks
 
 
 def read_index(
@@ -64,18 +69,15 @@ def read_index(
     found: list[str] = []
     try:
         groups = read_groups(pg_collection, instances, is_on(ddp_config, GATHER_GROUPS))
-        given = [groups.get(role) for role in ("fsdp_group_ag", "expt_fsdp_group_ag")]
-        if is_on(ddp_config, CE_ALL_GATHER) and any(group is not None for group in given):
+        given = (groups["fsdp_group_ag"], groups["expt_fsdp_group_ag"])
+        if is_on(ddp_config, CE_ALL_GATHER) and given != (None, None):
             found.append(
                 f"{CE_ALL_GATHER}=True: the gather groups in pg_collection (dp_cp_ag, expt_dp_ag) "
                 "use compute units. Leave them out, and the wrapper makes groups that do not"
             )
         is_right = not (found or problems(ddp_config, DDP_CONFIG_RULES))
-        has_copy_engines = device.type == "cuda" and is_right
-        for end in staging_options.copy_engine_roles(ddp_config) if has_copy_engines else ():
-            for role in GATHER_SOURCES:
-                name, options = f"{role}_{end}", zero_cta_options()
-                groups[name] = duplicate_group(groups[role], name, options=options)
+        if device.type == "cuda" and is_right:
+            _add_copy_engine_groups(groups, ddp_config)
         index = build_index(
             groups,
             device=device,
@@ -90,18 +92,28 @@ def read_index(
     return index, found
 
 
+def _add_copy_engine_groups(groups: Groups, ddp_config: Any) -> None:
+    for suffix in staging_options.copy_engine_roles(ddp_config):
+        for role in GATHER_SOURCES:
+            name = f"{role}_{suffix}"
+            groups[name] = duplicate_group(groups[role], name, options=zero_cta_options())
+
+
 def domains_of(index: FSDPDistributedIndex) -> dict[str, ShardDomain]:
     """The domains of the index by name, and that of embeddings shared across stages."""
     return {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
 
 
 def broadcast_left_alone(
-    module: nn.Module, index: FSDPDistributedIndex, device: torch.device,
+    module: nn.Module,
+    index: FSDPDistributedIndex,
+    device: torch.device,
     manages: Callable[[str], bool],
-) -> None:  # fmt: skip
+) -> None:
     """Gives all ranks the first one's values of what is in no buffer, as sharded ones have."""
     for name, param in module.named_parameters():
-        if not manages(name):
-            group = index.get_dp_group(kind_of(param, name) == EXPERT)
-            for tensor in stored_in(param):
-                Communicator(group, device).broadcast(tensor)
+        if manages(name):
+            continue
+        group = index.get_dp_group(kind_of(param, name) == EXPERT)
+        for tensor in stored_in(param):
+            Communicator(group, device).broadcast(tensor)

@@ -44,9 +44,11 @@ class ModelPlan:
 def plan_model(given: Arguments, index: FSDPDistributedIndex) -> ModelPlan:
     """The plan of a module, whose options have no problems. ValueError for a unit class that
     matches nothing, or a module whose fused weight gradients cannot be used."""
-    config, ddp_config = given.config, given.ddp_config
+    config = given.config
+    ddp_config = given.ddp_config
     units = chosen_units(given.module, given.unit_classes, is_on(ddp_config, GATHER_PARTS))
-    engine_config, by_name = ddp_options.engine_config(ddp_config), domains_of(index)
+    engine_config = ddp_options.engine_config(ddp_config)
+    by_name = domains_of(index)
     plans = plan_units(given, units, engine_config)
     # Named classes are the units: layers are not grouped.
     layers = layer_numels(plans) if given.unit_classes is None else []

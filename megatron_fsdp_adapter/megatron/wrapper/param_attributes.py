@@ -23,7 +23,8 @@ NO_SPLITS = SimpleNamespace(tp_dim=TP_DIM, get_submesh=make_fsdp_dtensor)
 
 def mark(pair: ParamPair, engine: FsdpEngine) -> None:
     """Everything that Megatron reads on the two identities of a parameter of `engine`."""
-    raw, param = pair.unsharded, pair.sharded
+    raw = pair.unsharded
+    param = pair.sharded
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
     param.megatron_fsdp_dist_index = NO_SPLITS  # type: ignore[attr-defined]
     param.orig_param = raw  # type: ignore[attr-defined]
@@ -34,7 +35,8 @@ def mark(pair: ParamPair, engine: FsdpEngine) -> None:
 
 def _tp_offset(pair: ParamPair) -> tuple[int, ...] | None:
     """The start of this rank's tensor-parallel part in the whole tensor; None at the origin."""
-    split, mesh = pair.managed.split, pair.group.domain.mesh
+    split = pair.managed.split
+    mesh = pair.group.domain.mesh
     if split is None or mesh.mesh_dim_names[-1] != TP_DIM:  # type: ignore[index]
         return None
     shape = pair.group.layout.specs[pair.index].layout_shape

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-COLUMN, ROW, REPLICATED = "column", "row", "replicated"
+COLUMN = "column"
+ROW = "row"
+REPLICATED = "replicated"
 """Modes: which dimension of a parameter is split over the tensor-parallel ranks, if any."""
 DIMS: Mapping[str, int | None] = {COLUMN: 0, ROW: 1, REPLICATED: None}
 
@@ -45,7 +47,10 @@ def _marked_mode(param: nn.Parameter) -> str | None:
         return None
     if not param.tensor_model_parallel:
         return REPLICATED
-    return {0: COLUMN, 1: ROW}.get(getattr(param, "partition_dim", None))  # type: ignore[arg-type]
+    dim = getattr(param, "partition_dim", None)
+    if dim == 0:
+        return COLUMN
+    return ROW if dim == 1 else None
 
 
 def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> str:
@@ -61,7 +66,9 @@ def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> st
         return marked
     if marked is None and name in SPLIT_WITHOUT_MARKS:
         return COLUMN
-    weight, bias = (REPLICATED, REPLICATED) if layer is None else LAYERS[layer]
+    if layer is None:
+        return REPLICATED
+    weight, bias = LAYERS[layer]
     if name.startswith("weight"):
         return weight
     return bias if name.startswith("bias") else REPLICATED
@@ -70,6 +77,9 @@ def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> st
 def mark_tensor_parallel(param: nn.Parameter, mode: str) -> None:
     """Sets what Megatron's checkpoint code of 0.16.1 and of later versions reads."""
     dim = DIMS[mode]
-    marks = {"_tensor_parallel_mode": mode, "_mcore_tp": dim is not None,
-             "_tp_duplicated": dim is None}  # fmt: skip
-    vars(param).update(marks if dim is None else {**marks, "_tp_partition_dim": dim})
+    marks = vars(param)
+    marks["_tensor_parallel_mode"] = mode
+    marks["_mcore_tp"] = dim is not None
+    marks["_tp_duplicated"] = dim is None
+    if dim is not None:
+        marks["_tp_partition_dim"] = dim
