@@ -35,7 +35,8 @@ def spare_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    reserved, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
+    peak = torch.cuda.max_memory_allocated(device)
     return max(0, free + reserved - peak - int(MARGIN * total))
 
 
@@ -52,17 +53,23 @@ class AutoBudgetEngine(FsdpEngine):
     """An engine that keeps units unsharded over a step as far as memory allows.
 
     sharers: the engines on this device, one for each model chunk; each takes an equal part.
-
-    Attributes:
-        most: the bytes that this rank can spare. agreed: those that all ranks have agreed on, for
-            the next step. budget: those that kept units were chosen for. used: what they take.
     """
 
     def __init__(self, *args: Any, sharers: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
         self.sharers = sharers
-        self.most = self.agreed = self.budget = self.used = 0
-        self._steps = self._failures = 0
+        # Bytes that this rank can spare.
+        self.most = 0
+        # Bytes that all ranks have agreed on, for the next step.
+        self.agreed = 0
+        # Bytes that kept units were chosen for, and what these take.
+        self.budget = 0
+        self.used = 0
+        # Steps that were compared.
+        self._steps = 0
+        # Failed allocations, when that was last asked.
+        self._failures = 0
+        # A pass with gradients has raised since the last step.
         self._has_raised = False
 
     def compared_numbers(self) -> Sequence[int]:
@@ -76,12 +83,14 @@ class AutoBudgetEngine(FsdpEngine):
             (fewest,) = self.launches.largest()  # of the step before, which the device has passed
             self.agreed = 0 if self._has_raised else -fewest
             self._has_raised = False
-            self.most = self.used // 2 if failed else self.most
+            if failed:
+                self.most = self.used // 2
         return [-self.most]
 
     def _has_failed(self) -> bool:
         """True if an allocation has failed since this was last asked."""
-        before, self._failures = self._failures, failed_allocations(self.runtime.device)
+        before = self._failures
+        self._failures = failed_allocations(self.runtime.device)
         return self._failures > before
 
     def recover(self) -> bool:
@@ -94,7 +103,8 @@ class AutoBudgetEngine(FsdpEngine):
         """
         with_gradients = super().recover()
         if with_gradients:
-            self.agreed, self._has_raised = 0, True
+            self.agreed = 0
+            self._has_raised = True
         if self._has_failed():
             self.most = 0
         return with_gradients
@@ -106,14 +116,21 @@ class AutoBudgetEngine(FsdpEngine):
             self._keep(self.agreed)
 
     def _keep(self, budget: int) -> None:
-        sharded = [[one for one in unit.groups if not one.is_single_rank] for unit in self.units]
-        trained = [one for unit in sharded for one in unit if one.key.requires_grad]
+        layouts = []
+        forward_only = []
+        keeping: Sequence[str] = KEEPING
+        for unit in self.units:
+            sharded = [group for group in unit.groups if not group.is_single_rank]
+            layouts.append([group.layout for group in sharded])
+            if not unit.backward_reads_weights:
+                forward_only.append(unit.ordinal)
+            for group in sharded:
+                if group.key.requires_grad and not group.can_keep_grads:
+                    keeping = KEEPING[:1]  # weights alone
+        precision = policy_precision(self.config)
         kept = unsharded_units(
-            [[group.layout for group in unit] for unit in sharded],
-            self.config.strategy, policy_precision(self.config), budget,
-            [unit.ordinal for unit in self.units if not unit.backward_reads_weights],
-            KEEPING if all(group.can_keep_grads for group in trained) else KEEPING[:1],
-        )  # fmt: skip
+            layouts, self.config.strategy, precision, budget, forward_only, keeping
+        )
         for unit, row in zip(self.units, kept.rows, strict=True):
             unit.keep(row)
         if dist.get_rank() == 0:
@@ -124,4 +141,5 @@ class AutoBudgetEngine(FsdpEngine):
                 f"of {budget / GIB:.3f} GiB {why}",
                 flush=True,
             )
-        self.budget, self.used = budget, kept.nbytes
+        self.budget = budget
+        self.used = kept.nbytes

@@ -28,15 +28,16 @@ def has_one_rank(domain: ShardDomain) -> bool:
 
 
 def with_single_rank_domains(
-    config: EngineConfig, domains: Mapping[str, ShardDomain],
+    config: EngineConfig,
+    domains: Mapping[str, ShardDomain],
     may: Callable[[str], bool] = lambda name: True,
 ) -> EngineConfig:
     """`config` with the names of domains of one rank in `whole`, of those that `may` accepts: their
     parameters are not sharded, gathered or reduced. Unchanged where gradients are not sharded."""
     if not config.strategy.shard_grads:
         return config
-    alone = [name for name, domain in domains.items() if has_one_rank(domain) and may(name)]
-    return replace(config, whole=tuple(sorted(alone)))
+    alone = [name for name in sorted(domains) if has_one_rank(domains[name]) and may(name)]
+    return replace(config, whole=tuple(alone))
 
 
 def build_engine(
@@ -67,8 +68,14 @@ def build_engine(
     report = FaultReport(config.strategy.name)
     with report.building():
         engine = make(
-            module, plans, domains, config, runtime, report.communicator,
-            prepare=materializer(module, plans, device, initializer_of), **options,
+            module,
+            plans,
+            domains,
+            config,
+            runtime,
+            report.communicator,
+            prepare=materializer(module, plans, device, initializer_of),
+            **options,
         )
     report.engine_made(engine)
     return engine

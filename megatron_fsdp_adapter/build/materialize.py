@@ -48,11 +48,12 @@ def target_device(module: nn.Module, wanted: torch.device | str | None) -> torch
     meta device, or else this process's GPU, or the CPU where there is none."""
     if wanted is not None:
         return torch.device(wanted)
-    real = (param.device for param in module.parameters() if not param.is_meta)
-    default = torch.device("cpu")
+    for param in module.parameters():
+        if not param.is_meta:
+            return param.device
     if torch.cuda.is_available():
-        default = torch.device("cuda", torch.cuda.current_device())
-    return next(real, default)
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def device_of_type(module: nn.Module, kind: str) -> torch.device:
@@ -82,7 +83,10 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _parent(module: nn.Module, name: str) -> nn.Module | None:
-    return module.get_submodule(name.rpartition(".")[0]) if name else None
+    if not name:
+        return None
+    parent, _, _ = name.rpartition(".")
+    return module.get_submodule(parent)
 
 
 def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerOf) -> list[str]:
@@ -91,29 +95,33 @@ def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerO
     holders = [(name, child) for name, child in module.named_modules() if any(_held(child))]
     if holders and not allowed:
         name, child = holders[0]
+        own, _ = next(_held(child))
         return [
-            f"{OPTION}=False: the module's parameter {name}.{next(_held(child))[0]} is on the meta "
-            f"device. Set {OPTION}=True, or build the model on its device"
+            f"{OPTION}=False: the module's parameter {name}.{own} is on the meta device. "
+            f"Set {OPTION}=True, or build the model on its device"
         ]
-    helpless = [
-        f"{name or 'the module itself'} ({type(child).__name__}: "
-        f"{', '.join(tensor for tensor, _ in _held(child))})"
-        for name, child in holders
-        if initializer_of(child, _parent(module, name)) is None
-    ]
+    helpless = []
+    for name, child in holders:
+        if initializer_of(child, _parent(module, name)) is None:
+            tensors = ", ".join(tensor for tensor, _ in _held(child))
+            shown = name or "the module itself"
+            helpless.append(f"{shown} ({type(child).__name__}: {tensors})")
     if not helpless:
         return []
+    listed = "; ".join(helpless)
     return [
         f"{OPTION}=True: {len(helpless)} modules on the meta device have no reset_parameters (or "
         "one that core does not use) to initialize their parameters or buffers: "
-        f"{'; '.join(helpless)}. Add one, build these modules on a device, or set it to False"
+        f"{listed}. Add one, build these modules on a device, or set it to False"
     ]
 
 
 def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Like `tensor`, with memory, and NaN where the dtype has one: what is not written shows."""
     empty = torch.empty_like(tensor, device=device)
-    return empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
+    if empty.is_floating_point():
+        return empty.fill_(float("nan"))
+    return empty.zero_()
 
 
 def initialize(name: str, module: nn.Module, device: torch.device, run: Initializer) -> None:
@@ -148,14 +156,13 @@ def initialize(name: str, module: nn.Module, device: torch.device, run: Initiali
             _check(f"{name}.{own}", filled, filled, checks)
 
 
-def _check(
-    name: str, wanted: torch.Tensor, made: torch.Tensor | None, is_filled: bool
-) -> None:
-    if made is None or made.shape != wanted.shape or made.dtype != wanted.dtype:
-        found = None if made is None else (tuple(made.shape), made.dtype)
+def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None, is_filled: bool) -> None:
+    expected = (tuple(wanted.shape), wanted.dtype)
+    found = None if made is None else (tuple(made.shape), made.dtype)
+    if made is None or found != expected:
         raise ValueError(
             f"{OPTION}=True: reset_parameters made {found} of {name}, expected "
-            f"{(tuple(wanted.shape), wanted.dtype)}. Make it keep shape and dtype"
+            f"{expected}. Make it keep shape and dtype"
         )
     # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
     if is_filled and made.is_floating_point() and made.detach().sum().isnan():
@@ -176,7 +183,9 @@ def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
 
 
 def materializer(
-    module: nn.Module, plans: Sequence[UnitPlan], device: torch.device,
+    module: nn.Module,
+    plans: Sequence[UnitPlan],
+    device: torch.device,
     initializer_of: InitializerOf,
 ) -> Callable[[UnitPlan], None]:
     """Returns a function that gives parameters below `module` their values on `device`, unit by
@@ -187,17 +196,22 @@ def materializer(
     to, so that random numbers are drawn in module order: what the root unit holds of them waits,
     whole, until that is sharded.
     """
-    waiting = deque(
-        (name, child, _parent(module, name))
-        for name, child in module.named_modules()
-        if any(_held(child))
-    )
-    behind = {id(child): number for number, (_, child, _) in enumerate(waiting, 1)}
-    total, holders = len(waiting), [
-        [id(entry.slots[0][0]) for managed in plan.groups.values() for entry in managed]
-        for plan in plans
-    ]  # fmt: skip
-    until = deque(max((behind.get(one, 0) for one in held), default=0) for held in holders)
+    waiting: deque[tuple[str, nn.Module, nn.Module | None]] = deque()
+    # By a module's id, how many are initialized when it is.
+    behind: dict[int, int] = {}
+    for name, child in module.named_modules():
+        if any(_held(child)):
+            waiting.append((name, child, _parent(module, name)))
+            behind[id(child)] = len(waiting)
+    total = len(waiting)
+    until: deque[int] = deque()
+    for plan in plans:
+        last = 0
+        for managed in plan.groups.values():
+            for entry in managed:
+                owner, _ = entry.slots[0]
+                last = max(last, behind.get(id(owner), 0))
+        until.append(last)
     until[-1] = total
 
     def prepare(plan: UnitPlan) -> None:

@@ -24,20 +24,27 @@ def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
     options = {**vars(config), "strategy": config.strategy.name}
     lines = [f"option {name}={value}" for name, value in options.items()]
     for plan in plans:
-        members = [(key, entry) for key, managed in plan.groups.items() for entry in managed]
         own = "" if plan.strategy is None else f", {plan.strategy.name}"
         lines.append(f"unit {plan.name}{own}")
+        params = []
+        names = []
+        for key, managed in plan.groups.items():
+            for entry in managed:
+                params.append(_param_line(key, entry))
+                names.append(entry.fqns[0])
         # By name: a parameter that differs is then reported as such, not as a missing one.
-        lines += sorted(_param_line(key, entry) for key, entry in members)
-        order = ", ".join(entry.fqns[0] for _, entry in members)
+        lines += sorted(params)
+        order = ", ".join(names)
         lines.append(f"unit {plan.name} in the order {order}")
     return lines
 
 
 def _param_line(key: GroupKey, entry: ManagedParam) -> str:
+    names = " = ".join(entry.fqns)
+    shape = tuple(entry.param.shape)
     state = "trained" if key.requires_grad else "frozen"
     return (
-        f"parameter {' = '.join(entry.fqns)} {tuple(entry.param.shape)} {key.represented} {state}, "
+        f"parameter {names} {shape} {key.represented} {state}, "
         f"{key.domain}, gradient by {entry.writer.value}"
     )
 
@@ -46,8 +53,11 @@ def comparing_groups(domains: Mapping[str, ShardDomain]) -> list[dist.ProcessGro
     """The groups that together hold all ranks with a copy or a shard of any of the weights."""
     found: dict[int, dist.ProcessGroup] = {}
     for domain in domains.values():
-        for group in (domain.reduce_group, domain.outer.group if domain.outer else None):
-            if group is not None and dist.get_world_size(group) > 1:
+        groups = [domain.reduce_group]
+        if domain.outer:
+            groups.append(domain.outer.group)
+        for group in groups:
+            if dist.get_world_size(group) > 1:
                 found.setdefault(id(group), group)
     return list(found.values())
 
@@ -76,21 +86,21 @@ def _first_difference(texts: Mapping[int, Sequence[str]]) -> str:
     raise AssertionError("equal texts have no first difference")
 
 
-def first_difference(
-    lines: Sequence[str], groups: Sequence[dist.ProcessGroup]
-) -> str | None:
+def first_difference(lines: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> str | None:
     """The first difference between models, alike on all ranks of `groups`; None if there is none.
     Collective.
 
     One group after the other: what one found is passed on in the next, so that no rank goes on
     to shard with ranks that have given up.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    text = "\n".join(lines)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     found: str | None = None
     for group in groups:
         everyone = _exchange((digest, found), group)
         found = next((other for _, other in everyone if other is not None), None)
-        if found is None and len({own for own, _ in everyone}) > 1:
+        digests = {own for own, _ in everyone}
+        if found is None and len(digests) > 1:
             texts = _exchange(list(lines), group)
             ranks = dist.get_process_group_ranks(group)
             found = _first_difference(dict(zip(ranks, texts, strict=True)))

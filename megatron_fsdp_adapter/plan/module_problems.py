@@ -5,7 +5,7 @@ Each function returns one line for each problem, so that a caller can raise all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -29,17 +29,18 @@ def module_problems(
     """Problems of the model, of the unit classes named for it, of the device asked for, and of the
     main weights' dtype (None: of each parameter). Parameters whose name `is_managed` refuses are
     not to be sharded, and may be anything."""
-    return [
-        *_sharded_already(module),
-        *(() if may_be_frozen else _frozen(module)),
-        *parameter_problems(module, is_managed),
-        *_sparse_gradients(module),
-        *_tables_that_forwards_write(module, is_managed),
-        *_main_weights_that_lose_bits(module, main_params_dtype),
-        *outdated_values(module, is_managed),
-        *unit_problems(module, unit_classes or ()),
-        *_devices(module, device),
-    ]
+    found = _sharded_already(module)
+    if not may_be_frozen:
+        found += _frozen(module)
+    found += parameter_problems(module, is_managed)
+    found += _sparse_gradients(module)
+    found += _tables_that_forwards_write(module, is_managed)
+    if main_params_dtype is not None:
+        found += _main_weights_that_lose_bits(module, main_params_dtype)
+    found += outdated_values(module, is_managed)
+    found += unit_problems(module, unit_classes or ())
+    found += _devices(module, device)
+    return found
 
 
 SHARDED_ALREADY = ("fsdp_layout_ref", "_fsdp_label")
@@ -55,15 +56,18 @@ def _sharded_already(module: nn.Module) -> list[str]:
     ]
 
 
-def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype | None) -> list[str]:
-    return [
-        f"main_params_dtype={main} (megatron_fsdp_main_params_dtype): parameter {name} is "
-        f"{param.dtype}, which has more bits. Use torch.float32, or None for main weights in each "
-        "parameter's dtype"
-        for name, param in module.named_parameters()
-        if main is not None and param.requires_grad and param.dtype in TRAINED_DTYPES
-        and torch.promote_types(main, param.dtype) != main
-    ][:1]
+def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype) -> list[str]:
+    for name, param in module.named_parameters():
+        dtype = param.dtype
+        if not param.requires_grad or dtype not in TRAINED_DTYPES:
+            continue
+        if torch.promote_types(main, dtype) != main:
+            return [
+                f"main_params_dtype={main} (megatron_fsdp_main_params_dtype): parameter {name} is "
+                f"{dtype}, which has more bits. Use torch.float32, or None for main weights in "
+                "each parameter's dtype"
+            ]
+    return []
 
 
 def parameter_problems(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
@@ -113,26 +117,35 @@ def _parameter(param: nn.Parameter) -> str:
 
 
 def _sparse_gradients(module: nn.Module) -> list[str]:
-    return [
-        f"module {name or type(child).__name__}: sparse=True makes sparse gradients, but "
-        "gradients are reduced in dense buffers. Use sparse=False"
-        for name, child in module.named_modules()
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag)
-        and child.sparse and child.weight.requires_grad
-    ]
+    found = []
+    for name, child in _tables(module):
+        if child.sparse and child.weight.requires_grad:
+            found.append(
+                f"module {name or type(child).__name__}: sparse=True makes sparse gradients, but "
+                "gradients are reduced in dense buffers. Use sparse=False"
+            )
+    return found
 
 
-def _tables_that_forwards_write(
-    module: nn.Module, is_managed: Callable[[str], bool]
-) -> list[str]:
-    return [
-        f"module {name or type(child).__name__}: max_norm={child.max_norm} writes its weight in "
-        "each forward, but writes to gathered weights are lost. Use max_norm=None and scale the "
-        "rows that were looked up, or clamp the weight between steps"
-        for name, child in module.named_modules()
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None
-        and is_managed(f"{name}.weight" if name else "weight")
-    ]
+def _tables_that_forwards_write(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
+    found = []
+    for name, child in _tables(module):
+        weight = f"{name}.weight" if name else "weight"
+        if child.max_norm is not None and is_managed(weight):
+            found.append(
+                f"module {name or type(child).__name__}: max_norm={child.max_norm} writes its "
+                "weight in each forward, but writes to gathered weights are lost. Use "
+                "max_norm=None and scale the rows that were looked up, or clamp the weight between "
+                "steps"
+            )
+    return found
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    """The embeddings in `module`, with their names."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            yield name, child
 
 
 def _frozen(module: nn.Module) -> list[str]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-SHARD, LEAVE = "shard", "leave"
+SHARD = "shard"
+LEAVE = "leave"
 PLACEMENTS = (SHARD, LEAVE)
 ARGUMENT = "module_placements"
 _NOT_REPLICATED = (
@@ -53,7 +54,8 @@ def placement_problems(chosen: Placements, module: nn.Module) -> list[str]:
 
 
 def _conflicts(chosen: Placements, module: nn.Module) -> list[str]:
-    found, placed = [], dict[int, tuple[str, str]]()
+    found = []
+    placed: dict[int, tuple[str, str]] = {}  # the first name of a parameter, by its id
     for fqn, param in module.named_parameters(remove_duplicate=False):
         placement = placement_of(chosen, fqn)
         first, before = placed.setdefault(id(param), (fqn, placement))
@@ -72,7 +74,7 @@ def _conflicts(chosen: Placements, module: nn.Module) -> list[str]:
 
 def _holders(fqn: str) -> list[str]:
     """The modules that hold a parameter, from the whole model down, without wrappers' levels."""
-    parts = fqn.split(".")[:-1]
-    while parts[:1] == ["module"]:
-        parts = parts[1:]
-    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
+    levels = fqn.split(".")[:-1]
+    while levels[:1] == ["module"]:
+        levels = levels[1:]
+    return [".".join(levels[:depth]) for depth in range(len(levels) + 1)]

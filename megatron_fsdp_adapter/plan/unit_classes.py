@@ -22,11 +22,13 @@ def unit_problems(module: nn.Module, named: Any) -> list[str]:
     or matches no module below `module`."""
     if isinstance(named, str | type):
         return [f"{OPTION}={named!r}: a class, not a list. Put it into a list"]
-    return [
-        f"{OPTION}={[_name(other) for other in named]}: {_why_not(module, one)}"
-        for one in named
-        if not any(isinstance(child, classes_of(module, [one])) for child in module.modules())
-    ]
+    found = []
+    names = [_name(one) for one in named]
+    for one in named:
+        classes = classes_of(module, [one])
+        if not any(isinstance(child, classes) for child in module.modules()):
+            found.append(f"{OPTION}={names}: {_why_not(module, one)}")
+    return found
 
 
 def classes_of(module: nn.Module, named: Sequence[type[nn.Module] | str]) -> tuple[type, ...]:
@@ -48,16 +50,19 @@ def _classes_called(module: nn.Module, name: str) -> list[type]:
 
 def _classes_below(module: nn.Module) -> list[type]:
     """The classes of the modules below `module`, and those that they inherit from."""
-    kinds = {type(child): None for child in module.modules()}
-    lines = {base: None for kind in kinds for base in kind.__mro__ if issubclass(base, nn.Module)}
-    return [kind for kind in lines if kind is not nn.Module]
+    found: dict[type, None] = {}  # a set in order
+    for child in module.modules():
+        found.update(dict.fromkeys(type(child).__mro__))
+    return [kind for kind in found if issubclass(kind, nn.Module) and kind is not nn.Module]
 
 
 def _imported(path: str) -> list[type]:
     """The class at a dotted path, which need not be where it is defined."""
     place, _, name = path.rpartition(".")
+    if not place:
+        return []
     try:
-        found = getattr(importlib.import_module(place), name, None) if place else None
+        found = getattr(importlib.import_module(place), name, None)
     except (ImportError, ValueError):
         return []
     return [found] if isinstance(found, type) else []
@@ -76,8 +81,9 @@ def _why_not(module: nn.Module, one: Any) -> str:
         return f"{one!r} is neither a class nor the name of a class"
     name = _name(one)
     known = list(dict.fromkeys(kind.__name__ for kind in _classes_below(module)))
-    near = difflib.get_close_matches(name.rpartition(".")[2], known)
-    hint = f" (near it: {', '.join(near)})" if near else ""
+    _, _, last = name.rpartition(".")
+    near = ", ".join(difflib.get_close_matches(last, known))
+    hint = f" (near it: {near})" if near else ""
     return (
         f"no module of {type(module).__name__} is a {name}{hint}. Name a class that the model "
         "contains, or leave the argument out for its repeated layers"
@@ -87,27 +93,38 @@ def _why_not(module: nn.Module, one: Any) -> str:
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
     """The layers of `module`, where no class is named: modules of the classes that Hugging Face
     models name as not to be split, else the entries of its lists of layers. Empty without any."""
-    children = [child for child in module.modules() if child is not module]
-    named = {
-        name
-        for child in module.modules()
-        for name in getattr(child, "_no_split_modules", None) or ()
-    }
-    found = [
-        child for child in children if named & {base.__name__ for base in type(child).__mro__}
-    ]
+    found = _not_to_be_split(module)
     if found:
         return found
-    lists: list[nn.Module] = []
-    for child in module.modules():  # outermost ones come first
-        inside = any(child is below for one in lists for below in one.modules())
-        if not inside and _repeats(child):
-            lists.append(child)
+    lists = _lists_of_layers(module)
     sizes = [sum(param.numel() for param in one.parameters()) for one in lists]
-    counted = (
-        one for one, size in zip(lists, sizes, strict=True) if size * PART_OF_LARGEST >= max(sizes)
-    )
-    return [entry for one in counted for entry in one.children() if _has_parameters(entry)]
+    for one, size in zip(lists, sizes, strict=True):
+        if size * PART_OF_LARGEST >= max(sizes):
+            found += filter(_has_parameters, one.children())
+    return found
+
+
+def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
+    """Modules below `module` of the classes that Hugging Face models name in an attribute."""
+    named: set[str] = set()
+    for child in module.modules():
+        named.update(getattr(child, "_no_split_modules", None) or ())
+    found = []
+    for child in module.modules():
+        classes = {base.__name__ for base in type(child).__mro__}
+        if child is not module and named & classes:
+            found.append(child)
+    return found
+
+
+def _lists_of_layers(module: nn.Module) -> list[nn.Module]:
+    """Lists that are in no other one."""
+    found: list[nn.Module] = []
+    for child in module.modules():  # outermost ones come first
+        inside = any(child is below for one in found for below in one.modules())
+        if not inside and _repeats(child):
+            found.append(child)
+    return found
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -119,9 +136,7 @@ def _repeats(module: nn.Module) -> bool:
     single operations is one layer."""
     if not isinstance(module, LISTS):
         return False
-    may_be_one = not isinstance(module, nn.Sequential)
-    kinds = [
-        type(entry) for entry in module.children()
-        if _has_parameters(entry) and (may_be_one or next(entry.children(), None) is not None)
-    ]
-    return len(set(kinds)) < len(kinds)
+    entries = list(filter(_has_parameters, module.children()))
+    if isinstance(module, nn.Sequential):
+        entries = [entry for entry in entries if next(entry.children(), None) is not None]
+    return len(set(map(type, entries))) < len(entries)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from megatron_fsdp_adapter.core.engine.partition import TO, UnitPlan
 
-JOINED_NUMEL, JOINED_PART = 100_000_000, 16
+JOINED_NUMEL = 100_000_000
+JOINED_PART = 16
 """Limits of a joined unit by default: its elements; its part of all layers, as a reciprocal.
 Measured (docs/results_launch.md) with layers of 61M elements, joined by two to units of 122M."""
 
@@ -43,31 +44,39 @@ def default_unit_numel(layer_numels: Sequence[int]) -> int:
 def layer_numels(plans: Sequence[UnitPlan]) -> list[int]:
     """Elements of each unit that is one of several of its class in a list."""
     alone = _alone(plans)
-    kinds = Counter((_list_of(plan), type(plan.module)) for plan in plans if plan.name in alone)
-    return [
-        plan.numel for plan in plans
-        if plan.name in alone and kinds[_list_of(plan), type(plan.module)] > 1
-    ]  # fmt: skip
+    layers = [plan for plan in plans if plan.name in alone]
+    kinds = [(_list_of(plan), type(plan.module)) for plan in layers]
+    count = Counter(kinds)
+    pairs = zip(layers, kinds, strict=True)
+    return [plan.numel for plan, kind in pairs if count[kind] > 1]
 
 
 def _alone(plans: Sequence[UnitPlan]) -> set[str]:
     """Names of units that are modules, in no other unit and without one inside."""
-    names = [plan.name for plan in plans if plan.module is not None]
-    around = {name[:at] for name in names for at, sign in enumerate(name) if sign == "."}
-    return {plan.name for plan in plans if plan.module is not None and not plan.inside} - around
+    alone = set()
+    around = set()
+    for plan in plans:
+        if plan.module is None:
+            continue
+        if not plan.inside:
+            alone.add(plan.name)
+        levels = plan.name.split(".")
+        around.update(".".join(levels[:depth]) for depth in range(1, len(levels)))
+    return alone - around
 
 
 def _list_of(plan: UnitPlan) -> str:
     """The module that has the unit's last one."""
-    return plan.name.split(TO)[-1].rpartition(".")[0]
+    last = plan.name.split(TO)[-1]
+    return last.rpartition(".")[0]
 
 
 def _are_alike(one: UnitPlan, other: UnitPlan, alone: set[str]) -> bool:
-    return (
-        {*one.name.split(TO), other.name} <= alone
-        and type(one.module) is type(other.module) and _list_of(one) == _list_of(other)
-        and one.backward_reads_weights == other.backward_reads_weights
-    )  # fmt: skip
+    if not alone.issuperset([*one.name.split(TO), other.name]):
+        return False
+    if type(one.module) is not type(other.module) or _list_of(one) != _list_of(other):
+        return False
+    return one.backward_reads_weights == other.backward_reads_weights
 
 
 def joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
@@ -75,6 +84,8 @@ def joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
     groups = {key: list(managed) for key, managed in one.groups.items()}
     for key, managed in other.groups.items():
         groups.setdefault(key, []).extend(managed)
-    name, more = f"{one.name.split(TO)[0]}{TO}{other.name}", (*one.more, *other.modules)
+    first = one.name.split(TO)[0]
+    name = f"{first}{TO}{other.name}"
+    more = (*one.more, *other.modules)
     reads = one.backward_reads_weights or other.backward_reads_weights
     return replace(one, name=name, groups=groups, more=more, backward_reads_weights=reads)

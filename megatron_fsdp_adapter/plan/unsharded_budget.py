@@ -60,8 +60,12 @@ def can_keep(strategy: Strategy) -> bool:
 
 
 def unsharded_units(
-    units: Sequence[Sequence[GroupLayout]], strategy: Strategy, precision: Precision, budget: int,
-    forward_only: Collection[int] = (), keeping: Sequence[str] = KEEPING,
+    units: Sequence[Sequence[GroupLayout]],
+    strategy: Strategy,
+    precision: Precision,
+    budget: int,
+    forward_only: Collection[int] = (),
+    keeping: Sequence[str] = KEEPING,
 ) -> UnshardedUnits:
     """units: the layouts of each unit's groups, the root's last; forward_only: those whose backward
     reads no weights; keeping: the kinds of kept units to choose from. The same on every rank that
@@ -72,19 +76,26 @@ def unsharded_units(
     """
     if budget < 0:
         raise ValueError(f"{OPTION}: {budget} bytes. Use 0 or more")
-    rows, left = [strategy] * len(units), budget
-    root, once = len(units) - 1, {*forward_only, len(units) - 2}
-    for name in keeping if budget and can_keep(strategy) else ():
+    rows = [strategy] * len(units)
+    left = budget
+    if not budget or not can_keep(strategy):
+        return UnshardedUnits(tuple(rows), 0)
+    root = len(units) - 1
+    # Their weights are gathered once a microbatch.
+    once = {*forward_only, root - 1}
+    for name in keeping:
         row = STRATEGIES[name]
-        later = once if row.shard_grads else set()
-        for number in [root, *sorted(range(root), key=lambda at: (at in later, at))]:
-            if not units[number] or not _keeps_more(row, rows[number]):
+        order = list(range(root))
+        if row.shard_grads:
+            order.sort(key=lambda number: number in once)
+        for number in [root, *order]:
+            unit = units[number]
+            if not unit or not _keeps_more(row, rows[number]):
                 continue
-            cost = _held(units[number], row, precision) - _held(
-                units[number], rows[number], precision
-            )
+            cost = _held(unit, row, precision) - _held(unit, rows[number], precision)
             if cost <= left:
-                rows[number], left = row, left - cost
+                rows[number] = row
+                left -= cost
     return UnshardedUnits(tuple(rows), budget - left)
 
 

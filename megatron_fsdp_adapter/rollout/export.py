@@ -11,6 +11,7 @@ stages, one at a time. `export_shards` does without all of that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,18 @@ from ..core.comm.communicator import Communicator
 from ..core.engine.buffer import COMPUTE, MAIN, check_here
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
-from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
+from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
+from ..core.layout.planner import divide_up
 from ..core.problems import raise_problems
 from ..quantized import dequantized, scales_of
 from .export_source import Described, Source, sources
 from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit_copies
 
-ALL, CHANGED, TRAINED = "all", "changed", "trained"
-MODEL, STAGE = "model", "stage"
+ALL = "all"
+CHANGED = "changed"
+TRAINED = "trained"
+MODEL = "model"
+STAGE = "stage"
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of the name of the tensor that a quantized weight's bytes are multiplied by."""
 SCALES = (SCALE, "rowwise_scales")
@@ -38,6 +43,8 @@ BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32
 
 Entry = tuple[str, torch.Tensor]
 Named = Iterator[Entry]
+Listed = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and dtype of a tensor that a stage will send."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +115,24 @@ def export_shards(
 
 
 def _chunks(
-    action: str, model: Any, which: str, dtype: torch.dtype | None, quantized: bool = False,
+    action: str,
+    model: Any,
+    which: str,
+    dtype: torch.dtype | None,
+    quantized: bool = False,
     everything: bool = False,
 ) -> list[_Chunk]:
     """The exports of a model's chunks. RuntimeError if memory is away that they need, ValueError
     for a weight that cannot be exported as asked."""
     given = sources(model)
+    needed = [MAIN, COMPUTE] if quantized else [MAIN]
     for source in given:
-        check_here(source.engine.away, action, [MAIN, *([COMPUTE] if quantized else [])])
+        check_here(source.engine.away, action, needed)
     chunks = [_Chunk(source, which, dtype, quantized, everything) for source in given]
-    raise_problems(action, [line for chunk in chunks for line in chunk.problems()])
+    found = []
+    for chunk in chunks:
+        found += chunk.problems()
+    raise_problems(action, found)
     return chunks
 
 
@@ -149,11 +164,11 @@ def _check(
 
 def _run(chunks: Sequence[_Chunk]) -> Named:
     stages = chunks[0].source.stages
-    across = chunks[0].everything and stages is not None and dist.get_world_size(stages) > 1
-    if across:
+    if chunks[0].everything and stages is not None and dist.get_world_size(stages) > 1:
         yield from _over_stages(chunks, stages)
-    for chunk in () if across else chunks:
-        yield from chunk.tensors()
+    else:
+        for chunk in chunks:
+            yield from chunk.tensors()
     for chunk in chunks:
         if chunk.frozen_too:
             chunk.source.engine.exported_loads = chunk.loads
@@ -162,21 +177,16 @@ def _run(chunks: Sequence[_Chunk]) -> Named:
 def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
     """All stages' tensors, chunk by chunk and stage by stage. Each stage finds out what it will
     send on the meta device, and stages exchange that once."""
-    mine, size = dist.get_rank(stages), dist.get_world_size(stages)
-    own = [
-        [(name, tuple(t.shape), t.dtype) for name, t in chunk.tensors(meta=True)]
-        for chunk in chunks
-    ]
+    mine = dist.get_rank(stages)
+    size = dist.get_world_size(stages)
+    own = [chunk.listed() for chunk in chunks]
     every: list[Any] = [None] * size
     dist.all_gather_object(every, own, group=stages)
     for number, chunk in enumerate(chunks):
         for stage in range(size):
             listed = every[stage][number]
             source = dist.get_global_rank(stages, stage)
-            sent = chunk.tensors() if stage == mine else (
-                (name, torch.empty(shape, dtype=dtype, device=chunk.device))
-                for name, shape, dtype in listed
-            )  # fmt: skip
+            sent = chunk.tensors() if stage == mine else _empty(listed, chunk.device)
             for name, _, _ in listed:
                 given, tensor = next(sent)
                 assert name == given, (name, given)
@@ -186,27 +196,44 @@ def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
             assert next(sent, None) is None, "more than was listed"
 
 
+def _empty(listed: Sequence[Listed], device: torch.device) -> Named:
+    """Memory for what another stage sends, one tensor at a time."""
+    for name, shape, dtype in listed:
+        yield name, torch.empty(shape, dtype=dtype, device=device)
+
+
 def _presented(plane: str, name: str, tensor: torch.Tensor) -> Entry:
     """Under which name and in which dtype a tensor of one plane goes out."""
     if plane in SCALES:
         return name + SCALE_SUFFIX, tensor
-    return name, tensor if plane == WEIGHT else tensor.view(torch.float8_e4m3fn)
+    if plane == WEIGHT:
+        return name, tensor
+    return name, tensor.view(torch.float8_e4m3fn)
 
 
 class _Chunk:
     """The export of one model chunk. everything: whether also of what other ranks have."""
 
     def __init__(
-        self, source: Source, which: str, dtype: torch.dtype | None, quantized: bool,
+        self,
+        source: Source,
+        which: str,
+        dtype: torch.dtype | None,
+        quantized: bool,
         everything: bool,
     ) -> None:
         engine = source.engine
         is_news = which == CHANGED and engine.exported_loads != engine.loads
-        self.source, self.everything = source, everything
-        self.frozen_too, self.buffers_too = which == ALL or is_news, which != TRAINED
-        self.device, self.loads = engine.runtime.device, engine.loads
+        self.source = source
+        self.everything = everything
+        self.frozen_too = which == ALL or is_news
+        self.buffers_too = which != TRAINED
+        self.device = engine.runtime.device
+        # The engine's, of which the values are.
+        self.loads = engine.loads
         self.wanted = Wanted(self._is_chosen, dtype, quantized)
-        self._described = {id(pair): source.describe(pair) for pair in source.engine.pairs}
+        # By a pair's id.
+        self._described = {id(pair): source.describe(pair) for pair in engine.pairs}
         self._others = self._names_of_experts()
 
     def _is_chosen(self, group: ParamGroup) -> bool:
@@ -216,10 +243,12 @@ class _Chunk:
         return described.is_copy and self.everything
 
     def _rest(self) -> Sequence[tuple[Described, torch.Tensor]]:
-        return [
-            entry for entry in self.source.rest
-            if self.frozen_too or (self.buffers_too and entry[0].is_buffer)
-        ]
+        """Of what the engine does not have, what is exported."""
+        if self.frozen_too:
+            return self.source.rest
+        if not self.buffers_too:
+            return ()
+        return [entry for entry in self.source.rest if entry[0].is_buffer]
 
     @property
     def _exchanges(self) -> bool:
@@ -230,8 +259,8 @@ class _Chunk:
         """This rank's name of a weight -> the names on all expert-parallel ranks."""
         if not self._exchanges:
             return {}
-        rest = [described for described, _ in self.source.rest]
-        described = [*self._described.values(), *rest]
+        described = list(self._described.values())
+        described += [one for one, _ in self.source.rest]
         own = [one.name for one in described if one.expert]
         group: Any = self.source.experts
         every: list[Any] = [None] * dist.get_world_size(group)
@@ -240,19 +269,28 @@ class _Chunk:
 
     def problems(self) -> list[str]:
         """One line for each weight that cannot be exported as asked."""
-        return [
-            line for pair in self.source.engine.pairs
-            if self.wanted.quantized and pair.group.key.quantized and self._is_chosen(pair.group)
-            and not self._is_left_out(self._described[id(pair)])
-            for line in _quantized_problems(
-                self._described[id(pair)], pair.group.layout.specs[pair.index].shape,
-                pair.group.key.quantized,
-            )
-        ]  # fmt: skip
+        if not self.wanted.quantized:
+            return []
+        found = []
+        for pair in self.source.engine.pairs:
+            described = self._described[id(pair)]
+            group = pair.group
+            if self._is_chosen(group) and not self._is_left_out(described):
+                shape = group.layout.specs[pair.index].shape
+                found += _quantized_problems(described, shape, group.key.quantized)
+        return found
+
+    def listed(self) -> list[Listed]:
+        """What `tensors` will give."""
+        found = []
+        for name, tensor in self.tensors(meta=True):
+            found.append((name, tuple(tensor.shape), tensor.dtype))
+        return found
 
     def tensors(self, meta: bool = False) -> Named:
         """Names and tensors of this chunk; on the meta device nothing is communicated."""
-        for described, planes in self._on_meta() if meta else self._gathered():
+        weights = self._on_meta() if meta else self._gathered()
+        for described, planes in weights:
             if not self._is_left_out(described):
                 found = self._exported(described, planes)
                 while found:  # no reference to what the caller has had stays here
@@ -265,8 +303,11 @@ class _Chunk:
         found: list[Entry] = []
         for plane in list(planes):
             whole = _joined(described, planes.pop(plane))
-            parts = _all_gathered(self.source.experts, whole).unbind(0) if exchange else [whole]
-            found += [_presented(plane, *each) for each in zip(names, parts, strict=True)]
+            parts: Sequence[torch.Tensor] = [whole]
+            if exchange:
+                parts = _all_gathered(self.source.experts, whole).unbind(0)
+            for name, part in zip(names, parts, strict=True):
+                found.append(_presented(plane, name, part))
         return found[::-1]
 
     def _gathered(self) -> Iterator[tuple[Described, Planes]]:
@@ -281,29 +322,34 @@ class _Chunk:
     def _on_meta(self) -> Iterator[tuple[Described, Planes]]:
         for unit in self.source.engine.units:
             for group in filter(self._is_chosen, unit.groups):
-                for pair in (p for p in self.source.engine.pairs if p.group is group):
-                    shape = group.layout.specs[pair.index].shape
-                    planes = {
-                        plane.name: torch.empty(
-                            plane.shape(shape), dtype=plane.dtype, device="meta"
-                        )
-                        for plane, _ in self.wanted.planes(group)
-                    }
-                    if WEIGHT not in planes:
-                        add_scale(planes, scales_of(pair.unsharded))
-                        planes = {name: plane.to("meta") for name, plane in planes.items()}
-                    yield self._described[id(pair)], _trimmed(pair, planes)
+                for pair in self.source.engine.pairs:
+                    if pair.group is group:
+                        yield self._described[id(pair)], self._planes_on_meta(pair)
         for described, tensor in self._rest():
             dtype = self._dtype(described, tensor)
             yield described, {WEIGHT: torch.empty(tensor.shape, dtype=dtype, device="meta")}
 
+    def _planes_on_meta(self, pair: ParamPair) -> Planes:
+        shape = pair.group.layout.specs[pair.index].shape
+        planes = {}
+        for plane, _ in self.wanted.planes(pair.group):
+            empty = torch.empty(plane.shape(shape), dtype=plane.dtype, device="meta")
+            planes[plane.name] = empty
+        if WEIGHT not in planes:
+            add_scale(planes, scales_of(pair.unsharded))
+            planes = {name: plane.to("meta") for name, plane in planes.items()}
+        return _trimmed(pair, planes)
+
     def _dtype(self, described: Described, tensor: torch.Tensor) -> torch.dtype:
         """The dtype in which a tensor of the rest is exported."""
-        return tensor.dtype if described.is_buffer else cast_to(tensor.dtype, self.wanted.dtype)
+        if described.is_buffer:
+            return tensor.dtype
+        return cast_to(tensor.dtype, self.wanted.dtype)
 
     def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a tensor of the rest, as a copy."""
-        return dequantized(tensor).detach().to(self._dtype(described, tensor), copy=True)
+        dtype = self._dtype(described, tensor)
+        return dequantized(tensor).detach().to(dtype, copy=True)
 
     def shards(self) -> Iterator[WeightShard]:
         """This rank's shards."""
@@ -313,13 +359,15 @@ class _Chunk:
             if self._is_chosen(group):
                 held = group.held.range(pair.index)
                 shape = group.layout.specs[pair.index].layout_shape
+                rows = held.start // max(1, math.prod(shape[1:]))
                 local = group.main.items(group.held)[pair.index].detach()
-                rows = held.start // max(1, torch.Size(shape[1:]).numel())
-                local = local.to(self.device, cast_to(local.dtype, self.wanted.dtype), copy=True)
+                dtype = cast_to(local.dtype, self.wanted.dtype)
+                local = local.to(self.device, dtype, copy=True)
                 yield from self._blocks(self._described[id(pair)], local, rows, shape)
         for described, tensor in self._rest():
             whole = self._cast(described, tensor)
-            whole = whole.view(-1) if whole.dim() == 0 else whole
+            if whole.dim() == 0:
+                whole = whole.view(-1)
             yield from self._blocks(described, whole, 0, tuple(whole.shape))
 
     def _blocks(
@@ -328,15 +376,19 @@ class _Chunk:
         """local: rows from `first` on of this rank's part, of `shape`, of the whole tensor."""
         whole = _whole_shape(described, shape)
         columns = [0] * (len(shape) - 1)
-        rank = 0 if described.parts == 1 else dist.get_rank(described.tensor)
-        if described.parts > 1 and described.split:
-            columns[described.split - 1] = rank * shape[described.split]
+        rank = 0
+        split = described.split
+        if described.parts > 1:
+            rank = dist.get_rank(described.tensor)
+            if split:
+                columns[split - 1] = rank * shape[split]
         for start, count, at in _row_runs(described, shape[0], rank):
-            low, high = max(start, first), min(start + count, first + local.shape[0])
-            if low >= high:
-                continue
-            block = local[low - first : high - first]
-            yield WeightShard(described.name, block, (at + low - start, *columns), whole)
+            low = max(start, first)
+            high = min(start + count, first + local.shape[0])
+            if low < high:
+                block = local[low - first : high - first]
+                offsets = (at + low - start, *columns)
+                yield WeightShard(described.name, block, offsets, whole)
 
 
 def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int, int]]:
@@ -344,37 +396,49 @@ def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int
     if described.parts == 1 or described.split != 0:
         return [(0, rows, 0)]
     each = rows // described.halves
-    return [
-        (half * each, each, (half * described.parts + rank) * each)
-        for half in range(described.halves)
-    ]
+    runs = []
+    for half in range(described.halves):
+        before = half * described.parts + rank
+        runs.append((half * each, each, before * each))
+    return runs
 
 
 def _whole_shape(described: Described, shape: tuple[int, ...]) -> tuple[int, ...]:
-    parts, split = described.parts, described.split
-    return tuple(n * parts if dim == split else n for dim, n in enumerate(shape))
+    if described.split is None:
+        return shape
+    whole = list(shape)
+    whole[described.split] *= described.parts
+    return tuple(whole)
 
 
 def _quantized_problems(
-    described: Described, shape: tuple[int, ...], format: Any
+    described: Described, shape: tuple[int, ...], format: WeightFormat | None
 ) -> list[str]:
-    parts, name = described.parts, described.name
-    if parts > 1 and format is PER_TENSOR:
+    """At most one line: for a weight whose blocks tensor parallelism cuts. None: not quantized."""
+    if format is None or described.parts == 1:
+        return []
+    name = described.name
+    if format is PER_TENSOR:
         return [f"quantized=True: {name} has a scale on each tensor-parallel rank"]
-    block, split = BLOCKS[format.name], described.split or 0
-    if parts > 1 and (shape[0] // described.halves, *shape[1:])[split] % block[split]:
-        return [
-            f"quantized=True: the tensor-parallel slice {shape} of {name} is no multiple of "
-            f"blocks of {block[0]} x {block[1]}"
-        ]
-    return []
+    rows, columns = BLOCKS[format.name]
+    if described.split:
+        is_cut = shape[described.split] % columns
+    else:
+        is_cut = shape[0] // described.halves % rows
+    if not is_cut:
+        return []
+    return [
+        f"quantized=True: the tensor-parallel slice {shape} of {name} is no multiple of "
+        f"blocks of {rows} x {columns}"
+    ]
 
 
 def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
     """Planes without the padding that scales of blocks are kept with."""
     if pair.group.key.quantized is BLOCK128 and SCALE in planes:
         rows, columns = pair.group.layout.specs[pair.index].shape
-        planes[SCALE] = planes[SCALE][: -(-rows // 128), : -(-columns // 128)].contiguous()
+        scale = planes[SCALE][: divide_up(rows, 128), : divide_up(columns, 128)]
+        planes[SCALE] = scale.contiguous()
     return planes
 
 
@@ -388,7 +452,8 @@ def _joined(described: Described, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat(found.unbind(0), dim=described.split)
     if described.halves == 1:
         return found.flatten(0, 1)
-    return found.unflatten(1, (described.halves, -1)).transpose(0, 1).flatten(0, 2)
+    by_half = found.unflatten(1, (described.halves, -1)).transpose(0, 1)
+    return by_half.flatten(0, 2)
 
 
 def _all_gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:

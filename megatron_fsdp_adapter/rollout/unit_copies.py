@@ -28,7 +28,8 @@ from ..core.layout.format import Plane
 from ..core.runtime.device import COMPUTE, GATHER, storage_bytes
 from ..quantized import scales_of
 
-WEIGHT, SCALE = "weight", "scale"
+WEIGHT = "weight"
+SCALE = "scale"
 """Names of what is copied of a weight that is not quantized, and of a scale that no plane has."""
 
 ROWS = ("rowwise", "rowwise_scales")
@@ -53,10 +54,8 @@ class Wanted:
         """Planes of a group's weights that are copied, with what this rank holds of each
         segment."""
         if self.quantized and group.key.quantized:
-            return [
-                (shard.plane, shard.segments(group.held))
-                for shard in group.weight_shards if shard.plane.name in ROWS
-            ]
+            shards = [shard for shard in group.weight_shards if shard.plane.name in ROWS]
+            return [(shard.plane, shard.segments(group.held)) for shard in shards]
         dtype = cast_to(group.main_dtype, self.dtype)
         return [(Plane(WEIGHT, dtype), _source(group, dtype))]
 
@@ -64,7 +63,9 @@ class Wanted:
 def cast_to(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """The dtype in which a weight in `dtype` is copied where `asked` is, None for any. Integers are
     not cast: bf16 rounds those above 256."""
-    return dtype if asked is None or not dtype.is_floating_point else asked
+    if asked is None or not dtype.is_floating_point:
+        return dtype
+    return asked
 
 
 def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -77,21 +78,26 @@ def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 class _GroupCopy:
-    """The copy of one group. items: by plane, of each parameter, whole as this rank's model has
-    it."""
+    """The copy of one group."""
 
     def __init__(self, group: ParamGroup, wanted: Wanted) -> None:
-        self._group, self.items = group, dict[str, list[torch.Tensor]]()
+        self._group = group
+        # By plane, of each parameter: the whole, as this rank's model has it; this rank's rows.
+        self.items: dict[str, list[torch.Tensor]] = {}
         self._held_items: dict[str, list[torch.Tensor]] = {}
-        self._held, self._sources = list[torch.Tensor](), list[torch.Tensor]()
-        self.gather_pairs, self.outer_pairs = list[Pair](), list[Pair]()
+        # This rank's part of each segment of each plane, and what is cast into it.
+        self._held: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self.gather_pairs: list[Pair] = []
+        self.outer_pairs: list[Pair] = []
         specs = (group.full, group.inner, group.held)
         for plane, source in wanted.planes(group):
             buffer = ShardedBuffer(group.full, specs, group.runtime, plane=plane)
             buffer.forget()
-            full, inner, held = (buffer.segments(spec) for spec in specs)
+            held = buffer.segments(group.held)
+            inner = buffer.segments(group.inner)
             if group.shards_main:
-                self.gather_pairs += zip(full, inner, strict=True)
+                self.gather_pairs += zip(buffer.segments(group.full), inner, strict=True)
             if group.splits_outer:
                 self.outer_pairs += zip(inner, held, strict=True)
             self._held += held
@@ -112,9 +118,7 @@ _UnitCopy = tuple[Mapping[int, _GroupCopy], Any]
 they are there."""
 
 
-def unit_copies(
-    engine: FsdpEngine, wanted: Wanted
-) -> Iterator[list[tuple[ParamPair, Planes]]]:
+def unit_copies(engine: FsdpEngine, wanted: Wanted) -> Iterator[list[tuple[ParamPair, Planes]]]:
     """The wanted weights of one unit after the other, in unit order: each parameter with its
     tensors by plane, in the shapes that this rank's model has. Collective over each domain.
 
@@ -154,9 +158,10 @@ def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
     copies = {id(group): _GroupCopy(group, wanted) for group in groups}
     gather.follow_compute()  # main weights, and the memory of the copies, are compute's
     over_outer, over_inner = gather.plan(
-        groups, lambda group: copies[id(group)].outer_pairs,
+        groups,
+        lambda group: copies[id(group)].outer_pairs,
         lambda group: copies[id(group)].gather_pairs,
-    )  # fmt: skip
+    )
     fills = [copy.fill for copy in copies.values()]
     runtime.submit(GATHER, *fills, *gather.tasks(over_outer), *gather.tasks(over_inner))
     return copies, runtime.record(GATHER)

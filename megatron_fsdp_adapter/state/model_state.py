@@ -42,23 +42,31 @@ def module_form(own: Iterable[str]) -> Form:
 
 def checkpoint_form(own: Iterable[str], names: GlobalNames) -> Form:
     """Keys as in a checkpoint, without `EXTRA_STATE`."""
-    return {
-        key: Place(name, number, len(names.suffixes(name)))
-        for name in own
-        if not name.endswith(EXTRA_STATE)
-        for number, key in enumerate(names.keys(name))
-    }
+    form = {}
+    for name in own:
+        if not name.endswith(EXTRA_STATE):
+            count = len(names.suffixes(name))
+            for number, key in enumerate(names.keys(name)):
+                form[key] = Place(name, number, count)
+    return form
 
 
 def tree_names(module: nn.Module, own: Iterable[str]) -> dict[str, str]:
     """Key of a module's own state dict -> the name by which torch's load finds it: a Float16Module
     is a level in the tree of modules, and none in keys."""
-    holders = (*module.named_parameters(remove_duplicate=False),
-               *module.named_buffers(remove_duplicate=False))  # fmt: skip
-    names = [name for name, _ in holders]
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
     names += [f"{name}.{EXTRA_STATE}" for name, _ in module.named_modules(remove_duplicate=False)]
-    places = {split_depth(name)[1]: name for name in names}
-    return {key: places[local] for key in own if (local := split_depth(key)[1]) in places}
+    places = {}
+    for name in names:
+        _, local = split_depth(name)
+        places[local] = name
+    found = {}
+    for key in own:
+        _, local = split_depth(key)
+        if local in places:
+            found[key] = places[local]
+    return found
 
 
 def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict[str, str]]:
@@ -70,11 +78,9 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
     """
     found = [(form, {key: _own_key(key, form) for key in given}) for form in forms]
     found.sort(key=_misfit)
-    (best, keys), *others = found
-    for form, other_keys in others:
-        if _misfit((form, other_keys)) == _misfit((best, keys)) and any(
-            form.get(other_keys[key]) != best.get(keys[key]) for key in keys
-        ):
+    best, keys = found[0]
+    for other in found[1:]:
+        if _misfit(other) == _misfit(found[0]) and _places(other) != _places(found[0]):
             raise ValueError(
                 "load_state_dict: the keys fit both names of this rank's modules and global names "
                 "of a checkpoint. Give all keys of one of them"
@@ -82,10 +88,21 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
     return best, keys
 
 
-def _misfit(candidate: tuple[Form, dict[str, str]]) -> tuple[int, int]:
+_Candidate = tuple[Form, dict[str, str]]
+"""A form, and its key for each given one."""
+
+
+def _misfit(candidate: _Candidate) -> tuple[int, int]:
+    """How many keys the form does not have, and how many of its own are missing."""
     form, keys = candidate
     known = {key for key in keys.values() if key in form}
     return len(keys) - len(known), len(form) - len(known)
+
+
+def _places(candidate: _Candidate) -> dict[str, Place | None]:
+    """What the given keys mean."""
+    form, keys = candidate
+    return {key: form.get(own) for key, own in keys.items()}
 
 
 def _own_key(key: str, form: Form) -> str:
@@ -103,7 +120,8 @@ def values_of(form: Form, params: Mapping[str, nn.Parameter], plain: Mapping[str
         value = plain[place.name]
         param = params.get(place.name)
         if param is not None:
-            value = part_of(value, param.fsdp_layout_ref, place.number, place.count)  # type: ignore[attr-defined]
+            ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
+            value = part_of(value, ref, place.number, place.count)
         state[key] = value
     return state
 
@@ -114,10 +132,10 @@ def load_problems(
     """One line for each missing, unexpected (if `strict`) and mis-shaped value."""
     found = []
     if strict:
-        found += [f"missing: {key}" for key in sorted(set(form) - set(values))
-                  if not key.endswith((EXTRA_STATE, FP8_SCALING))]
-        found += [f"unexpected: {key}" for key in sorted(set(values) - set(form))
-                  if not key.endswith((EXTRA_STATE, FP8_SCALING))]
+        expected = _of_weights(form)
+        given = _of_weights(values)
+        found += [f"missing: {key}" for key in sorted(expected - given)]
+        found += [f"unexpected: {key}" for key in sorted(given - expected)]
     for key, value in values.items():
         place = form.get(key)
         if place is not None and place.name in params:
@@ -125,14 +143,21 @@ def load_problems(
     return found
 
 
+def _of_weights(keys: Iterable[str]) -> set[str]:
+    """Those that a load asks for."""
+    return {key for key in keys if not key.endswith((EXTRA_STATE, FP8_SCALING))}
+
+
 def shape_problems(key: str, param: nn.Parameter, place: Place, value: Any) -> list[str]:
     """Problems of `value` for `place` in the sharded parameter `param`."""
     if not isinstance(value, torch.Tensor):
         return [f"{key}: a {type(value).__name__}, expected a tensor"]
+    shape = tuple(value.shape)
     expected = _shapes_for(param, place, value)
-    if tuple(value.shape) in expected:
+    if shape in expected:
         return []
-    return [f"{key}: shape {tuple(value.shape)}, expected {' or '.join(map(str, expected))}"]
+    shapes = " or ".join(map(str, expected))
+    return [f"{key}: shape {shape}, expected {shapes}"]
 
 
 def _shapes_for(param: nn.Parameter, place: Place, value: torch.Tensor) -> list[tuple[int, ...]]:
@@ -152,7 +177,8 @@ def incompatible_keys(form: Form, given: Mapping[str, str], result: Any) -> Any:
     given: the form's key for each given one. result: torch's own, of a load into the whole module
     without the values that the form does not have.
     """
-    absent, present = set(result.missing_keys), set(given.values())
+    absent = set(result.missing_keys)
+    present = set(given.values())
     names = {place.name for place in form.values()}
     missing = [key for key, place in form.items() if place.name in absent and key not in present]
     missing += [name for name in result.missing_keys if name not in names]
@@ -171,17 +197,23 @@ def copy_values(
     Collective if a DTensor is among the values that is not known to be cut like its place.
     ValueError, on all ranks and before anything is written, for one whose rows are unknown.
     """
-    places = {key: form[key] for key in values if key in form}
-    pieces = {
-        key: piece_of(params[place.name], params[place.name], place)
-        for key, place in places.items()
-        if place.name in params
-    }
+    pieces = {}
+    rest = {}
+    written = set()
+    for key, value in values.items():
+        if key in form:
+            place = form[key]
+            param = params.get(place.name)
+            if param is None:
+                rest[place.name] = value
+            else:
+                pieces[key] = piece_of(param, param, place)
+                written.add(place.name)
     write_pieces(pieces, values)
-    rest = {place.name: values[key] for key, place in places.items() if key not in pieces}
-    missing = {place.name for key, place in form.items() if key not in values}
-    written = {places[key].name for key in pieces} - missing
-    return {**rest, **{name: params[name] for name in written}}
+    written.difference_update(place.name for key, place in form.items() if key not in values)
+    for name in written:
+        rest[name] = params[name]
+    return rest
 
 
 class Piece(NamedTuple):
@@ -199,16 +231,19 @@ def piece_of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
     ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
     target = part_of(value, ref, place.number, place.count)  # type: ignore[arg-type]
     numel = torch.Size(ref.shape).numel() // place.count
-    start, held = place.number * numel, ref.held
-    own = slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
-    return Piece(target, own)
+    start = place.number * numel
+    held = ref.held
+    first = max(held.start - start, 0)
+    last = min(max(held.stop - start, 0), numel)
+    return Piece(target, slice(first, last))
 
 
 def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
     """Writes what `state` has for the sharded parameters that `module` itself holds, and puts
     them in the values' places, so that torch's own load finds nothing left to do. Returns what is
     wrong with the others."""
-    found, params = [], {}
+    found = []
+    params = {}
     for name, param in module._parameters.items():
         key = prefix + name
         if key in state and hasattr(param, "fsdp_layout_ref") and state[key] is not param:
@@ -231,8 +266,9 @@ def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]
     fits = _fits({key: target for key, (target, _) in pieces.items()}, values)
     unknown = [key for key, fit in fits.items() if fit == UNKNOWN]
     if unknown:
+        names = ", ".join(sorted(unknown)[:5])
         raise ValueError(
-            f"load_state_dict: {', '.join(sorted(unknown)[:5])} ({len(unknown)} in all) are "
+            f"load_state_dict: {names} ({len(unknown)} in all) are "
             "DTensors without chunks that are not split evenly, so their rows are unknown. Pass "
             "whole tensors, or those of a sharded model's state dict"
         )
@@ -253,7 +289,8 @@ def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) ->
     for key in sorted(targets):
         value = values[key]
         if isinstance(value, DTensor) and not is_replicated(value):
-            own, given = own_chunks(targets[key]), chunks_of(value)
+            own = own_chunks(targets[key])
+            given = chunks_of(value)
             if given is None or given.cut is None or given.cut != own.cut:
                 by_mesh.setdefault(targets[key].device_mesh, []).append(key)
     found: dict[str, int] = {}
@@ -269,7 +306,8 @@ def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) ->
 def _fit_here(own: Chunks, value: DTensor) -> int:
     given = chunks_of(value)
     if given is None:
-        if any(type(p) not in (Shard, Replicate) for p in value._spec.placements):
+        kinds = set(map(type, value._spec.placements))
+        if not kinds <= {Shard, Replicate}:
             return OTHER  # strided shards and partial sums, which torch makes whole
         given = even_chunks(value)
     if given is None:
@@ -281,9 +319,12 @@ def _write(piece: Piece, value: torch.Tensor, fit: int) -> None:
     target, rows = piece
     local = target._local_tensor
     if not isinstance(value, DTensor):
-        local.copy_(value.detach().reshape(-1)[rows].view(local.shape))
-    elif is_replicated(value) or fit == OTHER:
-        whole = value._local_tensor if is_replicated(value) else value.full_tensor()
+        flat = value.detach().reshape(-1)
+        local.copy_(flat[rows].view(local.shape))
+        return
+    given = value._local_tensor
+    if is_replicated(value) or fit == OTHER:
+        whole = given if is_replicated(value) else value.full_tensor()
         own_chunks(target).take_from(whole.view(target.shape), local)
-    elif value._local_tensor.data_ptr() != local.data_ptr():
-        local.copy_(value._local_tensor)
+    elif given.data_ptr() != local.data_ptr():
+        local.copy_(given)

@@ -52,29 +52,31 @@ class ModuleWeight:
         the main weights. Call the engine's `main_weights_changed()` after the last write.
         ValueError for another shape."""
         if value.shape != self.shape:
+            name = self.pair.managed.fqns[0]
             raise ValueError(
-                f"parameter {self.pair.managed.fqns[0]} has shape {tuple(self.shape)}, not "
-                f"{tuple(value.shape)}"
+                f"parameter {name} has shape {tuple(self.shape)}, not {tuple(value.shape)}"
             )
-        local, rows = self.local, self.rows
+        local = self.local
+        rows = self.rows
         local.copy_(value.reshape(-1)[rows.start : rows.stop].view(local.shape))
         return self
 
     def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The main weights, whole, in `dtype` (default: `dtype` of the module), as `gather_rows`.
-        """
+        """The main weights, whole, in `dtype` (default: the module's), as `gather_rows`."""
         return gather_rows(self.pair, self.local, dtype or self.dtype)
 
     @property
     def rows(self) -> FlatRange:
         """The elements of the parameter that this rank has."""
-        return rows_of(self.pair, self.pair.group.held, self.pair.group.held.rank)
+        held = self.pair.group.held
+        return rows_of(self.pair, held, held.rank)
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows of the main weights, behind what still writes them."""
         self.engine.gather.updates.settle()
-        return self.pair.group.main.items(self.pair.group.held)[self.pair.index]
+        group = self.pair.group
+        return group.main.items(group.held)[self.pair.index]
 
 
 def rows_of(pair: ParamPair, spec: ShardSpec, number: int) -> FlatRange:
@@ -88,29 +90,31 @@ def gather_rows(pair: ParamPair, local: torch.Tensor, dtype: torch.dtype) -> tor
     rows that this rank has of the parameter: of its main weights, or of its gradient. In `dtype`,
     in the shape of the module's own parameter, where modules compute. Collective over those ranks;
     each sends its rows once, from where they are to lie, and no rank holds more than the result."""
-    group, held, domain = pair.group, pair.group.held, pair.group.domain
+    group = pair.group
+    held = group.held
+    inner = group.inner
     shape = torch.Size(group.layout.specs[pair.index].shape)
     whole = torch.empty(shape.numel(), dtype=dtype, device=pair.unsharded.device)
-    own, inner = rows_of(pair, held, held.rank), group.inner
+    own = rows_of(pair, held, held.rank)
     whole[own.start : own.stop].copy_(local.view(-1))
-    if group.splits_outer and domain.outer is not None:
-        size = domain.outer.size
-        numbers = [nested_shard_rank(inner.rank, number, size) for number in range(size)]
-        _exchange(whole, domain.outer, [rows_of(pair, held, number) for number in numbers])
+    outer = group.domain.outer
+    if group.splits_outer and outer is not None:
+        numbers = [nested_shard_rank(inner.rank, rank, outer.size) for rank in range(outer.size)]
+        _exchange(whole, outer, [rows_of(pair, held, number) for number in numbers])
     if group.shards_main:
-        parts = [rows_of(pair, inner, number) for number in range(domain.axis.size)]
-        _exchange(whole, domain.axis, parts)
+        axis = group.domain.axis
+        _exchange(whole, axis, [rows_of(pair, inner, number) for number in range(axis.size)])
     return whole.view(shape)
 
 
 def _exchange(whole: torch.Tensor, axis: Axis, parts: Iterable[FlatRange]) -> None:
     """Fills in the part of each rank of `axis`, in order, of `whole`. Rows are cut unevenly, which
     an all-gather does not take; the sum of tensors of zeros would send everything twice."""
-    works = [
-        dist.broadcast(whole[part.start : part.stop], rank, group=axis.group, async_op=True)
-        for rank, part in zip(axis.ranks, parts, strict=True)
-        if not part.empty
-    ]
+    works = []
+    for rank, part in zip(axis.ranks, parts, strict=True):
+        if not part.empty:
+            rows = whole[part.start : part.stop]
+            works.append(dist.broadcast(rows, rank, group=axis.group, async_op=True))
     for work in works:
         work.wait()
 
@@ -120,18 +124,20 @@ def module_weights(engines: Iterable[FsdpEngine]) -> dict[int, ModuleWeight]:
     found = {}
     for engine in engines:
         for pair in engine.pairs:
-            found[id(pair.unsharded)] = found[id(pair.sharded)] = ModuleWeight(pair, engine)
+            weight = ModuleWeight(pair, engine)
+            found[id(pair.unsharded)] = weight
+            found[id(pair.sharded)] = weight
     return found
 
 
 def shared_embeddings(engines: Iterable[FsdpEngine]) -> list[ModuleWeight]:
     """The embedding weights that Megatron shares across pipeline stages."""
-    return [
-        ModuleWeight(pair, engine)
-        for engine in engines
-        for pair in engine.pairs
-        if getattr(pair.sharded, "shared_embedding", False)
-    ]
+    found = []
+    for engine in engines:
+        for pair in engine.pairs:
+            if getattr(pair.sharded, "shared_embedding", False):
+                found.append(ModuleWeight(pair, engine))
+    return found
 
 
 def copy_from_first_stage(shared: Sequence[ModuleWeight], group: Any) -> None:

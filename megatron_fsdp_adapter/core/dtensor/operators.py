@@ -75,44 +75,50 @@ def _kind(func: Any) -> Kind:
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an operator writes."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple((n, a.name) for n, a in arguments if a.alias_info and a.alias_info.is_write)
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias and alias.is_write:
+            found.append((number, argument.name))
+    return tuple(found)
 
 
 def is_cut(value: Any) -> bool:
     """True if `value` is a DTensor that knows its chunks, of which other ranks have some."""
     if getattr(value, "chunks", None) is None:
         return False
-    sizes = value.device_mesh.shape
-    return any(
-        size > 1 and not placement.is_replicate()
-        for size, placement in zip(sizes, value._spec.placements, strict=True)
-    )
+    for size, placement in zip(value.device_mesh.shape, value._spec.placements, strict=True):
+        if size > 1 and not placement.is_replicate():
+            return True
+    return False
 
 
 def _rows(value: Any) -> tuple[int, int] | None:
     """Start and number of this rank's rows; None if it has other blocks than rows."""
-    boxes, rest = value.chunks.boxes, tuple(value.shape[1:])
+    boxes = value.chunks.boxes
     if not boxes:
         return 0, 0
-    (offsets, sizes), whole_rows = boxes[0], len(boxes) == 1
-    whole_rows &= tuple(sizes[1:]) == rest and not any(offsets[1:])
-    return (offsets[0], sizes[0]) if whole_rows else None
+    if len(boxes) > 1:
+        return None
+    offsets, sizes = boxes[0]
+    if any(offsets[1:]) or tuple(sizes[1:]) != tuple(value.shape[1:]):
+        return None
+    return offsets[0], sizes[0]
 
 
 def _like(value: Any, local: torch.Tensor, seen: torch.Tensor) -> Any:
     """A DTensor over `local` with the rows of `value`, and shape and strides of `seen`."""
-    if seen.shape == value.shape:
-        return type(value).over(
-            local, value.device_mesh, value._spec.placements, seen.shape, seen.stride(),
-            value.chunks,
-        )  # fmt: skip
-    start, size = _rows(value) or (0, 0)
-    zeros = [0] * (seen.dim() - 1)
-    boxes = (((start, *zeros), (size, *seen.shape[1:])),) if local.numel() else ()
-    cut = value.chunks.cut
-    cut = cut if cut is None or cut[0] == ROWS else (ROWS, cut)
-    chunks = replace(value.chunks, boxes=boxes, cut=cut)
+    chunks = value.chunks
+    if seen.shape != value.shape:
+        boxes = []
+        if local.numel():
+            start, size = _rows(value) or (0, 0)
+            zeros = [0] * (seen.dim() - 1)
+            boxes.append(((start, *zeros), (size, *seen.shape[1:])))
+        cut = chunks.cut
+        if cut is not None and cut[0] != ROWS:
+            cut = (ROWS, cut)
+        chunks = replace(chunks, boxes=tuple(boxes), cut=cut)
     return type(value).over(
         local, value.device_mesh, value._spec.placements, seen.shape, seen.stride(), chunks
     )
@@ -123,24 +129,30 @@ def aligned(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...] | No
     they have not. None if that cannot be, or an argument that is written has others."""
     if any(isinstance(one, DTensor) and one.dim() for one in kwargs.values()):  # `out`
         return None
+    written = {number for number, _ in _written(func)}
     lists = lists_of(args)
     if not lists:
-        found = _with_rows(args, {n for n, _ in _written(func)})
+        found = _with_rows(args, written)
         return tuple(found) if found is not None and _has_result(found) else None
-    written = {at for at, n in enumerate(lists) if n in {n for n, _ in _written(func)}}
-    rows = [_with_rows(each, written) for each in zip(*[args[n] for n in lists], strict=True)]
-    if any(row is None for row in rows):
+    written_lists = {at for at, number in enumerate(lists) if number in written}
+    rows = []
+    for operands in zip(*[args[number] for number in lists], strict=True):
+        rows.append(_with_rows(operands, written_lists))
+    if None in rows:
         return None
-    columns = dict(zip(lists, zip(*rows, strict=True), strict=True))  # type: ignore[arg-type]
-    return tuple(list(columns[n]) if n in columns else arg for n, arg in enumerate(args))
+    given = list(args)
+    for number, column in zip(lists, zip(*rows, strict=True), strict=True):  # type: ignore[arg-type]
+        given[number] = list(column)
+    return tuple(given)
 
 
 def lists_of(args: Sequence[Any]) -> list[int]:
     """Positions of arguments that are lists with DTensors."""
-    return [
-        n for n, arg in enumerate(args)
-        if isinstance(arg, (list, tuple)) and any(isinstance(one, DTensor) for one in arg)
-    ]  # fmt: skip
+    found = []
+    for number, arg in enumerate(args):
+        if isinstance(arg, (list, tuple)) and any(isinstance(one, DTensor) for one in arg):
+            found.append(number)
+    return found
 
 
 def _has_result(operands: Sequence[Any]) -> bool:
@@ -157,10 +169,13 @@ def _with_rows(operands: Sequence[Any], written: set[int]) -> list[Any] | None:
     found = []
     for number, one in enumerate(operands):
         if isinstance(one, DTensor) and not _fits(first, one):
-            same = one.dim() == first.dim() and one.shape[0] == first.shape[0]
-            if not same or number in written or (rows := _rows(first)) is None:
+            rows = _rows(first)
+            if number in written or rows is None:
                 return None
-            local = one.full_tensor()[rows[0] : sum(rows)].contiguous()
+            if one.dim() != first.dim() or one.shape[0] != first.shape[0]:
+                return None
+            start, size = rows
+            local = one.full_tensor()[start : start + size].contiguous()
             one = _like(first, local, torch.empty(one.shape, device="meta"))
         found.append(one)
     return found
@@ -172,8 +187,9 @@ def _fits(first: Any, one: Any) -> bool:
         return True
     if is_cut(one):
         return one.shape == first.shape and same_rows(one.chunks, first.chunks)
-    replicated = all(placement.is_replicate() for placement in one._spec.placements)
-    return replicated and (one.dim() < first.dim() or one.shape[0] == 1 != first.shape[0])
+    if not all(placement.is_replicate() for placement in one._spec.placements):
+        return False
+    return one.dim() < first.dim() or (one.shape[0] == 1 and first.shape[0] != 1)
 
 
 def same_rows(one: Any, other: Any) -> bool:
@@ -181,8 +197,9 @@ def same_rows(one: Any, other: Any) -> bool:
     unknown, as of loaded optimizer state, this rank's stand for all."""
     if one is other or one is None or other is None:
         return one is other
-    known = one.cut is not None and other.cut is not None
-    return bool(one.cut == other.cut if known else one.boxes == other.boxes)
+    if one.cut is None or other.cut is None:
+        return bool(one.boxes == other.boxes)
+    return bool(one.cut == other.cut)
 
 
 def view(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
