@@ -134,7 +134,10 @@ class AutoBudgetEngine(FsdpEngine):
         for unit, row in zip(self.units, kept.rows, strict=True):
             unit.keep(row)
         if dist.get_rank() == 0:
-            why = "that are spare" if budget > self.budget else "after an allocation has failed"
+            if budget > self.budget:
+                why = "that are spare"
+            else:
+                why = "after an allocation has failed"
             print(
                 f"{OPTION}={AUTO!r}: unsharded over a step: weights of {kept.weights} and "
                 f"gradients of {kept.grads} of {len(kept.rows)} units, for {kept.nbytes / GIB:.3f} "

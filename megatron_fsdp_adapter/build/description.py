@@ -93,9 +93,9 @@ def describe(engine: FsdpEngine) -> str:
         name = group.key.domain
         domains[name] = group.domain
         elements[name] += group.layout.item_numel
-    domain_rows = []
-    for name, domain in domains.items():
-        domain_rows.append(_domain_row(name, domain, params[name], elements[name]))
+    domain_rows = [
+        _domain_row(name, domains[name], params[name], elements[name]) for name in domains
+    ]
     strategy = engine.config.strategy.name
     lines = [f"strategy {strategy}", "", *_table(domain_rows), "", *_table(rows)]
     return "\n".join(lines)

@@ -80,7 +80,10 @@ class GradCheck:
         shown = [f"  - rank {rank}, {line}" for line in lines[:MOST_LINES]]
         if len(lines) > MOST_LINES:
             shown.append(f"  - and {len(lines) - MOST_LINES} more")
-        remedy = "" if self.by_param else " report_nan_in_param_grad=True names the parameters."
+        if self.by_param:
+            remedy = ""
+        else:
+            remedy = " report_nan_in_param_grad=True names the parameters."
         return (
             f"gradients of rank {rank} are not finite before communication (microbatches count "
             f"from 0, the value is the largest magnitude).{remedy}\n" + "\n".join(shown)

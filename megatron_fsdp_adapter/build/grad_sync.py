@@ -23,7 +23,9 @@ class GradSync(NotCopyable):
         try:
             yield
         finally:
-            self.engine.is_last_microbatch = self.engine.after_no_sync if before is None else before
+            if before is None:
+                before = self.engine.after_no_sync
+            self.engine.is_last_microbatch = before
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Sets whether each backward outside `no_sync` ends a step by itself: reductions are waited

@@ -46,9 +46,12 @@ def _apply_guard(
                     "wrapping it, and write values in place after"
                 )
         alive = ref()
-        for child in alive.modules() if alive is not None else ():
+        if alive is None:
+            return None
+        for child in alive.modules():
             for name, value in child._buffers.items():
-                child._buffers[name] = None if value is None else fn(value)
+                if value is not None:
+                    child._buffers[name] = fn(value)
         return alive
 
     return apply
@@ -59,27 +62,28 @@ def check_trained(engine: FsdpEngine) -> None:
     gradient hook. Which gradients are reduced, and which buffers exist for them, is decided once; a
     change would be ignored in silence, or leave the optimizer with gradients that are zero. No
     backward accumulates the gradient of a sharded parameter, so its hooks would never run."""
-    hooked = [
-        pair.managed.fqns[0]
-        for pair in engine.trained
-        if pair.sharded._backward_hooks or pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    ]
+    hooked = []
+    for pair in engine.trained:
+        param: Any = pair.sharded
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            hooked.append(pair.managed.fqns[0])
     if hooked:
+        names = ", ".join(hooked[:5])
         raise RuntimeError(
-            f"gradient hooks on {', '.join(hooked[:5])} ({len(hooked)} parameters in all) were "
+            f"gradient hooks on {names} ({len(hooked)} parameters in all) were "
             "registered after the model was wrapped, on sharded parameters, to which autograd "
             "gives no gradient: they would never run. Register them before wrapping"
         )
     with unchecked():
-        changed = [
-            pair.managed.fqns[0]
-            for pair in engine.pairs
-            if {pair.unsharded.requires_grad, pair.sharded.requires_grad}
-            != {pair.group.key.requires_grad}
-        ]
+        changed = []
+        for pair in engine.pairs:
+            trained = pair.group.key.requires_grad
+            if pair.unsharded.requires_grad != trained or pair.sharded.requires_grad != trained:
+                changed.append(pair.managed.fqns[0])
     if changed:
+        names = ", ".join(changed[:5])
         raise RuntimeError(
-            f"requires_grad of {', '.join(changed[:5])} ({len(changed)} parameters in all) has "
+            f"requires_grad of {names} ({len(changed)} parameters in all) has "
             "changed since the model was wrapped, which has no effect on gradient collection. "
             "Freeze parameters before wrapping, or give them a learning rate of 0 in the "
             "optimizer"

@@ -36,7 +36,9 @@ def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer 
     the module has one."""
     names = ("reset_parameters", "_reset_parameters")
     name = next((name for name in names if callable(getattr(module, name, None))), None)
-    return None if name is None else lambda child, _: getattr(child, name)()
+    if name is None:
+        return None
+    return lambda child, _: getattr(child, name)()
 
 
 def values_come_later(module: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:

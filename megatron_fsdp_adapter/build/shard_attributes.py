@@ -13,8 +13,12 @@ from ..core.engine.params import ParamPair
 from ..quantized import attributes_of_class
 
 OF_RAW = (
-    "__fsdp_param__", "get_main_grad", "grad_added_to_main_grad", "main_grad", "overwrite_main_grad"
-)  # fmt: skip
+    "__fsdp_param__",
+    "get_main_grad",
+    "grad_added_to_main_grad",
+    "main_grad",
+    "overwrite_main_grad",
+)
 """Attributes that modules that write gradients by themselves read, on the parameter that they
 compute with."""
 
@@ -23,7 +27,8 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     """Copies the attributes of the module's own parameter to the sharded one, and marks, for torch
     DCP too, which rows of which tensor it is. `offset` is where this rank's tensor-parallel part
     begins in the whole tensor; None at the origin."""
-    param, held = pair.sharded, pair.group.held
+    param = pair.sharded
+    held = pair.group.held
     _copy_attributes(pair.unsharded, param)
     rows = held.range(pair.index)
     ref = LayoutRef(held.layout, pair.index, held.rank, offset)
@@ -46,6 +51,10 @@ def _copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
 
 def engines_behind(params: Iterable[Any]) -> list[Any]:
     """The engines that any of `params` belong to, each once."""
-    refs = [getattr(param, "_fsdp_engine", None) for param in params]
-    found = {id(engine): engine for ref in refs if ref is not None and (engine := ref())}
+    found = {}
+    for param in params:
+        ref = getattr(param, "_fsdp_engine", None)
+        engine = None if ref is None else ref()
+        if engine is not None:
+            found[id(engine)] = engine
     return list(found.values())

@@ -119,13 +119,17 @@ class FSDPDistributedIndex:
     ) -> dist.ProcessGroup:
         """The group of the shards, or with `independent_all_gather` the one gathers run on."""
         domain = self.domain(self._kind(is_expert_parallel))
-        return domain.gather_group if independent_all_gather else domain.axis.group
+        if independent_all_gather:
+            return domain.gather_group
+        return domain.axis.group
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """All ranks that hold the same parameters: without an outer axis, the shard group."""
         domain = self.domain(self._kind(is_expert_parallel))
         everyone = self._everyone[domain.name]
-        return self.get_fsdp_group(is_expert_parallel) if everyone is None else everyone
+        if everyone is None:
+            return self.get_fsdp_group(is_expert_parallel)
+        return everyone
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """The outer data-parallel group, the same for all parameters; None without one."""

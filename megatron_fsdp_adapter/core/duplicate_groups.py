@@ -19,7 +19,9 @@ def duplicate_group(
 ) -> dist.ProcessGroup | None:
     """A new group with the ranks of `group`, or None for None; collective over the default group.
     `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
-    mine = () if group is None else tuple(dist.get_process_group_ranks(group))
+    mine: tuple[int, ...] = ()
+    if group is not None:
+        mine = tuple(dist.get_process_group_ranks(group))
     return duplicate_ranks(mine, name, options)
 
 

@@ -218,10 +218,9 @@ class CapturedCall:
         self._backward()
         given: list[torch.Tensor | None] = []
         for grad, there in zip(found, self._read_there, strict=True):
-            if grad is None:
-                given.append(None)
-            else:
-                given.append(grad.detach() if there else grad.clone())
+            if grad is not None:
+                grad = grad.detach() if there else grad.clone()
+            given.append(grad)
         return given
 
     def _check_like_captured(self, grads: Sequence[torch.Tensor | None]) -> None:

@@ -45,10 +45,8 @@ def layer_numels(plans: Sequence[UnitPlan]) -> list[int]:
     """Elements of each unit that is one of several of its class in a list."""
     alone = _alone(plans)
     layers = [plan for plan in plans if plan.name in alone]
-    kinds = [(_list_of(plan), type(plan.module)) for plan in layers]
-    count = Counter(kinds)
-    pairs = zip(layers, kinds, strict=True)
-    return [plan.numel for plan, kind in pairs if count[kind] > 1]
+    count = Counter(_kind(plan) for plan in layers)
+    return [plan.numel for plan in layers if count[_kind(plan)] > 1]
 
 
 def _alone(plans: Sequence[UnitPlan]) -> set[str]:
@@ -65,16 +63,17 @@ def _alone(plans: Sequence[UnitPlan]) -> set[str]:
     return alone - around
 
 
-def _list_of(plan: UnitPlan) -> str:
-    """The module that has the unit's last one."""
+def _kind(plan: UnitPlan) -> tuple[str, type]:
+    """The list that has the unit's last module, and the class of these."""
     last = plan.name.split(TO)[-1]
-    return last.rpartition(".")[0]
+    holder, _, _ = last.rpartition(".")
+    return holder, type(plan.module)
 
 
 def _are_alike(one: UnitPlan, other: UnitPlan, alone: set[str]) -> bool:
     if not alone.issuperset([*one.name.split(TO), other.name]):
         return False
-    if type(one.module) is not type(other.module) or _list_of(one) != _list_of(other):
+    if _kind(one) != _kind(other):
         return False
     return one.backward_reads_weights == other.backward_reads_weights
 

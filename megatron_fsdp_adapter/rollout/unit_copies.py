@@ -153,7 +153,8 @@ def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
-    runtime, gather = engine.runtime, engine.gather
+    runtime = engine.runtime
+    gather = engine.gather
     groups = list(filter(wanted.group, unit.groups))
     copies = {id(group): _GroupCopy(group, wanted) for group in groups}
     gather.follow_compute()  # main weights, and the memory of the copies, are compute's

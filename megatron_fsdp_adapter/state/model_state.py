@@ -57,16 +57,9 @@ def tree_names(module: nn.Module, own: Iterable[str]) -> dict[str, str]:
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
     names += [f"{name}.{EXTRA_STATE}" for name, _ in module.named_modules(remove_duplicate=False)]
-    places = {}
-    for name in names:
-        _, local = split_depth(name)
-        places[local] = name
-    found = {}
-    for key in own:
-        _, local = split_depth(key)
-        if local in places:
-            found[key] = places[local]
-    return found
+    places = {split_depth(name)[1]: name for name in names}
+    own_places = {key: split_depth(key)[1] for key in own}
+    return {key: places[local] for key, local in own_places.items() if local in places}
 
 
 def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict[str, str]]:
@@ -80,7 +73,9 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
     found.sort(key=_misfit)
     best, keys = found[0]
     for other in found[1:]:
-        if _misfit(other) == _misfit(found[0]) and _places(other) != _places(found[0]):
+        form, other_keys = other
+        means_the_same = all(form.get(other_keys[key]) == best.get(keys[key]) for key in keys)
+        if not means_the_same and _misfit(other) == _misfit(found[0]):
             raise ValueError(
                 "load_state_dict: the keys fit both names of this rank's modules and global names "
                 "of a checkpoint. Give all keys of one of them"
@@ -88,21 +83,11 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
     return best, keys
 
 
-_Candidate = tuple[Form, dict[str, str]]
-"""A form, and its key for each given one."""
-
-
-def _misfit(candidate: _Candidate) -> tuple[int, int]:
+def _misfit(candidate: tuple[Form, dict[str, str]]) -> tuple[int, int]:
     """How many keys the form does not have, and how many of its own are missing."""
     form, keys = candidate
     known = {key for key in keys.values() if key in form}
     return len(keys) - len(known), len(form) - len(known)
-
-
-def _places(candidate: _Candidate) -> dict[str, Place | None]:
-    """What the given keys mean."""
-    form, keys = candidate
-    return {key: form.get(own) for key, own in keys.items()}
 
 
 def _own_key(key: str, form: Form) -> str:

@@ -21,9 +21,10 @@ def take_scaling(scalings: Mapping[str, Scaling], records: Mapping[str, torch.Te
         scalings[name].load(record)
     unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
     if unknown and dist.get_rank() == 0:
+        first = unknown[0].removesuffix(FP8_SCALING)
         print(
             f"load_state_dict: no delayed scaling state for {len(unknown)} FP8 weights "
-            f"({unknown[0].removesuffix(FP8_SCALING)}, ...). Their scales are set from the amax "
+            f"({first}, ...). Their scales are set from the amax "
             "of the loaded main weights",
             flush=True,
         )
@@ -37,8 +38,9 @@ def forget_scaling(
     extra = state.get(prefix + EXTRA_STATE)
     if isinstance(extra, torch.Tensor) and extra.numel():
         return
-    for scaling in scalings_of(
-        pair for pair in pairs
-        if any(owner is child and prefix + name in state for owner, name in pair.managed.slots)
-    ):  # fmt: skip
+    written = []
+    for pair in pairs:
+        if any(owner is child and prefix + name in state for owner, name in pair.managed.slots):
+            written.append(pair)
+    for scaling in scalings_of(written):
         scaling.forget()

@@ -63,7 +63,8 @@ class ShardedStateDict(NotCopyable, nn.Module):
             if key in params:
                 ref = params[key].fsdp_layout_ref  # type: ignore[attr-defined]
                 value = whole_tensor(params[key])  # type: ignore[arg-type]
-                value = value if ref.layout.specs[ref.index].shape else value.view(())
+                if not ref.layout.specs[ref.index].shape:
+                    value = value.view(())
             elif isinstance(value, torch.Tensor):
                 value = dequantized(value).clone()
             if cpu_offload and isinstance(value, torch.Tensor):
@@ -87,7 +88,9 @@ class ShardedStateDict(NotCopyable, nn.Module):
             plain[key] = scaling.record(is_stale)
         form = checkpoint_form(plain, self._checkpoint_names(params))
         state = values_of(form, params, plain)
-        return state if keep_vars else {key: dequantized(value) for key, value in state.items()}
+        if keep_vars:
+            return state
+        return {key: dequantized(value) for key, value in state.items()}
 
     def checkpoint_keys(self) -> frozenset[str]:
         """The keys of `checkpoint_state_dict`."""
@@ -97,12 +100,14 @@ class ShardedStateDict(NotCopyable, nn.Module):
 
     def _checkpoint_names(self, params: Mapping[str, nn.Parameter]) -> GlobalNames:
         names = global_names(self)
-        mixed = [
-            f"{name}: its tensor-parallel slices do not join into one tensor. Use "
-            "tensor_model_parallel_size=1 for checkpoints of this kind of layer"
-            for name, param in params.items()
-            if names.is_interleaved(name) and param.fsdp_layout_ref.tp_offset is not None  # type: ignore[attr-defined]
-        ]
+        mixed = []
+        for name, param in params.items():
+            is_split = param.fsdp_layout_ref.tp_offset is not None  # type: ignore[attr-defined]
+            if is_split and names.is_interleaved(name):
+                mixed.append(
+                    f"{name}: its tensor-parallel slices do not join into one tensor. Use "
+                    "tensor_model_parallel_size=1 for checkpoints of this kind of layer"
+                )
         raise_problems("A checkpoint of this model", mixed)
         return names
 
@@ -116,8 +121,12 @@ class ShardedStateDict(NotCopyable, nn.Module):
     def _scalings(self, params: Mapping[str, nn.Parameter]) -> dict[str, Scaling]:
         """Key of a record beside the weight's -> the state of delayed scaling."""
         pairs = {id(pair.sharded): pair for pair in self.engine.pairs}
-        found = {key: scaling_of(pairs[id(param)]) for key, param in params.items()}
-        return {key + FP8_SCALING: scaling for key, scaling in found.items() if scaling}
+        found = {}
+        for key, param in params.items():
+            scaling = scaling_of(pairs[id(param)])
+            if scaling:
+                found[key + FP8_SCALING] = scaling
+        return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -143,24 +152,23 @@ class ShardedStateDict(NotCopyable, nn.Module):
         form, keys = chosen_form(forms, state_dict)
         values = {keys[key]: value for key, value in state_dict.items()}
         found = load_problems(form, params, values, strict)
-        records = {
-            place.name: values.pop(key) for key, place in form.items()
-            if place.name in scalings and key in values
-        }
+        records = {}
+        for key, place in form.items():
+            if place.name in scalings and key in values:
+                records[place.name] = values.pop(key)
         for name, record in records.items():
             found += scalings[name].problems(name, record)
         if found:
             raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
         rest = copy_values(form, params, values)
         tree = tree_names(self, own)
-        result = super().load_state_dict(
-            {tree.get(key, key): value for key, value in rest.items()}, strict=False
-        )
+        by_tree = {tree.get(key, key): value for key, value in rest.items()}
+        result = super().load_state_dict(by_tree, strict=False)
         keys_of = {name: key for key, name in tree.items()}
-        result = result._replace(**{
-            field: [keys_of.get(name, name) for name in names]
-            for field, names in result._asdict().items()
-        })
+        result = result._replace(
+            missing_keys=[keys_of.get(name, name) for name in result.missing_keys],
+            unexpected_keys=[keys_of.get(name, name) for name in result.unexpected_keys],
+        )
         take_scaling(scalings, records)
         self.engine.main_weights_changed(loaded=True)
         return incompatible_keys(form, keys, result)
@@ -184,9 +192,15 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
             alive.to_sharded()
 
     def before_load(
-        child: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+        child: nn.Module,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         alive = ref()
         if alive is not None:
             if metadata.get("assign_to_params_buffers", False):

@@ -54,7 +54,8 @@ def is_stream_ordered(group: dist.ProcessGroup, device: torch.device) -> bool:
     backend for that device is unknown."""
     # "cpu:gloo,cuda:nccl", also where no backend was named: `get_backend` is "undefined" then.
     config = dist.get_backend_config(group)
-    backend = dict(part.split(":") for part in config.split(",")).get(device.type)
+    backends = dict(part.split(":") for part in config.split(","))
+    backend = backends.get(device.type)
     if backend in STREAM_ORDERED:
         return STREAM_ORDERED[backend]
     raise ValueError(

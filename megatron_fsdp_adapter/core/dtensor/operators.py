@@ -205,26 +205,41 @@ def same_rows(one: Any, other: Any) -> bool:
 def view(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """The result of an operator that gives views of a DTensor: views of its rows if each row of the
     result is in the same row of the DTensor, else `windows`."""
-    source, (rows, stride) = args[0], (_rows(args[0]), args[0]._spec.tensor_meta.stride)
+    source = args[0]
+    stride = source._spec.tensor_meta.stride
     whole = torch.empty_strided(source.shape, stride, dtype=source.dtype, device="meta")
     seen = func(whole, *args[1:], **kwargs)
-    local = source._local_tensor
-    keeps = rows is not None and (local.numel() == 0 or local.stride() == tuple(stride))
-    for each in tree_leaves(seen) if keeps else ():
-        keeps &= each.dim() > 0 and each.shape[0] == source.shape[0] and each.dtype == source.dtype
-        keeps = keeps and (each.stride(0) == stride[0] or each.shape[0] == 1)
-    if not keeps:
+    if not _keep_rows(source, tree_leaves(seen)):
         everywhere = replicated(source)
         return windows(type(source), func(everywhere, *args[1:], **kwargs), (source, everywhere))
 
+    local = source._local_tensor
+
     def of_rows(each: torch.Tensor) -> Any:
-        shape, offset = (local.shape[0], *each.shape[1:]), each.storage_offset()
+        shape = (local.shape[0], *each.shape[1:])
         if local.numel() == 0:
             return _like(source, local.new_empty(shape), each)
-        part = local.as_strided(shape, each.stride(), local.storage_offset() + offset)
+        offset = local.storage_offset() + each.storage_offset()
+        part = local.as_strided(shape, each.stride(), offset)
         return _like(source, part, each)
 
     return tree_map_only(torch.Tensor, of_rows, seen)
+
+
+def _keep_rows(source: Any, views: Sequence[torch.Tensor]) -> bool:
+    """True if this rank has rows of `source`, and each row of the views is in the same row."""
+    stride = source._spec.tensor_meta.stride
+    local = source._local_tensor
+    if _rows(source) is None:
+        return False
+    if local.numel() and local.stride() != tuple(stride):
+        return False
+    for each in views:
+        if each.dim() == 0 or each.shape[0] != source.shape[0] or each.dtype != source.dtype:
+            return False
+        if each.shape[0] != 1 and each.stride(0) != stride[0]:
+            return False
+    return True
 
 
 def replicated(value: Any) -> Any:
@@ -239,7 +254,8 @@ def windows(cls: Any, result: Any, window: tuple[Any, Any]) -> Any:
 
     def made(value: DTensor) -> Any:
         found = cls(value._local_tensor, value._spec, requires_grad=False)
-        found.chunks, found.window = None, window
+        found.chunks = None
+        found.window = window
         return found
 
     return tree_map_only(DTensor, made, result)
@@ -262,8 +278,11 @@ def write_back(func: Any, args: Sequence[Any], kwargs: Any) -> None:
 
 
 def _values_written(func: Any, args: Sequence[Any], kwargs: Any) -> Iterator[Any]:
-    for number, name in _written(func) if hasattr(func, "_schema") else ():
-        yield from tree_leaves(args[number] if number < len(args) else kwargs.get(name))
+    if not hasattr(func, "_schema"):
+        return
+    for number, name in _written(func):
+        given = args[number] if number < len(args) else kwargs.get(name)
+        yield from tree_leaves(given)
 
 
 def by_whole(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -281,7 +300,8 @@ def by_whole(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     result = func(*whole_args, **whole_kwargs)
     originals = {}
     for value in _values_written(func, args, kwargs):
-        if id(value) in wholes:
-            value.chunks.take_from(wholes[id(value)]._local_tensor, value._local_tensor)
-            originals[id(wholes[id(value)])] = value
+        written = wholes.get(id(value))
+        if written is not None:
+            value.chunks.take_from(written._local_tensor, value._local_tensor)
+            originals[id(written)] = value
     return tree_map(lambda value: originals.get(id(value), value), result)

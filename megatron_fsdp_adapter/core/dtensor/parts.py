@@ -83,15 +83,18 @@ def _row_major(
 def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> DTensor:
     """A value of `target`'s geometry joined from `parts`; `target` itself, without a copy, if they
     are views of it. Raises ValueError if a part has another local shape than its place."""
-    own = [part_of(target, ref, i, len(parts)) for i in range(len(parts))]
-    pairs = list(zip(own, parts, strict=True))
-    for mine, given in pairs:
-        if mine._local_tensor.shape != given._local_tensor.shape:
+    are_views = True
+    for number, given in enumerate(parts):
+        mine = part_of(target, ref, number, len(parts))
+        shape = tuple(given._local_tensor.shape)
+        expected = tuple(mine._local_tensor.shape)
+        if shape != expected:
             raise ValueError(
-                f"a piece has the local shape {tuple(given._local_tensor.shape)}, but its place "
-                f"has {tuple(mine._local_tensor.shape)}, because their shardings differ"
+                f"a piece has the local shape {shape}, but its place "
+                f"has {expected}, because their shardings differ"
             )
-    if all(same_storage(mine, given) for mine, given in pairs):
+        are_views = are_views and same_storage(mine, given)
+    if are_views:
         return target
     flat = torch.cat([part._local_tensor.reshape(-1) for part in parts])
     return dtensor_like(target, flat.view(target._local_tensor.shape))

@@ -134,7 +134,8 @@ def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int
 
 
 def _place(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
+    offsets, sizes = box
+    return tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
 
 
 class OwnRows(Shard):
@@ -184,8 +185,9 @@ class UnevenDTensor(DTensor):
         # A tensor on another device than the mesh's would be moved there: its spec is that of one
         # on meta.
         elsewhere = local.device.type != mesh.device_type
+        shown = local.to("meta") if elsewhere else local
         plain = DTensor.from_local(
-            local.to("meta") if elsewhere else local,
+            shown,
             mesh,
             list(placements),
             run_check=False,
@@ -200,7 +202,8 @@ class UnevenDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kind, kwargs = kind_of(func, args), kwargs or {}
+        kind = kind_of(func, args)
+        kwargs = kwargs or {}
         own = [one for one in tree_leaves((args, kwargs)) if isinstance(one, UnevenDTensor)]
         if func not in _OF_THE_OBJECT:
             for one in own:
@@ -258,7 +261,9 @@ class UnevenDTensor(DTensor):
     def clone(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         """Torch's `clone`; a DTensor of torch's class if a gradient flows through it."""
         cloned: Any = super().clone(*args, **kwargs)
-        return cloned if cloned.requires_grad else with_chunks(cloned, self.chunks)
+        if cloned.requires_grad:
+            return cloned
+        return with_chunks(cloned, self.chunks)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -390,7 +395,9 @@ def with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
 def _rebuilt(local: torch.Tensor, spec: Any, boxes: tuple[Box, ...] | None) -> UnevenDTensor:
     """The tensor that pickle restores. The cut is of the layouts of the process that wrote it."""
     plain = DTensor(local, spec, requires_grad=False)
-    return with_chunks(plain, None if boxes is None else Chunks(boxes))
+    if boxes is None:
+        return with_chunks(plain, None)
+    return with_chunks(plain, Chunks(boxes))
 
 
 torch.serialization.add_safe_globals([_rebuilt])
@@ -400,10 +407,11 @@ torch.serialization.add_safe_globals([_rebuilt])
 def _same_geometry(source: Any, value: DTensor) -> bool:
     if not isinstance(source, UnevenDTensor) or source.shape != value.shape:
         return False
-    if source._local_tensor.shape != value._local_tensor.shape:
-        return False
-    alike = source._spec.placements == value._spec.placements
-    return alike and source.device_mesh == value.device_mesh
+    return (
+        source._local_tensor.shape == value._local_tensor.shape
+        and source._spec.placements == value._spec.placements
+        and source.device_mesh == value.device_mesh
+    )
 
 
 def is_replicated(dtensor: DTensor) -> bool:

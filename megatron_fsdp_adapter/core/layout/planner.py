@@ -222,7 +222,8 @@ def _partitions(classes: Classes, num_blocks: int) -> Iterator[Classes]:
     if len(classes) == num_blocks:
         yield classes
         return
-    rest, last = classes[:-1], classes[-1]
+    rest = classes[:-1]
+    last = classes[-1]
     for blocks in _partitions(rest, num_blocks):
         for k, block in enumerate(blocks):
             yield (*blocks[:k], block | last, *blocks[k + 1 :])
