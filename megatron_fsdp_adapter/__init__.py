@@ -83,7 +83,8 @@ def __getattr__(name: str) -> Any:
             raise
         raise ModuleNotFoundError(
             f"megatron_fsdp_adapter.{name}: megatron-core is not installed. Install "
-            "megatron-fsdp-adapter[megatron].", name=error.name,
+            "megatron-fsdp-adapter[megatron].",
+            name=error.name,
         ) from error
     globals()[name] = value
     return value

@@ -55,14 +55,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=3, help="steps of each wrapper before the first block")
     add("--repeats", type=int, default=7, help="rounds; each has one block of every wrapper")
     add("--num-microbatches", type=int, default=1, help="microbatches of a step on each rank")
-    add("--isolated", action="store_true", help=(
-        "one wrapper (and the floor) at a time, for large models"
-    ))  # fmt: skip
+    add(
+        "--isolated",
+        action="store_true",
+        help=("one wrapper (and the floor) at a time, for large models"),
+    )
     add("--profile", metavar="DIR", help="write a trace of one step of each")
     add("--json", type=Path, metavar="FILE", help="write all samples")
     add("--ranks", type=int, help="number of processes per wrapper, one per GPU")
-    add("--out", type=Path, default=Path("runs/benchmark"), help="with --ranks: folder for numbers "
-        "and logs")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/benchmark"),
+        help="with --ranks: folder for numbers and logs",
+    )
     add("--row-limit", type=float, default=120.0, help="with --ranks: seconds of one wrapper")
     add("--time-limit", type=float, default=3600.0, help="with --ranks: seconds of all of them")
     return parser
@@ -97,8 +103,10 @@ def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) ->
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """Settings common to the rows of a table, as plain values."""
-    return {"plan": {name: getattr(given, name) for name in COUNTS},
-            "options": dataclasses.asdict(given.options)}  # fmt: skip
+    return {
+        "plan": {name: getattr(given, name) for name in COUNTS},
+        "options": dataclasses.asdict(given.options),
+    }
 
 
 def common_options(options: Options, num_microbatches: int, machine: Machine) -> Options:
@@ -107,14 +115,24 @@ def common_options(options: Options, num_microbatches: int, machine: Machine) ->
     ranks = machine.world_size // options.tensor_model_parallel_size
     changed = dataclasses.replace(
         options,
-        mock_data=True, train_data_path=None, valid_data_path=None,
-        eval_iters=0, save=None, load=None, save_interval=None, exit_interval=None,
-        loss_log_file=None, ckpt_format=None,
-        hidden_dropout=0.0, attention_dropout=0.0, check_for_nan_in_loss_and_grad=False,
-        use_megatron_fsdp=False, separate_all_gather_groups=False,
+        mock_data=True,
+        train_data_path=None,
+        valid_data_path=None,
+        eval_iters=0,
+        save=None,
+        load=None,
+        save_interval=None,
+        exit_interval=None,
+        loss_log_file=None,
+        ckpt_format=None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        check_for_nan_in_loss_and_grad=False,
+        use_megatron_fsdp=False,
+        separate_all_gather_groups=False,
         tokenizer_type="ByteLevelTokenizer" if options.vocab_size is None else "NullTokenizer",
         global_batch_size=options.micro_batch_size * num_microbatches * ranks,
-    )  # fmt: skip
+    )
     return validated(changed, machine)[0]
 
 
@@ -153,7 +171,8 @@ def measure_apart(given: argparse.Namespace) -> bool:
     from lib.bench_measure import Result, reason
     from lib.bench_wrappers import row_options
 
-    results, begin = list[Result](), time.monotonic()
+    results = list[Result]()
+    begin = time.monotonic()
     for subject in given.subjects:
         numbers = given.out / f"{subject.file_name}.json"
         words = ["--wrappers", subject.name, "--isolated", "--json", str(numbers), *given.rest]
@@ -166,10 +185,17 @@ def measure_apart(given: argparse.Namespace) -> bool:
         row = earlier(given, numbers)
         if row is None and failure is None:
             numbers.unlink(missing_ok=True)
-            command, log = [sys.executable, __file__, *words], numbers.with_suffix(".log")
+            command = [sys.executable, __file__, *words]
+            log = numbers.with_suffix(".log")
             failure = run_ranks(command, given.machine.world_size, left, log) or "no numbers"
-            row = json.loads(numbers.read_text())["rows"][0] if numbers.is_file() else None
-        found = Result(subject, error=failure) if row is None else bench_report.from_plain(row)
+            if numbers.is_file():
+                row = json.loads(numbers.read_text())["rows"][0]
+            else:
+                row = None
+        if row is None:
+            found = Result(subject, error=failure)
+        else:
+            found = bench_report.from_plain(row)
         results.append(found)
         print(f"{subject.name}: {found.error or 'measured'}", file=sys.stderr, flush=True)
     floors = {one.subject: median(one.seconds) for one in results if one.error is None}
@@ -203,7 +229,10 @@ def title(given: argparse.Namespace) -> str:
             f"{options.num_experts} experts of {options.moe_ffn_hidden_size}, "
             f"top {options.moe_router_topk}, EP {options.expert_model_parallel_size}"
         )
-    layout = "one wrapper at a time" if given.isolated else "all wrappers interleaved"
+    if given.isolated:
+        layout = "one wrapper at a time"
+    else:
+        layout = "all wrappers interleaved"
     return (
         f"\n{options.num_layers} layers, hidden {options.hidden_size}, {mlp}, "
         f"seq {options.seq_length}, {given.num_microbatches} x {options.micro_batch_size} "
@@ -222,7 +251,9 @@ def main(arguments: Sequence[str]) -> int:
         if is_first_rank():
             print(f"benchmark.py: {error}", file=sys.stderr)
         return 2
-    return 0 if (measure if given.ranks is None else measure_apart)(given) else 1
+    if (measure if given.ranks is None else measure_apart)(given):
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

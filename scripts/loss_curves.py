@@ -27,15 +27,18 @@ from lib.bench_subjects import RECIPES, Subject, parse_subjects
 from lib.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS, LAST = "ours:optim_grads_params", 20
+OURS = "ours:optim_grads_params"
+LAST = 20
 """The reference, in bf16; number of last steps whose losses are averaged."""
 SETS = {
-    "fp8": ",".join([
-        f"{OURS}@bf16#1,{OURS}@bf16#2,{OURS}@bf16#3,{OURS}@fp8_tensorwise#1",
-        *(f"{OURS}@fp8w_{recipe}#1,ddp@fp8w_{recipe}#1" for recipe in RECIPES),
-    ]),
+    "fp8": ",".join(
+        [
+            f"{OURS}@bf16#1,{OURS}@bf16#2,{OURS}@bf16#3,{OURS}@fp8_tensorwise#1",
+            *(f"{OURS}@fp8w_{recipe}#1,ddp@fp8w_{recipe}#1" for recipe in RECIPES),
+        ]
+    ),
     "muon": f"{OURS}@bf16#1,ours-muon:optim_grads_params@bf16#1",
-}  # fmt: skip
+}
 Log = dict[int, dict[str, Any]]
 """Iteration -> its log."""
 
@@ -61,8 +64,10 @@ def differences(first: Log, second: Log) -> list[str]:
     pairs = [(n, first.get(n, {}), second.get(n, {})) for n in sorted({*first, *second})]
     return [
         f"iteration {n}: {name} {one.get(name)!r} and {other.get(name)!r}"
-        for n, one, other in pairs for name in NUMBERS if one.get(name) != other.get(name)
-    ]  # fmt: skip
+        for n, one, other in pairs
+        for name in NUMBERS
+        if one.get(name) != other.get(name)
+    ]
 
 
 def draw(logs: Mapping[str, Log], path: Path) -> None:
@@ -125,12 +130,17 @@ def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
     }
     bases = {name: final for name, final in finals.items() if name.startswith(f"{OURS}@bf16#")}
     spread = max(bases.values(), default=0.0) - min(bases.values(), default=0.0)
-    lines = [f"| run | mean loss of the last {LAST} steps | validation | less bf16, same seed |",
-             "|---|---|---|---|"]  # fmt: skip
+    lines = [
+        f"| run | mean loss of the last {LAST} steps | validation | less bf16, same seed |",
+        "|---|---|---|---|",
+    ]
     inside = True
     for name, log in logs.items():
         base = bases.get(f"{OURS}@bf16#{name.partition('#')[2]}")
-        apart = "" if base is None or name in bases else f"{finals[name] - base:+.4f}"
+        if base is None or name in bases:
+            apart = ""
+        else:
+            apart = f"{finals[name] - base:+.4f}"
         inside = inside and (not apart or len(bases) < 2 or abs(float(apart)) <= spread)
         valid = [one["validation_loss"] for one in log.values() if "validation_loss" in one]
         last = f"{valid[-1]:.4f}" if valid else ""
@@ -141,21 +151,28 @@ def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
 def train(given: argparse.Namespace, rest: Sequence[str]) -> tuple[dict[str, Log], int]:
     """Trains the runs; returns their logs, and 0, or 1 if a run failed or differs by more than the
     spread of seeds. Raises ValueError if there is no text."""
-    runs, prefix = parse_runs(given.runs), given.out / "data" / "text"
+    runs = parse_runs(given.runs)
+    prefix = given.out / "data" / "text"
     text = ["--output-prefix", str(prefix), "--max-bytes", "20000000"]
     if not Path(f"{prefix}_valid.idx").is_file() and prepare_data.main(text):
         raise ValueError(f"--out {given.out}: cannot write the text there")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # ours and DDP: the same kernels
-    logs, failed = {}, []
+    logs = {}
+    failed = []
     for name, (subject, seed) in runs.items():
         path = given.out / f"{subject.file_name}-seed{seed}.jsonl"
         unfinished = path.with_suffix(".unfinished")
         command = [
-            sys.executable, str(ROOT / "scripts" / "pretrain_gpt.py"), f"--config={given.config}",
-            f"--train-data-path={prefix}_train", f"--valid-data-path={prefix}_valid",
-            f"--data-cache-path={given.out / 'data' / 'cache'}", f"--loss-log-file={unfinished}",
-            *words_of(subject, seed), *rest,
-        ]  # fmt: skip
+            sys.executable,
+            str(ROOT / "scripts" / "pretrain_gpt.py"),
+            f"--config={given.config}",
+            f"--train-data-path={prefix}_train",
+            f"--valid-data-path={prefix}_valid",
+            f"--data-cache-path={given.out / 'data' / 'cache'}",
+            f"--loss-log-file={unfinished}",
+            *words_of(subject, seed),
+            *rest,
+        ]
         if not path.is_file():
             failure = run_ranks(command, given.ranks, given.run_limit, path.with_suffix(".log"))
             if failure is not None:
@@ -184,9 +201,10 @@ def compare(first: Log, second: Log) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0; 1 if a run differs or failed; 2 for invalid options."""
     parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False,
+        description=__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     add = parser.add_argument
     add("--compare", type=Path, nargs=2, metavar="LOG", help="compare two logs instead of training")
     add("--png", type=Path, help="file for the plot")

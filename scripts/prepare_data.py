@@ -49,7 +49,8 @@ def documents_of(corpus: argparse.Namespace) -> Iterator[bytes]:
 
 def split_of(number: int, valid_share: float) -> str:
     """The split of document `number`: every (1/share)-th document is for validation."""
-    before, after = int(number * valid_share), int((number + 1) * valid_share)
+    before = int(number * valid_share)
+    after = int((number + 1) * valid_share)
     return "valid" if after > before else "train"
 
 

@@ -49,17 +49,22 @@ def run(options: Options, lines: Sequence[str]) -> None:
 def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[str]) -> None:
     mode = ["CPU mode is on: megatron-core's calls of CUDA run on the CPU"]
     strategy = options.data_parallel_sharding_strategy
-    wrapper = f"Megatron FSDP, {strategy}" if options.use_megatron_fsdp else "stock DDP"
+    if options.use_megatron_fsdp:
+        wrapper = f"Megatron FSDP, {strategy}"
+    else:
+        wrapper = "stock DDP"
     if not options.use_megatron_fsdp and options.use_distributed_optimizer:
         wrapper += " with distributed optimizer"
     print(
-        *(mode if place.device.type == "cpu" else []), *lines,
+        *(mode if place.device.type == "cpu" else []),
+        *lines,
         f"{trainee.parameters:,} parameters per tensor-parallel rank | {wrapper} | "
         f"{place.world_size} x {place.device.type} over {options.distributed_backend} | "
         f"{options.transformer_impl} layers | global batch {options.global_batch_size} x "
-        f"{options.seq_length} tokens", sep="\n",
+        f"{options.seq_length} tokens",
+        sep="\n",
         flush=True,
-    )  # fmt: skip
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

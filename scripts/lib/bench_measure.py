@@ -73,10 +73,17 @@ class Bench:
     """
 
     def __init__(
-        self, given: Namespace, options: Options, place: Place, say: Callable[[str], None],
+        self,
+        given: Namespace,
+        options: Options,
+        place: Place,
+        say: Callable[[str], None],
         note: Callable[[Sequence[Result]], None] = lambda results: None,
-    ) -> None:  # fmt: skip
-        self.options, self.given, self.place, self.say = options, given, place, say
+    ) -> None:
+        self.options = options
+        self.given = given
+        self.place = place
+        self.say = say
         self.note = note
         self.pool = make_batches(options, given.num_microbatches, place)
 
@@ -94,7 +101,10 @@ class Bench:
         if self.given.isolated:
             for number, result in enumerate(results, start=1):
                 floor = result.subject.floor
-                beside = [floor] if floor in subjects and result.subject != floor else []
+                if floor in subjects and result.subject != floor:
+                    beside = [floor]
+                else:
+                    beside = []
                 self._attempt(result, lambda r=result, b=beside: self._alone(r, b))
                 free_memory(self.place.device)
                 self.note(results[:number])
@@ -111,8 +121,12 @@ class Bench:
             task()
         except Exception as raised:
             error = reason(raised)
-            print(f"{result.subject.name} failed on rank {self.place.rank}:\n"
-                  f"{traceback.format_exc()}", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"{result.subject.name} failed on rank {self.place.rank}:\n"
+                f"{traceback.format_exc()}",
+                file=sys.stderr,
+                flush=True,
+            )
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
         result.error = next((one for one in errors if one is not None), None)
@@ -172,7 +186,8 @@ class Bench:
 
     def _probed(self, result: Result) -> Runner:
         """Builds a wrapper, warms it up, and reads its memory. No other wrapper may exist."""
-        device, cuda = self.place.device, torch.cuda
+        device = self.place.device
+        cuda = torch.cuda
         forget_fp8()
         before = free_memory(device)
         if device.type != "cuda":
@@ -181,8 +196,10 @@ class Bench:
         cuda.reset_peak_memory_stats(device)
         runner = self._warm(result.subject)
         cuda.synchronize(device)
-        found = {"peak": cuda.max_memory_allocated(device) - before,
-                 "reserved": cuda.max_memory_reserved(device) - reserved}  # fmt: skip
+        found = {
+            "peak": cuda.max_memory_allocated(device) - before,
+            "reserved": cuda.max_memory_reserved(device) - reserved,
+        }
         runner.zero()
         found["held"] = live_bytes(device) - before
         result.memory = {
@@ -203,7 +220,8 @@ class Bench:
 
     def _block(self, runner: Runner) -> tuple[float, float]:
         self._synchronize()
-        started, cpu_started = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        cpu_started = time.process_time()
         for _ in range(self.given.steps):
             self._step(runner)
         self._synchronize(barrier=False)

@@ -38,7 +38,9 @@ def spread(samples: Sequence[float]) -> Spread:
 def ratio(samples: Sequence[float], base: Sequence[float]) -> float | None:
     """Median of sample over base of the same round; None without a base."""
     pairs = zip(samples, base, strict=True) if base else ()
-    return statistics.median([mine / other for mine, other in pairs]) if base else None
+    if base:
+        return statistics.median([mine / other for mine, other in pairs])
+    return None
 
 
 Deviation = tuple[float, float | None]
@@ -64,8 +66,13 @@ def flops_per_token(options: Options) -> int:
     """FLOPs of forward and backward for one token: 6 for each GEMM weight, and causal attention,
     half of the score matrix. Of experts, those that a token uses, and the router. Recomputation is
     not counted."""
-    width, heads, ffn = options.hidden_size, options.num_attention_heads, options.ffn_hidden_size
-    groups = options.num_query_groups if options.group_query_attention else heads
+    width = options.hidden_size
+    heads = options.num_attention_heads
+    ffn = options.ffn_hidden_size
+    if options.group_query_attention:
+        groups = options.num_query_groups
+    else:
+        groups = heads
     matrices = 3 if options.swiglu else 2
     mlp = width * ffn * matrices
     if options.num_experts is not None:
@@ -94,22 +101,24 @@ def rows(results: Sequence[Result], given: Namespace, options: Options) -> list[
             continue
         precision = result.subject.precision
         alike = [
-            one for one in results
-            if one.error is None and one.subject.precision == precision
-            and not one.subject.is_floor
-        ]  # fmt: skip
+            one
+            for one in results
+            if one.error is None and one.subject.precision == precision and not one.subject.is_floor
+        ]
         ddp = next((one for one in alike if one.subject == Subject("ddp", None, precision)), None)
         reference = ddp or next(iter(alike), None)
         apart = None if reference is None else deviation(result, reference)
         limit = TOLERANCE[options.bf16]  # not-a-number is beyond it as well
         rate = tokens / statistics.median(result.seconds)
         table[-1] |= {
-            "time": spread(result.seconds), "tokens_per_second": rate, "deviation": apart,
+            "time": spread(result.seconds),
+            "tokens_per_second": rate,
+            "deviation": apart,
             "over_floor": ratio(result.seconds, result.floor_seconds),
             "over_ddp": _over(result, ddp, given.isolated),
             "flops_per_second": rate * flops_per_token(options),
             "flag": not all(one is None or one <= limit for one in apart or ()),
-        }  # fmt: skip
+        }
     return table
 
 
@@ -136,17 +145,26 @@ def _number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    time, apart, memory = row["time"], row["deviation"], row["memory"]
+    time = row["time"]
+    apart = row["deviation"]
+    memory = row["memory"]
     host = row["host"] or [statistics.median(row["cpu_seconds"])]
-    off = "-" if apart is None else f"{apart[0]:.1e}/{_number(apart[1], '.0e')}"
+    if apart is None:
+        off = "-"
+    else:
+        off = f"{apart[0]:.1e}/{_number(apart[1], '.0e')}"
     return [
-        row["subject"], _number(time[2], ".1f", 1e3),
+        row["subject"],
+        _number(time[2], ".1f", 1e3),
         " ".join(_number(one, ".1f", 1e3) for one in (*time[:2], *time[3:])),
-        _number(row["over_floor"], ".3f"), _number(row["over_ddp"], ".3f"),
-        _number(row["tokens_per_second"], ",.0f"), _number(row["flops_per_second"], ".3g", 1e-12),
+        _number(row["over_floor"], ".3f"),
+        _number(row["over_ddp"], ".3f"),
+        _number(row["tokens_per_second"], ",.0f"),
+        _number(row["flops_per_second"], ".3g", 1e-12),
         *(_number(memory.get(kind), ".3f", 2.0**-30) for kind in ("held", "peak", "reserved")),
-        "+".join(_number(one, ".1f", 1e3) for one in host), off + " DIFFERS" * row["flag"],
-    ]  # fmt: skip
+        "+".join(_number(one, ".1f", 1e3) for one in host),
+        off + " DIFFERS" * row["flag"],
+    ]
 
 
 def table_text(table: Sequence[Row]) -> str:
@@ -168,7 +186,10 @@ def write_json(
 ) -> None:
     """The report as JSON text. settings: plain values common to the rows of a table."""
     on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor()
+    if on_gpu:
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = platform.processor()
     machine = {"device": name, "torch": torch.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, **settings, "rows": table}, indent=1) + "\n")

@@ -15,7 +15,8 @@ SLOTS = {"fsdp_double_buffer": True}
 GATHERS = {"fsdp_copy_engine_all_gather": True}
 BOTH = {**GATHERS, "fsdp_copy_engine_reduce_scatter": True}
 APART = {"suggested_communication_unit_size": 0}
-STEP, LAYERS = "step", "layers"
+STEP = "step"
+LAYERS = "layers"
 """The parts captured in CUDA graphs: forward and backward of a step, or of each layer."""
 
 
@@ -35,28 +36,40 @@ KINDS: dict[str, Kind] = {
     "floor": Kind("forward and backward of one process alone: no sharding, communication, step"),
     "ddp": Kind("megatron-core's DDP with its distributed optimizer and overlap"),
     "ours": Kind("this package", ALL, ALL),
-    "ours-ag": Kind("gathers on separate process groups", ALL, ALL,
-                    {"separate_all_gather_groups": True}),
+    "ours-ag": Kind(
+        "gathers on separate process groups", ALL, ALL, {"separate_all_gather_groups": True}
+    ),
     "ours-db": Kind("communication buffers in fixed slots", ALL, ZERO_3, SLOTS),
     "ours-ub": Kind("slots registered with NCCL", ALL, ZERO_3, {**SLOTS, "nccl_ub": True}),
     "ours-ce": Kind("weights gathered by copy engines", ZERO_3, ZERO_3, GATHERS),
     "ours-ce-rs": Kind("copy engines for weights and gradients", ZERO_3, ZERO_3, BOTH),
     "ours-apart": Kind("each layer a unit", ALL, ZERO_3, APART),
     "ours-ce-apart": Kind("ours-ce-rs with each layer a unit", ZERO_3, ZERO_3, {**BOTH, **APART}),
-    "ours-stream": Kind("main weights and moments in host memory, streamed through the GPU", ALL,
-                        ZERO_3, {"chunked_optimizer_state_offload": True}),
+    "ours-stream": Kind(
+        "main weights and moments in host memory, streamed through the GPU",
+        ALL,
+        ZERO_3,
+        {"chunked_optimizer_state_offload": True},
+    ),
     "ours-muon": Kind("Muon", ALL, ZERO_3, {"optimizer": "muon"}),
-    "ours-graph": Kind("fixed slots, forward and backward in one CUDA graph", ALL, ZERO_3, SLOTS,
-                       STEP),
-    "ours-layers": Kind("fixed slots, a CUDA graph for each layer's forward and backward",
-                        ALL[2:], ZERO_3, SLOTS, LAYERS),
-    "ours-ce-layers": Kind("copy engines for both, and graphs of layers", ZERO_3, ZERO_3, BOTH,
-                           LAYERS),
+    "ours-graph": Kind(
+        "fixed slots, forward and backward in one CUDA graph", ALL, ZERO_3, SLOTS, STEP
+    ),
+    "ours-layers": Kind(
+        "fixed slots, a CUDA graph for each layer's forward and backward",
+        ALL[2:],
+        ZERO_3,
+        SLOTS,
+        LAYERS,
+    ),
+    "ours-ce-layers": Kind(
+        "copy engines for both, and graphs of layers", ZERO_3, ZERO_3, BOTH, LAYERS
+    ),
     "ours-ce-graph": Kind("copy engines for both, in one CUDA graph", ZERO_3, ZERO_3, BOTH, STEP),
     "floor-graph": Kind("the floor in one CUDA graph", captures=STEP),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "bundled": Kind("megatron-core's own FSDP", ALL, ZERO_3),
-}  # fmt: skip
+}
 
 RECIPES = ("tensorwise", "delayed", "blockwise")
 PRECISIONS = ("bf16", *(f"{kind}_{recipe}" for kind in ("fp8", "fp8w") for recipe in RECIPES))
@@ -78,7 +91,10 @@ class Subject:
 
     @property
     def name(self) -> str:
-        name = self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+        if self.strategy is None:
+            name = self.kind
+        else:
+            name = f"{self.kind}:{self.strategy}"
         name += f"+{self.budget}".removesuffix(".0") if self.budget else ""
         return name if self.precision is None else f"{name}@{self.precision}"
 
@@ -111,8 +127,11 @@ class Subject:
         found: dict[str, Any] = {**KINDS[self.kind].options}
         if self.precision is not None:
             kind, _, recipe = self.precision.partition("_")
-            found |= {"bf16": True, "fp8_format": "hybrid" if recipe else None,
-                      "fp8_param_gather": kind == "fp8w"}  # fmt: skip
+            found |= {
+                "bf16": True,
+                "fp8_format": "hybrid" if recipe else None,
+                "fp8_param_gather": kind == "fp8w",
+            }
             found |= {"fp8_recipe": recipe} if recipe else {}
         return found
 

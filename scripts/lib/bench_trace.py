@@ -68,11 +68,14 @@ def budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     gathers, reductions = (by_kind.get(kind, []) for kind in COLLECTIVES[:2])
     exposed = beyond(talk, busy)
     return {
-        "span": extent, "compute": length(busy), "exposed": exposed,
+        "span": extent,
+        "compute": length(busy),
+        "exposed": exposed,
         **{f"exposed {kind}": beyond(by_kind[kind], busy) for kind in sorted(by_kind)},
-        "idle": extent - length(anything), "beside": length(talk) - exposed,
+        "idle": extent - length(anything),
+        "beside": length(talk) - exposed,
         "together": length(gathers) - beyond(gathers, reductions),
-    }  # fmt: skip
+    }
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

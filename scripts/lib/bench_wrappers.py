@@ -108,26 +108,32 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
 
     Raises ValueError for a wrapper that does not support the options.
     """
-    ours, is_ddp = subject.is_ours, subject.kind == "ddp"
+    ours = subject.is_ours
+    is_ddp = subject.kind == "ddp"
     on_shards = ours or subject.kind == "bundled"
     trains = on_shards or is_ddp
     common = {
-        "use_distributed_optimizer": trains, "overlap_grad_reduce": trains,
-        "overlap_param_gather": trains, "use_megatron_fsdp": on_shards,
+        "use_distributed_optimizer": trains,
+        "overlap_grad_reduce": trains,
+        "overlap_param_gather": trains,
+        "use_megatron_fsdp": on_shards,
         # The floor and fully_shard have no main gradients to write into; the bundled engine writes
         # float32 ones with an operation that takes the compute dtype only.
         "gradient_accumulation_fusion": options.gradient_accumulation_fusion and (ours or is_ddp),
-        "optimizer": "adam", "ddp_bucket_size": options.ddp_bucket_size if is_ddp else None,
+        "optimizer": "adam",
+        "ddp_bucket_size": options.ddp_bucket_size if is_ddp else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers without token counts compute the same gradients with the latter.
         "calculate_per_token_loss": options.calculate_per_token_loss and trains,
-        "fsdp_unsharded_budget_gib": subject.budget, "ckpt_format": None,
+        "fsdp_unsharded_budget_gib": subject.budget,
+        "ckpt_format": None,
         "megatron_fsdp_enable_fine_grained_param_gather": ours
         and options.megatron_fsdp_enable_fine_grained_param_gather,
-        "suggested_communication_unit_size":
-            options.suggested_communication_unit_size if ours else None,
+        "suggested_communication_unit_size": options.suggested_communication_unit_size
+        if ours
+        else None,
         "data_parallel_sharding_strategy": subject.strategy or "optim_grads_params",
-    }  # fmt: skip
+    }
     changed = dataclasses.replace(options, **{**common, **subject.options()})
     return validated(changed, machine or this_machine())[0]
 
@@ -173,7 +179,8 @@ def model_config(subject: Subject, options: Options) -> Any:
     if subject.captures == STEP:
         ask_for_one_graph(config)
     if subject.captures == LAYERS:  # whole layers; of layers with experts the attention
-        config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 1
+        config.cuda_graph_impl = "local"
+        config.cuda_graph_warmup_steps = 1
         newer = hasattr(config, "cuda_graph_modules")
         setattr(config, "cuda_graph_modules" if newer else "cuda_graph_scope", [])
     return config
@@ -261,14 +268,16 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
     params = [param for param in model.parameters() if param.requires_grad]
     decay = {True: options.weight_decay, False: 0.0}
     optimizer = torch.optim.AdamW(
-        [{"params": [p for p in params if (p.ndim > 1) is matrices], "weight_decay": value}
-         for matrices, value in decay.items()],
+        [
+            {"params": [p for p in params if (p.ndim > 1) is matrices], "weight_decay": value}
+            for matrices, value in decay.items()
+        ],
         lr=options.lr,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_eps,
         fused=place.device.type == "cuda",
         foreach=place.device.type != "cuda",
-    )  # fmt: skip
+    )
 
     def optimize() -> Any:
         limit = options.clip_grad if options.clip_grad > 0 else float("inf")

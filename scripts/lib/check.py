@@ -33,7 +33,9 @@ class Machine:
 def data_parallel_size(options: Options, machine: Machine) -> int:
     """Number of data-parallel ranks; 0 if the sizes do not divide."""
     tensor = max(options.tensor_model_parallel_size, 1)
-    return machine.world_size // tensor if machine.world_size % tensor == 0 else 0
+    if machine.world_size % tensor == 0:
+        return machine.world_size // tensor
+    return 0
 
 
 # Defaults of options that are None, in the order of their dependencies.
@@ -74,8 +76,14 @@ FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
 
 AT_LEAST: dict[str, float] = {
     **dict.fromkeys(
-        ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "expert_model_parallel_size",
-         "expert_tensor_parallel_size"), 1,
+        (
+            "num_experts",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        ),
+        1,
     ),
     "moe_aux_loss_coeff": 0,
     "suggested_communication_unit_size": 0,
@@ -157,8 +165,9 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "be below 1",
     ),
     (
-        lambda o, m: o.transformer_impl == "transformer_engine"
-        and not (m.transformer_engine and m.cuda),
+        lambda o, m: (
+            o.transformer_impl == "transformer_engine" and not (m.transformer_engine and m.cuda)
+        ),
         "--transformer-impl transformer_engine needs a GPU and an installed Transformer Engine: "
         "use --transformer-impl local",
     ),
@@ -177,8 +186,10 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "of processes {m.world_size}. Change one of them",
     ),
     (
-        lambda o, m: data_parallel_size(o, m) > 0
-        and (o.global_batch_size or 0) % (o.micro_batch_size * data_parallel_size(o, m)) != 0,
+        lambda o, m: (
+            data_parallel_size(o, m) > 0
+            and (o.global_batch_size or 0) % (o.micro_batch_size * data_parallel_size(o, m)) != 0
+        ),
         "--global-batch-size {o.global_batch_size} is not a multiple of --micro-batch-size "
         "{o.micro_batch_size} x {d} data-parallel ranks. Use a multiple of {u}",
     ),
@@ -213,14 +224,18 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "hybrid, or leave it out",
     ),
     (
-        lambda o, m: o.recompute_granularity == "full"
-        and (o.recompute_method is None or o.recompute_num_layers is None),
+        lambda o, m: (
+            o.recompute_granularity == "full"
+            and (o.recompute_method is None or o.recompute_num_layers is None)
+        ),
         "--recompute-granularity full needs --recompute-method (uniform or block) and "
         "--recompute-num-layers",
     ),
     (
-        lambda o, m: o.recompute_granularity != "full"
-        and (o.recompute_method is not None or o.recompute_num_layers is not None),
+        lambda o, m: (
+            o.recompute_granularity != "full"
+            and (o.recompute_method is not None or o.recompute_num_layers is not None)
+        ),
         "--recompute-method and --recompute-num-layers only go with --recompute-granularity full",
     ),
     # Parallelism
@@ -238,9 +253,11 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "--sequence-parallel with --tensor-model-parallel-size 1. Leave it out",
     ),
     (
-        lambda o, m: o.overlap_param_gather
-        and not o.use_megatron_fsdp
-        and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
+        lambda o, m: (
+            o.overlap_param_gather
+            and not o.use_megatron_fsdp
+            and not (o.use_distributed_optimizer and o.overlap_grad_reduce)
+        ),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     ),
     (
@@ -259,8 +276,10 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "--num-experts {o.num_experts}. Change one of them",
     ),
     (
-        lambda o, m: o.num_experts is not None
-        and m.world_size % (o.expert_model_parallel_size * o.expert_tensor_parallel_size) != 0,
+        lambda o, m: (
+            o.num_experts is not None
+            and m.world_size % (o.expert_model_parallel_size * o.expert_tensor_parallel_size) != 0
+        ),
         "--expert-model-parallel-size {o.expert_model_parallel_size} x "
         "--expert-tensor-parallel-size {o.expert_tensor_parallel_size} does not divide the number "
         "of processes {m.world_size}. Change one of them",
@@ -340,10 +359,12 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "give --train-data-path (made by scripts/prepare_data.py) or --mock-data, one of them",
     ),
     (
-        lambda o, m: o.eval_iters > 0
-        and o.eval_interval is not None
-        and bool(o.train_data_path)
-        and not o.valid_data_path,
+        lambda o, m: (
+            o.eval_iters > 0
+            and o.eval_interval is not None
+            and bool(o.train_data_path)
+            and not o.valid_data_path
+        ),
         "--eval-iters {o.eval_iters}, but there is no validation data. Give --valid-data-path "
         "or --eval-iters 0",
     ),
@@ -357,8 +378,10 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "leave it out, or use NullTokenizer",
     ),
     (
-        lambda o, m: o.padded_vocab_size is not None
-        and o.padded_vocab_size <= (o.vocab_size or BYTE_VOCABULARY),
+        lambda o, m: (
+            o.padded_vocab_size is not None
+            and o.padded_vocab_size <= (o.vocab_size or BYTE_VOCABULARY)
+        ),
         "--padded-vocab-size {o.padded_vocab_size} has no row for the end of a document. Raise it "
         "above the vocabulary (256 for ByteLevelTokenizer, else --vocab-size)",
     ),
@@ -432,7 +455,8 @@ def validated(options: Options, machine: Machine) -> tuple[Options, list[str]]:
     Raises one FileNotFoundError if only files are missing, else one ValueError with all problems.
     """
     options, lines = resolve(options, machine)
-    wrong, gone = problems(options, machine), missing_files(options)
+    wrong = problems(options, machine)
+    gone = missing_files(options)
     if wrong:
         raise ValueError("\n  ".join(["bad options:", *wrong, *gone]))
     if gone:

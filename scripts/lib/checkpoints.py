@@ -118,7 +118,9 @@ def load(trainee: Trainee, options: Options) -> Progress:
         if dist.get_rank() == 0:
             print(
                 f"{root} was saved by {saved['world_size']} processes with {saved['args']}. The "
-                "random generators keep this run's seeds", flush=True)  # fmt: skip
+                "random generators keep this run's seeds",
+                flush=True,
+            )
     _, state = load_checkpoint(
         root,
         state,

@@ -30,12 +30,18 @@ def vocabulary(options: Options) -> SimpleNamespace:
 
     Data is tokenized before training, so it does not read text. `pad` is not an id of any text.
     """
-    tokens = BYTE_VOCABULARY if options.vocab_size is None else options.vocab_size
+    if options.vocab_size is None:
+        tokens = BYTE_VOCABULARY
+    else:
+        tokens = options.vocab_size
     names = {"class": options.tokenizer_type, "tokens": tokens}
     return SimpleNamespace(
-        name=options.tokenizer_type, vocab_size=tokens + 1, eod=tokens, pad=-1,
+        name=options.tokenizer_type,
+        vocab_size=tokens + 1,
+        eod=tokens,
+        pad=-1,
         unique_identifiers=names,
-    )  # fmt: skip
+    )
 
 
 def padded_vocab_size(options: Options) -> int:

@@ -113,7 +113,8 @@ def train(trainee: Trainee, options: Options, place: Place, progress: Progress) 
     if validation is not None:
         valid_data = batches(validation, progress.consumed_valid_samples, options, place)
     batch = options.global_batch_size
-    seconds, logged = 0.0, progress.iteration
+    seconds = 0.0
+    logged = progress.iteration
     with contextlib.closing(Log(options, place, progress.iteration)) as log:
         while progress.iteration < options.train_iters:
             step = train_step(trainee, data, options)
@@ -128,7 +129,8 @@ def train(trainee: Trainee, options: Options, place: Place, progress: Progress) 
             if stop or _divides(options.log_interval, done):
                 rate = (done - logged) * batch * options.seq_length / seconds
                 log.interval(done, rate, step, largest(peak_memory(place.device), place))
-                seconds, logged = 0.0, done
+                seconds = 0.0
+                logged = done
             if valid_data is not None and (last or _divides(options.eval_interval, done)):
                 loss = evaluate(trainee, valid_data, options)
                 log.line(f"iteration {done} | validation loss {loss:.6f}")

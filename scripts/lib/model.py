@@ -67,7 +67,10 @@ def transformer_config(options: Options) -> TransformerConfig:
     if options.fp8_format is not None:
         fields |= {"fp8": options.fp8_format, "fp8_param": options.fp8_param_gather}
         fields |= chosen(options, FP8)
-    fused = options.bias_swiglu_fusion if options.swiglu else options.bias_gelu_fusion
+    if options.swiglu:
+        fused = options.bias_swiglu_fusion
+    else:
+        fused = options.bias_gelu_fusion
     has_bias = not options.disable_bias_linear
     return TransformerConfig(
         **fields,
@@ -89,9 +92,10 @@ def layer_spec(config: TransformerConfig, options: Options) -> Any:
     """The layer spec of GPTModel: Transformer Engine's layers, or local ones."""
     if options.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
-        )  # fmt: skip
+        )
     return local_block_spec(config)
 
 

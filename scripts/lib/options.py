@@ -62,9 +62,10 @@ FSDP = (
 )  # fmt: skip
 """Fields of the wrapper's DDP config that core's does not have."""
 FIELDS = (
-    (TransformerConfig, (*MODEL, *EXPERTS, *FP8)), (OptimizerConfig, OPTIMIZER),
+    (TransformerConfig, (*MODEL, *EXPERTS, *FP8)),
+    (OptimizerConfig, OPTIMIZER),
     (DistributedDataParallelConfig, (*DDP, *FSDP)),
-)  # fmt: skip
+)
 
 REQUIRED = (
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
@@ -160,7 +161,8 @@ def _rows() -> dict[str, tuple[Any, Any, str]]:
     """Type, default and help of each option."""
     rows: dict[str, tuple[Any, Any, str]] = {}
     for config, names in FIELDS:
-        hints, texts = typing.get_type_hints(config), texts_of(config)
+        hints = typing.get_type_hints(config)
+        texts = texts_of(config)
         own = {item.name: item.default for item in dataclasses.fields(config)}
         for name in names:
             default = DEFAULTS.get(name, own[name])
@@ -220,7 +222,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for item in dataclasses.fields(Options):
         scalar, choices, many = form_of(item.type)
-        shown = "" if item.default in (None, False, True) else f" (default {item.default})"
+        if item.default in (None, False, True):
+            shown = ""
+        else:
+            shown = f" (default {item.default})"
         how: dict[str, Any] = {"default": item.default}
         if scalar is bool:
             how["action"] = argparse.BooleanOptionalAction
@@ -249,8 +254,11 @@ def read_preset(path: str) -> list[str]:
             continue
         scalar, _, many = form_of(known[key])
         listed = value if isinstance(value, list) and many else [value]
-        wrong = [one for one in listed if isinstance(one, list | dict)
-                 or isinstance(one, bool) is not (scalar is bool)]  # fmt: skip
+        wrong = [
+            one
+            for one in listed
+            if isinstance(one, list | dict) or isinstance(one, bool) is not (scalar is bool)
+        ]
         if wrong:
             wanted = "true or false" if scalar is bool else f"one {scalar.__name__}"
             raise ValueError(f"--config {path}: {key} is {value!r}, must be {wanted}")

@@ -28,7 +28,9 @@ NAMED_AS_FILE = re.compile(r"\[([\w]+\.md)\]\((\1[^)\s]*)\)")
 def titled(fence: re.Match[str]) -> str:
     """The first line of a code block, with the titles of its marks in place of them."""
     title = ", ".join(TITLES[mark] for mark in fence[2].split() if mark in TITLES)
-    return f'```{fence[1]} title="{title}"' if title else f"```{fence[1]}"
+    if title:
+        return f'```{fence[1]} title="{title}"'
+    return f"```{fence[1]}"
 
 
 def tabbed(section: re.Match[str]) -> str:

@@ -40,11 +40,15 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> st
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(
                     subprocess.Popen(
-                        command, env={**environment, **place}, stdout=output,
-                        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                        command,
+                        env={**environment, **place},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
                         preexec_fn=_end_with_parent,
                     )
-                )  # fmt: skip
+                )
             failure = _wait(processes, limit)
         finally:
             for process in processes:

@@ -28,7 +28,9 @@ class Log:
     """Writes logs by the options; on ranks other than the first every method is a no-op."""
 
     def __init__(self, options: Options, place: Place, start_iteration: int) -> None:
-        self._last, self._on, self._file = options.train_iters, place.first, None
+        self._last = options.train_iters
+        self._on = place.first
+        self._file = None
         if self._on and options.loss_log_file is not None:
             self._file = _open_log(Path(options.loss_log_file), start_iteration)
 
@@ -49,7 +51,10 @@ class Log:
     ) -> None:
         """Logs every --log-interval steps: tokens per second since the last line, the last step,
         and the largest peak of any rank."""
-        norm = "skipped" if step["grad_norm"] is None else f"{step['grad_norm']:.4f}"
+        if step["grad_norm"] is None:
+            norm = "skipped"
+        else:
+            norm = f"{step['grad_norm']:.4f}"
         self.line(
             f"iteration {iteration}/{self._last} | loss {step['loss']:.6f} | grad norm {norm} | "
             f"lr {step['learning_rate']:.3e} | {rate:,.0f} tokens/s | "

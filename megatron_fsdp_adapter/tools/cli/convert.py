@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.convert import FORMATS, convert
+from megatron_fsdp_adapter.checkpoint.digests import Progress
 
 from .output import answer, base_parser, size_text
 
@@ -35,21 +36,31 @@ def make_parser() -> argparse.ArgumentParser:
 
 def render(report: dict[str, Any]) -> str:
     """The report as text."""
-    dropped = report["dropped"]
-    more = f" and {len(dropped) - 8} more" if len(dropped) > 8 else ""
-    return "\n".join([
+    size = size_text(report["nbytes"])
+    lines = [
         f"{report['source_format']} -> {report['target_format']}: {report['folder']}",
-        f"iteration {report['iteration']}, {report['tensors']} tensors, "
-        f"{size_text(report['nbytes'])}",
-        *([f"not converted: {', '.join(dropped[:8])}{more}"] if dropped else []),
-    ])  # fmt: skip
+        f"iteration {report['iteration']}, {report['tensors']} tensors, {size}",
+    ]
+    dropped = report["dropped"]
+    if dropped:
+        more = f" and {len(dropped) - 8} more" if len(dropped) > 8 else ""
+        lines.append(f"not converted: {', '.join(dropped[:8])}{more}")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
     """Converts and prints a report. Returns 0, or 2 if the input cannot be converted."""
     given = make_parser().parse_args(argv)
-    found = answer(given, "convert", lambda progress: convert(
-        given.source, given.target, given.to, iteration=given.iteration,
-        weights_only=given.weights_only, progress=progress,
-    ), render)  # fmt: skip
+
+    def converted(progress: Progress) -> dict[str, Any]:
+        return convert(
+            given.source,
+            given.target,
+            given.to,
+            iteration=given.iteration,
+            weights_only=given.weights_only,
+            progress=progress,
+        )
+
+    found = answer(given, "convert", converted, render)
     return 2 if found is None else 0

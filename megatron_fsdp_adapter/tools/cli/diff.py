@@ -36,32 +36,48 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("a", type=Path, help="root of checkpoints, or one iter_* folder")
     add("b", type=Path, help="the other one")
-    add("--iterations", type=int, nargs=2, default=(None, None), metavar=("A", "B"),
-        help="iterations of two roots; default: the newest")  # fmt: skip
+    add(
+        "--iterations",
+        type=int,
+        nargs=2,
+        default=(None, None),
+        metavar=("A", "B"),
+        help="iterations of two roots; default: the newest",
+    )
     add("--weights-only", action="store_true", help="compare weights only")
-    add("--no-values", dest="values", action="store_false",
-        help="compare keys, shapes and dtypes only, without reading data")  # fmt: skip
+    add(
+        "--no-values",
+        dest="values",
+        action="store_false",
+        help="compare keys, shapes and dtypes only, without reading data",
+    )
     return parser
 
 
 def render(found: dict[str, Any]) -> str:
     """The difference as text, with some lines of each kind, and the verdict."""
-    lines = [*_lines(found)]
-    return "\n".join([*lines, "diff: they differ (above)" if lines else "diff: the same"])
+    lines = list(_lines(found))
+    lines.append("diff: they differ (above)" if lines else "diff: the same")
+    return "\n".join(lines)
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    values = [
-        f"{d['key']}: {d['differing']} of {d['elements']} elements, by at most {d['largest']:.3g}"
-        for d in found["values"]
-    ]
     for kind, title in TITLES.items():
-        lines = values if kind == "values" else found[kind]
-        if lines:
-            yield f"{title} ({len(lines)})"
-            yield from (f"  {line}" for line in lines[:SHOWN])
-            if len(lines) > SHOWN:
-                yield f"  ... {len(lines) - SHOWN} more (--json has them all)"
+        entries = found[kind]
+        if not entries:
+            continue
+        yield f"{title} ({len(entries)})"
+        for entry in entries[:SHOWN]:
+            yield f"  {_value_text(entry) if kind == 'values' else entry}"
+        if len(entries) > SHOWN:
+            yield f"  ... {len(entries) - SHOWN} more (--json has them all)"
+
+
+def _value_text(row: dict[str, Any]) -> str:
+    return (
+        f"{row['key']}: {row['differing']} of {row['elements']} elements, "
+        f"by at most {row['largest']:.3g}"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,10 +87,16 @@ def main(argv: Sequence[str]) -> int:
 
     def differences(progress: Progress) -> dict[str, Any]:
         found = diff(
-            given.a, given.b, iterations=tuple(given.iterations), weights_only=given.weights_only,
-            values=given.values, progress=progress,
-        )  # fmt: skip
+            given.a,
+            given.b,
+            iterations=tuple(given.iterations),
+            weights_only=given.weights_only,
+            values=given.values,
+            progress=progress,
+        )
         return {**found, "different": any(found.values())}
 
     found = answer(given, "diff", differences, render)
-    return 2 if found is None else int(found["different"])
+    if found is None:
+        return 2
+    return 1 if found["different"] else 0

@@ -65,8 +65,10 @@ def bindings() -> dict[str, str]:
 
         require_supported_core(ALL)
     except ModuleNotFoundError as error:
-        return {"error": f"{error.name} is not installed: no name of Megatron can be rebound. "
-                "Install megatron-core."}  # fmt: skip
+        return {
+            "error": f"{error.name} is not installed: no name of Megatron can be rebound. "
+            "Install megatron-core."
+        }
     except RuntimeError as error:
         return {"error": str(error)}
     return {}
@@ -88,13 +90,12 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
             return {"note": f"without {megatron_lm.FSDP_FLAG} the script runs as it is"}
         changes = megatron_lm.complete(args, given.arguments)
     options = validation.launch_options(args)
+    of_run = megatron_lm.problems_of_run(args, os.environ, machine.device())
+    of_sizes = sizes.size_problems(vars(options), given.world_size)
     return {
         "sets": [vars(change) for change in changes],
         "ranks": given.world_size or "unknown. Give --world-size",
-        "refuses": [
-            *megatron_lm.problems_of_run(args, os.environ, machine.device()),
-            *sizes.size_problems(vars(options), given.world_size),
-        ],
+        "refuses": [*of_run, *of_sizes],
     }
 
 
@@ -121,7 +122,8 @@ def gathered(value: Any) -> list[Any]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     try:
         everyone = dist.distributed_c10d._get_default_group()
-        return [*Communicator(everyone, torch.device("cpu")).all_objects(value).values()]
+        communicator = Communicator(everyone, torch.device("cpu"))
+        return list(communicator.all_objects(value).values())
     finally:
         dist.destroy_process_group()
 
@@ -136,38 +138,46 @@ def examine_together(given: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         own = str(error)
     every = gathered((own, nodes.node(), nodes.variables(os.environ)))
-    wrong = next((found for found, _, _ in every if isinstance(found, str)), None)
-    if wrong is not None:
-        raise ValueError(wrong)
     reports, places, variables = zip(*every, strict=True)
-    report = {**reports[0], "ranks": {
+    for found in reports:
+        if isinstance(found, str):
+            raise ValueError(found)
+    facts = [nodes.facts(found) for found in reports]
+    report = dict(reports[0])
+    report["ranks"] = {
         "nodes": places,
-        "differ": nodes.differences([nodes.facts(found) for found in reports], places),
+        "differ": nodes.differences(facts, places),
         "variables differ": nodes.differences(variables, places),
-    }}  # fmt: skip
-    return {**report, "verdict": verdict(report)}
+    }
+    report["verdict"] = verdict(report)
+    return report
 
 
 def problems(report: Mapping[str, Any]) -> list[str]:
     """The problems in the report that prevent a run."""
     missing = report["bindings"].get("error")
-    return [
-        *([missing] if missing else ()), *report.get("configuration", {}).get("refuses", ()),
-        *report.get("ranks", {}).get("differ", ()),
-    ]  # fmt: skip
+    found = [missing] if missing else []
+    found += report.get("configuration", {}).get("refuses", ())
+    found += report.get("ranks", {}).get("differ", ())
+    return found
 
 
 def verdict(report: Mapping[str, Any]) -> str:
     """The report in one line."""
-    wrong, found = len(problems(report)), report.get("configuration")
+    wrong = len(problems(report))
+    found = report.get("configuration")
     if wrong:
         text = f"refused, {wrong} to change (above)"
     elif found is None:
         text = "nothing is wrong here (no configuration was given)"
+    elif "note" in found:
+        text = "nothing is refused, and nothing is changed"
     else:
-        text = "nothing is refused" + (", and nothing is changed" if "note" in found else "")
+        text = "nothing is refused"
     harmful = ", ".join(row["variable"] for row in report["environment"])
-    return f"doctor: {text}" + (f". Harmful variables (above): {harmful}" if harmful else "")
+    if harmful:
+        text += f". Harmful variables (above): {harmful}"
+    return f"doctor: {text}"
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -179,8 +189,10 @@ def render(report: Mapping[str, Any]) -> str:
     lines.append("machine")
     lines += [f"  {name:<22} {value}" for name, value in report["machine"].items()]
     lines.append("environment")
-    lines += [f"  {row['variable']}={row['value']}: {row['effect']}"
-              for row in report["environment"]] or ["  no harmful variables"]
+    for row in report["environment"]:
+        lines.append(f"  {row['variable']}={row['value']}: {row['effect']}")
+    if not report["environment"]:
+        lines.append("  no harmful variables")
     lines.append("bindings")
     can_rebind = "install() can rebind all names that this Megatron needs"
     lines.append(f"  {report['bindings'].get('error', can_rebind)}")
@@ -188,7 +200,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines += _configuration_lines(report["configuration"])
     if "ranks" in report:
         lines += nodes.lines_of(report["ranks"])
-    return "\n".join([*lines, report["verdict"]])
+    lines.append(report["verdict"])
+    return "\n".join(lines)
 
 
 def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
@@ -196,23 +209,31 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
         return ["configuration", f"  {found['note']}"]
     changes = [Change(**row) for row in found["sets"]]
     lines = [format_changes("configuration: sets", changes), f"  ranks: {found['ranks']}"]
-    refuses = [f"  - {line}" for line in found["refuses"]]
-    return [*lines, "configuration: refuses", *(refuses or ["  nothing"])]
+    lines.append("configuration: refuses")
+    lines += [f"  - {line}" for line in found["refuses"]] or ["  nothing"]
+    return lines
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `doctor`."""
     parser = base_parser("doctor", __doc__)
     parser.add_argument(
-        "--world-size", type=int, default=os.environ.get("WORLD_SIZE") or None, metavar="N",
+        "--world-size",
+        type=int,
+        default=os.environ.get("WORLD_SIZE") or None,
+        metavar="N",
         help=(
             "ranks of the run; default: WORLD_SIZE of the environment; without either, checks that "
             "depend on it are skipped"
         ),
-    )  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
-                        help="an option by its name in Megatron's configs, again and again"
-                        )  # fmt: skip
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="an option by its name in Megatron's configs, again and again",
+    )
     sources.add_flags(parser.add_argument_group("with --prove"), prove.OPTIONS)
     parser.add_argument("script", nargs="?", type=Path, help="a training script of Megatron-LM")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")
@@ -233,4 +254,6 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         looked = examine_together if launched else examine
         found = answer(given, "doctor", lambda _: looked(given), render)
-    return 2 if found is None else int(bool(problems(found)))
+    if found is None:
+        return 2
+    return 1 if problems(found) else 0

@@ -35,7 +35,7 @@ from megatron_fsdp_adapter.tools.models.sources import (
     name_of,
     options_from,
 )
-from megatron_fsdp_adapter.tools.models.spec import Parallel, flag, refuse
+from megatron_fsdp_adapter.tools.models.spec import Parallel, flag
 from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, layer_numels, planned_units
 
 from .estimate_text import render
@@ -55,41 +55,64 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 """Options that split the model itself, which `plan` counts."""
 
+_DTYPE_OPTIONS = {
+    option: {"choices": list(POLICY_DTYPES), "help": meaning}
+    for option, meaning in POLICY_OPTIONS.items()
+}
+_SWITCHES = {
+    option: {"action": "store_true", "help": meaning}
+    for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
+}
 
 RUN: Mapping[str, Mapping[str, Any]] = {
-    "data_parallel_size": {"type": int, "default": 1, "metavar": "N",
-                           "help": "shards; default: %(default)s"},
+    "data_parallel_size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "shards; default: %(default)s",
+    },
     EXPERTS: {"type": int, "metavar": "N", "help": "ranks that share out experts; default: 1"},
     "data_parallel_sharding_strategy": {
-        "choices": list(STRATEGIES), "help": "the strategy; default: all of them",
+        "choices": list(STRATEGIES),
+        "help": "the strategy; default: all of them",
     },
     "params_dtype": {
-        "choices": list(DTYPES), "help": "compute dtype; default: that of --config, else bf16",
+        "choices": list(DTYPES),
+        "help": "compute dtype; default: that of --config, else bf16",
     },
-    **{
-        option: {"choices": list(POLICY_DTYPES), "help": meaning}
-        for option, meaning in POLICY_OPTIONS.items()
-    },
+    **_DTYPE_OPTIONS,
     **{option: {"help": meaning} for option, meaning in STRINGS.items()},
-    **{
-        option: {"action": "store_true", "help": meaning}
-        for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
+    **_SWITCHES,
+    BUDGET: {
+        "type": gib,
+        "metavar": "GIB",
+        "help": "memory for weights and gradients unsharded over a step; default: 0",
     },
-    BUDGET: {"type": gib, "metavar": "GIB",
-             "help": "memory for weights and gradients unsharded over a step; default: 0"},
-    UNIT_NUMEL: {"type": int, "metavar": "N", "help": (
-        "elements up to which layers are grouped into one unit; 0: each layer is one; default: "
-        "the wrapper's"
-    )},
+    UNIT_NUMEL: {
+        "type": int,
+        "metavar": "N",
+        "help": (
+            "elements up to which layers are grouped into one unit; 0: each layer is one; default: "
+            "the wrapper's"
+        ),
+    },
     "optimizer": {
         "choices": ("adam", *sorted(MOMENTS)),
         "help": "adam (the default), or an optimizer that updates matrices only, beside Adam",
     },
-    "rank": {"type": int, "default": None, "metavar": "N",
-             "help": "the rank; default: the one that holds most"},
-    "memory_gib": {"type": float, "default": None, "metavar": "GIB",
-                   "help": "memory of a GPU: also report what fits in it; default: none"},
-}  # fmt: skip
+    "rank": {
+        "type": int,
+        "default": None,
+        "metavar": "N",
+        "help": "the rank; default: the one that holds most",
+    },
+    "memory_gib": {
+        "type": float,
+        "default": None,
+        "metavar": "GIB",
+        "help": "memory of a GPU: also report what fits in it; default: none",
+    },
+}
 """Options beside those of the model."""
 
 
@@ -101,12 +124,9 @@ def estimate(
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
     """The report as plain values. rank: default: the one that holds most."""
-    rank = model.fullest_rank if rank is None else rank
-    report: dict[str, Any] = {
-        "num_shards": model.num_shards,
-        "rank": rank,
-        "strategies": {},
-    }
+    if rank is None:
+        rank = model.fullest_rank
+    found_by_strategy: dict[str, Any] = {}
     for strategy in strategies:
         held = model.bytes_held(strategy, precision, rank)
         found: dict[str, Any] = {
@@ -119,8 +139,8 @@ def estimate(
             found["kept"] = {"weights": kept.weights, "gradients": kept.grads, "bytes": kept.nbytes}
         if memory_gib is not None:
             found["fits"] = found["peak"] <= memory_gib * GIB
-        report["strategies"][strategy.name] = found
-    return report
+        found_by_strategy[strategy.name] = found
+    return {"num_shards": model.num_shards, "rank": rank, "strategies": found_by_strategy}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -137,50 +157,55 @@ def _dtype_name(options: Mapping[str, Any], has_file: bool) -> str:
     named = [name for name in ("bf16", "fp16") if options.get(name)]
     if len(named) == 2:
         raise ValueError("--bf16 and --fp16 are both set. Leave one of them out")
-    return named[0] if named else "fp32" if has_file else "bf16"
+    if named:
+        return named[0]
+    if has_file:
+        return "fp32"
+    return "bf16"
 
 
 def _check(given: argparse.Namespace) -> None:
-    size, rank, memory = given.data_parallel_size, given.rank, given.memory_gib
-    budget, numel = vars(given).get(BUDGET, 0.0), vars(given).get(UNIT_NUMEL, 0)
-    refuse(
-        (size < 1, f"--data-parallel-size {size} must be at least 1"),
-        (
-            rank is not None and not 0 <= rank < size,
-            f"--rank {rank} must be from 0 to {size - 1} with --data-parallel-size {size}",
-        ),
-        (
-            budget == AUTO,
+    size = given.data_parallel_size
+    rank = given.rank
+    memory = given.memory_gib
+    budget = vars(given).get(BUDGET, 0.0)
+    numel = vars(given).get(UNIT_NUMEL, 0)
+    if size < 1:
+        raise ValueError(f"--data-parallel-size {size} must be at least 1")
+    if rank is not None and not 0 <= rank < size:
+        raise ValueError(
+            f"--rank {rank} must be from 0 to {size - 1} with --data-parallel-size {size}"
+        )
+    if budget == AUTO:
+        raise ValueError(
             f"{flag(BUDGET)} {AUTO}: depends on the memory that a run leaves. Give the number of "
-            "GiB that the run has printed",
-        ),
-        (
-            budget != AUTO and not 0 <= budget < math.inf,
-            f"{flag(BUDGET)} {budget} must be 0 or more",
-        ),
-        (numel < 0, f"{flag(UNIT_NUMEL)} {numel} must be 0 or more"),
-        (memory is not None and not memory > 0, f"--memory-gib {memory} must be above 0"),
-    )
+            "GiB that the run has printed"
+        )
+    if not 0 <= budget < math.inf:
+        raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
+    if numel < 0:
+        raise ValueError(f"{flag(UNIT_NUMEL)} {numel} must be 0 or more")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"--memory-gib {memory} must be above 0")
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """The report of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
-    options = options_from(vars(given))
+    values = vars(given)
+    options = options_from(values)
     dtype = _dtype_name(options, "config" in given)
-    refuse(
-        *(
-            (
-                options.get(name) not in (None, 1),
-                f"{flag(name)} {options.get(name)}: `estimate` counts ranks that have the whole "
-                "model. Leave it out, or use `plan`, which counts parts of models",
+    for name in SPLITS:
+        if options.get(name) not in (None, 1):
+            raise ValueError(
+                f"{flag(name)} {options[name]}: `estimate` counts ranks that have the whole "
+                "model. Leave it out, or use `plan`, which counts parts of models"
             )
-            for name in SPLITS
-        ),
-        (dtype not in DTYPES, f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}"),
-    )
+    if dtype not in DTYPES:
+        raise ValueError(f"--params-dtype {dtype!r} is unknown. Use one of {list(DTYPES)}")
     quantized = quantization(options, dtype)
-    spec, size = from_options(options, name_of(vars(given))), given.data_parallel_size
+    spec = from_options(options, name_of(values))
+    size = given.data_parallel_size
     parallel = Parallel(expert=options.get(EXPERTS) or 1)
     if size % parallel.expert or (spec.num_experts or 1) % parallel.expert:
         raise ValueError(
@@ -189,24 +214,36 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         )
     numel = unit_grouping.unit_numel(given, given, layer_numels(spec, parallel))
     units = planned_units(
-        spec, size, size // parallel.expert, DTYPES[dtype], quantized.weights, numel,
-        not is_on(given, UNFUSED), parallel,
-    )  # fmt: skip
-    budget, ahead = int(vars(given).get(BUDGET, 0.0) * GIB), vars(given).get(UNIT_NUMEL, 0)
+        spec,
+        size,
+        size // parallel.expert,
+        DTYPES[dtype],
+        form=quantized.weights,
+        unit_numel=numel,
+        fused=not is_on(given, UNFUSED),
+        split=parallel,
+    )
+    budget = int(values.get(BUDGET, 0.0) * GIB)
+    ahead = values.get(UNIT_NUMEL, 0)
     model = PlannedModel(units, slots_wanted(given), quantized, budget, ahead)
-    chosen = vars(given).get("data_parallel_sharding_strategy")
-    strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
-    report = estimate(model, strategies, precision(vars(given)), given.rank, given.memory_gib)
+    strategies = list(STRATEGIES.values())
+    chosen = values.get("data_parallel_sharding_strategy")
+    if chosen:
+        strategies = [STRATEGIES[chosen]]
+    report = estimate(model, strategies, precision(values), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
     report["quantized"] = quantized.name
-    report["parameters"], report["not_counted"] = spec.num_parameters, list(spec.left_out)
+    report["parameters"] = spec.num_parameters
+    report["not_counted"] = list(spec.left_out)
     return report
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
     given = make_parser().parse_args(argv)
-    found = answer(
-        given, "estimate", lambda _: run(given), lambda report: render(report, given.memory_gib)
-    )
+
+    def as_text(report: dict[str, Any]) -> str:
+        return render(report, given.memory_gib)
+
+    found = answer(given, "estimate", lambda _: run(given), as_text)
     return 2 if found is None else 0

@@ -19,19 +19,15 @@ TOTALS = {
 def render(report: Mapping[str, Any], memory_gib: float | None) -> str:
     """The report as text."""
     quantized = f", {report['quantized']}" if report["quantized"] else ""
-    head = (
+    lines = [
         f"{report['parameters']:,} parameters, {report['params_dtype']} compute weights"
         f"{quantized}, data-parallel size {report['num_shards']:,}"
-    )
-    return "\n".join(
-        [
-            head,
-            *(f"not counted: {line}" for line in report["not_counted"]),
-            "",
-            f"GiB on rank {report['rank']} (activations not counted):",
-            *aligned(_strategy_rows(report["strategies"], memory_gib)),
-        ]
-    )
+    ]
+    lines += [f"not counted: {line}" for line in report["not_counted"]]
+    lines.append("")
+    lines.append(f"GiB on rank {report['rank']} (activations not counted):")
+    lines += aligned(_strategy_rows(report["strategies"], memory_gib))
+    return "\n".join(lines)
 
 
 def _strategy_rows(
@@ -39,18 +35,21 @@ def _strategy_rows(
 ) -> list[tuple[str, ...]]:
     found = list(strategies.values())
     rows: list[tuple[str, ...]] = [("kind", "life", *strategies)]
+    by_kind = [entry["bytes"] for entry in found]
     for kind, life in LIFE.items():
-        if any(kind in entry["bytes"] for entry in found):
-            rows.append((kind, life, *(_gib(entry["bytes"].get(kind, 0)) for entry in found)))
+        if any(kind in held for held in by_kind):
+            cells = [_gib(held.get(kind, 0)) for held in by_kind]
+            rows.append((kind, life, *cells))
     for title, key in TOTALS.items():
-        rows.append((title, "", *(_gib(entry[key]) for entry in found)))
+        cells = [_gib(entry[key]) for entry in found]
+        rows.append((title, "", *cells))
     if any("kept" in entry for entry in found):
         for what in ("weights", "gradients"):
-            counts = (str(entry["kept"][what]) for entry in found)
-            rows.append((f"units with {what} unsharded over a step", "", *counts))
+            cells = [str(entry["kept"][what]) for entry in found]
+            rows.append((f"units with {what} unsharded over a step", "", *cells))
     if memory_gib is not None:
-        limit = f"{memory_gib:g} GiB"
-        rows.append(("fits", limit, *("yes" if entry["fits"] else "no" for entry in found)))
+        cells = ["yes" if entry["fits"] else "no" for entry in found]
+        rows.append(("fits", f"{memory_gib:g} GiB", *cells))
     return rows
 
 

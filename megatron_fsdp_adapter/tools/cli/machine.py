@@ -31,12 +31,14 @@ VARIABLES: Mapping[str, tuple[str | None, str]] = {
 
 def harmful_variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Rows of `VARIABLES` that are set to a harmful value."""
-    return [
-        {"variable": name, "value": value, "effect": effect}
-        for name, (harmful, effect) in VARIABLES.items()
-        if (value := environment.get(name)) is not None
-        and (value.upper() not in OFF if harmful is None else value.upper() == harmful)
-    ]
+    rows = []
+    for name, (harmful, effect) in VARIABLES.items():
+        value = environment.get(name, "")
+        setting = value.upper()
+        is_on = setting not in OFF
+        if is_on and (harmful is None or setting == harmful):
+            rows.append({"variable": name, "value": value, "effect": effect})
+    return rows
 
 
 def device() -> torch.device:
@@ -58,7 +60,8 @@ def capabilities() -> dict[str, Any]:
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     found["devices"] = [f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in devices]
     found["driver"] = _first_line(Path("/proc/driver/nvidia/version"))
-    found["GPUDirect module"] = "nvidia_peermem" if _PEER_MEMORY.exists() else "none"
+    has_peer_memory = _PEER_MEMORY.exists()
+    found["GPUDirect module"] = "nvidia_peermem" if has_peer_memory else "none"
     found["CUDA"] = torch.version.cuda
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
@@ -66,16 +69,19 @@ def capabilities() -> dict[str, Any]:
 
 def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[str]:
     """The ports of this machine's InfiniBand and RoCE adapters: name, link, state, rate."""
-    return [
-        " ".join([f"{port.parent.parent.name}:{port.name}",
-                  *(_first_line(port / name) for name in ("link_layer", "state", "rate"))])
-        for port in sorted(root.glob("*/ports/*"))
-    ]  # fmt: skip
+    rows = []
+    for port in sorted(root.glob("*/ports/*")):
+        adapter = port.parent.parent.name
+        facts = [_first_line(port / name) for name in ("link_layer", "state", "rate")]
+        rows.append(" ".join([f"{adapter}:{port.name}", *facts]))
+    return rows
 
 
 def _first_line(file: Path) -> str:
     """The first line of a file of the kernel, "unknown" if it is not there."""
-    return file.read_text().partition("\n")[0] if file.exists() else "unknown"
+    if file.exists():
+        return file.read_text().partition("\n")[0]
+    return "unknown"
 
 
 _PEER_MEMORY = Path("/sys/module/nvidia_peermem")

@@ -32,11 +32,18 @@ def known_options() -> set[str]:
         return set()
     own = dataclasses.fields(DistributedDataParallelConfig)
     return {
-        *core_api.config_fields(), *(one.name for one in own), *OPTIONS, *source.ALIASES,
-        *scale_down.SIZES, *scale_down.UNSUPPORTED, *scale_down.DROPPED,
-        *validation.known_arguments(), *sizes.NAMES, *(row.option for row in SETTINGS),
+        *core_api.config_fields(),
+        *(one.name for one in own),
+        *OPTIONS,
+        *source.ALIASES,
+        *scale_down.SIZES,
+        *scale_down.UNSUPPORTED,
+        *scale_down.DROPPED,
+        *validation.known_arguments(),
+        *sizes.NAMES,
+        *(row.option for row in SETTINGS),
         *ARGUMENTS,
-    }  # fmt: skip
+    }
 
 
 def named_options(given: Sequence[str]) -> dict[str, Any]:
@@ -44,16 +51,23 @@ def named_options(given: Sequence[str]) -> dict[str, Any]:
     chosen = dict(map(_assignment, given))
     known = known_options()
     wrong = []
-    for name in chosen if known else ():
-        if name not in known:
-            longer = sorted((one for one in known if name in one), key=lambda one: (len(one), one))
-            near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
-            remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            wrong.append(f"--set {name}={chosen[name]}: unknown option. {remedy}")
+    for name, value in chosen.items():
+        if known and name not in known:
+            remedy = _remedy(name, known)
+            wrong.append(f"--set {name}={value}: unknown option. {remedy}")
     wrong += [f"--set {line}" for line in sizes.not_above_zero(chosen)]
     if wrong:
         raise ValueError("\n".join(wrong))
     return chosen
+
+
+def _remedy(name: str, known: set[str]) -> str:
+    """What to do about an unknown name: one of the shortest names that contain it, or alike."""
+    longer = sorted((one for one in known if name in one), key=lambda one: (len(one), one))
+    near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return "Leave it out."
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -22,20 +22,24 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 def node() -> str:
     """The node of this rank: its host, with the launcher's number, as a host may have several."""
+    host = socket.gethostname()
     number = os.environ.get("GROUP_RANK")
-    return socket.gethostname() + (f" (node {number})" if number is not None else "")
+    if number is None:
+        return host
+    return f"{host} (node {number})"
 
 
 def facts(report: Mapping[str, Any]) -> dict[str, str]:
     """Facts that must be equal on all ranks: versions, and capabilities of the machine."""
-    versions = {name: row["version"] for name, row in report["versions"].items()}
-    return {name: str(value) for name, value in {**versions, **report["machine"]}.items()}
+    found = {name: row["version"] for name, row in report["versions"].items()}
+    found |= report["machine"]
+    return {name: str(value) for name, value in found.items()}
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that concern communication."""
-    return {name: value for name, value in sorted(environment.items())
-            if name.startswith(NETWORK_VARIABLES)}  # fmt: skip
+    names = [name for name in sorted(environment) if name.startswith(NETWORK_VARIABLES)]
+    return {name: environment[name] for name in names}
 
 
 def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list[str]:
@@ -45,10 +49,11 @@ def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list
     for name in dict.fromkeys(itertools.chain(*rows)):
         values = [row.get(name, "absent") for row in rows]
         (usual, most), *others = Counter(values).most_common()
-        unlike = [
-            f"{value} on rank {rank} ({nodes[rank]})" + (f" and {count - 1} more" * (count > 1))
-            for value, count in others for rank in [values.index(value)]
-        ]  # fmt: skip
+        unlike = []
+        for value, count in others:
+            rank = values.index(value)
+            more = f" and {count - 1} more" if count > 1 else ""
+            unlike.append(f"{value} on rank {rank} ({nodes[rank]}){more}")
         if unlike:
             lines.append(f"{name}: {usual} on {most} of {len(rows)} ranks, {', '.join(unlike)}")
     return lines
@@ -56,7 +61,8 @@ def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
     """The text of what the ranks are together."""
-    lines = [f"ranks: {len(found['nodes'])}, nodes: {len(set(found['nodes']))}"]
+    nodes = found["nodes"]
+    lines = [f"ranks: {len(nodes)}, nodes: {len(set(nodes))}"]
     for name in ("differ", "variables differ"):
         lines += [f"  {name}: {line}" for line in found[name] or ["nothing"]]
     return lines

@@ -23,16 +23,23 @@ T = TypeVar("T")
 def base_parser(command: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
     """A parser with `--json`. more: further arguments of `ArgumentParser`."""
     parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} {command}", description=description, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, **more,
-    )  # fmt: skip
+        prog=f"{PROGRAM} {command}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
+    )
     parser.add_argument("--json", action="store_true", default=False, help="print it as JSON")
     return parser
 
 
 def answer(
-    given: argparse.Namespace, command: str, values: Callable[[Progress], T],
-    render: Callable[[T], str], plain: Callable[[T], Any] = lambda found: found, unit: str = "B",
+    given: argparse.Namespace,
+    command: str,
+    values: Callable[[Progress], T],
+    render: Callable[[T], str],
+    plain: Callable[[T], Any] = lambda found: found,
+    unit: str = "B",
 ) -> T | None:
     """Prints what `values` found, as JSON (of `plain`) or text, and returns it; None for bad input,
     which is a line on stderr. `values` gets what advances a progress bar of `unit`."""
@@ -42,7 +49,10 @@ def answer(
     except (ValueError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return None
-    print(json.dumps(plain(found), indent=2, default=_text) if given.json else render(found))
+    if given.json:
+        print(json.dumps(plain(found), indent=2, default=_text))
+    else:
+        print(render(found))
     return found
 
 
@@ -53,8 +63,11 @@ def _text(value: Any) -> str:
 
 def size_text(nbytes: int) -> str:
     """A readable size, in powers of 1024."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
+    value = float(nbytes)
+    larger = ["KiB", "MiB", "GiB", "TiB"]
+    if value < 1024:
+        return f"{value:.0f} B"
+    while value >= 1024 and larger:
         value /= 1024
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+        unit = larger.pop(0)
+    return f"{value:.1f} {unit}"

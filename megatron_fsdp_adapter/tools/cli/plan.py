@@ -40,27 +40,52 @@ FIXED = {
 }
 """Option that fixes a field of a configuration -> the field, and its type."""
 
+
+def _fixing(field: str, kind: type) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "choices": list(STRATEGIES) if field == "strategy" else None,
+        "metavar": "N" if kind is int else None,
+        "help": "fixes this option; default: the plan chooses",
+    }
+
+
 RUN: Mapping[str, Mapping[str, Any]] = {
-    "gpus": {"type": int, "default": 8, "metavar": "N",
-             "help": "number of GPUs; default: %(default)s"},
-    "gpu": {"default": "h200", "choices": sorted(GPUS),
-            "help": "kind of GPU; default: %(default)s"},
-    "network": {"choices": sorted(NETWORKS),
-                "help": "links between GPUs; default: those of the kind of GPU"},
-    "memory_gib": {"type": float, "metavar": "GIB",
-                   "help": "memory of a GPU; default: that of the kind of GPU"},
-    "global_batch_size": {"type": int, "metavar": "N", "help": "sequences; default: 16 per GPU"},
-    "tries": {"type": int, "default": 10, "metavar": "N",
-              "help": "configurations that are simulated; default: %(default)s"},
-    "top": {"type": int, "default": 5, "metavar": "N",
-            "help": "configurations that are shown; default: %(default)s"},
-    **{
-        name: {"type": kind, "choices": list(STRATEGIES) if field == "strategy" else None,
-               "metavar": "N" if kind is int else None,
-               "help": "fixes this option; default: the plan chooses"}
-        for name, (field, kind) in FIXED.items()
+    "gpus": {
+        "type": int,
+        "default": 8,
+        "metavar": "N",
+        "help": "number of GPUs; default: %(default)s",
     },
-}  # fmt: skip
+    "gpu": {
+        "default": "h200",
+        "choices": sorted(GPUS),
+        "help": "kind of GPU; default: %(default)s",
+    },
+    "network": {
+        "choices": sorted(NETWORKS),
+        "help": "links between GPUs; default: those of the kind of GPU",
+    },
+    "memory_gib": {
+        "type": float,
+        "metavar": "GIB",
+        "help": "memory of a GPU; default: that of the kind of GPU",
+    },
+    "global_batch_size": {"type": int, "metavar": "N", "help": "sequences; default: 16 per GPU"},
+    "tries": {
+        "type": int,
+        "default": 10,
+        "metavar": "N",
+        "help": "configurations that are simulated; default: %(default)s",
+    },
+    "top": {
+        "type": int,
+        "default": 5,
+        "metavar": "N",
+        "help": "configurations that are shown; default: %(default)s",
+    },
+    **{name: _fixing(field, kind) for name, (field, kind) in FIXED.items()},
+}
 """Options beside those of the model."""
 
 
@@ -74,23 +99,33 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(given: argparse.Namespace, progress: Progress = silent) -> Plan:
     """The plan by the options. Raises ValueError or FileNotFoundError for bad input."""
-    options, machine = vars(given), machine_named(given.gpu, given.network)
-    fixed = {
-        field: options[name] for name, (field, _) in FIXED.items() if options[name] is not None
-    }
-    return plan(Wanted(
-        from_options(options_from(options), name_of(options)), machine, given.gpus,
-        given.global_batch_size or 16 * given.gpus, given.memory_gib or machine.gpu.memory_gib,
-        fixed, given.tries,
-    ), progress)  # fmt: skip
+    options = vars(given)
+    machine = machine_named(given.gpu, given.network)
+    fixed = {}
+    for name, (field, _) in FIXED.items():
+        if options[name] is not None:
+            fixed[field] = options[name]
+    wanted = Wanted(
+        from_options(options_from(options), name_of(options)),
+        machine,
+        gpus=given.gpus,
+        global_batch=given.global_batch_size or 16 * given.gpus,
+        memory_gib=given.memory_gib or machine.gpu.memory_gib,
+        fixed=fixed,
+        tries=given.tries,
+    )
+    return plan(wanted, progress)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
     given = make_parser().parse_args(argv)
     found = answer(
-        given, "plan", lambda progress: run(given, progress),
-        lambda one: report.render(one, given.top), lambda one: report.plain(one, given.top),
+        given,
+        "plan",
+        lambda progress: run(given, progress),
+        lambda one: report.render(one, given.top),
+        lambda one: report.plain(one, given.top),
         "configuration",
-    )  # fmt: skip
+    )
     return 2 if found is None else 0

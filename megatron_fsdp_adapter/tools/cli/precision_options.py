@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,31 +41,37 @@ MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
 def is_muons(spec: ParamSpec) -> bool:
     """True for a weight that Muon updates, by the rule of `megatron/optimizer/muon.py`."""
     is_matrix = len(spec.shape) == 2 and min(spec.shape) > 1
-    return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
+    return is_matrix and not _is_within(spec, MATRICES_OF_ADAM)
 
 
 def is_lions(spec: ParamSpec) -> bool:
     """True for a weight that Lion updates, by the rule of `megatron/optimizer/lion.py` with
     megatron-core 0.18 and later."""
-    return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
+    return len(spec.shape) == 2 and not _is_within(spec, EMBEDDINGS)
+
+
+def _is_within(spec: ParamSpec, modules: Sequence[str]) -> bool:
+    return not set(modules).isdisjoint(spec.fqns[0].split("."))
 
 
 MOMENTS: Mapping[str, Moments] = {
-    "muon": (is_muons, 1), "lion": (is_lions, 1),
-}  # fmt: skip
+    "muon": (is_muons, 1),
+    "lion": (is_lions, 1),
+}
 """`optimizer` -> moments of the weights that Adam does not update."""
 
 
 def precision(given: Mapping[str, Any]) -> Precision:
     """The `Precision` of the options, with a training run's defaults."""
-    unset = ("fp32", "none", "none")
-    names = [given.get(option, name) for option, name in zip(POLICY_OPTIONS, unset, strict=True)]
-    policy = MixedPrecisionPolicy(*(POLICY_DTYPES[name] for name in names))
+    dtypes = []
+    for option, unset in zip(POLICY_OPTIONS, ("fp32", "none", "none"), strict=True):
+        dtypes.append(POLICY_DTYPES[given.get(option, unset)])
+    policy = MixedPrecisionPolicy(*dtypes)
+    offloads = ("chunked_optimizer_state_offload", "optimizer_cpu_offload")
     return Precision(
-        policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
-        offload=any(
-            given.get(name, False)
-            for name in ("chunked_optimizer_state_offload", "optimizer_cpu_offload")
-        ),
+        policy.main_params_dtype,
+        policy.grads_dtype,
+        policy.comm_dtype,
+        offload=any(given.get(name, False) for name in offloads),
         moments=MOMENTS.get(given.get("optimizer", "adam")),
     )

@@ -52,9 +52,12 @@ def this_room(asked: int | None) -> Room:
     """The resources of this machine."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_te = importlib.util.find_spec("transformer_engine") is not None
-    if gpus and asked is not None and asked > gpus:
+    ranks = gpus or GLOO_RANKS
+    if asked is not None:
+        ranks = asked
+    if gpus and ranks > gpus:
         raise ValueError(f"--ranks {asked}: there are {gpus} GPUs")
-    return Room(asked if asked is not None else gpus or GLOO_RANKS, bool(gpus), has_te)
+    return Room(ranks, bool(gpus), has_te)
 
 
 def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> source.Recipe:
@@ -87,8 +90,9 @@ def main(given: argparse.Namespace) -> int:
         print(f"doctor --prove: {error}", file=sys.stderr)
         return 2
     if recipe.folder is not None:  # ranks import Megatron from it
-        paths = [str(recipe.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        path = str(recipe.folder)
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = f"{path}{os.pathsep}{before}" if before else path
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         plan = run.Plan(shrunk, Path(folder), given.steps, given.more)
         if not given.json:

@@ -55,20 +55,25 @@ def render(report: dict[str, Any]) -> str:
     """The report as text."""
     size = f"{report['files']} files, {report['bytes'] / 2**30:.3f} GiB"
     lines = [f"{report['folder']}: {size}"]
-    lines += [f"  {problem}" for problem in report["problems"][:_SHOWN]]
-    hidden = len(report["problems"]) - _SHOWN
-    lines += [f"  and {hidden} more (--json has them all)"] if hidden > 0 else []
-    if report["without_digest"]:
-        lines.append(f"  not checked, added after the save: {', '.join(report['without_digest'])}")
-    return "\n".join([*lines, f"verify: {'intact' if report['intact'] else 'DAMAGED (above)'}"])
+    problems = report["problems"]
+    lines += [f"  {problem}" for problem in problems[:_SHOWN]]
+    hidden = len(problems) - _SHOWN
+    if hidden > 0:
+        lines.append(f"  and {hidden} more (--json has them all)")
+    added = report["without_digest"]
+    if added:
+        lines.append(f"  not checked, added after the save: {', '.join(added)}")
+    lines.append("verify: intact" if report["intact"] else "verify: DAMAGED (above)")
+    return "\n".join(lines)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `verify`."""
     parser = base_parser("verify", __doc__)
     parser.add_argument("folder", type=Path, help="checkpoint root, or one checkpoint's folder")
-    parser.add_argument("--iteration", type=int, metavar="N",
-                        help="iteration of a root; default: the newest")  # fmt: skip
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="iteration of a root; default: the newest"
+    )
     return parser
 
 
@@ -81,4 +86,6 @@ def main(argv: Sequence[str]) -> int:
         return examine(folder, min(8, os.cpu_count() or 1), progress)
 
     found = answer(given, "verify", report, render)
-    return 2 if found is None else int(not found["intact"])
+    if found is None:
+        return 2
+    return 0 if found["intact"] else 1

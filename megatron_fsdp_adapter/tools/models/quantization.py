@@ -13,16 +13,21 @@ from megatron_fsdp_adapter.core.layout.format import (
     WeightFormat,
 )
 
-from .spec import flag, refuse
+from .spec import flag
 
 RECIPES: Mapping[str, WeightFormat] = {
-    "delayed": PER_TENSOR, "tensorwise": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8,
-}  # fmt: skip
+    "delayed": PER_TENSOR,
+    "tensorwise": PER_TENSOR,
+    "blockwise": BLOCK128,
+    "mxfp8": MXFP8,
+}
 """FP8 recipe -> weight format of the GEMM."""
 
 DEFAULT = "delayed"
 KEPT_IN_BF16 = "first_last_layers_bf16"
 """The option that excludes some layers from quantization; not supported here."""
+
+FP4 = ("fp4", "fp4_format", "fp4_param", "fp4_param_gather")
 
 STRINGS = {
     "fp8_format": "hybrid or e4m3: FP8 GEMMs; default: none",
@@ -51,7 +56,9 @@ class Quantization:
         """Description for a title."""
         if self.weights is not None:
             return f"linear weights as {self.weights.name}"
-        return "" if self.products is None else f"products of {self.products.name} weights"
+        if self.products is None:
+            return ""
+        return f"products of {self.products.name} weights"
 
 
 PLAIN = Quantization()
@@ -60,27 +67,26 @@ PLAIN = Quantization()
 def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
     """The quantization by Megatron's options. dtype: that of compute weights. Raises ValueError
     with option, value and remedy."""
-    refuse(*(
-        (options.get(name), f"{flag(name)}: FP4 is not modeled. Leave it out")
-        for name in ("fp4", "fp4_format", "fp4_param", "fp4_param_gather")
-    ))  # fmt: skip
+    for name in FP4:
+        if options.get(name):
+            raise ValueError(f"{flag(name)}: FP4 is not modeled. Leave it out")
     recomputes = options.get("recompute_granularity") == "full"
     gathers = bool(options.get("fp8_param_gather") or options.get("fp8_param"))
     if not (gathers or options.get("fp8_format") or options.get("fp8")):
         return Quantization(recomputes=recomputes)
     name = options.get("fp8_recipe") or DEFAULT
-    refuse(
-        (name not in RECIPES, f"--fp8-recipe {name!r} is unknown. Use one of {list(RECIPES)}"),
-        (
-            gathers and dtype != "bf16",
+    if name not in RECIPES:
+        raise ValueError(f"--fp8-recipe {name!r} is unknown. Use one of {list(RECIPES)}")
+    if gathers and dtype != "bf16":
+        raise ValueError(
             f"--fp8-param-gather with --params-dtype {dtype} requires bf16 for weights that are "
-            "not quantized. Use --params-dtype bf16, or leave it out",
-        ),
-        (
-            options.get(KEPT_IN_BF16),
+            "not quantized. Use --params-dtype bf16, or leave it out"
+        )
+    if options.get(KEPT_IN_BF16):
+        raise ValueError(
             f"{flag(KEPT_IN_BF16)}: unsupported, because layers that stay bf16 are not modeled. "
-            "Leave it out",
-        ),
-    )
-    form = RECIPES[name]
-    return Quantization(form if gathers else None, None if gathers else form, recomputes)
+            "Leave it out"
+        )
+    if gathers:
+        return Quantization(weights=RECIPES[name], recomputes=recomputes)
+    return Quantization(products=RECIPES[name], recomputes=recomputes)

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_fsdp_adapter.megatron.options import sizes
 
-from .spec import OPTIONS, ModelSpec, Parallel, flag, refuse
+from .spec import OPTIONS, ModelSpec, Parallel, flag
 
 _LLAMA3 = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -82,8 +82,11 @@ MEANINGS: Mapping[str, str] = {
 """Options of a model that are flags of commands, and their help."""
 
 FILES: Mapping[str, Mapping[str, Any]] = {
-    "preset": {"choices": tuple(PRESETS), "metavar": "NAME",
-               "help": f"a known model: {', '.join(PRESETS)}"},
+    "preset": {
+        "choices": tuple(PRESETS),
+        "metavar": "NAME",
+        "help": f"a known model: {', '.join(PRESETS)}",
+    },
     "hf_config": {"metavar": "FILE", "help": "config.json of a Hugging Face model, or its folder"},
     "config": {"metavar": "FILE", "help": "YAML with Megatron's flag names as keys"},
 }
@@ -96,17 +99,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(group, FILES)
     for item in fields(ModelSpec):
-        if item.name in MEANINGS:
-            kind = str(item.type).split(" ")[0]
-            shape: dict[str, Any] = {"metavar": "NAME"}
-            if kind == "int":
-                shape = {"type": int, "metavar": "N"}
-            if kind == "bool":
-                shape = {"action": argparse.BooleanOptionalAction}
-            group.add_argument(flag(item.name), help=MEANINGS[item.name], **shape)
+        if item.name not in MEANINGS:
+            continue
+        kind = str(item.type).split(" ")[0]
+        shape: dict[str, Any] = {"metavar": "NAME"}
+        if kind == "int":
+            shape = {"type": int, "metavar": "N"}
+        if kind == "bool":
+            shape = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(flag(item.name), help=MEANINGS[item.name], **shape)
     for name, value in (("add", True), ("disable", False)):
-        group.add_argument(f"--{name}-bias-linear", dest="add_bias_linear", action="store_const",
-                           const=value, help=f"{name} biases; default: added")  # fmt: skip
+        group.add_argument(
+            f"--{name}-bias-linear",
+            dest="add_bias_linear",
+            action="store_const",
+            const=value,
+            help=f"{name} biases; default: added",
+        )
 
 
 def add_flags(group: Any, table: Mapping[str, Mapping[str, Any]]) -> None:
@@ -143,8 +152,10 @@ def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `preset`, `hf_config` and the file `config`, if given, and all of `given`; later
     ones override. Raises as the files' readers."""
     readers: dict[str, Callable[[str], Mapping[str, Any]]] = {
-        "preset": PRESETS.__getitem__, "hf_config": read_hugging_face, "config": read_options,
-    }  # fmt: skip
+        "preset": PRESETS.__getitem__,
+        "hf_config": read_hugging_face,
+        "config": read_options,
+    }
     options: dict[str, Any] = {}
     for name, read in readers.items():
         if given.get(name) is not None:
@@ -155,14 +166,16 @@ def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def name_of(given: Mapping[str, Any]) -> str:
     """The name of the model: the preset and the files that describe it."""
-    return " and ".join(str(given[name]) for name in FILES if given.get(name)) or "the model"
+    parts = [str(given[name]) for name in FILES if given.get(name)]
+    return " and ".join(parts) or "the model"
 
 
 def read_hugging_face(path: str) -> dict[str, Any]:
     """A decoder's config.json (or that in a folder) by the names of Megatron's arguments. Raises
     FileNotFoundError or ValueError, naming the file."""
     file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    if file.is_dir():
+        file = file / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"--hf-config {file}: no such file")
     try:
@@ -176,17 +189,21 @@ def read_hugging_face(path: str) -> dict[str, Any]:
             f"--hf-config {file}: no config of a decoder, because it has no {', '.join(missing)}. "
             "Give the model's flags instead"
         )
-    heads, kind = found["num_attention_heads"], str(found.get("model_type"))
-    options = {
-        **_LLAMA3, **{mine: found[theirs] for theirs, mine in _OF_HUGGING_FACE.items()},
-        "num_query_groups": found.get("num_key_value_heads") or heads,
-        "kv_channels": found.get("head_dim"),
-        "untie_embeddings_and_output_weights": not found.get("tie_word_embeddings", False),
-        "seq_length": min(found.get("max_position_embeddings", 4096), 8192),
-        "add_qkv_bias": kind.startswith("qwen2"), "qk_layernorm": kind.startswith("qwen3"),
-        "mtp_num_layers": found.get("num_nextn_predict_layers") or None,
-    }  # fmt: skip
-    return {**options, **_experts_of(found), **_latent_of(found)}
+    heads = found["num_attention_heads"]
+    kind = str(found.get("model_type"))
+    options: dict[str, Any] = dict(_LLAMA3)
+    for theirs, mine in _OF_HUGGING_FACE.items():
+        options[mine] = found[theirs]
+    options["num_query_groups"] = found.get("num_key_value_heads") or heads
+    options["kv_channels"] = found.get("head_dim")
+    options["untie_embeddings_and_output_weights"] = not found.get("tie_word_embeddings", False)
+    options["seq_length"] = min(found.get("max_position_embeddings", 4096), 8192)
+    options["add_qkv_bias"] = kind.startswith("qwen2")
+    options["qk_layernorm"] = kind.startswith("qwen3")
+    options["mtp_num_layers"] = found.get("num_nextn_predict_layers") or None
+    options |= _experts_of(found)
+    options |= _latent_of(found)
+    return options
 
 
 _OF_HUGGING_FACE = {
@@ -202,13 +219,16 @@ def _experts_of(found: Mapping[str, Any]) -> dict[str, Any]:
     if number is None:
         return {}
     width = found.get("moe_intermediate_size") or found["intermediate_size"]
+    shared = found.get("n_shared_experts") or 0
     dense = found.get("first_k_dense_replace", 0)
+    sparse = found["num_hidden_layers"] - dense
     return {
-        "num_experts": number, "moe_router_topk": found.get("num_experts_per_tok", 2),
+        "num_experts": number,
+        "moe_router_topk": found.get("num_experts_per_tok", 2),
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": (found.get("n_shared_experts") or 0) * width or None,
-        "moe_layer_freq": [0] * dense + [1] * (found["num_hidden_layers"] - dense),
-    }  # fmt: skip
+        "moe_shared_expert_intermediate_size": shared * width or None,
+        "moe_layer_freq": [0] * dense + [1] * sparse,
+    }
 
 
 def _latent_of(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,33 +258,30 @@ def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
     chosen = {k: options[k] for k in OPTIONS if options.get(k) is not None}
     required = ("num_layers", "hidden_size", "num_attention_heads")
     missing = [flag(name) for name in required if name not in chosen]
-    refuse(
-        *(
-            (
-                options.get(option) not in (neutral, None),
-                f"{flag(option)} {options.get(option)!r}: models with it are not modeled. Leave it "
-                "out",
+    for option, neutral in _REFUSED.items():
+        value = options.get(option)
+        if value not in (neutral, None):
+            raise ValueError(
+                f"{flag(option)} {value!r}: models with it are not modeled. Leave it out"
             )
-            for option, neutral in _REFUSED.items()
-        ),
-        (
-            chosen.get("num_query_groups", 1) > 1 and not options.get("group_query_attention"),
-            f"--num-query-groups {options.get('num_query_groups')} without "
-            "--group-query-attention, which Megatron ignores. Give both, or neither",
-        ),
-        (
-            missing,
-            f"{', '.join(missing)}: not given. Set on the command line, in --config or by --preset",
-        ),
-    )
-    left_out = tuple(
-        f"{option}={options[option]}: {what}"
-        for option, what in LEFT_OUT.items() if options.get(option)
-    )  # fmt: skip
+    groups = chosen.get("num_query_groups", 1)
+    if groups > 1 and not options.get("group_query_attention"):
+        raise ValueError(
+            f"--num-query-groups {groups} without "
+            "--group-query-attention, which Megatron ignores. Give both, or neither"
+        )
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)}: not given. Set on the command line, in --config or by --preset"
+        )
+    left_out = []
+    for option, what in LEFT_OUT.items():
+        if options.get(option):
+            left_out.append(f"{option}={options[option]}: {what}")
     dense = 0
     if chosen.get("num_experts"):
         dense = _dense_layers(options.get("moe_layer_freq", 1), chosen["num_layers"])
-    return ModelSpec(**chosen, name=name, left_out=left_out, dense_layers=dense)
+    return ModelSpec(**chosen, name=name, left_out=tuple(left_out), dense_layers=dense)
 
 
 LEFT_OUT = {
@@ -281,8 +298,11 @@ def _dense_layers(frequency: Any, layers: int) -> int:
     ValueError for any other order."""
     if isinstance(frequency, int):
         frequency = [int(number % frequency == 0) for number in range(layers)]
-    dense = list(frequency[:layers]).count(0) if isinstance(frequency, list) else layers
-    if not isinstance(frequency, list) or any(number == 0 for number in frequency[dense:layers]):
+    dense = layers
+    is_list = isinstance(frequency, list)
+    if is_list:
+        dense = frequency[:layers].count(0)
+    if not is_list or 0 in frequency[dense:layers]:
         raise ValueError(
             f"--moe-layer-freq {frequency}: layers without experts are supported only before "
             "all others. Leave it out"
@@ -318,12 +338,17 @@ def split_problems(
 ) -> list[str]:
     """Problems that Megatron has with a model-parallel split, one line each."""
     options = {
-        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_attention_heads, "num_query_groups": spec.query_groups,
-        "kv_channels": spec.kv_channels, "ffn_hidden_size": spec.ffn,
-        "seq_length": spec.tokens, "micro_batch_size": microbatch,
-        "global_batch_size": global_batch, **parallel_options(spec, parallel),
-    }  # fmt: skip
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_query_groups": spec.query_groups,
+        "kv_channels": spec.kv_channels,
+        "ffn_hidden_size": spec.ffn,
+        "seq_length": spec.tokens,
+        "micro_batch_size": microbatch,
+        "global_batch_size": global_batch,
+        **parallel_options(spec, parallel),
+    }
     if spec.num_experts:
         options |= {"num_experts": spec.num_experts, "moe_ffn_hidden_size": spec.expert_ffn}
     return sizes.size_problems(options, gpus)

@@ -13,8 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-ROOT, EMBEDDING, LAYERS = "root", "embedding", "decoder.layers."
-DENSE, EXPERT = "dense", "expert"
+ROOT = "root"
+EMBEDDING = "embedding"
+OUTPUT = "output_layer"
+LAYERS = "decoder.layers."
+DENSE = "dense"
+EXPERT = "expert"
 
 Row = tuple[str, str, tuple[int, ...], str]
 """Unit, fully qualified name, shape and domain of a parameter."""
@@ -27,14 +31,6 @@ _TYPES: Mapping[str, tuple[type, str]] = {
     "str": (str, "a name"),
 }
 _TOKENIZER_EXTRA = {"NullTokenizer": 1}
-
-
-def refuse(*checks: tuple[object, str]) -> None:
-    """Raises ValueError for the first check that fails. checks: what is true of bad input, and the
-    message."""
-    for is_wrong, message in checks:
-        if is_wrong:
-            raise ValueError(message)
 
 
 @dataclass(frozen=True)
@@ -89,39 +85,36 @@ class ModelSpec:
             # mrope and yarn have no parameters either, but need options that are not listed here.
             "position_embedding_type": ("learned_absolute", "rope", "none"),
         }
-        refuse(
-            *(
-                (
-                    getattr(self, name) not in known,
-                    f"{flag(name)} {getattr(self, name)!r} is not supported. Use one of {known}",
-                )
-                for name, known in choices.items()
-            ),
-            (
-                self.kv_channels is None and self.hidden_size % self.num_attention_heads,
-                f"--num-attention-heads {self.num_attention_heads} does not divide --hidden-size "
-                f"{self.hidden_size}. Change one of them or give --kv-channels",
-            ),
-            (
-                self.num_attention_heads % self.query_groups,
-                f"--num-query-groups {self.num_query_groups} does not divide "
-                f"--num-attention-heads {self.num_attention_heads}. Change one of them",
-            ),
-            (
-                not (self.padded_vocab_size or self.vocab_size),
-                "--vocab-size is not given. Give it, or --padded-vocab-size",
-            ),
-            (
-                self.position_embedding_type == "learned_absolute" and self.positions is None,
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{flag(name)} {value!r} is not supported. Use one of {known}")
+        self._check_heads()
+        if not (self.padded_vocab_size or self.vocab_size):
+            raise ValueError("--vocab-size is not given. Give it, or --padded-vocab-size")
+        if self.position_embedding_type == "learned_absolute" and self.positions is None:
+            raise ValueError(
                 "--position-embedding-type learned_absolute requires --max-position-embeddings "
-                "or --seq-length. Give one of them, or use rope",
-            ),
-            (
-                self.num_experts and self.moe_router_topk > self.num_experts,
+                "or --seq-length. Give one of them, or use rope"
+            )
+        if self.num_experts and self.moe_router_topk > self.num_experts:
+            raise ValueError(
                 f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts "
-                f"{self.num_experts}",
-            ),
-        )
+                f"{self.num_experts}"
+            )
+
+    def _check_heads(self) -> None:
+        heads = self.num_attention_heads
+        if self.kv_channels is None and self.hidden_size % heads:
+            raise ValueError(
+                f"--num-attention-heads {heads} does not divide --hidden-size "
+                f"{self.hidden_size}. Change one of them or give --kv-channels"
+            )
+        if heads % self.query_groups:
+            raise ValueError(
+                f"--num-query-groups {self.num_query_groups} does not divide "
+                f"--num-attention-heads {heads}. Change one of them"
+            )
 
     def _check_type(self, name: str, hint: str) -> None:
         value = getattr(self, name)
@@ -135,7 +128,9 @@ class ModelSpec:
     @property
     def query_groups(self) -> int:
         """Key and value heads."""
-        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+        if self.group_query_attention:
+            return self.num_query_groups
+        return self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
@@ -196,10 +191,11 @@ class ModelSpec:
     @property
     def attention_numel(self) -> int:
         """Elements of the matrices of a layer's attention."""
-        return sum(
-            math.prod(shape) for name, shape in _attention(self)
-            if name.startswith("self_attention.linear") and len(shape) == 2
-        )  # fmt: skip
+        numel = 0
+        for name, shape in _attention(self):
+            if name.startswith("self_attention.linear") and len(shape) == 2:
+                numel += math.prod(shape)
+        return numel
 
     def mlp_numel(self, width: int) -> int:
         """Elements of the matrices of an MLP of that width."""
@@ -221,7 +217,9 @@ class ModelSpec:
     def saved_numel(self, width: int) -> int:
         """Elements that autograd saves per token in a layer, with flash attention and an MLP of
         that width."""
-        return 4 * self.hidden_size + 2 * self.query + self.key_value + (1 + self.gates) * width
+        attention = 2 * self.query + self.key_value
+        mlp = (1 + self.gates) * width
+        return 4 * self.hidden_size + attention + mlp
 
     @lru_cache(maxsize=64)  # noqa: B019 - a spec is a small value, and few are made
     def step_flops(self, tokens: int) -> float:
@@ -229,7 +227,8 @@ class ModelSpec:
         attention, without recomputation."""
         weights = sum(self.active_numel(layer) for layer in range(self.num_layers))
         weights += self.embedding_rows * self.hidden_size
-        return float(tokens) * (6 * weights + 6 * self.num_layers * self.tokens * self.query)
+        attention = self.num_layers * self.tokens * self.query
+        return float(tokens) * (6 * weights + 6 * attention)
 
     @property
     def num_parameters(self) -> int:
@@ -254,11 +253,10 @@ class Parallel:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {name: value for name, value in vars(self).items() if name != "recompute"}
-        refuse(*(
-            (size < 1, f"{name} parallel size {size}: must be at least 1")
-            for name, size in sizes.items()
-        ))  # fmt: skip
+        for name in ("tensor", "pipeline", "virtual", "expert"):
+            size = getattr(self, name)
+            if size < 1:
+                raise ValueError(f"{name} parallel size {size}: must be at least 1")
 
     @property
     def split(self) -> Parallel:
@@ -286,7 +284,9 @@ def flag(name: str) -> str:
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
     """Megatron's default: 4 hidden; if gated (three matrices, not two) 8/3 hidden, rounded down to
     64."""
-    return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
+    if swiglu:
+        return int(4 * hidden_size * 2 / 3 / 64) * 64
+    return 4 * hidden_size
 
 
 def padded_rows(rows: int, multiple: int) -> int:
@@ -336,32 +336,35 @@ def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list
     Transformer layers are units. Embedding and output layer are units unless they share their
     weight, which then belongs to the root unit, like the final norm.
     """
-    tied, vocabulary = not spec.untie_embeddings_and_output_weights, spec.embedding_rows
+    tied = not spec.untie_embeddings_and_output_weights
+    vocabulary = spec.embedding_rows
+    hidden = spec.hidden_size
     embedding = ROOT if tied else EMBEDDING
     found: list[tuple[str, str, tuple[int, ...]]] = []
     if stage == 0:
         tables = {"word": vocabulary}
         if spec.position_embedding_type == "learned_absolute":
             tables["position"] = spec.positions or 0
-        found += [
-            (embedding, f"embedding.{kind}_embeddings.weight", (rows, spec.hidden_size))
-            for kind, rows in tables.items()
-        ]
-    alike = {moe: _layer(spec, parallel, moe) for moe in {False, bool(spec.num_experts)}}
+        for kind, rows in tables.items():
+            found.append((embedding, f"embedding.{kind}_embeddings.weight", (rows, hidden)))
+    dense = _layer(spec, parallel, moe=False)
+    sparse = _layer(spec, parallel, moe=True) if spec.num_experts else dense
     for number in layers_of(spec, parallel, stage):
         unit = f"{LAYERS}{number}"
-        found += [(unit, f"{unit}.{name}", shape) for name, shape in alike[spec.is_moe(number)]]
+        layer = sparse if spec.is_moe(number) else dense
+        found += [(unit, f"{unit}.{name}", shape) for name, shape in layer]
     if stage == parallel.pipeline - 1:
-        final = _norm("decoder.final_layernorm", spec.hidden_size, spec)
+        final = _norm("decoder.final_layernorm", hidden, spec)
         found += [(ROOT, name, shape) for name, shape in final]
         if not tied:
-            output = "output_layer"
-            found.append((output, f"{output}.weight", (vocabulary, spec.hidden_size)))
-    return [
-        (unit, fqn, shape, EXPERT) if is_experts(fqn)
-        else (unit, fqn, _split(fqn, shape, parallel.tensor), DENSE)
-        for unit, fqn, shape in found
-    ]
+            found.append((OUTPUT, f"{OUTPUT}.weight", (vocabulary, hidden)))
+    rows_of_rank = []
+    for unit, fqn, shape in found:
+        if is_experts(fqn):
+            rows_of_rank.append((unit, fqn, shape, EXPERT))
+        else:
+            rows_of_rank.append((unit, fqn, _split(fqn, shape, parallel.tensor), DENSE))
+    return rows_of_rank
 
 
 def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
@@ -381,42 +384,45 @@ def _layer(spec: ModelSpec, parallel: Parallel, moe: bool) -> Shapes:
     found += _norm("pre_mlp_layernorm", spec.hidden_size, spec)
     if not moe:
         return [*found, *_mlp("mlp", spec, spec.ffn)]
-    found.append(("mlp.router.weight", (spec.num_experts or 0, spec.hidden_size)))
+    experts = spec.num_experts or 0
+    found.append(("mlp.router.weight", (experts, spec.hidden_size)))
     if spec.shared_ffn:
         found += _mlp("mlp.shared_experts", spec, spec.shared_ffn, has_bias=False)
-    for index in range(-(-(spec.num_experts or 0) // parallel.expert)):
-        found += [
-            (f"{name}{index}", shape)
-            for name, shape in _mlp("mlp.experts", spec, spec.expert_ffn, has_bias=False)
-        ]
+    expert = _mlp("mlp.experts", spec, spec.expert_ffn, has_bias=False)
+    for index in range(-(-experts // parallel.expert)):
+        found += [(f"{name}{index}", shape) for name, shape in expert]
     return found
 
 
 def _mlp(part: str, spec: ModelSpec, width: int, has_bias: bool = True) -> Shapes:
     bias = has_bias and spec.add_bias_linear
-    return [
-        *_linear(f"{part}.linear_fc1", width * spec.gates, spec.hidden_size, bias),
-        *_linear(f"{part}.linear_fc2", spec.hidden_size, width, bias),
-    ]
+    found = _linear(f"{part}.linear_fc1", width * spec.gates, spec.hidden_size, bias)
+    found += _linear(f"{part}.linear_fc2", spec.hidden_size, width, bias)
+    return found
 
 
 def _attention(spec: ModelSpec) -> Shapes:
-    hidden, dim, bias, part = spec.hidden_size, spec.head_dim, spec.add_bias_linear, "linear_proj"
-    found = _linear(f"self_attention.{part}", hidden, spec.query, bias)
+    hidden = spec.hidden_size
+    bias = spec.add_bias_linear
+    found = _linear("self_attention.linear_proj", hidden, spec.query, bias)
     if spec.multi_latent_attention:
         return found + _latent_attention(spec)
     qkv = spec.query + spec.key_value
     found += _linear("self_attention.linear_qkv", qkv, hidden, bias or spec.add_qkv_bias)
-    for name in ("q", "k") if spec.qk_layernorm else ():
-        found += _norm(f"self_attention.{name}_layernorm", dim, spec)
+    if spec.qk_layernorm:
+        found += _norm("self_attention.q_layernorm", spec.head_dim, spec)
+        found += _norm("self_attention.k_layernorm", spec.head_dim, spec)
     return found
 
 
 def _latent_attention(spec: ModelSpec) -> Shapes:
     """Projections of latent attention, without biases. Queries, keys and values are computed from a
     narrow vector each, which has a norm."""
-    hidden, heads, rope = spec.hidden_size, spec.num_attention_heads, spec.qk_pos_emb_head_dim
-    query, part = heads * (spec.qk_head_dim + rope), "self_attention.linear"
+    hidden = spec.hidden_size
+    heads = spec.num_attention_heads
+    rope = spec.qk_pos_emb_head_dim
+    query = heads * (spec.qk_head_dim + rope)
+    part = "self_attention.linear"
     found: Shapes = []
     norms = {"kv": spec.kv_lora_rank}
     if spec.q_lora_rank is None:
@@ -428,16 +434,21 @@ def _latent_attention(spec: ModelSpec) -> Shapes:
     keys = heads * (spec.qk_head_dim + spec.v_head_dim)
     found += _linear(f"{part}_kv_down_proj", spec.kv_lora_rank + rope, hidden, False)
     found += _linear(f"{part}_kv_up_proj", keys, spec.kv_lora_rank, False)
-    for name, size in norms.items() if spec.qk_layernorm else ():
-        found += _norm(f"self_attention.{name}_layernorm", size, spec)
+    if spec.qk_layernorm:
+        for name, size in norms.items():
+            found += _norm(f"self_attention.{name}_layernorm", size, spec)
     return found
 
 
 def _norm(name: str, size: int, spec: ModelSpec) -> Shapes:
-    parts = ("weight", "bias") if spec.normalization == "LayerNorm" else ("weight",)
-    return [(f"{name}.{part}", (size,)) for part in parts]
+    found: Shapes = [(f"{name}.weight", (size,))]
+    if spec.normalization == "LayerNorm":
+        found.append((f"{name}.bias", (size,)))
+    return found
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Shapes:
-    weight: Shapes = [(f"{name}.weight", (rows, columns))]
-    return [*weight, (f"{name}.bias", (rows,))] if bias else weight
+    found: Shapes = [(f"{name}.weight", (rows, columns))]
+    if bias:
+        found.append((f"{name}.bias", (rows,)))
+    return found

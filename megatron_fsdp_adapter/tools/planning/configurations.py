@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,8 @@ from .planned import PlannedModel, layer_numels, planned_units
 from .shapes import BF16, activation_bytes
 from .timed_modules import EXPERTS
 
-ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
+ACTIVATIONS = "activations"
+RESERVED = "contexts, NCCL, fragments"
 
 
 @dataclass(frozen=True)
@@ -87,36 +89,53 @@ class Configuration:
     @property
     def slots(self) -> dict[str, Any]:
         """The slots by the options of the DDP config."""
-        return slots_wanted(Namespace(
-            fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
-            fsdp_copy_engine_all_gather=self.copies,
-            fsdp_copy_engine_reduce_scatter=self.copies,
-        ))  # fmt: skip
+        return slots_wanted(
+            Namespace(
+                fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
+                fsdp_copy_engine_all_gather=self.copies,
+                fsdp_copy_engine_reduce_scatter=self.copies,
+            )
+        )
 
     @property
     def engine(self) -> EngineConfig:
         """The engine config that the wrapper would pass."""
         strategy = STRATEGIES[self.strategy]
-        # Domains of one rank, as in `with_single_rank_domains`.
-        whole = tuple(name for name, (ranks, _) in self.shards.items() if ranks == 1)
+        whole: tuple[str, ...] = ()
+        if strategy.shard_grads:
+            # Domains of one rank, as in `with_single_rank_domains`.
+            whole = tuple(name for name, (ranks, _) in self.shards.items() if ranks == 1)
         return EngineConfig(
-            strategy, poison_buffers=False, whole=whole if strategy.shard_grads else (),
-            shard_outer=self.outer_optim and self.instances > 1, **self.slots,
-        )  # fmt: skip
+            strategy,
+            poison_buffers=False,
+            whole=whole,
+            shard_outer=self.outer_optim and self.instances > 1,
+            **self.slots,
+        )
 
     @property
     def name(self) -> str:
         """Name for a table."""
+        parallel = self.parallel
+        sizes = {
+            "TP": parallel.tensor,
+            "PP": parallel.pipeline,
+            "VPP": parallel.virtual,
+            "EP": parallel.expert,
+            "instances": self.instances,
+            "micro": self.microbatch,
+        }
+        flags = {
+            "split over instances": self.outer_optim,
+            "copy engines": self.copies,
+            "graph": self.graph,
+            "gather groups": self.separate_gathers,
+            "recompute": parallel.recompute,
+        }
         parts = [self.strategy]
-        sizes = {"TP": self.parallel.tensor, "PP": self.parallel.pipeline,
-                 "VPP": self.parallel.virtual, "EP": self.parallel.expert,
-                 "instances": self.instances,
-                 "micro": self.microbatch}  # fmt: skip
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
-        flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
-                 "graph": self.graph, "gather groups": self.separate_gathers,
-                 "recompute": self.parallel.recompute}  # fmt: skip
-        return ", ".join([*parts, *(key for key, on in flags.items() if on)])
+        parts += [key for key, on in flags.items() if on]
+        return ", ".join(parts)
 
 
 def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
@@ -130,10 +149,17 @@ def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
 
 def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
     """The planned model of a rank of a pipeline stage."""
-    dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
+    dense, _ = chosen.shards[DENSE]
+    expert, _ = chosen.shards[EXPERT]
     units = planned_units(
-        spec, dense, expert, torch.bfloat16, None, unit_numel(spec, chosen, stage), chosen.fused,
-        chosen.parallel.split, stage,
+        spec,
+        dense,
+        expert,
+        torch.bfloat16,
+        unit_numel=unit_numel(spec, chosen, stage),
+        fused=chosen.fused,
+        split=chosen.parallel.split,
+        stage=stage,
     )
     return PlannedModel(units, chosen.slots)
 
@@ -144,10 +170,12 @@ def memory(
     """Bytes by kind on the first rank of the stage that needs most. The kinds are those of
     `estimate`; with `outer_optim` main weights and state are sharded again."""
     stages = sorted({0, chosen.parallel.pipeline - 1})
-    return max(
-        (_stage_memory(spec, chosen, machine, microbatches, stage) for stage in stages),
-        key=lambda kinds: sum(kinds.values()),
-    )
+    needed = [_stage_memory(spec, chosen, machine, microbatches, stage) for stage in stages]
+    return max(needed, key=_total)
+
+
+def _total(kinds: Mapping[str, int]) -> int:
+    return sum(kinds.values())
 
 
 def _stage_memory(
@@ -175,16 +203,19 @@ def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[
     The events are the end of a forward (with all activations), the end of a backward (with
     gradients and buckets), and the begin of a forward. again: True if gradients of earlier
     microbatches exist in a forward."""
-    kept, grads, passing, saved = (
-        {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == life}
-        for life in (PERSISTENT, BACKWARD_TO_STEP, UNIT_IN_USE, FORWARD_TO_BACKWARD)
-    )
+    of_life: dict[str, dict[str, int]] = defaultdict(dict)
+    for kind, nbytes in held.items():
+        of_life[LIFE.get(kind, PERSISTENT)][kind] = nbytes
+    kept = of_life[PERSISTENT]
+    grads = of_life[BACKWARD_TO_STEP]
+    passing = of_life[UNIT_IN_USE]
     weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
-    events = (
-        {**kept, **(grads if again else {}), **weights, **saved, ACTIVATIONS: activations},
-        {**kept, **grads, **passing}, {**kept, **grads, **weights},
-    )
-    most = max(events, key=lambda kinds: sum(kinds.values()))
+    forward_ends = {**kept, **grads} if again else dict(kept)
+    forward_ends |= weights | of_life[FORWARD_TO_BACKWARD]
+    forward_ends[ACTIVATIONS] = activations
+    backward_ends = {**kept, **grads, **passing}
+    forward_begins = {**kept, **grads, **weights}
+    most = max(forward_ends, backward_ends, forward_begins, key=_total)
     return {kind: count for kind, count in most.items() if count}
 
 
@@ -192,19 +223,21 @@ def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
     """The ranks of each axis: tensor-parallel ranks are neighbors, then data-parallel ranks (of one
     instance first), then stages."""
     domain = machine.network.domain
-    parallel = chosen.parallel
-    tensor = parallel.tensor
+    tensor = chosen.parallel.tensor
+    expert = chosen.parallel.expert
 
     def spread(size: int, stride: int) -> Group:
-        return Group(size, max(1, min(size, domain // stride)) if size > 1 else 1)
+        if size <= 1:
+            return Group(size, 1)
+        return Group(size, max(1, min(size, domain // stride)))
 
     inner, outer = chosen.shards[DENSE]
     einner, eouter = chosen.shards[EXPERT]
     return {
         "tensor": spread(tensor, 1),
-        DENSE: spread(inner, tensor), f"{DENSE} outer": spread(outer, inner * tensor),
-        EXPERTS: spread(parallel.expert, 1),
-        EXPERT: spread(einner, parallel.expert),
-        f"{EXPERT} outer": spread(eouter, einner * parallel.expert),
+        DENSE: spread(inner, tensor),
+        f"{DENSE} outer": spread(outer, inner * tensor),
+        EXPERTS: spread(expert, 1),
+        EXPERT: spread(einner, expert),
+        f"{EXPERT} outer": spread(eouter, einner * expert),
     }
-

@@ -3,6 +3,7 @@ candidates and skip slow ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
@@ -10,89 +11,106 @@ from megatron_fsdp_adapter.tools.models.spec import DENSE, EXPERT, ModelSpec, Pa
 
 from .configurations import Configuration, groups
 from .machine import Gpu, Machine, collective_seconds, operation_seconds
-from .program import COLLECTIVES, Kind
+from .program import COLLECTIVES, Kind, Operation
 from .shapes import activation_bytes, head_work, layer_work, waits_for_longer
 
 
 @lru_cache(maxsize=4096)
-def stage_seconds(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, gpu: Gpu
-) -> float:
+def stage_seconds(spec: ModelSpec, parallel: Parallel, microbatch: int, gpu: Gpu) -> float:
     """Compute seconds of a microbatch on the slowest stage. Layers are not split, and the last
     stage computes the loss."""
     tokens = microbatch * spec.tokens
-    *layer, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1)
-    own, head = (
-        sum(
-            operation_seconds(work.kind, work.amount, gpu, work.kernels)
-            for works in passes for work in works if work.kind not in COLLECTIVES
-        )
-        for passes in (layer, head_work(spec, parallel, tokens))
-    )
-    first, last = (
-        len(layers_of(spec, parallel, at)) * (1 + waits_for_longer(spec, parallel, at))
-        for at in (0, parallel.pipeline - 1)
-    )
-    return max(first * own, last * own + head) * gpu.sustained
+    forward, backward, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1)
+    layer = _compute_seconds(forward + backward, gpu)
+    forward, backward = head_work(spec, parallel, tokens)
+    head = _compute_seconds(forward + backward, gpu)
+    first = _layers_waited_for(spec, parallel, 0)
+    last = _layers_waited_for(spec, parallel, parallel.pipeline - 1)
+    return max(first * layer, last * layer + head) * gpu.sustained
+
+
+def _compute_seconds(works: Sequence[Operation], gpu: Gpu) -> float:
+    computes = [work for work in works if work.kind not in COLLECTIVES]
+    return sum(operation_seconds(work.kind, work.amount, gpu, work.kernels) for work in computes)
+
+
+def _layers_waited_for(spec: ModelSpec, parallel: Parallel, stage: int) -> float:
+    """The number of layers whose time a stage takes, waits for longer virtual stages included."""
+    layers = len(layers_of(spec, parallel, stage))
+    return layers * (1 + waits_for_longer(spec, parallel, stage))
 
 
 def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int) -> float:
     """Seconds of a step: compute of `count` microbatches, exposed communication, and the
     optimizer."""
-    parallel, row, gpu = chosen.parallel, STRATEGIES[chosen.strategy], machine.gpu
+    parallel = chosen.parallel
+    row = STRATEGIES[chosen.strategy]
+    gpu = machine.gpu
     where = groups(chosen, machine)
-    each = stage_seconds(spec, parallel, chosen.microbatch, gpu)
-    compute, layers = count * each, max(1, spec.num_layers // parallel.pipeline)
-    link, own = _link(spec, chosen, machine, layers, count), 0.0
+    compute = count * stage_seconds(spec, parallel, chosen.microbatch, gpu)
+    layers = max(1, spec.num_layers // parallel.pipeline)
+    link = _link(spec, chosen, machine, layers, count)
+    own = 0.0
     if parallel.tensor > 1:
         whole = 2 * chosen.microbatch * spec.tokens * spec.hidden_size
         one = collective_seconds(Kind.ALL_GATHER, whole, where["tensor"], machine.network)
         own = 8 * one * layers * count
     slowed = 0.15 * min(link, compute) * (0.4 if chosen.copies else 1.0)
-    held = sum(
-        elements / (where[domain].size if row.shard_main else 1)
-        for domain, elements in _numel(spec, parallel).items()
-    )
-    host = 0.0 if chosen.graph else 5e-3 * layers * count * machine.host
+    held = 0.0
+    for domain, elements in _numel(spec, parallel).items():
+        held += elements / where[domain].size if row.shard_main else elements
+    host = 0.0
+    if not chosen.graph:
+        host = 5e-3 * layers * count * machine.host
     bubble = (parallel.pipeline - 1) / parallel.virtual / count
     busy = max(compute + slowed + own, host) * (1 + bubble)
-    return busy + max(0.0, link - 0.8 * busy) + 36 * held / (gpu.memory_tbps * 1e12)
+    exposed = max(0.0, link - 0.8 * busy)
+    optimizer = 36 * held / (gpu.memory_tbps * 1e12)
+    return busy + exposed + optimizer
 
 
 def _link(
     spec: ModelSpec, chosen: Configuration, machine: Machine, layers: int, count: int
 ) -> float:
     """Seconds of all-gathers and reductions."""
-    row, where = STRATEGIES[chosen.strategy], groups(chosen, machine)
-    gathers = (2 * count if row.shard_weights else 1) if row.shard_main else 0
+    row = STRATEGIES[chosen.strategy]
+    where = groups(chosen, machine)
+    network = machine.network
+    gathers = 0
+    if row.shard_main:
+        gathers = 2 * count if row.shard_weights else 1
     reduces = count if row.shard_grads else 1
+    passes = ((gathers, Kind.ALL_GATHER, 2), (reduces, Kind.REDUCE_SCATTER, 4))
     link = 0.0
     for domain, elements in _numel(spec, chosen.parallel).items():
-        for times, kind, size in (
-            (gathers, Kind.ALL_GATHER, 2), (reduces, Kind.REDUCE_SCATTER, 4)
-        ):  # fmt: skip
+        inner = where[domain]
+        for times, kind, size in passes:
             nbytes = size * elements / layers
-            one = collective_seconds(kind, nbytes, where[domain], machine.network, chosen.copies)
+            one = collective_seconds(kind, nbytes, inner, network, chosen.copies)
             link += times * layers * one
-        link += collective_seconds(
-            Kind.ALL_REDUCE, 4 * elements / max(1, where[domain].size),
-            where[f"{domain} outer"], machine.network,
-        )  # fmt: skip
+        shard = 4 * elements / max(1, inner.size)
+        outer = where[f"{domain} outer"]
+        link += collective_seconds(Kind.ALL_REDUCE, shard, outer, network)
     return link
 
 
 def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
     """A lower bound on bytes of states and activations, without planning."""
-    row, parallel = STRATEGIES[chosen.strategy], chosen.parallel
+    row = STRATEGIES[chosen.strategy]
+    parallel = chosen.parallel
     in_flight = parallel.in_flight(0, count)
     total = float(activation_bytes(spec, parallel, chosen.microbatch, in_flight))
     for domain, elements in _numel(spec, parallel).items():
         inner, outer = chosen.shards[domain]
         part = elements / inner
-        held = part / (outer if chosen.outer_optim else 1) if row.shard_main else elements
+        held = elements
+        if row.shard_main:
+            held = part / outer if chosen.outer_optim else part
         total += 12 * held
-        if count > 1 or not row.shard_grads:
-            total += 4 * (part if row.shard_grads else elements)
+        if not row.shard_grads:
+            total += 4 * elements
+        elif count > 1:
+            total += 4 * part
         if not row.shard_weights:
             total += 2 * elements
     return total

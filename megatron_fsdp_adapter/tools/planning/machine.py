@@ -98,7 +98,10 @@ class Group:
 def _reached(table: Mapping[int, float], ranks: int) -> float:
     """The value of the row for `ranks`, else of the next larger row, else of the largest."""
     known = sorted(table)
-    return table[next((size for size in known if size >= ranks), known[-1])]
+    for size in known:
+        if size >= ranks:
+            return table[size]
+    return table[known[-1]]
 
 
 def collective_seconds(
@@ -115,12 +118,15 @@ def collective_seconds(
         return 2 * half - network.base_us * 1e-6
     inside = group.in_domain
     domains = group.size / inside
-    seconds, hops = 0.0, 0.0
+    seconds = 0.0
+    hops = 0.0
     if inside > 1:
-        copies = copy_engine and domains == 1
-        reached = _reached(network.copy_gbps if copies else network.link_gbps, inside)
+        reached = _reached(network.link_gbps, inside)
+        hops = (inside - 1) * network.hop_us
+        if copy_engine and domains == 1:
+            reached = _reached(network.copy_gbps, inside)
+            hops = network.hop_us
         seconds = nbytes * (inside - 1) / inside / (reached * 1e9)
-        hops = (1 if copies else inside - 1) * network.hop_us
     if domains > 1:
         rails = nbytes * (1 - 1 / domains) / (inside * network.rail_gbps * 1e9)
         seconds = max(seconds, rails)
@@ -155,21 +161,35 @@ GPUS: Mapping[str, Gpu] = {
 }
 _HOPPER_LINK = {2: 238.0, 4: 298.0, 8: 320.0}
 _HOPPER_COPY = {2: 306.0, 4: 340.0, 8: 350.0}
+
+
+def _doubled(table: Mapping[int, float]) -> Mapping[int, float]:
+    return {ranks: 2 * gbps for ranks, gbps in table.items()}
+
+
 NETWORKS: Mapping[str, Network] = {
     # 2 and 4 H200 measured (docs/performance.md); 8, and between hosts, assumed: 85% of the links.
     "nvlink4-ib400": Network(
-        "8 GPUs of NVLink 4, 400 Gb/s InfiniBand a GPU", 8, _HOPPER_LINK, _HOPPER_COPY, 42.0,
+        "8 GPUs of NVLink 4, 400 Gb/s InfiniBand a GPU",
+        8,
+        _HOPPER_LINK,
+        _HOPPER_COPY,
+        42.0,
     ),
     # Scaled as the GPUs; not measured.
     "nvlink5-ib400": Network(
-        "8 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU", 8,
-        {n: 2 * gbps for n, gbps in _HOPPER_LINK.items()},
-        {n: 2 * gbps for n, gbps in _HOPPER_COPY.items()}, 42.0,
+        "8 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU",
+        8,
+        _doubled(_HOPPER_LINK),
+        _doubled(_HOPPER_COPY),
+        42.0,
     ),
     "nvl72-ib400": Network(
-        "72 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU", 72,
-        {n: 2 * gbps for n, gbps in (_HOPPER_LINK | {72: 320.0}).items()},
-        {n: 2 * gbps for n, gbps in (_HOPPER_COPY | {72: 350.0}).items()}, 42.0,
+        "72 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU",
+        72,
+        _doubled(_HOPPER_LINK | {72: 320.0}),
+        _doubled(_HOPPER_COPY | {72: 350.0}),
+        42.0,
     ),
 }
 NETWORK_OF = {

@@ -64,7 +64,9 @@ class PlannedUnit:
     def layers(self) -> int:
         """Number of transformer layers; 1 for any other unit."""
         first, _, last = self.name.partition(TO)
-        return number_of(last) - number_of(first) + 1 if last else 1
+        if not last:
+            return 1
+        return number_of(last) - number_of(first) + 1
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class PlannedModel:
     @cached_property
     def fullest_rank(self) -> int:
         """The lowest rank that holds most elements."""
-        held, alike = [0] * self.num_shards, Counter(map(id, self.layouts))
+        held = [0] * self.num_shards
+        alike = Counter(map(id, self.layouts))
         for layout in {id(one): one for one in self.layouts}.values():
             numels = held_by_rank(layout)
             for rank in range(self.num_shards):
@@ -124,17 +127,17 @@ class PlannedModel:
 
     def bytes_held(self, strategy: Strategy, precision: Precision, rank: int) -> dict[str, int]:
         """Bytes by kind on `rank`."""
-        whole, form = self.is_single_rank(strategy), self.quantized.products
-        placed = {
-            id(unit.layouts): [
+        whole = self.is_single_rank(strategy)
+        placed = {}  # units with the same layouts share one list
+        for unit in self.units:
+            placed[id(unit.layouts)] = [
                 (layout, self._shard(layout, rank), whole(layout)) for layout in unit.layouts
             ]
-            for unit in self.units
-        }
-        held = held_bytes(
-            [placed[id(unit.layouts)] for unit in self.units], [unit.kind for unit in self.units],
-            self.kept(strategy, precision).rows, strategy, precision, self.ahead, **self.slots,
-        )  # fmt: skip
+        units = [placed[id(unit.layouts)] for unit in self.units]
+        kinds = [unit.kind for unit in self.units]
+        kept = self.kept(strategy, precision).rows
+        held = held_bytes(units, kinds, kept, strategy, precision, self.ahead, **self.slots)
+        form = self.quantized.products
         if form is not None:
             # Autograd saves copies from forward to backward: of all layers, or of the recomputed
             # one.
@@ -145,8 +148,15 @@ class PlannedModel:
 
 @lru_cache(maxsize=512)
 def planned_units(
-    spec: ModelSpec, dense: int, expert: int, dtype: torch.dtype, form: WeightFormat | None = None,
-    unit_numel: int = 0, fused: bool = True, split: Parallel = WHOLE, stage: int = 0,
+    spec: ModelSpec,
+    dense: int,
+    expert: int,
+    dtype: torch.dtype,
+    form: WeightFormat | None = None,
+    unit_numel: int = 0,
+    fused: bool = True,
+    split: Parallel = WHOLE,
+    stage: int = 0,
 ) -> tuple[PlannedUnit, ...]:
     """The units of a rank of a pipeline stage, each planned once per set of shapes.
 
@@ -163,16 +173,23 @@ def planned_units(
     for unit, rows in _joined(units, unit_numel).items():
         key = (unit == ROOT, tuple(row[2:] for row in rows))
         if key not in alike:
-            groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
-            for _, fqn, shape, number in rows:
-                own = form if is_linear_weight(fqn) else None
-                group = groups.setdefault((own, number), [])
-                one = _spec(len(group), fqn, shape, dtype, own)
-                group.append(replace(one, from_autograd=not fused))
-            layouts = tuple(plan_group(specs, n) for (_, n), specs in groups.items())
+            layouts = _layouts(rows, dtype, form, fused)
             alike[key] = layouts, _numel([row for row in rows if is_linear_weight(row[1])])
         found.append(PlannedUnit(unit, *alike[key]))
     return tuple(found)
+
+
+def _layouts(
+    rows: Sequence[Row], dtype: torch.dtype, form: WeightFormat | None, fused: bool
+) -> tuple[GroupLayout, ...]:
+    """The layouts of a unit's groups: parameters of one format and number of shards."""
+    groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
+    for _, fqn, shape, number in rows:
+        own = form if is_linear_weight(fqn) else None
+        group = groups.setdefault((own, number), [])
+        spec = _spec(len(group), fqn, shape, dtype, own)
+        group.append(replace(spec, from_autograd=not fused))
+    return tuple(plan_group(specs, number) for (_, number), specs in groups.items())
 
 
 @lru_cache(maxsize=512)

@@ -16,8 +16,12 @@ from .shapes import BF16, units, waits_for_longer
 from .step import record_step
 from .timing import EXPOSED, HOST, STEP, Window, time_windows
 
-FEW, MORE = 4, 7
+FEW = 4
+MORE = 7
 """Numbers of layer units that are simulated. Their difference is the time of each further unit."""
+
+LIMITS = ("optimizer", "pipeline bubble", "norm")
+"""Purposes of time beside exposed collectives and waits for the host that can limit a step."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,16 @@ class Prediction:
     @property
     def limit(self) -> str:
         """The largest purpose of time beside compute, or "compute" if none exceeds 5%."""
-        others = {
-            name: ms for name, ms in self.spent.items()
-            if name.startswith((EXPOSED, HOST)) or name in ("optimizer", "pipeline bubble", "norm")
-        }  # fmt: skip
-        name, ms = max(others.items(), key=lambda entry: entry[1], default=("", 0.0))
-        return f"{name} {ms:.0f} ms" if ms > 0.05 * self.ms else "compute"
+        largest = ""
+        most = 0.0
+        for name, ms in self.spent.items():
+            limits = name.startswith((EXPOSED, HOST)) or name in LIMITS
+            if limits and ms > most:
+                largest = name
+                most = ms
+        if most > 0.05 * self.ms:
+            return f"{largest} {most:.0f} ms"
+        return "compute"
 
 
 def predict(
@@ -78,53 +86,65 @@ def predict(
     """
     count = chosen.microbatches(global_batch)
     stages = sorted({0, chosen.parallel.pipeline - 1})
-    seconds, spent = max(
-        (_stage(spec, chosen, machine, count, stage) for stage in stages),
-        key=lambda found: found[0],
-    )
+    ran = [_stage(spec, chosen, machine, count, stage) for stage in stages]
+    seconds, spent = max(ran, key=lambda window: window[0])
     spent = {name: 1e3 * part for name, part in spent.items()}
     hosts = max(1, chosen.gpus // machine.network.domain)
-    late = seconds * machine.straggle * math.sqrt(2 * math.log(hosts)) if hosts > 1 else 0.0
+    late = 0.0
+    if hosts > 1:
+        late = seconds * machine.straggle * math.sqrt(2 * math.log(hosts))
     if late:
         spent["stragglers"] = 1e3 * late
     tokens = global_batch * spec.tokens
     return Prediction(
-        chosen, 1e3 * (seconds + late), tokens, spec.step_flops(tokens), spent,
-        memory(spec, chosen, machine, count), machine.gpu.peak_tflops,
-    )  # fmt: skip
+        chosen,
+        ms=1e3 * (seconds + late),
+        tokens=tokens,
+        flops=spec.step_flops(tokens),
+        spent=spent,
+        memory=memory(spec, chosen, machine, count),
+        peak_tflops=machine.gpu.peak_tflops,
+    )
 
 
 def _stage(
     spec: ModelSpec, chosen: Configuration, machine: Machine, count: int, stage: int
-) -> tuple[float, dict[str, float]]:
+) -> Window:
     """Seconds of a step on a stage, and by purpose."""
-    parallel, layers = chosen.parallel, len(layers_of(spec, chosen.parallel, stage))
+    parallel = chosen.parallel
+    layers = len(layers_of(spec, parallel, stage))
     run = min(count, 3 + warmup_of(chosen, stage, count))
     joined = max(unit.layers for unit in planned(spec, chosen, stage).units)
-    least, most = FEW * joined, MORE * joined
+    least = FEW * joined
+    most = MORE * joined
     if layers <= most:
         around, middle = _ran(spec, chosen, machine, run, stage, layers)
     else:
-        few, more = (_ran(spec, chosen, machine, run, stage, n) for n in (least, most))
+        few = _ran(spec, chosen, machine, run, stage, least)
+        more = _ran(spec, chosen, machine, run, stage, most)
         times = (layers - most) / (most - least)
-        around, middle = (_further(*two, times) for two in zip(few, more, strict=True))
+        around = _further(few[0], more[0], times)
+        middle = _further(few[1], more[1], times)
+    seconds, of_step = around
+    each, of_middle = middle
     middles = count - run
+    seconds += middles * each
+    spent: dict[str, float] = {}
+    for name in {**of_step, **of_middle}:  # in a fixed order, which decides ties
+        spent[name] = of_step.get(name, 0.0) + middles * of_middle.get(name, 0.0)
     waits = waits_for_longer(spec, parallel, stage)
-    bubble = (parallel.pipeline - 1) / parallel.virtual * middle[0] * (1 + waits)
-    spent = {
-        name: around[1].get(name, 0.0) + middles * middle[1].get(name, 0.0)
-        for name in {**around[1], **middle[1]}  # in a fixed order, which decides ties
-    }
-    seconds = around[0] + middles * middle[0]
     if waits:
-        spent["uneven virtual stages"] = waits * count * middle[0]
-        seconds += waits * count * middle[0]
+        waited = waits * count * each
+        spent["uneven virtual stages"] = waited
+        seconds += waited
     if parallel.pipeline > 1:
+        bubble = (parallel.pipeline - 1) / parallel.virtual * each * (1 + waits)
         spent["pipeline bubble"] = bubble
         tokens = chosen.microbatch * spec.tokens / parallel.tensor
         sent = 2 * tokens * spec.hidden_size * BF16 / (machine.network.rail_gbps * 1e9)
-        spent[f"{EXPOSED} pipeline sends"] = sent * parallel.pipeline
-        seconds += bubble + sent * parallel.pipeline
+        sends = sent * parallel.pipeline
+        spent[f"{EXPOSED} pipeline sends"] = sends
+        seconds += bubble + sends
     return seconds, spent
 
 
@@ -134,9 +154,12 @@ def _further(few: Window, more: Window, times: float) -> Window:
     def on(small: float, large: float) -> float:
         return max(0.0, large + (large - small) * times)
 
-    names = {**few[1], **more[1]}
-    spent = {name: on(few[1].get(name, 0.0), more[1].get(name, 0.0)) for name in names}
-    return on(few[0], more[0]), spent
+    few_seconds, of_few = few
+    more_seconds, of_more = more
+    spent: dict[str, float] = {}
+    for name in {**of_few, **of_more}:
+        spent[name] = on(of_few.get(name, 0.0), of_more.get(name, 0.0))
+    return on(few_seconds, more_seconds), spent
 
 
 def program_of(
@@ -148,10 +171,8 @@ def program_of(
     numbers = [unit.name for unit in mine if is_layer(unit.name)]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
-    return record_step(
-        mine, chosen, microbatches, warmup_of(chosen, stage, microbatches),
-        unit_numel(spec, chosen, stage),
-    )
+    warmup = warmup_of(chosen, stage, microbatches)
+    return record_step(mine, chosen, microbatches, warmup, unit_numel(spec, chosen, stage))
 
 
 def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
@@ -166,5 +187,8 @@ def _ran(
     """Times the engine's program with `layers` of the stage's layers: the step (begin and end are
     in it), and a middle microbatch."""
     program = program_of(spec, chosen, run, stage, layers)
-    windows = [STEP, ("microbatch", run + 1)] if run >= 3 else [STEP, STEP]
+    if run >= 3:
+        windows = [STEP, ("microbatch", run + 1)]
+    else:
+        windows = [STEP, STEP]
     return time_windows(program, machine, groups(chosen, machine), windows)

@@ -15,7 +15,8 @@ from .configurations import Configuration
 from .prediction import Prediction
 from .search import Plan
 
-SHOWN, REASONS = 5, 12
+SHOWN = 5
+REASONS = 12
 """Maximum kinds of time or memory in a line; maximum lines about configurations that were not
 chosen."""
 
@@ -41,8 +42,9 @@ def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
     options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
     options |= parallel_options(spec, chosen.parallel)
     if chosen.parallel.recompute:
-        options |= {"recompute_granularity": "full", "recompute_method": "uniform",
-                    "recompute_num_layers": 1}  # fmt: skip
+        options["recompute_granularity"] = "full"
+        options["recompute_method"] = "uniform"
+        options["recompute_num_layers"] = 1
     if chosen.graph:
         options["cuda_graph_impl"] = "full_iteration"
     return options
@@ -61,7 +63,7 @@ def megatron_flags(spec: ModelSpec, chosen: Configuration) -> str:
 BRIDGE_FIELDS = {
     "micro_batch_size": "train.micro_batch_size",
     "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
-}  # fmt: skip
+}
 """Option -> field of a recipe's config, if that is not the model's field of the same name."""
 
 
@@ -69,28 +71,31 @@ def bridge_overrides(spec: ModelSpec, chosen: Configuration) -> str:
     """Shell arguments for a recipe of Megatron-Bridge."""
     words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
     for name, value in model_options(spec, chosen).items():
-        words.append(f"{BRIDGE_FIELDS.get(name, f'model.{name}')}={value}")
+        field = BRIDGE_FIELDS.get(name, f"model.{name}")
+        words.append(f"{field}={value}")
     return " ".join(map(shlex.quote, words))
 
 
 def plain(plan: Plan, top: int) -> dict[str, Any]:
     """The plan as plain values."""
     wanted = plan.wanted
+    spec = wanted.spec
+    machine = wanted.machine
+    rows = [_plain_row(spec, one) for one in plan.predictions[:top]]
+    why_not = [{"configuration": name, "reason": reason} for name, reason in plan.refused]
     return {
-        "model": wanted.spec.name,
-        "parameters": wanted.spec.num_parameters,
+        "model": spec.name,
+        "parameters": spec.num_parameters,
         "gpus": wanted.gpus,
         "global_batch_size": wanted.global_batch,
-        "seq_length": wanted.spec.tokens,
-        "gpu": wanted.machine.gpu.name,
-        "network": wanted.machine.network.name,
+        "seq_length": spec.tokens,
+        "gpu": machine.gpu.name,
+        "network": machine.network.name,
         "memory_gib": wanted.memory_gib,
-        "not_counted": list(wanted.spec.left_out),
-        "configurations": [_plain_row(wanted.spec, one) for one in plan.predictions[:top]],
-        "why_not": [
-            {"configuration": name, "reason": reason} for name, reason in plan.refused
-        ],
-    }  # fmt: skip
+        "not_counted": list(spec.left_out),
+        "configurations": rows,
+        "why_not": why_not,
+    }
 
 
 def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
@@ -111,32 +116,48 @@ def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
     }
 
 
+COLUMNS = (
+    "configuration", "ms/step", "tok/s/GPU", "TFLOP/s", "MFU", "peak GiB", "exposed ms",
+    "limited by",
+)  # fmt: skip
+
+
+def _row(one: Prediction) -> tuple[str, ...]:
+    return (
+        one.configuration.name,
+        f"{one.ms:,.1f}",
+        f"{one.tokens_per_gpu:,.0f}",
+        f"{one.tflops:,.0f}",
+        f"{one.mfu:.1%}",
+        f"{one.peak_bytes / GIB:.1f}",
+        f"{one.exposed_ms:,.1f}",
+        one.limit,
+    )
+
+
 def render(plan: Plan, top: int) -> str:
     """The plan as text."""
-    wanted, machine = plan.wanted, plan.wanted.machine
-    rows = [("configuration", "ms/step", "tok/s/GPU", "TFLOP/s", "MFU", "peak GiB", "exposed ms",
-             "limited by")]  # fmt: skip
-    for one in plan.predictions[:top]:
-        rows.append((
-            one.configuration.name, f"{one.ms:,.1f}", f"{one.tokens_per_gpu:,.0f}",
-            f"{one.tflops:,.0f}", f"{one.mfu:.1%}", f"{one.peak_bytes / GIB:.1f}",
-            f"{one.exposed_ms:,.1f}", one.limit,
-        ))  # fmt: skip
+    wanted = plan.wanted
+    spec = wanted.spec
+    machine = wanted.machine
+    billions = spec.num_parameters / 1e9
+    lines = [
+        f"{spec.name}: {billions:,.1f}B parameters on "
+        f"{wanted.gpus:,} {machine.gpu.name}; network: {machine.network.name}",
+        f"global batch {wanted.global_batch:,} x {spec.tokens:,} tokens, "
+        f"{wanted.memory_gib:g} GiB a GPU",
+    ]
+    lines += [f"not counted: {line}" for line in spec.left_out]
+    lines.append("")
+    lines += aligned([COLUMNS, *map(_row, plan.predictions[:top])])
+    lines.append("")
     best = plan.predictions[0]
     # Other purposes contain the products.
     times = {name: ms for name, ms in best.spent.items() if name != "products"}
-    lines = [
-        f"{wanted.spec.name}: {wanted.spec.num_parameters / 1e9:,.1f}B parameters on "
-        f"{wanted.gpus:,} {machine.gpu.name}; network: {machine.network.name}",
-        f"global batch {wanted.global_batch:,} x {wanted.spec.tokens:,} tokens, "
-        f"{wanted.memory_gib:g} GiB a GPU",
-        *(f"not counted: {line}" for line in wanted.spec.left_out),
-        "", *aligned(rows), "",
-        "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
-        "               time: " + _largest(times, 1.0, "ms"),
-        f"  Megatron-LM        {megatron_flags(wanted.spec, best.configuration)}",
-        f"  Megatron-Bridge    {bridge_overrides(wanted.spec, best.configuration)}",
-    ]  # fmt: skip
+    lines.append("the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"))
+    lines.append("               time: " + _largest(times, 1.0, "ms"))
+    lines.append(f"  Megatron-LM        {megatron_flags(spec, best.configuration)}")
+    lines.append(f"  Megatron-Bridge    {bridge_overrides(spec, best.configuration)}")
     reasons = _together(plan.refused)
     if reasons:
         lines += ["", "why not"]
@@ -151,10 +172,12 @@ def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     names: dict[str, list[str]] = {}
     for name, reason in refused:
         names.setdefault(reason, []).append(name)
-    return [
-        (first if not more else f"{first}, and {len(more)} like it", reason)
-        for reason, (first, *more) in names.items()
-    ]
+    together = []
+    for reason, (first, *more) in names.items():
+        if more:
+            first = f"{first}, and {len(more)} like it"
+        together.append((first, reason))
+    return together
 
 
 def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:

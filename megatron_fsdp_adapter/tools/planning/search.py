@@ -12,7 +12,7 @@ from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from megatron_fsdp_adapter.tools.models.sources import split_problems
-from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Parallel, refuse
+from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Parallel
 
 from .configurations import Configuration, memory
 from .guesses import at_least_bytes, seconds
@@ -43,12 +43,15 @@ class Wanted:
 
     def __post_init__(self) -> None:
         numbers = {
-            "gpus": self.gpus, "global-batch-size": self.global_batch, "tries": self.tries,
-        }  # fmt: skip
-        refuse(
-            *((n < 1, f"--{name} {n}: must be at least 1") for name, n in numbers.items()),
-            (not self.memory_gib > 0, f"--memory-gib {self.memory_gib}: must be above 0"),
-        )
+            "gpus": self.gpus,
+            "global-batch-size": self.global_batch,
+            "tries": self.tries,
+        }
+        for name, number in numbers.items():
+            if number < 1:
+                raise ValueError(f"--{name} {number}: must be at least 1")
+        if not self.memory_gib > 0:
+            raise ValueError(f"--memory-gib {self.memory_gib}: must be above 0")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def _powers(limit: int) -> list[int]:
 def splits(wanted: Wanted) -> Iterator[Configuration]:
     """Every model-parallel split that the fixed options allow, whether it fits or not, as a
     configuration with defaults."""
-    spec, domain = wanted.spec, wanted.machine.network.domain
+    spec = wanted.spec
+    domain = wanted.machine.network.domain
     heads = spec.query_groups
     tensors = [n for n in _powers(min(8, domain, wanted.gpus)) if heads % n == 0]
     pipelines = _powers(min(32, spec.num_layers // 2 or 1))
@@ -79,10 +83,12 @@ def splits(wanted: Wanted) -> Iterator[Configuration]:
     for tensor, pipeline, expert, recompute, micro in choices:
         if wanted.gpus % (tensor * pipeline) or not _is(wanted, "microbatch", micro):
             continue
-        for virtual in (1, 2, 4, 8) if pipeline > 1 else (1,):
+        virtuals = (1, 2, 4, 8) if pipeline > 1 else (1,)
+        for virtual in virtuals:
+            if spec.num_layers < pipeline * virtual:
+                continue
             parallel = Parallel(tensor, pipeline, virtual, expert, recompute)
-            allowed = all(_is(wanted, name, value) for name, value in vars(parallel).items())
-            if not allowed or spec.num_layers < pipeline * virtual:
+            if not all(_is(wanted, name, value) for name, value in vars(parallel).items()):
                 continue
             if not split_problems(spec, parallel, wanted.gpus, micro, wanted.global_batch):
                 yield Configuration(wanted.gpus, parallel, microbatch=micro)
@@ -96,32 +102,38 @@ def _is(wanted: Wanted, name: str, value: object) -> bool:
 def candidates(wanted: Wanted, split: Configuration) -> Iterator[Configuration]:
     """Every configuration of a model-parallel split."""
     for strategy in STRATEGIES:
-        if _is(wanted, "strategy", strategy):
-            for chosen in _of(wanted, replace(split, strategy=strategy)):
-                if _is(wanted, "instances", chosen.instances):
-                    yield chosen
+        if not _is(wanted, "strategy", strategy):
+            continue
+        for chosen in _of(wanted, replace(split, strategy=strategy)):
+            if _is(wanted, "instances", chosen.instances):
+                yield chosen
 
 
 def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
     """The candidates of a strategy."""
-    parallel, strategy = base.parallel, base.strategy
+    parallel = base.parallel
+    strategy = base.strategy
     over = base.data_parallel
     if over == base.experts_over == 1 and strategy != "optim":
         return  # one rank: all strategies are the same
     inside = wanted.machine.network.domain // parallel.tensor
-    instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
-    alone = parallel.pipeline == 1 and not wanted.spec.num_experts
-    graphs = [False, True] if alone else [False]
-    for count, graph in product(instances, graphs):
+    instances = {1}
+    for ranks in (inside, 8 * inside, 64 * inside):
+        if 0 < ranks < over:
+            instances.add(over // ranks)
+    moe = bool(wanted.spec.num_experts)
+    graphs = [False]
+    if parallel.pipeline == 1 and not moe:
+        graphs.append(True)
+    for count, graph in product(sorted(instances), graphs):
         if over % count or base.experts_over % count:
             continue
+        near = strategy == "optim_grads_params" and over // count <= inside and over > 1
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
-                base, instances=count, outer_optim=split, graph=graph,
-                separate_gathers=bool(wanted.spec.num_experts),
-            )  # fmt: skip
+                base, instances=count, outer_optim=split, graph=graph, separate_gathers=moe
+            )
             yield chosen
-            near = strategy == "optim_grads_params" and over // count <= inside and over > 1
             if near:
                 yield replace(chosen, copies=True, separate_gathers=False)
 
@@ -132,22 +144,27 @@ def plan(wanted: Wanted, progress: Progress = silent) -> Plan:
     Raises:
         ValueError: none fits, or the fixed options allow none.
     """
-    spec, machine, limit = wanted.spec, wanted.machine, wanted.memory_gib * GIB
+    spec = wanted.spec
+    machine = wanted.machine
+    limit = wanted.memory_gib * GIB
     known: list[tuple[float, Configuration]] = []
     too_large: dict[str, tuple[float, str]] = {}
-    for chosen in (one for split in splits(wanted) for one in candidates(wanted, split)):
-        count = chosen.microbatches(wanted.global_batch)
-        needed = at_least_bytes(spec, chosen, count) + machine.gpu.reserved_gib * GIB
-        if needed > limit:
-            large, kind = (needed, chosen.name), _kind(chosen)
+    for split in splits(wanted):
+        for chosen in candidates(wanted, split):
+            count = chosen.microbatches(wanted.global_batch)
+            needed = at_least_bytes(spec, chosen, count) + machine.gpu.reserved_gib * GIB
+            if needed <= limit:
+                known.append((seconds(spec, chosen, machine, count), chosen))
+                continue
+            large = (needed, chosen.name)
+            kind = _kind(chosen)
             too_large[kind] = min(too_large.get(kind, large), large)
-        else:
-            known.append((seconds(spec, chosen, machine, count), chosen))
     if not known and not too_large:
         raise ValueError(_why_none(wanted))
     found, refused, needs = _run_best(wanted, known, limit, progress)
+    kinds_found = {_kind(one.configuration) for one in found}
     for kind, (needed, name) in too_large.items():
-        if not any(_kind(one.configuration) == kind for one in found):
+        if kind not in kinds_found:
             refused.append((name, f"states and activations need {math.ceil(needed / GIB)} GiB"))
     if not found:
         least, name = min([*needs, *too_large.values()])
@@ -160,19 +177,20 @@ def plan(wanted: Wanted, progress: Progress = silent) -> Plan:
 
 def _why_none(wanted: Wanted) -> str:
     """The reason why there is no configuration: the problems of one with only the fixed options."""
-    parallel = Parallel(**{
-        name: value for name, value in wanted.fixed.items() if name in vars(Parallel())
-    })  # type: ignore[arg-type]
+    names = vars(Parallel())
+    sizes = {name: value for name, value in wanted.fixed.items() if name in names}
+    parallel = Parallel(**sizes)  # type: ignore[arg-type]
     micro = wanted.fixed.get("microbatch", 1)
     assert isinstance(micro, int)
-    reasons = split_problems(wanted.spec, parallel, wanted.gpus, micro, wanted.global_batch)
+    gpus = wanted.gpus
+    batch = wanted.global_batch
+    reason = "the search has none with these. Leave an option out"
+    reasons = split_problems(wanted.spec, parallel, gpus, micro, batch)
+    if reasons:
+        reason = reasons[-1]
     fixed = ", ".join(f"{name} {value}" for name, value in wanted.fixed.items())
-    reason = reasons[-1] if reasons else "the search has none with these. Leave an option out"
-    return (
-        f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch}"
-        + (f" with {fixed}" if fixed else "")
-        + f": {reason}"
-    )  # fmt: skip
+    choices = f" with {fixed}" if fixed else ""
+    return f"no configuration of {gpus} GPUs and a global batch of {batch}{choices}: {reason}"
 
 
 BASELINE = "weights sharded over all ranks, no other split but of experts"
@@ -182,13 +200,16 @@ BASELINE = "weights sharded over all ranks, no other split but of experts"
 def _kind(chosen: Configuration) -> str:
     """The baseline, or the strategy."""
     alone = chosen.parallel.tensor == chosen.parallel.pipeline == 1
-    return BASELINE if alone and chosen.strategy == "optim_grads_params" else chosen.strategy
+    if alone and chosen.strategy == "optim_grads_params":
+        return BASELINE
+    return chosen.strategy
 
 
 def _is_due(chosen: Configuration, found: Sequence[Prediction]) -> bool:
     """True for a baseline without a graph if there is none yet."""
-    had = any(_kind(one.configuration) == BASELINE for one in found)
-    return _kind(chosen) == BASELINE and not chosen.graph and not had
+    if chosen.graph or _kind(chosen) != BASELINE:
+        return False
+    return all(_kind(one.configuration) != BASELINE for one in found)
 
 
 NOT_LAUNCH_BOUND = "not launch-bound, so a graph saves nothing"
@@ -197,14 +218,18 @@ NOT_LAUNCH_BOUND = "not launch-bound, so a graph saves nothing"
 def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
     """The reason why a full-iteration graph saves nothing: without it the step is not
     launch-bound."""
+    without = replace(chosen, graph=False)
     for one in found:
-        if one.configuration == replace(chosen, graph=False):
-            return "" if one.spent.get(HOST, 0.0) > 0.01 * one.ms else NOT_LAUNCH_BOUND
+        if one.configuration == without:
+            is_launch_bound = one.spent.get(HOST, 0.0) > 0.01 * one.ms
+            return "" if is_launch_bound else NOT_LAUNCH_BOUND
     return ""
 
 
 def _run_best(
-    wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float,
+    wanted: Wanted,
+    known: Sequence[tuple[float, Configuration]],
+    limit: float,
     progress: Progress,
 ) -> tuple[list[Prediction], list[tuple[str, str]], list[tuple[float, str]]]:
     """Simulates the most promising configurations that fit, at most a few of each combination of
@@ -216,13 +241,15 @@ def _run_best(
     ordered = sorted(known, key=lambda entry: entry[0])  # ties: the simpler one first
     times: dict[tuple[object, ...], int] = {}
     best = ordered[0][0] if ordered else 0.0
+    few = wanted.tries < FEW_TRIES
+    of_a_kind = 1 if few else 3
     for guess, chosen in ordered:
-        split = (chosen.parallel.tensor, chosen.parallel.pipeline, chosen.parallel.expert)
-        kind = (*split, chosen.strategy)
+        parallel = chosen.parallel
+        kind = (parallel.tensor, parallel.pipeline, parallel.expert, chosen.strategy)
         times[kind] = times.get(kind, 0) + 1
-        enough = len(found) >= wanted.tries or (guess > HOPELESS * best and bool(found))
-        enough |= times[kind] > (1 if wanted.tries < FEW_TRIES else 3)
-        if enough and (wanted.tries < FEW_TRIES or not _is_due(chosen, found)):
+        enough = len(found) >= wanted.tries or times[kind] > of_a_kind
+        hopeless = guess > HOPELESS * best and bool(found)
+        if (enough or hopeless) and (few or not _is_due(chosen, found)):
             continue
         if chosen.graph and (why := _no_use(chosen, found)):
             refused.append((chosen.name, why))

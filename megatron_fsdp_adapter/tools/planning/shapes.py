@@ -30,10 +30,12 @@ LAYER_HOST = 1875.0
 MOE_HOST = 2.0
 """Factor of `LAYER_HOST` for a layer with experts."""
 
-FORWARD_PASSES, BACKWARD_PASSES = 14.0, 30.0
+FORWARD_PASSES = 14.0
+BACKWARD_PASSES = 30.0
 """Memory traffic per token of a layer's element-wise kernels (norms, rotary embedding, SwiGLU,
 residuals), in units of 2 (hidden + ffn / 3) bytes. From a trace of Llama-3 8B layers."""
-FORWARD_KERNELS, BACKWARD_KERNELS = 20, 36
+FORWARD_KERNELS = 20
+BACKWARD_KERNELS = 36
 PERMUTED = 12.0
 """Number of reads and writes of a token's hidden state per expert, for dispatch and combine, in one
 pass."""
@@ -52,9 +54,7 @@ def _order(unit: str) -> tuple[int, int]:
     return {"embedding": (0, 0), ROOT: (2, 0)}.get(unit, (3, 0))
 
 
-def units(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0
-) -> list[UnitWork]:
+def units(spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0) -> list[UnitWork]:
     """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
 
     The weights of a rank's experts are one parameter with the same layout, which is faster to
@@ -75,8 +75,8 @@ def units(
             forward, backward = head_work(spec, parallel, tokens)
             host = LAYER_HOST / 2
         else:
-            moved = tokens * spec.hidden_size * BF16 * 2
-            forward = backward = (Work(Kind.MEMORY, moved),)
+            forward = (Work(Kind.MEMORY, tokens * spec.hidden_size * BF16 * 2),)
+            backward = forward
             host = LAYER_HOST / 8
         reads = name != "embedding"
         found.append(UnitWork(name, tuple(mine), forward, backward, host, reads))
@@ -87,7 +87,9 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
     """`rows` with a layer's experts' weights of one kind joined into one."""
     seen: dict[str, list[Row]] = {}
     for row in rows:
-        seen.setdefault(row[1].rstrip("0123456789") if row[3] == EXPERT else row[1], []).append(row)
+        _, fqn, _, domain = row
+        kind = fqn.rstrip("0123456789") if domain == EXPERT else fqn
+        seen.setdefault(kind, []).append(row)
     for fqn, members in seen.items():
         unit, _, (first, *others), domain = members[0]
         yield unit, fqn, (len(members) * first, *others), domain
@@ -98,34 +100,45 @@ def layer_work(
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...], float]:
     """A rank's work of a layer's forward and backward for `tokens` tokens, and microseconds of the
     host."""
-    tensor, moe, width = parallel.tensor, spec.is_moe(number), spec.active_ffn(number)
-    grouped = spec.mlp_numel(spec.moe_router_topk * spec.expert_ffn) if moe else 0
+    tensor = parallel.tensor
+    hidden = spec.hidden_size
+    moe = spec.is_moe(number)
+    copies = 0  # of a token, for its experts
+    grouped = 0
+    host = LAYER_HOST
+    if moe:
+        copies = spec.moe_router_topk
+        grouped = spec.mlp_numel(copies * spec.expert_ffn)
+        host *= MOE_HOST
     dense = spec.active_numel(number) - grouped
     attention = 2 * tokens * spec.tokens * (spec.query / tensor)
-    sent = tokens * BF16 * spec.hidden_size * (spec.moe_router_topk if moe else 0)
+    sent = tokens * BF16 * hidden * copies
     moved = PERMUTED * sent / tensor
-    element = tokens * BF16 * (spec.hidden_size + width / 3) / tensor
+    element = tokens * BF16 * (hidden + spec.active_ffn(number) / 3) / tensor
     forward = [
-        Work(Kind.PRODUCT, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
+        Work(Kind.PRODUCT, 2 * tokens * dense / tensor),
+        Work(Kind.ATTENTION, attention),
         Work(Kind.GROUPED, 2 * tokens * grouped / tensor),
         Work(Kind.MEMORY, FORWARD_PASSES * element + moved, kernels=FORWARD_KERNELS),
-    ]  # fmt: skip
+    ]
     backward = [
         Work(Kind.ATTENTION, 2.5 * attention),
         Work(Kind.GROUPED, 4 * tokens * grouped / tensor),
         Work(Kind.PRODUCT, 4 * tokens * dense / tensor),
         Work(Kind.MEMORY, BACKWARD_PASSES * element + moved, kernels=BACKWARD_KERNELS),
-    ]  # fmt: skip
-    host = LAYER_HOST * (MOE_HOST if moe else 1.0)
-    whole = tokens * spec.hidden_size * BF16
+    ]
     own: list[Operation] = []
     if tensor > 1:  # sequence parallelism: a gather and a reduction around attention and MLP
+        whole = tokens * hidden * BF16
         gathered = Work(Kind.ALL_GATHER, whole, group="tensor")
-        own += [gathered, Work(Kind.REDUCE_SCATTER, whole, group="tensor")] * 2
+        reduced = Work(Kind.REDUCE_SCATTER, whole, group="tensor")
+        own += [gathered, reduced] * 2
     if moe and parallel.expert > 1:
         own += [Work(Kind.EXCHANGE, sent / tensor, group=EXPERTS)] * 2
     forward += own
-    backward = [*(forward if parallel.recompute else ()), *backward, *own]
+    backward += own
+    if parallel.recompute:
+        backward = forward + backward
     return tuple(forward), tuple(backward), host
 
 
@@ -140,7 +153,9 @@ def head_work(
     logits = tokens * spec.embedding_rows / parallel.tensor
     products = 2 * logits * spec.hidden_size
     half = Work(Kind.MEMORY, HEAD_PASSES * logits / 2)
-    return (Work(Kind.PRODUCT, products), half), (half, Work(Kind.PRODUCT, 2 * products))
+    forward = (Work(Kind.PRODUCT, products), half)
+    backward = (half, Work(Kind.PRODUCT, 2 * products))
+    return forward, backward
 
 
 def _tokens(spec: ModelSpec, parallel: Parallel, microbatch: int) -> float:
@@ -148,9 +163,7 @@ def _tokens(spec: ModelSpec, parallel: Parallel, microbatch: int) -> float:
     return microbatch * spec.tokens / parallel.tensor
 
 
-def layer_bytes(
-    spec: ModelSpec, parallel: Parallel, microbatch: int, number: int
-) -> float:
+def layer_bytes(spec: ModelSpec, parallel: Parallel, microbatch: int, number: int) -> float:
     """Bytes that autograd saves for a layer on one rank, without recomputation, with flash
     attention."""
     width = spec.ffn
@@ -167,12 +180,15 @@ def activation_bytes(
 ) -> int:
     """Bytes on one rank at the end of a forward: autograd's saved tensors of the stage's layers for
     `in_flight` microbatches, with flash attention, and the logits in bf16 and float32."""
-    tokens, layers = _tokens(spec, parallel, microbatch), layers_of(spec, parallel, 0)
+    tokens = _tokens(spec, parallel, microbatch)
+    layers = layers_of(spec, parallel, 0)
     if parallel.recompute:
         total = tokens * BF16 * spec.hidden_size * len(layers) * in_flight
         again = 4 * spec.hidden_size + 2 * spec.query + spec.key_value + 3 * spec.ffn
         total += tokens * BF16 * again
     else:
         total = sum(layer_bytes(spec, parallel, microbatch, n) for n in layers) * in_flight
-    logits = microbatch * spec.tokens * spec.embedding_rows / parallel.tensor
-    return int(total + (6 * logits if parallel.pipeline == 1 else 0))
+    if parallel.pipeline == 1:
+        logits = microbatch * spec.tokens * spec.embedding_rows / parallel.tensor
+        total += 6 * logits
+    return int(total)

@@ -28,7 +28,9 @@ from .timed_runtime import TimedCommunicator, TimedRuntime, Watch
 DTYPE = torch.bfloat16
 """Dtype of compute weights."""
 
-GRAD, MAIN, STATE = 4, 4, 8
+GRAD = 4
+MAIN = 4
+STATE = 8
 """Bytes of an element of gradients, main weights and optimizer state."""
 
 LAUNCHES = 2000.0
@@ -56,10 +58,12 @@ def _axis(name: str, group: Any) -> Axis:
 def _domain(name: str, inner: int, outer: int, scale: float) -> ShardDomain:
     """A domain with the groups of the first rank in a fake world."""
     shard = _axis(SHARD_DIM, dist.new_group(list(range(inner))))
+    axes = [shard]
     others = None
     if outer > 1:
         others = _axis(OUTER_DIM, dist.new_group(list(range(0, inner * outer, inner))))
-    mesh = mesh_over([axis for axis in (others, shard) if axis is not None], "cpu")
+        axes = [others, shard]
+    mesh = mesh_over(axes, "cpu")
     # A separate group distinguishes gathers from reductions.
     gather = dist.new_group(list(range(inner)))
     return ShardDomain(name, shard, gather, shard.group, mesh, scale, others)
@@ -121,8 +125,12 @@ def _optimizer(engine: FsdpEngine, runtime: TimedRuntime) -> None:
 
 
 def record_step(
-    units: Sequence[UnitWork], chosen: Configuration, microbatches: int = 1, warmup: int = 0,
-    unit_numel: int = 0, steps: int = 2,
+    units: Sequence[UnitWork],
+    chosen: Configuration,
+    microbatches: int = 1,
+    warmup: int = 0,
+    unit_numel: int = 0,
+    steps: int = 2,
 ) -> Program:
     """The program of `steps` steps of the engine. The first step learns the order of units.
 
@@ -144,49 +152,69 @@ def record_step(
         program = runtime.program
         del model, engine
     if chosen.graph:
-        program = replace(program, operations=tuple(
-            one if one.part in OUTSIDE_GRAPH else replace(one, host=0.0)
-            for one in program.operations
-        ))  # fmt: skip
+        program = _replayed(program)
     return program
 
 
+def _replayed(program: Program) -> Program:
+    """The program without the host's time for what a graph replays."""
+    operations = []
+    for one in program.operations:
+        if one.part not in OUTSIDE_GRAPH:
+            one = replace(one, host=0.0)
+        operations.append(one)
+    return replace(program, operations=tuple(operations))
+
+
 def _build(
-    units: Sequence[UnitWork], chosen: Configuration, runtime: TimedRuntime,
-    domains: Mapping[str, ShardDomain], unit_numel: int,
+    units: Sequence[UnitWork],
+    chosen: Configuration,
+    runtime: TimedRuntime,
+    domains: Mapping[str, ShardDomain],
+    unit_numel: int,
 ) -> tuple[nn.Module, FsdpEngine]:
     model = unit_model(units, runtime, DTYPE)
-    of_domain = {
-        f"{i}.{flat_name(fqn)}": domain
-        for i, unit in enumerate(units) for fqn, _, domain in unit.params
-    }  # fmt: skip
-    modules = {
-        str(i): child
-        for i, child in enumerate(model)
-        if units[i].name != ROOT and units[i].params
-    }
-    pairs = zip(model, units, strict=True)
-    reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
-    writer = WgradProtocol.OVERWRITES if chosen.fused else WgradProtocol.AUTOGRAD
-    plans = partition(
-        model, modules,
+    of_domain: dict[str, str] = {}
+    modules: dict[str, nn.Module] = {}
+    reads: dict[int, bool] = {}
+    names = {ROOT: ROOT}
+    for index, (child, unit) in enumerate(zip(model, units, strict=True)):
+        number = str(index)
+        names[number] = unit.name
+        reads[id(child)] = unit.backward_reads_weights
+        if unit.name != ROOT and unit.params:
+            modules[number] = child
+        for fqn, _, domain in unit.params:
+            of_domain[f"{number}.{flat_name(fqn)}"] = domain
+
+    def writer_of(managed: Any) -> WgradProtocol:
+        if chosen.fused and managed.param.ndim > 1:
+            return WgradProtocol.OVERWRITES
+        return WgradProtocol.AUTOGRAD
+
+    partitioned = partition(
+        model,
+        modules,
         domain_of=lambda param, fqn: of_domain[fqn],
         backward_reads_weights=lambda module: reads[id(module)],
-        writer_of=lambda managed: writer if managed.param.ndim > 1 else WgradProtocol.AUTOGRAD,
-    )  # fmt: skip
-    names = {str(i): unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
-    plans = [
-        replace(plan, name=TO.join(names[one] for one in plan.name.split(TO)))
-        for plan in group_layers(plans, unit_numel)
-    ]
+        writer_of=writer_of,
+    )
+    plans = []
+    for plan in group_layers(partitioned, unit_numel):
+        name = TO.join(names[one] for one in plan.name.split(TO))
+        plans.append(replace(plan, name=name))
     config = chosen.engine
     if config.reduce_scatter.launch is launch:
         launched = partial(launch, sum_rows=runtime.sum_rows)
         config = replace(config, reduce_scatter=replace(config.reduce_scatter, launch=launched))
     engine = FsdpEngine(
-        model, plans, domains, config, runtime,  # type: ignore[arg-type]
+        model,
+        plans,
+        domains,
+        config,
+        runtime,  # type: ignore[arg-type]
         make_communicator=_communicators(chosen, runtime, domains),
-    )  # fmt: skip
+    )
     return model, engine
 
 

@@ -51,9 +51,10 @@ class _Charged(torch.autograd.Function):
         # Only shapes are kept, because backward may not access parameters of units that it does not
         # read.
         ctx.module = module
-        ctx.params = [
-            (tuple(p.shape), p.dtype, getattr(p, "get_main_grad", None)) for p in params
-        ]
+        ctx.params = []
+        for param in params:
+            write = getattr(param, "get_main_grad", None)
+            ctx.params.append((tuple(param.shape), param.dtype, write))
         module.charge("forward")
         return value.view_as(value)
 
@@ -78,23 +79,30 @@ class UnitModule(nn.Module):
 
     def __init__(self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype) -> None:
         super().__init__()
-        self.unit, self.runtime = unit, runtime
+        self.unit = unit
+        self.runtime = runtime
         for fqn, shape, _ in unit.params:
             empty = torch.empty(shape, dtype=dtype, device="meta")
             self.register_parameter(flat_name(fqn), nn.Parameter(empty))
 
     def charge(self, part: str) -> None:
-        runtime, unit = self.runtime, self.unit
+        runtime = self.runtime
+        unit = self.unit
         works = unit.forward if part == "forward" else unit.backward
         for work in works:
             runtime.spend(unit.host / len(works))
             runtime.write(
-                work.kind, work.amount, part=part, kernels=work.kernels, group=work.group,
+                work.kind,
+                work.amount,
+                part=part,
+                kernels=work.kernels,
+                group=work.group,
                 channel=f"model {work.group}" if work.group else "",
-            )  # fmt: skip
+            )
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return _Charged.apply(value, self, *self.parameters(recurse=False))  # type: ignore[no-any-return,no-untyped-call]
+        params = self.parameters(recurse=False)
+        return _Charged.apply(value, self, *params)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class LayerModule(UnitModule):
@@ -109,7 +117,8 @@ def unit_model(
     units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype
 ) -> nn.Sequential:
     """A model of units in order of computation."""
-    return nn.Sequential(*(
-        (LayerModule if is_layer(unit.name) else UnitModule)(unit, runtime, dtype)
-        for unit in units
-    ))  # fmt: skip
+    modules = []
+    for unit in units:
+        module = LayerModule if is_layer(unit.name) else UnitModule
+        modules.append(module(unit, runtime, dtype))
+    return nn.Sequential(*modules)

@@ -23,7 +23,9 @@ from .program import Kind, Operation, Program
 SMALL = 1 << 14
 """Bytes below which an operation is not recorded; only its launch counts."""
 
-CALL, SWITCH, LAUNCH = 20.0, 100.0, 8.0
+CALL = 20.0
+SWITCH = 100.0
+LAUNCH = 8.0
 """Microseconds of the reference host: an event, or an allocation or release of a unit's memory;
 work on another stream; a launch."""
 
@@ -39,9 +41,7 @@ class TimedRuntime:
 
     def __init__(self) -> None:
         self.device = torch.device("meta")
-        self.on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = (
-            lambda *_: None
-        )
+        self.on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = lambda *_: None
         self.part = ""
         self._role = COMPUTE
         self._operations: list[Operation] = []
@@ -68,11 +68,10 @@ class TimedRuntime:
         if amount <= 0:
             return
         role = self._role
-        after = self._waits.pop(role, set())
-        operation = Operation(
-            role, kind, amount, given.pop("part", self.part), tuple(sorted(after)),
-            host=self._host + LAUNCH, **given,
-        )  # fmt: skip
+        part = given.pop("part", self.part)
+        after = tuple(sorted(self._waits.pop(role, set())))
+        host = self._host + LAUNCH
+        operation = Operation(role, kind, amount, part, after, host=host, **given)
         self._host = 0.0
         self._last[role] = len(self._operations)
         self._operations.append(operation)
@@ -81,12 +80,14 @@ class TimedRuntime:
         self, rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
     ) -> None:
         """Times one pass in place of the kernel of `all_to_all_sum`."""
-        self.write(Kind.MEMORY, rows.nbytes + output.nbytes * (2 if accumulate else 1))
+        passes = 2 if accumulate else 1
+        self.write(Kind.MEMORY, rows.nbytes + output.nbytes * passes)
 
     # The engine's interface.
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
-        before, self._role = self._role, role
+        before = self._role
+        self._role = role
         if role != COMPUTE:
             self.spend(SWITCH)
         try:
@@ -128,7 +129,8 @@ class TimedRuntime:
     def synchronize(self, event: Any = None) -> None:
         """No-op: nothing runs asynchronously."""
 
-    abandon = block = synchronize
+    abandon = synchronize
+    block = synchronize
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
         """A result for launch comparison: a number and its complement, so that ranks agree."""
@@ -149,9 +151,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._runtime = runtime
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1].lstrip("_")
         if not name.startswith(VIEWS):
@@ -165,20 +165,30 @@ class Watch(TorchDispatchMode):
 
 def _bytes_moved(name: str, args: Any, out: Any) -> int:
     """Bytes read and written; overwritten tensors are not read."""
-    read = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
-    total = sum(one.numel() * one.element_size() for one in read)
+    read = _bytes_of(args)
     if name.startswith(("fill", "zero", "foreach_zero", "copy", "foreach_copy")):
-        return total
-    written = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-    if name.startswith("foreach") and not written:
-        written = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
-    return total + sum(one.numel() * one.element_size() for one in written)
+        return read
+    written = out
+    if name.startswith("foreach") and not _tensors_in(out):
+        written = args[0]
+    return read + _bytes_of(written)
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in _tensors_in(tree))
 
 
 KINDS = {
-    "all_gather": Kind.ALL_GATHER, "reduce_scatter": Kind.REDUCE_SCATTER,
-    "all_reduce": Kind.ALL_REDUCE, "all_reduce_max": Kind.ALL_REDUCE, "all_to_all": Kind.EXCHANGE,
-}  # fmt: skip
+    "all_gather": Kind.ALL_GATHER,
+    "reduce_scatter": Kind.REDUCE_SCATTER,
+    "all_reduce": Kind.ALL_REDUCE,
+    "all_reduce_max": Kind.ALL_REDUCE,
+    "all_to_all": Kind.EXCHANGE,
+}
 """Kinds of collectives in a step."""
 
 
@@ -190,23 +200,35 @@ class TimedCommunicator(Communicator):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, runtime: TimedRuntime, axis: str, channel: str,
+        self,
+        group: dist.ProcessGroup,
+        runtime: TimedRuntime,
+        axis: str,
+        channel: str,
         copy_engine: bool = False,
     ) -> None:
-        self.group, self.device, self._runtime = group, runtime.device, runtime
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.group = group
+        self.device = runtime.device
+        self._runtime = runtime
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self._axis, self._channel, self._copy_engine = axis, channel, copy_engine
+        self._axis = axis
+        self._channel = channel
+        self._copy_engine = copy_engine
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
         kind = KINDS.get(name)
-        if kind is not None and self.size > 1:
-            whole = [pair[0] if kind is Kind.ALL_GATHER else pair[1] for pair in pairs]
-            copied = self._copy_engine and kind in (Kind.ALL_GATHER, Kind.EXCHANGE)
-            self._runtime.write(
-                kind, sum(one.nbytes for one in whole), group=self._axis, channel=self._channel,
-                copy_engine=copied,
-            )  # fmt: skip
+        if kind is None or self.size == 1:
+            return []
+        nbytes = 0
+        for output, source in pairs:
+            whole = output if kind is Kind.ALL_GATHER else source
+            nbytes += whole.nbytes
+        copied = self._copy_engine and kind in (Kind.ALL_GATHER, Kind.EXCHANGE)
+        self._runtime.write(
+            kind, nbytes, group=self._axis, channel=self._channel, copy_engine=copied
+        )
         return []
 
     def all_objects(self, value: Any) -> dict[int, Any]:

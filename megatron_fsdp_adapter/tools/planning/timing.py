@@ -17,7 +17,9 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 from .machine import Group, Machine, collective_seconds, operation_seconds
 from .program import COLLECTIVES, PRODUCTS, Kind, Operation, Program
 
-EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
+EXPOSED = "exposed"
+IDLE = "idle"
+HOST = "waits for the host"
 
 
 Window = tuple[float, dict[str, float]]
@@ -47,7 +49,9 @@ STEP = ("step", 1)
 
 
 def time_windows(
-    program: Program, machine: Machine, groups: Mapping[str, Group],
+    program: Program,
+    machine: Machine,
+    groups: Mapping[str, Group],
     windows: Sequence[tuple[str, int]],
 ) -> list[Window]:
     """Times windows of one run: name and number of the mark at which measuring begins; it ends at
@@ -58,8 +62,8 @@ def time_windows(
     duty = spent.get("products", 0.0) / max(seconds, 1e-12)
     if gpu.sustained > 1.0 and duty > gpu.busy:
         slower = 1.0 + (gpu.sustained - 1.0) * (duty - gpu.busy) / (1.0 - gpu.busy)
-        hot = replace(machine, gpu=replace(gpu, product_tflops=gpu.product_tflops / slower))
-        state, intervals = simulate(program, hot, groups)
+        hot = replace(gpu, product_tflops=gpu.product_tflops / slower)
+        state, intervals = simulate(program, replace(machine, gpu=hot), groups)
     return [_window(state, intervals, window) for window in windows]
 
 
@@ -85,34 +89,37 @@ def simulate(
             now = next_launch
             continue
         rates = _rates(state, machine)
-        step = min(state.left[i] / rates[i] for i in state.running.values())
+        running = tuple(state.running.values())
+        step = min(state.left[i] / rates[i] for i in running)
         step = min(step, next_launch - now)
         late = COMPUTE not in state.running and _waits_for_host(state, now)
-        intervals.append((now, now + step, tuple(state.running.values()), late))
+        intervals.append((now, now + step, running, late))
         now += step
         for role, index in list(state.running.items()):
             state.left[index] -= step * rates[index]
-            if state.left[index] <= 1e-12:
-                state.ends[index] = now
-                if program.operations[index].read:
-                    _launch(state, index + 1, now, machine.host)
-                del state.running[role], state.left[index]
-                remaining -= 1
+            if state.left[index] > 1e-12:
+                continue
+            state.ends[index] = now
+            if program.operations[index].read:
+                _launch(state, index + 1, now, machine.host)
+            del state.running[role]
+            del state.left[index]
+            remaining -= 1
     return state, intervals
 
 
-def _prepare(
-    program: Program, machine: Machine, groups: Mapping[str, Group]
-) -> State:
+def _prepare(program: Program, machine: Machine, groups: Mapping[str, Group]) -> State:
     alone: list[float] = []
     last: dict[str, int] = {}
     state = State(program, alone, [math.inf] * len(program.operations), [])
     for index, one in enumerate(program.operations):
         alone.append(_alone(one, machine, groups))
         state.queues.setdefault(one.role, deque()).append(index)
-        state.before_on_channel.append(last.get(one.channel, -1) if one.channel else -1)
+        before = -1
         if one.channel:
+            before = last.get(one.channel, -1)
             last[one.channel] = index
+        state.before_on_channel.append(before)
     _launch(state, 0, 0.0, machine.host)
     state.ends = [-1.0] * len(alone)
     return state
@@ -130,15 +137,17 @@ def _launch(state: State, begin: int, now: float, host: float) -> None:
 
 def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group]) -> float:
     if one.kind in COLLECTIVES:
-        return max(1e-9, collective_seconds(
-            one.kind, one.amount, groups[one.group], machine.network, one.copy_engine
-        ))  # fmt: skip
+        group = groups[one.group]
+        network = machine.network
+        seconds = collective_seconds(one.kind, one.amount, group, network, one.copy_engine)
+        return max(1e-9, seconds)
     return operation_seconds(one.kind, one.amount, machine.gpu, one.kernels)
 
 
 def _blocked(state: State, index: int) -> bool:
     """True if another operation must end first."""
-    one, before = state.program.operations[index], state.before_on_channel[index]
+    one = state.program.operations[index]
+    before = state.before_on_channel[index]
     if before >= 0 and state.ends[before] < 0:
         return True
     return any(state.ends[i] < 0 for i in one.after)
@@ -147,9 +156,10 @@ def _blocked(state: State, index: int) -> bool:
 def _waiting(state: State) -> dict[str, int]:
     """The next operation of each idle stream."""
     return {
-        role: queue[0] for role, queue in state.queues.items()
+        role: queue[0]
+        for role, queue in state.queues.items()
         if queue and role not in state.running
-    }  # fmt: skip
+    }
 
 
 def _is_launched(state: State, index: int, now: float) -> bool:
@@ -168,59 +178,64 @@ def _next_launch(state: State, now: float) -> float:
     """The time at which the host launches the next operation of an idle stream; infinity for
     never."""
     waiting = _waiting(state).values()
-    return min((state.launched[i] for i in waiting if not _is_launched(state, i, now)),
-               default=math.inf)  # fmt: skip
+    later = [state.launched[i] for i in waiting if not _is_launched(state, i, now)]
+    return min(later, default=math.inf)
 
 
 def _waits_for_host(state: State, now: float) -> bool:
     """True if the compute stream's next operation waits only for its launch."""
     head = _waiting(state).get(COMPUTE)
-    return head is not None and not (_is_launched(state, head, now) or _blocked(state, head))
+    if head is None or _is_launched(state, head, now):
+        return False
+    return not _blocked(state, head)
 
 
 def _rates(state: State, cost: Machine) -> dict[int, float]:
     """Index of a running operation -> its speed relative to running alone."""
     operations = state.program.operations
-    return {
-        index: 1.0 / max([1.0, *(
-            _slowed(operations[index], operations[other], cost)
-            for beside, other in state.running.items() if beside != role
-        )])
-        for role, index in state.running.items()
-    }  # fmt: skip
+    rates = {}
+    for role, index in state.running.items():
+        slowed = 1.0
+        for beside, other in state.running.items():
+            if beside != role:
+                slowed = max(slowed, _slowed(operations[index], operations[other], cost))
+        rates[index] = 1.0 / slowed
+    return rates
 
 
 def _slowed(one: Operation, other: Operation, cost: Machine) -> float:
     """The slowdown factor of `one` beside `other`."""
-    computes, communicates = other.kind in COMPUTES, other.kind in COLLECTIVES
+    computes = other.kind in COMPUTES
     if one.kind in COMPUTES:
-        beside = cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
-        return beside if communicates else cost.product_beside_memory
+        if other.kind not in COLLECTIVES:
+            return cost.product_beside_memory
+        return cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
     if one.kind is Kind.MEMORY:
         return cost.memory_beside_product if computes else cost.memory_beside_nccl
+    if not computes:
+        return 1.0
     if one.copy_engine:
-        exchanged = one.kind is Kind.EXCHANGE
-        found = cost.exchange_beside_product if exchanged else cost.copies_beside_product
-    else:
-        gathers = one.kind is Kind.ALL_GATHER
-        found = cost.gather_beside_product if gathers else cost.reduce_beside_product
-    return found if computes else 1.0
+        exchanges = one.kind is Kind.EXCHANGE
+        return cost.exchange_beside_product if exchanges else cost.copies_beside_product
+    gathers = one.kind is Kind.ALL_GATHER
+    return cost.gather_beside_product if gathers else cost.reduce_beside_product
 
 
-def _window(
-    state: State, intervals: Sequence[Interval], window: tuple[str, int]
-) -> Window:
+def _window(state: State, intervals: Sequence[Interval], window: tuple[str, int]) -> Window:
     """The times of a window. It begins and ends when the compute stream passes a mark."""
-    marks = [count for name, count in state.program.marks if name == window[0]]
-    begin = _passed(state, marks[window[1]])
-    later = marks[window[1] + 1 :]
-    end = _passed(state, later[0] if later else len(state.program.operations))
+    mark, number = window
+    operations = state.program.operations
+    marks = [count for name, count in state.program.marks if name == mark]
+    marks.append(len(operations))
+    begin = _passed(state, marks[number])
+    end = _passed(state, marks[number + 1])
     spent: dict[str, float] = {}
     for start, stop, running, late in intervals:
         inside = min(stop, end) - max(start, begin)
-        if inside > 0:
-            for name in _purposes(state.program.operations, running, late):
-                spent[name] = spent.get(name, 0.0) + inside
+        if inside <= 0:
+            continue
+        for name in _purposes(operations, running, late):
+            spent[name] = spent.get(name, 0.0) + inside
     return end - begin, spent
 
 
@@ -233,9 +248,7 @@ def _passed(state: State, count: int) -> float:
     return 0.0
 
 
-def _purposes(
-    operations: Sequence[Operation], running: tuple[int, ...], late: bool
-) -> list[str]:
+def _purposes(operations: Sequence[Operation], running: tuple[int, ...], late: bool) -> list[str]:
     """The purposes that an interval counts for: one, plus "products" if a GEMM runs."""
     found = []
     compute = next((operations[i] for i in running if operations[i].role == COMPUTE), None)

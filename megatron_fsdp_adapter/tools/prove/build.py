@@ -108,12 +108,16 @@ def _fields(kind: type, options: Options) -> dict[str, Any]:
 
 def model_config(options: Options) -> TransformerConfig:
     """Core's model configuration."""
-    o, dtype = options, params_dtype(options)
-    kind = MLATransformerConfig if o.get("multi_latent_attention") else TransformerConfig
+    o = options
+    dtype = params_dtype(options)
+    if o.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+    else:
+        kind = TransformerConfig
     fields = _fields(kind, o)
     gated = bool(o.get("swiglu"))
-    stages, virtual = o.get("pipeline_model_parallel_size") or 1, bool(
-        o.get("virtual_pipeline_model_parallel_size"))  # fmt: skip
+    stages = o.get("pipeline_model_parallel_size") or 1
+    virtual = bool(o.get("virtual_pipeline_model_parallel_size"))
     on_gpu = torch.cuda.is_available()
     cp_kinds = o.get("cp_comm_type")
     fields |= {
@@ -121,7 +125,8 @@ def model_config(options: Options) -> TransformerConfig:
         "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
         "bias_activation_fusion": bool(
             o.get("bias_swiglu_fusion" if gated else "bias_gelu_fusion")
-            and (gated or o.get("add_bias_linear", True))),
+            and (gated or o.get("add_bias_linear", True))
+        ),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "num_query_groups": o.get("num_query_groups") if o.get("group_query_attention") else None,
@@ -131,9 +136,10 @@ def model_config(options: Options) -> TransformerConfig:
         "deallocate_pipeline_outputs": on_gpu or not virtual,
         "microbatch_group_size_per_vp_stage": stages if virtual else None,
         "use_cpu_initialization": not on_gpu,
-        "cp_comm_type": cp_kinds[0] if isinstance(cp_kinds, list) and len(cp_kinds) == 1
+        "cp_comm_type": cp_kinds[0]
+        if isinstance(cp_kinds, list) and len(cp_kinds) == 1
         else cp_kinds,
-    }  # fmt: skip
+    }
     if o.get("squared_relu") or o.get("quick_geglu"):
         raise ValueError("squared_relu, quick_geglu: not supported by a proof. Leave them out")
     if not o.get("num_moe_experts"):
@@ -148,13 +154,19 @@ def _layers(config: TransformerConfig, options: Options, chunk: int | None) -> A
     if options.get("transformer_impl") != "local":
         if config.num_moe_experts:
             return specs.get_gpt_decoder_block_spec(
-                config, use_transformer_engine=True, normalization=config.normalization,
-                qk_l2_norm=config.qk_l2_norm, vp_stage=chunk,
-            )  # fmt: skip
+                config,
+                use_transformer_engine=True,
+                normalization=config.normalization,
+                qk_l2_norm=config.qk_l2_norm,
+                vp_stage=chunk,
+            )
         return specs.get_gpt_layer_with_transformer_engine_spec(
-            None, False, config.qk_layernorm, config.multi_latent_attention,
+            None,
+            False,
+            config.qk_layernorm,
+            config.multi_latent_attention,
             qk_l2_norm=config.qk_l2_norm,
-        )  # fmt: skip
+        )
     return local_block_spec(config, chunk)
 
 
@@ -170,9 +182,11 @@ def build_chunk(
     mtp = None
     if options.get("mtp_num_layers"):
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, layers, use_transformer_engine=options.get("transformer_impl") != "local",
+            config,
+            layers,
+            use_transformer_engine=options.get("transformer_impl") != "local",
             vp_stage=stage,
-        )  # fmt: skip
+        )
     model = gpt_model(config, layers, options, stage, mtp).to(device)
     for name, param in model.named_parameters():
         _set_weight(param, coordinates(param, name, chunk))
@@ -247,7 +261,9 @@ class Trainer:
 
 def _label(chunks: list[Any], number: int, name: str) -> str:
     name = split_depth(name)[1]
-    return name if len(chunks) == 1 else f"chunk {number}: {name}"
+    if len(chunks) == 1:
+        return name
+    return f"chunk {number}: {name}"
 
 
 def _host(value: torch.Tensor) -> torch.Tensor:
@@ -331,20 +347,25 @@ def wire_schedule(config: Any, chunks: list[Any], optimizer: Any, aligned: bool)
 def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
     """Tokens (micro batch, seq + 1) of each microbatch, by step, microbatch and data-parallel
     rank."""
-    o, rank = trainer.options, ps.get_data_parallel_rank()
+    o = trainer.options
+    rank = ps.get_data_parallel_rank()
     found = []
     for micro in range(o["microbatches"]):
         seed = SEED + 7919 * step + 104729 * rank + 1299709 * micro
         tokens = torch.randint(
-            0, o["padded_vocab_size"], (o["micro_batch_size"], o["seq_length"] + 1),
+            0,
+            o["padded_vocab_size"],
+            (o["micro_batch_size"], o["seq_length"] + 1),
             generator=torch.Generator().manual_seed(seed),
-        )  # fmt: skip
+        )
         found.append(tokens.to(trainer.device))
     return found
 
 
 def _forward_step(
-    options: Options, iterator: Iterator[torch.Tensor], model: Any,
+    options: Options,
+    iterator: Iterator[torch.Tensor],
+    model: Any,
     return_schedule_plan: bool = False,
 ) -> Any:
     tokens = next(iterator)

@@ -97,13 +97,26 @@ def _as_rows(value: torch.Tensor) -> torch.Tensor:
 
 
 def compare_tensors(
-    run: str, step: int, quantity: str, mine: Tensors, theirs: Tensors, allowed: float,
+    run: str,
+    step: int,
+    quantity: str,
+    mine: Tensors,
+    theirs: Tensors,
+    allowed: float,
 ) -> Row:
     """Compares all tensors of one quantity; returns a row for the worst."""
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
-        return Row(run, step, quantity, math.inf, allowed, missing[0], "only one of the two has it",
-                   len(theirs))  # fmt: skip
+        return Row(
+            run,
+            step,
+            quantity,
+            math.inf,
+            allowed,
+            missing[0],
+            "only one of the two has it",
+            len(theirs),
+        )
     total = sum(float(v.double().abs().sum()) for v in theirs.values())
     number = sum(v.numel() for v in theirs.values())
     floor = 1e-3 * total / max(number, 1)
@@ -112,7 +125,10 @@ def compare_tensors(
     worst = max(gaps, key=lambda name: _size(gaps[name][0]))
     difference, rows = gaps[worst]
     height = len(_as_rows(theirs[worst]))
-    remark = described(bad, list(theirs), worst, rows, height) if bad else ""
+    if bad:
+        remark = described(bad, list(theirs), worst, rows, height)
+    else:
+        remark = ""
     return Row(run, step, quantity, difference, allowed, worst, remark, len(theirs))
 
 
@@ -148,7 +164,10 @@ def significant_update(
             if name in step:
                 size = step[name].abs()
                 decided = (size > allowed * size.mean()).to(new.dtype)
-                largest = decided if largest is None else torch.maximum(largest, decided)
+                if largest is None:
+                    largest = decided
+                else:
+                    largest = torch.maximum(largest, decided)
         change = new - before[name]
         found[name] = change if largest is None else change * largest
     return found

@@ -44,7 +44,10 @@ def lines_of(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         if row.run != run:
             run = row.run
             yield f"{run}"
-        what = f"{row.quantity} of {row.compared} parameters" if row.name else row.quantity
+        if row.name:
+            what = f"{row.quantity} of {row.compared} parameters"
+        else:
+            what = row.quantity
         verdict = "proven " if row.holds else "DIFFERS"
         worst = f"  worst {row.name}" if row.name and row.difference else ""
         yield (
@@ -68,8 +71,11 @@ def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]
         "not_compared": list(plan.shrunk.left_out),
         "versions": versions(),
         "comparisons": [
-            {**vars(row), "holds": row.holds,
-             "difference": row.difference if math.isfinite(row.difference) else "none"}
+            {
+                **vars(row),
+                "holds": row.holds,
+                "difference": row.difference if math.isfinite(row.difference) else "none",
+            }
             for row in rows
         ],
         "holds": all(row.holds for row in rows),

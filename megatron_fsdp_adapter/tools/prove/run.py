@@ -84,7 +84,8 @@ def _train(
     """The weights at the start, and the steps `first` to `last`."""
     from megatron_fsdp_adapter.tools.prove import build
 
-    start, found = trainer.weights(), []
+    start = trainer.weights()
+    found = []
     for number in range(first, last):
         found.append(Step(*build.train_step(trainer, number)))
         build.set_rate(trainer.optimizer, trainer.options)
@@ -128,9 +129,12 @@ def _run_rank(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, init_method=f"file://{plan.folder}/store", rank=rank,
-        world_size=plan.shrunk.world_size, timeout=timedelta(minutes=2),
-    )  # fmt: skip
+        backend,
+        init_method=f"file://{plan.folder}/store",
+        rank=rank,
+        world_size=plan.shrunk.world_size,
+        timeout=timedelta(minutes=2),
+    )
     with progress_bar("doctor --prove", "step") if rank == 0 else nullcontext(silent) as advance:
         rows = _compared(plan, lambda: advance(1, 2 * (plan.steps + plan.more)))
     _file_of(plan, rank).write_bytes(pickle.dumps(rows))
@@ -146,7 +150,8 @@ def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
     from megatron_fsdp_adapter.checkpoint.record import topology_of
     from megatron_fsdp_adapter.tools.prove import build
 
-    options, last = plan.shrunk.options, plan.steps + plan.more
+    options = plan.shrunk.options
+    last = plan.steps + plan.more
     # Stock DDP without a distributed optimizer would reduce over the ranks of one instance.
     device = build.start({**options, "num_distributed_optimizer_instances": 1})
     reference = _train(build.build_trainer(options, device, False), 0, last, advance)
@@ -156,21 +161,28 @@ def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
     trainer = build.build_trainer(options, device, True)
     start, trained = _train(trainer, 0, plan.steps, advance)
     state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": plan.steps}
-    save_checkpoint(plan.folder / "checkpoint", plan.steps, state,
-                    topology=topology_of(SimpleNamespace(**options)))  # fmt: skip
+    save_checkpoint(
+        plan.folder / "checkpoint",
+        plan.steps,
+        state,
+        topology=topology_of(SimpleNamespace(**options)),
+    )
     rows = compare_steps(options, TRAINED, 0, start, trained, reference)
     other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
     start, more = _train(_load(plan, other, device), plan.steps, last, advance)
-    rows.append(compare.compare_tensors(
-        plan.loaded, plan.steps, "weights as loaded", start, trained[-1].weights, 0.0
-    ))  # fmt: skip
+    rows.append(
+        compare.compare_tensors(
+            plan.loaded, plan.steps, "weights as loaded", start, trained[-1].weights, 0.0
+        )
+    )
     return rows + compare_steps(options, plan.loaded, plan.steps, start, more, reference)
 
 
 def prove(plan: Plan, backend: str, timeout: float) -> list[Row]:
     """Runs the ranks; returns the worst rank's row of each comparison. Raises torch's
     `ProcessRaisedException` or `ProcessExitedException` if a rank fails or hangs."""
-    world, before = plan.shrunk.world_size, dict(os.environ)
+    world = plan.shrunk.world_size
+    before = dict(os.environ)
     os.environ.update(ENVIRONMENT, WORLD_SIZE=str(world))
     # A CUDA context does not survive a fork, and importing Transformer Engine creates one.
     method = "spawn" if torch.cuda.is_available() else "forkserver"
@@ -197,8 +209,10 @@ def narrowest(options: Options) -> str:
     """The narrowest dtype of a gradient: of compute, wire or accumulation."""
     if options.get("fp8"):
         return "fp8"
-    policy = [str(options.get(f"megatron_fsdp_{name}_dtype"))
-              for name in ("main_params", "main_grads", "grad_comm")]  # fmt: skip
+    policy = [
+        str(options.get(f"megatron_fsdp_{name}_dtype"))
+        for name in ("main_params", "main_grads", "grad_comm")
+    ]
     policy += [str(options.get(f"exp_avg{name}_dtype")) for name in ("", "_sq")]
     if options.get("bf16") or any("bf16" in name or "bfloat16" in name for name in policy):
         return "bf16"
@@ -206,11 +220,16 @@ def narrowest(options: Options) -> str:
 
 
 def compare_steps(
-    options: Options, run: str, first: int, start: Values, steps: Sequence[Step],
+    options: Options,
+    run: str,
+    first: int,
+    start: Values,
+    steps: Sequence[Step],
     reference: tuple[Values, Sequence[Step]],
 ) -> list[Row]:
     """Comparisons of the steps after step `first` with the reference's."""
-    dtype, rows = narrowest(options), []
+    dtype = narrowest(options)
+    rows = []
     before_all, expected = reference
     weights = [before_all, *(step.weights for step in expected)]
     for number, (loss, norm, gradients, after) in enumerate(steps, first + 1):
@@ -221,7 +240,8 @@ def compare_steps(
         if number > 1 and routes_by_rounding(options):
             rows.append(norms)
         else:
-            so_far, allowed = [step.gradients for step in expected[:number]], limits["gradients"]
+            so_far = [step.gradients for step in expected[:number]]
+            allowed = limits["gradients"]
             mine, other = (
                 compare.significant_update(before, then, so_far, allowed)
                 for before, then in ((start, after), (weights[number - 1], weights[number]))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_adapter.megatron.options.settings import Change
-from megatron_fsdp_adapter.tools.models.spec import refuse
 
 Options = Mapping[str, Any]
 
@@ -116,12 +115,14 @@ def _needs_precision_aware(name: str) -> When:
     """True if an optimizer dtype (name or torch.dtype) needs a precision-aware optimizer that is
     off."""
     fp32 = (None, "fp32", "float32", "torch.float32")
-    return lambda o, room: not o.get("use_precision_aware_optimizer") and (
-        o.get(name) is not None and str(o[name]) not in fp32
+    return lambda o, room: (
+        not o.get("use_precision_aware_optimizer")
+        and (o.get(name) is not None and str(o[name]) not in fp32)
     )
 
 
-_GPU, _TE = "needs a GPU", "needs a GPU and Transformer Engine"
+_GPU = "needs a GPU"
+_TE = "needs a GPU and Transformer Engine"
 _RANDOM = "ranks draw other random numbers"
 _READ_EARLY = "a proof reads gradients between backward and step"
 _SAME_START = "both models are given the same weights before they are wrapped"
@@ -140,55 +141,113 @@ DROPPED: Mapping[str, tuple[When, Any, str]] = {
     "hidden_dropout": (lambda o, room: o.get("hidden_dropout") != 0.0, 0.0, _RANDOM),
     "attention_dropout": (lambda o, room: o.get("attention_dropout") != 0.0, 0.0, _RANDOM),
     "transformer_impl": (
-        lambda o, room: o.get("transformer_impl") != "local"
-        and not (room.cuda and room.transformer_engine), "local", _TE),
+        lambda o, room: (
+            o.get("transformer_impl") != "local" and not (room.cuda and room.transformer_engine)
+        ),
+        "local",
+        _TE,
+    ),
     "fp8": (_without_te("fp8"), None, _TE),
     **_each(
-        ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion",
-         "use_precision_aware_optimizer", "tp_comm_overlap", "first_last_layers_bf16",
-         "use_transformer_engine_op_fuser"), _without_te, False, _TE),
+        (
+            "moe_grouped_gemm",
+            "moe_permute_fusion",
+            "moe_router_fusion",
+            "apply_rope_fusion",
+            "use_precision_aware_optimizer",
+            "tp_comm_overlap",
+            "first_last_layers_bf16",
+            "use_transformer_engine_op_fuser",
+        ),
+        _without_te,
+        False,
+        _TE,
+    ),
     **_each(
         ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
-        _needs_precision_aware, "fp32", "only with a precision-aware optimizer"),
+        _needs_precision_aware,
+        "fp32",
+        "only with a precision-aware optimizer",
+    ),
     **_each(
-        ("optimizer_cpu_offload", "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion",
-         "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
-         "cross_entropy_loss_fusion", "nccl_ub", "fsdp_copy_engine_all_gather",
-         "fsdp_copy_engine_reduce_scatter", "fsdp_manual_registration",
-         "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-        _on_cpu, False, _GPU),
+        (
+            "optimizer_cpu_offload",
+            "bias_gelu_fusion",
+            "bias_swiglu_fusion",
+            "bias_dropout_fusion",
+            "bias_activation_fusion",
+            "masked_softmax_fusion",
+            "persist_layer_norm",
+            "cross_entropy_loss_fusion",
+            "nccl_ub",
+            "fsdp_copy_engine_all_gather",
+            "fsdp_copy_engine_reduce_scatter",
+            "fsdp_manual_registration",
+            "moe_shared_expert_overlap",
+            "overlap_moe_expert_parallel_comm",
+            "delay_wgrad_compute",
+        ),
+        _on_cpu,
+        False,
+        _GPU,
+    ),
     "moe_token_dispatcher_type": (
-        lambda o, room: o.get("moe_token_dispatcher_type") == "flex", "alltoall",
-        "needs a package, and GPUs with the links that its kernels require"),
+        lambda o, room: o.get("moe_token_dispatcher_type") == "flex",
+        "alltoall",
+        "needs a package, and GPUs with the links that its kernels require",
+    ),
     "moe_expert_rank_capacity_factor": (
-        _on("moe_expert_rank_capacity_factor"), None, "only with the flex dispatcher"),
+        _on("moe_expert_rank_capacity_factor"),
+        None,
+        "only with the flex dispatcher",
+    ),
     "moe_paged_stash": (_on("moe_paged_stash"), False, "only with the flex dispatcher"),
     "cuda_graph_impl": (
-        lambda o, room: o.get("cuda_graph_impl") not in (None, "none"), "none", _READ_EARLY),
+        lambda o, room: o.get("cuda_graph_impl") not in (None, "none"),
+        "none",
+        _READ_EARLY,
+    ),
     "enable_cuda_graph": (_on("enable_cuda_graph"), False, _READ_EARLY),
     "init_model_with_meta_device": (_on("init_model_with_meta_device"), False, _SAME_START),
     **_each(("fp8_param", "fp8_param_gather"), _on, False, f"{_SAME_START}, in bf16"),
+    **_each(("fine_grained_activation_offloading", "cpu_offloading"), _on, False, _FEW_ACTIVATIONS),
     **_each(
-        ("fine_grained_activation_offloading", "cpu_offloading"), _on, False, _FEW_ACTIVATIONS),
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        _on,
+        False,
+        "stages are made even",
+    ),
     **_each(
-        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), _on,
-        False, "stages are made even"),
+        (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        ),
+        _on,
+        None,
+        "stages are made even",
+    ),
     **_each(
-        ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), _on, None,
-        "stages are made even"),
+        ("pipeline_model_parallel_layout", "heterogeneous_layers_config_path"),
+        _on,
+        None,
+        _LAYERS_GONE,
+    ),
     **_each(
-        ("pipeline_model_parallel_layout", "heterogeneous_layers_config_path"), _on, None,
-        _LAYERS_GONE),
-    **_each(
-        ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_limited_devices"), _on,
-        None, "the small model has too few experts for groups"),
+        ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_limited_devices"),
+        _on,
+        None,
+        "the small model has too few experts for groups",
+    ),
     "moe_input_jitter_eps": (_on("moe_input_jitter_eps"), None, _RANDOM),
     "fp4": (_on("fp4"), None, "no error bound is known for its GEMMs"),
     "moe_expert_capacity_factor": (
-        _on("moe_expert_capacity_factor"), None,
-        "it makes routing depend on other ranks' tokens"),
-}  # fmt: skip
+        _on("moe_expert_capacity_factor"),
+        None,
+        "it makes routing depend on other ranks' tokens",
+    ),
+}
 """Options that a proof cannot keep: when, the neutral value, and why."""
 
 UNSUPPORTED: Mapping[str, Any] = {
@@ -221,16 +280,14 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
     Raises ValueError for names in `keep` that are no sizes, and for models that cannot be built.
     """
     unknown = sorted(keep - SIZES)
-    refuse(
-        (unknown, f"--keep {', '.join(unknown)}: not a size that a proof changes. Leave it out"),
-        *(
-            (
-                options.get(name) not in (allowed, None),
-                f"{name}={options.get(name)!r}: not supported by a proof. Leave it out",
-            )
-            for name, allowed in UNSUPPORTED.items()
-        ),
-    )
+    if unknown:
+        raise ValueError(
+            f"--keep {', '.join(unknown)}: not a size that a proof changes. Leave it out"
+        )
+    for name, allowed in UNSUPPORTED.items():
+        value = options.get(name)
+        if value not in (allowed, None):
+            raise ValueError(f"{name}={value!r}: not supported by a proof. Leave it out")
     work = ScaledDown(dict(options), keep)
     for option, (when, value, reason) in DROPPED.items():
         if when(work.options, room):
@@ -271,9 +328,13 @@ def _recomputed(work: ScaledDown, room: Room) -> None:
 def _ranks(work: ScaledDown, room: Room) -> None:
     """Sets two ranks for each axis, data parallelism first, because sharding is what is proven."""
     o = work.options
-    work.set("num_query_groups", None if not o.get("group_query_attention")
-             else o.get("num_query_groups"), "only with group_query_attention")  # fmt: skip
-    world, few = min(2, room.ranks), f"there are {room.ranks} ranks"
+    work.set(
+        "num_query_groups",
+        None if not o.get("group_query_attention") else o.get("num_query_groups"),
+        "only with group_query_attention",
+    )
+    world = min(2, room.ranks)
+    few = f"there are {room.ranks} ranks"
     if world < 2:
         work.left_out.append("shards of several ranks: there is one rank")
     for name in AXES:
@@ -302,9 +363,10 @@ def _ranks(work: ScaledDown, room: Room) -> None:
 
 
 VIRTUAL = (
-    "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
-)  # fmt: skip
+)
 """The names of one size."""
 
 
@@ -317,7 +379,8 @@ def _layers(work: ScaledDown) -> None:
     chunks = 2 if virtual and stages > 1 else 1
     for name, value in zip(VIRTUAL, (chunks if chunks > 1 else None, None, None), strict=True):
         work.set(name, value, "two chunks, by virtual_pipeline_model_parallel_size")
-    pieces, frequency = stages * chunks, o.get("moe_layer_freq", 1)
+    pieces = stages * chunks
+    frequency = o.get("moe_layer_freq", 1)
     if isinstance(frequency, int) and frequency > 1:  # as a list: fewer layers have both kinds
         frequency = [int(i % frequency == 0) for i in range(_number(o, "num_layers", 1))]
     # Three layers if all are on one rank: a first, a last, and one in between.
@@ -328,8 +391,12 @@ def _layers(work: ScaledDown) -> None:
         if len(set(frequency)) > len(set(kept)):  # dense layers come first: keep one
             kept = [0] + [1] * (layers - 1)
         work.set("moe_layer_freq", kept, "one entry a layer")
-    for name in ("mtp_num_layers", "recompute_num_layers", "num_layers_at_start_in_bf16",
-                 "num_layers_at_end_in_bf16"):  # fmt: skip
+    for name in (
+        "mtp_num_layers",
+        "recompute_num_layers",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+    ):
         work.least(name, 1, "fewer layers")
 
 
@@ -347,7 +414,8 @@ def _widths(work: ScaledDown, room: Room) -> None:
     heads = _number(o, "num_attention_heads", 1)
     hidden = _number(o, "hidden_size", heads)
     ratio = (_number(o, "ffn_hidden_size", 4 * hidden)) / hidden
-    unit, dim = quantum(o), _number(o, "kv_channels", hidden // heads)
+    unit = quantum(o)
+    dim = _number(o, "kv_channels", hidden // heads)
     small_dim = min(dim, 64 if room.cuda else 16)
     groups = o.get("num_query_groups")
     if groups:
@@ -408,16 +476,26 @@ def _batches(work: ScaledDown, room: Room) -> None:
     length = _number(o, "seq_length", 16)
     work.set("max_position_embeddings", length, "as many as tokens")
     # Before the batch shrinks: the number of microbatches of the original run.
-    micro, total = _number(o, "micro_batch_size", 1), o.get("global_batch_size")
+    micro = _number(o, "micro_batch_size", 1)
+    total = o.get("global_batch_size")
     work.least("micro_batch_size", 2, "samples")
     several = total is not None and total > micro * _number(o, "original_data_parallel_size", 1)
-    number = (2 * stages if stages > 1 else 3) if several or stages > 1 else 1
+    if several or stages > 1:
+        if stages > 1:
+            number = 2 * stages
+        else:
+            number = 3
+    else:
+        number = 1
     work.set("microbatches", number, "several, as in the run" if several else "one step")
     if not several and stages == 1:
         work.left_out.append("several microbatches: the run has one (or no global batch size)")
     ranks = o["world_size"] // ranks_over(o)
-    work.set("global_batch_size", o["microbatches"] * ranks * _number(o, "micro_batch_size", 1),
-             "microbatches x ranks x samples")  # fmt: skip
+    work.set(
+        "global_batch_size",
+        o["microbatches"] * ranks * _number(o, "micro_batch_size", 1),
+        "microbatches x ranks x samples",
+    )
 
 
 def _schedule(work: ScaledDown) -> None:

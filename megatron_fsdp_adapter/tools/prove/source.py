@@ -50,8 +50,9 @@ def of_script(script: Path, arguments: Sequence[str], world_size: int | None) ->
         args.use_megatron_fsdp = True
         reason = "not given; the proof sets it"
         changes.append(Change(megatron_lm.FSDP_FLAG, False, True, reason))
-    return _finished(f"{script} with its command line", args, arguments, changes, world_size,
-                     folder)  # fmt: skip
+    return _finished(
+        f"{script} with its command line", args, arguments, changes, world_size, folder
+    )
 
 
 def of_options(options: Mapping[str, Any], source: str, world_size: int | None) -> Recipe:
@@ -63,7 +64,11 @@ def of_options(options: Mapping[str, Any], source: str, world_size: int | None) 
 
 
 def _finished(
-    source: str, args: Any, arguments: Sequence[str], changes: list[Change], world_size: int | None,
+    source: str,
+    args: Any,
+    arguments: Sequence[str],
+    changes: list[Change],
+    world_size: int | None,
     folder: Path | None,
 ) -> Recipe:
     for name, value in (("outer_dp_sharding_strategy", "no_shard"), ("ckpt_format", None)):
@@ -100,8 +105,11 @@ def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str
     found["original_data_parallel_size"] = max(1, world_size // ranks_over(found))
     if not found.get("expert_tensor_parallel_size"):
         found["expert_tensor_parallel_size"] = found.get("tensor_model_parallel_size") or 1
-    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-               if not found.get(name)]  # fmt: skip
+    missing = [
+        name
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+        if not found.get(name)
+    ]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not given")
     return found
