@@ -91,83 +91,96 @@ def start(options: Options) -> torch.device:
     unset_num_microbatches_calculator()
     data = ps.get_data_parallel_world_size()
     micro = options["micro_batch_size"]
-    init_num_microbatches_calculator(
-        dist.get_rank(), None, options["microbatches"] * micro * data, micro, data
-    )
+    total = options["microbatches"] * micro * data
+    init_num_microbatches_calculator(dist.get_rank(), None, total, micro, data)
     return device
 
 
 def _fields(kind: type, options: Options) -> dict[str, Any]:
     names = {item.name for item in dataclasses.fields(kind) if item.init} - NOT_COPIED
-    found = {n: options[n] for n in names if n in options}
-    for name, value in found.items():
+    found = {}
+    for name in names & options.keys():
+        value = options[name]
         if name.endswith("_dtype") and name != "moe_router_dtype" and isinstance(value, str):
-            found[name] = DTYPES.get(value, value)
-    return {n: v for n, v in found.items() if v is not None or n.startswith("megatron_fsdp_main_p")}
+            value = DTYPES.get(value, value)
+        if value is not None or name.startswith("megatron_fsdp_main_p"):
+            found[name] = value
+    return found
 
 
 def model_config(options: Options) -> TransformerConfig:
     """Core's model configuration."""
     o = options
-    dtype = params_dtype(options)
-    if o.get("multi_latent_attention"):
-        kind = MLATransformerConfig
-    else:
-        kind = TransformerConfig
+    dtype = params_dtype(o)
+    kind = MLATransformerConfig if o.get("multi_latent_attention") else TransformerConfig
     fields = _fields(kind, o)
-    gated = bool(o.get("swiglu"))
-    stages = o.get("pipeline_model_parallel_size") or 1
     virtual = bool(o.get("virtual_pipeline_model_parallel_size"))
     on_gpu = torch.cuda.is_available()
-    cp_kinds = o.get("cp_comm_type")
     fields |= {
-        "gated_linear_unit": gated,
-        "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
-        "bias_activation_fusion": bool(
-            o.get("bias_swiglu_fusion" if gated else "bias_gelu_fusion")
-            and (gated or o.get("add_bias_linear", True))
-        ),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "num_query_groups": o.get("num_query_groups") if o.get("group_query_attention") else None,
         "overlap_p2p_comm": virtual,
         "batch_p2p_comm": not virtual,
         # gloo reads an output after its send was launched, when the overlapped schedule frees it.
         "deallocate_pipeline_outputs": on_gpu or not virtual,
-        "microbatch_group_size_per_vp_stage": stages if virtual else None,
+        "microbatch_group_size_per_vp_stage": None,
+        "num_query_groups": None,
         "use_cpu_initialization": not on_gpu,
-        "cp_comm_type": cp_kinds[0]
-        if isinstance(cp_kinds, list) and len(cp_kinds) == 1
-        else cp_kinds,
+        **_activation(o),
     }
+    if virtual:
+        stages = o.get("pipeline_model_parallel_size") or 1
+        fields["microbatch_group_size_per_vp_stage"] = stages
+    if o.get("group_query_attention"):
+        fields["num_query_groups"] = o.get("num_query_groups")
+    cp_kinds = o.get("cp_comm_type")
+    if isinstance(cp_kinds, list) and len(cp_kinds) == 1:
+        cp_kinds = cp_kinds[0]
+    fields["cp_comm_type"] = cp_kinds
     if o.get("squared_relu") or o.get("quick_geglu"):
         raise ValueError("squared_relu, quick_geglu: not supported by a proof. Leave them out")
     if not o.get("num_moe_experts"):
         fields = {n: v for n, v in fields.items() if not n.startswith(("moe_", "num_moe"))}
-        fields |= {"expert_model_parallel_size": 1}
+        fields["expert_model_parallel_size"] = 1
         fields.pop("expert_tensor_parallel_size", None)
     return kind(**fields)
 
 
+def _activation(options: Options) -> dict[str, Any]:
+    """Fields of the MLP's activation. Its fusion with biases is used where there are biases."""
+    gated = bool(options.get("swiglu"))
+    if gated:
+        function = torch.nn.functional.silu
+        fused = options.get("bias_swiglu_fusion")
+    else:
+        function = torch.nn.functional.gelu
+        fused = options.get("bias_gelu_fusion") and options.get("add_bias_linear", True)
+    return {
+        "gated_linear_unit": gated,
+        "activation_func": function,
+        "bias_activation_fusion": bool(fused),
+    }
+
+
 def _layers(config: TransformerConfig, options: Options, chunk: int | None) -> Any:
     specs: Any = gpt_layer_specs
-    if options.get("transformer_impl") != "local":
-        if config.num_moe_experts:
-            return specs.get_gpt_decoder_block_spec(
-                config,
-                use_transformer_engine=True,
-                normalization=config.normalization,
-                qk_l2_norm=config.qk_l2_norm,
-                vp_stage=chunk,
-            )
-        return specs.get_gpt_layer_with_transformer_engine_spec(
-            None,
-            False,
-            config.qk_layernorm,
-            config.multi_latent_attention,
+    if options.get("transformer_impl") == "local":
+        return local_block_spec(config, chunk)
+    if config.num_moe_experts:
+        return specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=True,
+            normalization=config.normalization,
             qk_l2_norm=config.qk_l2_norm,
+            vp_stage=chunk,
         )
-    return local_block_spec(config, chunk)
+    return specs.get_gpt_layer_with_transformer_engine_spec(
+        None,
+        False,
+        config.qk_layernorm,
+        config.multi_latent_attention,
+        qk_l2_norm=config.qk_l2_norm,
+    )
 
 
 def build_chunk(
@@ -211,7 +224,8 @@ def _set_weight(param: torch.nn.Parameter, place: tuple[Any, ...]) -> None:
 
     A matrix is scaled to preserve the size of its input. Biases and norms stay near their initial
     values, but are not zero, which would hide errors."""
-    generator = torch.Generator().manual_seed(zlib.crc32(repr((SEED, *place)).encode()))
+    seed = zlib.crc32(repr((SEED, *place)).encode())
+    generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(param.shape, generator=generator)
     with torch.no_grad():
         if param.ndim == 1:
@@ -243,20 +257,22 @@ class Trainer:
         """Whole reduced gradients, between the backwards and the optimizer's step; collective."""
         if not self.ours:
             return {name: _host(p.main_grad) for name, p in self._named() if p.requires_grad}
-        pairs = [(name, pair) for name, pair in self._pairs() if pair.sharded.grad is not None]
-        return {name: _whole(pair, pair.sharded.grad) for name, pair in pairs}
+        found = {}
+        for name, pair in self._pairs():
+            grad = pair.sharded.grad
+            if grad is not None:
+                found[name] = _whole(pair, grad)
+        return found
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):
             for name, param in chunk.named_parameters():
                 yield _label(self.chunks, number, name), param
 
-    def _pairs(self) -> list[tuple[str, Any]]:
-        return [
-            (_label(self.chunks, number, pair.managed.fqns[0]), pair)
-            for number, chunk in enumerate(self.chunks)
-            for pair in chunk.engine.pairs
-        ]
+    def _pairs(self) -> Iterator[tuple[str, Any]]:
+        for number, chunk in enumerate(self.chunks):
+            for pair in chunk.engine.pairs:
+                yield _label(self.chunks, number, pair.managed.fqns[0]), pair
 
 
 def _label(chunks: list[Any], number: int, name: str) -> str:
@@ -294,9 +310,8 @@ def _wrap(options: Options, config: Any, model: Any, ours: bool, number: int) ->
     fields = {**_fields(FsdpConfig, options), "check_for_nan_in_grad": False}
     arguments: dict[str, Any] = {}
     if options.get("create_all_gather_group") or options.get("separate_all_gather_groups"):
-        arguments["pg_collection"] = create_all_gather_groups(
-            ProcessGroupCollection.use_mpu_process_groups()
-        )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        arguments["pg_collection"] = create_all_gather_groups(groups)
     return FullyShardedDataParallel(
         config, FsdpConfig(**fields), model, disable_bucketing=number > 0, **arguments
     )
@@ -321,9 +336,11 @@ def _optimizer(options: Options, chunks: list[Any], ours: bool) -> Any:
 def set_rate(optimizer: Any, options: Options) -> None:
     """Sets learning rate and weight decay, as Megatron's scheduler does at every step."""
     decay = options.get("weight_decay")
+    if decay is None:
+        decay = 0.01
     for group in optimizer.param_groups:
         group["lr"] = options["lr"] * group.get("lr_mult", 1.0)
-        group["weight_decay"] = (0.01 if decay is None else decay) * group.get("wd_mult", 1.0)
+        group["weight_decay"] = decay * group.get("wd_mult", 1.0)
 
 
 def wire_schedule(config: Any, chunks: list[Any], optimizer: Any, aligned: bool) -> None:
@@ -352,12 +369,9 @@ def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
     found = []
     for micro in range(o["microbatches"]):
         seed = SEED + 7919 * step + 104729 * rank + 1299709 * micro
-        tokens = torch.randint(
-            0,
-            o["padded_vocab_size"],
-            (o["micro_batch_size"], o["seq_length"] + 1),
-            generator=torch.Generator().manual_seed(seed),
-        )
+        generator = torch.Generator().manual_seed(seed)
+        shape = (o["micro_batch_size"], o["seq_length"] + 1)
+        tokens = torch.randint(0, o["padded_vocab_size"], shape, generator=generator)
         found.append(tokens.to(trainer.device))
     return found
 
@@ -369,17 +383,18 @@ def _forward_step(
     return_schedule_plan: bool = False,
 ) -> Any:
     tokens = next(iterator)
-    length = options["seq_length"]
+    positions = torch.arange(options["seq_length"], device=tokens.device)
     batch = batch_of_context_rank(
         {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
-            "position_ids": torch.arange(length, device=tokens.device).expand(tokens.size(0), -1),
+            "position_ids": positions.expand(tokens.size(0), -1),
         }
     )
     run = model.build_schedule_plan if return_schedule_plan else model
-    losses = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    counted = batch["labels"] % 3 != 0
+    labels = batch["labels"]
+    losses = run(batch["tokens"], batch["position_ids"], None, labels=labels)
+    counted = labels % 3 != 0
 
     def loss_func(output: torch.Tensor) -> Any:
         report = {"loss": output.detach().float().mean()}
@@ -396,31 +411,35 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float, Values, Value
 
     Returns mean loss (0 except on the last pipeline stage), norm before clipping, gradients and
     main weights."""
+    options = trainer.options
     data = _batches(trainer, step)
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()
-    several = len(trainer.chunks) > 1
+    model: Any = trainer.chunks
+    iterators: Any = [iter(data) for _ in model]
+    if len(model) == 1:
+        model = model[0]
+        iterators = iter(data)
     reports = get_forward_backward_func()(
-        forward_step_func=functools.partial(_forward_step, trainer.options),
-        data_iterator=[iter(data) for _ in trainer.chunks] if several else iter(data),
-        model=trainer.chunks if several else trainer.chunks[0],
+        forward_step_func=functools.partial(_forward_step, options),
+        data_iterator=iterators,
+        model=model,
         num_microbatches=len(data),
-        seq_length=trainer.options["seq_length"],
-        micro_batch_size=trainer.options["micro_batch_size"],
+        seq_length=options["seq_length"],
+        micro_batch_size=options["micro_batch_size"],
         forward_only=False,
     )
     loss = torch.zeros((), device=trainer.device)
     if reports:
         loss = torch.stack([report["loss"] for report in reports]).mean()
-    dist.all_reduce(loss, group=ps.get_data_parallel_group(with_context_parallel=True))
+    group = ps.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(loss, group=group)
     gradients = trainer.gradients()
     success, norm, _ = trainer.optimizer.step()
     if not success:
         raise RuntimeError(
             f"step {step}: the optimizer skipped it, because gradients are not finite"
         )
-    loss_value = float(loss) / dist.get_world_size(
-        ps.get_data_parallel_group(with_context_parallel=True)
-    )
-    return loss_value, float(norm or 0.0), gradients, trainer.weights()
+    mean = float(loss) / dist.get_world_size(group)
+    return mean, float(norm or 0.0), gradients, trainer.weights()

@@ -73,18 +73,23 @@ def gap(
     floor: magnitude of elements below which differences count as rounding."""
     if mine.shape != theirs.shape:
         return math.inf, []
-    if not bool(torch.isfinite(mine).all()):
-        return math.nan, _as_rows(~torch.isfinite(mine)).any(1).nonzero().flatten().tolist()
-    if mine.numel() == 0:
+    odd = ~torch.isfinite(mine)
+    if odd.any():
+        return math.nan, _true_rows(_as_rows(odd).any(1))
+    numel = mine.numel()
+    if numel == 0:
         return 0.0, []
     off = _as_rows((mine.double() - theirs.double()).abs()).sum(1)
     size = _as_rows(theirs.double().abs()).sum(1)
-    width = mine.numel() / len(size)
-    total = float(off.sum() / size.sum().clamp_min(max(floor * mine.numel(), 1e-300)))
+    width = numel / len(size)
+    total = off.sum() / size.sum().clamp_min(max(floor * numel, 1e-300))
     typical = size.mean().clamp_min(max(floor * width, 1e-300))
     per_row = off / size.clamp_min(typical) / ROW
-    beyond = (per_row > allowed).nonzero().flatten().tolist()
-    return max(total, float(per_row.max())), beyond
+    return max(float(total), float(per_row.max())), _true_rows(per_row > allowed)
+
+
+def _true_rows(rows: torch.Tensor) -> list[int]:
+    return rows.nonzero().flatten().tolist()
 
 
 def _as_rows(value: torch.Tensor) -> torch.Tensor:
@@ -92,8 +97,9 @@ def _as_rows(value: torch.Tensor) -> torch.Tensor:
     too noisy."""
     if value.ndim >= 2:
         return value.reshape(value.shape[0], -1)
-    short = value.reshape(-1)
-    return torch.nn.functional.pad(short, (0, -short.numel() % 8)).reshape(-1, 8)
+    vector = value.reshape(-1)
+    missing = -vector.numel() % 8
+    return torch.nn.functional.pad(vector, (0, missing)).reshape(-1, 8)
 
 
 def compare_tensors(
@@ -105,31 +111,34 @@ def compare_tensors(
     allowed: float,
 ) -> Row:
     """Compares all tensors of one quantity; returns a row for the worst."""
+    compared = len(theirs)
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
+        remark = "only one of the two has it"
         return Row(
             run,
             step,
             quantity,
             math.inf,
             allowed,
-            missing[0],
-            "only one of the two has it",
-            len(theirs),
+            name=missing[0],
+            remark=remark,
+            compared=compared,
         )
-    total = sum(float(v.double().abs().sum()) for v in theirs.values())
-    number = sum(v.numel() for v in theirs.values())
+    total = sum(float(value.double().abs().sum()) for value in theirs.values())
+    number = sum(value.numel() for value in theirs.values())
     floor = 1e-3 * total / max(number, 1)
     gaps = {name: gap(mine[name], theirs[name], allowed, floor) for name in theirs}
     bad = [name for name, (difference, _) in gaps.items() if not difference <= allowed]
     worst = max(gaps, key=lambda name: _size(gaps[name][0]))
     difference, rows = gaps[worst]
-    height = len(_as_rows(theirs[worst]))
+    remark = ""
     if bad:
+        height = len(_as_rows(theirs[worst]))
         remark = described(bad, list(theirs), worst, rows, height)
-    else:
-        remark = ""
-    return Row(run, step, quantity, difference, allowed, worst, remark, len(theirs))
+    return Row(
+        run, step, quantity, difference, allowed, name=worst, remark=remark, compared=compared
+    )
 
 
 def rank_of(row: Row) -> float:
@@ -145,9 +154,9 @@ def compare_numbers(
     run: str, step: int, quantity: str, mine: float, theirs: float, allowed: float
 ) -> Row:
     """Compares loss or norm, relative to the reference."""
-    scale = max(abs(theirs), 1e-30)
-    difference = abs(mine - theirs) / scale
-    return Row(run, step, quantity, difference, allowed, remark=f"{mine:.6g} for {theirs:.6g}")
+    difference = abs(mine - theirs) / max(abs(theirs), 1e-30)
+    remark = f"{mine:.6g} for {theirs:.6g}"
+    return Row(run, step, quantity, difference, allowed, remark=remark)
 
 
 def significant_update(
@@ -159,17 +168,12 @@ def significant_update(
     for name, new in after.items():
         if name not in before:
             continue
-        largest = None
-        for step in gradients:
-            if name in step:
-                size = step[name].abs()
-                decided = (size > allowed * size.mean()).to(new.dtype)
-                if largest is None:
-                    largest = decided
-                else:
-                    largest = torch.maximum(largest, decided)
         change = new - before[name]
-        found[name] = change if largest is None else change * largest
+        sizes = [step[name].abs() for step in gradients if name in step]
+        if sizes:
+            decided = [size > allowed * size.mean() for size in sizes]
+            change *= torch.stack(decided).any(0)
+        found[name] = change
     return found
 
 
@@ -179,7 +183,8 @@ def described(
     """Text with the number of parameters that differ, their units, and the rows of the worst, if
     not all."""
     units = list(dict.fromkeys(unit_of(name) for name in names))
-    where = f"{len(names)} of {len(everything)} parameters, in {', '.join(units[:4])}"
+    some = ", ".join(units[:4])
+    where = f"{len(names)} of {len(everything)} parameters, in {some}"
     if not rows or len(rows) == height:
         return where
     return f"{where}; of {worst} rows {min(rows)} to {max(rows)} of {height}"

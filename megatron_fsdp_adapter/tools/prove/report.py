@@ -16,18 +16,21 @@ from megatron_fsdp_adapter.tools.prove.source import Recipe
 
 def render_plan(recipe: Recipe, plan: Plan) -> str:
     """The header of a proof: source, options set, sizes scaled down, and options left out."""
-    o = plan.shrunk.options
+    shrunk = plan.shrunk
+    o = shrunk.options
     lines = [
         f"proof of {recipe.source}",
         format_changes("sets", recipe.changes),
-        format_changes("scaled down, only for the proof", plan.shrunk.changes),
+        format_changes("scaled down, only for the proof", shrunk.changes),
         "not compared",
-        *(f"  - {line}" for line in plan.shrunk.left_out),
-        "  - fusion and overlap of the reference: it has none",
-        f"runs {o['data_parallel_sharding_strategy']} on {plan.shrunk.world_size} ranks, "
-        f"{plan.steps} steps of {o['microbatches']} microbatches, against Megatron's DDP without a "
-        f"distributed optimizer; then saves, {plan.loaded}, {plan.more} more",
     ]
+    lines += [f"  - {line}" for line in shrunk.left_out]
+    lines.append("  - fusion and overlap of the reference: it has none")
+    lines.append(
+        f"runs {o['data_parallel_sharding_strategy']} on {shrunk.world_size} ranks, "
+        f"{plan.steps} steps of {o['microbatches']} microbatches, against Megatron's DDP without a "
+        f"distributed optimizer; then saves, {plan.loaded}, {plan.more} more"
+    )
     return "\n".join(lines)
 
 
@@ -43,11 +46,10 @@ def lines_of(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row.run != run:
             run = row.run
-            yield f"{run}"
+            yield run
+        what = row.quantity
         if row.name:
-            what = f"{row.quantity} of {row.compared} parameters"
-        else:
-            what = row.quantity
+            what = f"{what} of {row.compared} parameters"
         verdict = "proven " if row.holds else "DIFFERS"
         worst = f"  worst {row.name}" if row.name and row.difference else ""
         yield (
@@ -64,19 +66,19 @@ def lines_of(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
 def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     """The results as values: the options of the run, the scaled-down sizes (`small`), releases, and
     every comparison."""
+    options = recipe.options.items()
+    comparisons = []
+    for row in rows:
+        values = {**vars(row), "holds": row.holds}
+        if not math.isfinite(row.difference):
+            values["difference"] = "none"
+        comparisons.append(values)
     return {
         "source": recipe.source,
-        "options": {n: v for n, v in recipe.options.items() if v is not None and v is not False},
+        "options": {n: v for n, v in options if v is not None and v is not False},
         "small": {change.option: change.after for change in plan.shrunk.changes},
         "not_compared": list(plan.shrunk.left_out),
         "versions": versions(),
-        "comparisons": [
-            {
-                **vars(row),
-                "holds": row.holds,
-                "difference": row.difference if math.isfinite(row.difference) else "none",
-            }
-            for row in rows
-        ],
+        "comparisons": comparisons,
         "holds": all(row.holds for row in rows),
     }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -135,8 +136,10 @@ def _run_rank(
         world_size=plan.shrunk.world_size,
         timeout=timedelta(minutes=2),
     )
-    with progress_bar("doctor --prove", "step") if rank == 0 else nullcontext(silent) as advance:
-        rows = _compared(plan, lambda: advance(1, 2 * (plan.steps + plan.more)))
+    total = 2 * (plan.steps + plan.more)
+    bar = progress_bar("doctor --prove", "step") if rank == 0 else nullcontext(silent)
+    with bar as advance:
+        rows = _compared(plan, lambda: advance(1, total))
     _file_of(plan, rank).write_bytes(pickle.dumps(rows))
     dist.destroy_process_group()
 
@@ -170,10 +173,9 @@ def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
     rows = compare_steps(options, TRAINED, 0, start, trained, reference)
     other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
     start, more = _train(_load(plan, other, device), plan.steps, last, advance)
+    saved = trained[-1].weights
     rows.append(
-        compare.compare_tensors(
-            plan.loaded, plan.steps, "weights as loaded", start, trained[-1].weights, 0.0
-        )
+        compare.compare_tensors(plan.loaded, plan.steps, "weights as loaded", start, saved, 0.0)
     )
     return rows + compare_steps(options, plan.loaded, plan.steps, start, more, reference)
 
@@ -187,10 +189,9 @@ def prove(plan: Plan, backend: str, timeout: float) -> list[Row]:
     # A CUDA context does not survive a fork, and importing Transformer Engine creates one.
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     multiprocessing.set_forkserver_preload(["megatron_fsdp_adapter.tools.prove.build"])
+    arguments = (plan, backend, timeout, dict(os.environ))
     try:
-        start_processes(
-            _run_rank, (plan, backend, timeout, dict(os.environ)), world, start_method=method
-        )
+        start_processes(_run_rank, arguments, world, start_method=method)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -205,15 +206,21 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 
 
+POLICY = (
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+"""Options for dtypes of main weights, gradients and optimizer state."""
+
+
 def narrowest(options: Options) -> str:
     """The narrowest dtype of a gradient: of compute, wire or accumulation."""
     if options.get("fp8"):
         return "fp8"
-    policy = [
-        str(options.get(f"megatron_fsdp_{name}_dtype"))
-        for name in ("main_params", "main_grads", "grad_comm")
-    ]
-    policy += [str(options.get(f"exp_avg{name}_dtype")) for name in ("", "_sq")]
+    policy = [str(options.get(name)) for name in POLICY]
     if options.get("bf16") or any("bf16" in name or "bfloat16" in name for name in policy):
         return "bf16"
     return "fp16" if options.get("fp16") else "fp32"
@@ -229,29 +236,26 @@ def compare_steps(
 ) -> list[Row]:
     """Comparisons of the steps after step `first` with the reference's."""
     dtype = narrowest(options)
-    rows = []
     before_all, expected = reference
     weights = [before_all, *(step.weights for step in expected)]
-    for number, (loss, norm, gradients, after) in enumerate(steps, first + 1):
+    rows = []
+    for number, mine in enumerate(steps, first + 1):
         theirs = expected[number - 1]
-        limits = {name: compare.bound(dtype, name, number) for name in compare.FACTORS[dtype]}
-        rows.append(compare.compare_numbers(run, number, "loss", loss, theirs.loss, limits["loss"]))
-        norms = compare.compare_numbers(run, number, "norm", norm, theirs.norm, limits["norm"])
+        bounds = {name: compare.bound(dtype, name, number) for name in compare.FACTORS[dtype]}
+        numbers = partial(compare.compare_numbers, run, number)
+        tensors = partial(compare.compare_tensors, run, number)
+        loss = numbers("loss", mine.loss, theirs.loss, bounds["loss"])
+        norm = numbers("norm", mine.norm, theirs.norm, bounds["norm"])
         if number > 1 and routes_by_rounding(options):
-            rows.append(norms)
+            rows += [loss, norm]
         else:
+            allowed = bounds["gradients"]
+            gradients = tensors("gradients", mine.gradients, theirs.gradients, allowed)
             so_far = [step.gradients for step in expected[:number]]
-            allowed = limits["gradients"]
-            mine, other = (
-                compare.significant_update(before, then, so_far, allowed)
-                for before, then in ((start, after), (weights[number - 1], weights[number]))
-            )
-            rows += [
-                compare.compare_tensors(
-                    run, number, "gradients", gradients, theirs.gradients, allowed
-                ),
-                norms,
-                compare.compare_tensors(run, number, "update", mine, other, limits["update"]),
-            ]
-        start = after
+            updated = compare.significant_update(start, mine.weights, so_far, allowed)
+            before = weights[number - 1]
+            wanted = compare.significant_update(before, theirs.weights, so_far, allowed)
+            update = tensors("update", updated, wanted, bounds["update"])
+            rows += [loss, gradients, norm, update]
+        start = mine.weights
     return rows

@@ -55,6 +55,11 @@ class Room:
         if self.ranks < 1:
             raise ValueError(f"--ranks {self.ranks} must be at least 1")
 
+    @property
+    def has_te_layers(self) -> bool:
+        """True if Transformer Engine's layers can run."""
+        return self.cuda and self.transformer_engine
+
 
 @dataclass
 class ScaledDown:
@@ -84,9 +89,11 @@ class ScaledDown:
         size = _number(self.options, name, 1)
         if size == 1:
             return False
-        if not fits:
+        if fits:
+            self.set(name, 2, "the fewest ranks that have this axis")
+        else:
             self.left_out.append(f"{name}={size}: {why_not}")
-        self.set(name, 1 + fits, "the fewest ranks that have this axis" if fits else why_not)
+            self.set(name, 1, why_not)
         return fits
 
     def least(self, name: str, value: int, reason: str) -> None:
@@ -108,17 +115,23 @@ def _on_cpu(name: str) -> When:
 
 
 def _without_te(name: str) -> When:
-    return lambda o, room: bool(o.get(name)) and not (room.cuda and room.transformer_engine)
+    return lambda o, room: bool(o.get(name)) and not room.has_te_layers
+
+
+def _te_layers_without_te(o: Options, room: Room) -> bool:
+    return o.get("transformer_impl") != "local" and not room.has_te_layers
 
 
 def _needs_precision_aware(name: str) -> When:
     """True if an optimizer dtype (name or torch.dtype) needs a precision-aware optimizer that is
     off."""
-    fp32 = (None, "fp32", "float32", "torch.float32")
-    return lambda o, room: (
-        not o.get("use_precision_aware_optimizer")
-        and (o.get(name) is not None and str(o[name]) not in fp32)
-    )
+
+    def needs(o: Options, room: Room) -> bool:
+        if o.get("use_precision_aware_optimizer") or o.get(name) is None:
+            return False
+        return str(o[name]) not in ("fp32", "float32", "torch.float32")
+
+    return needs
 
 
 _GPU = "needs a GPU"
@@ -136,61 +149,39 @@ def _each(
     return {name: (predicate(name), value, reason) for name in names}
 
 
+OF_TE = (
+    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion",
+    "use_precision_aware_optimizer", "tp_comm_overlap", "first_last_layers_bf16",
+    "use_transformer_engine_op_fuser",
+)  # fmt: skip
+OF_GPUS = (
+    "optimizer_cpu_offload", "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion",
+    "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
+    "cross_entropy_loss_fusion", "nccl_ub", "fsdp_copy_engine_all_gather",
+    "fsdp_copy_engine_reduce_scatter", "fsdp_manual_registration", "moe_shared_expert_overlap",
+    "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
+)  # fmt: skip
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+
 DROPPED: Mapping[str, tuple[When, Any, str]] = {
     # Core's default is not 0, so a missing option counts too.
     "hidden_dropout": (lambda o, room: o.get("hidden_dropout") != 0.0, 0.0, _RANDOM),
     "attention_dropout": (lambda o, room: o.get("attention_dropout") != 0.0, 0.0, _RANDOM),
-    "transformer_impl": (
-        lambda o, room: (
-            o.get("transformer_impl") != "local" and not (room.cuda and room.transformer_engine)
-        ),
-        "local",
-        _TE,
-    ),
+    "transformer_impl": (_te_layers_without_te, "local", _TE),
     "fp8": (_without_te("fp8"), None, _TE),
-    **_each(
-        (
-            "moe_grouped_gemm",
-            "moe_permute_fusion",
-            "moe_router_fusion",
-            "apply_rope_fusion",
-            "use_precision_aware_optimizer",
-            "tp_comm_overlap",
-            "first_last_layers_bf16",
-            "use_transformer_engine_op_fuser",
-        ),
-        _without_te,
-        False,
-        _TE,
-    ),
+    **_each(OF_TE, _without_te, False, _TE),
     **_each(
         ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
         _needs_precision_aware,
         "fp32",
         "only with a precision-aware optimizer",
     ),
-    **_each(
-        (
-            "optimizer_cpu_offload",
-            "bias_gelu_fusion",
-            "bias_swiglu_fusion",
-            "bias_dropout_fusion",
-            "bias_activation_fusion",
-            "masked_softmax_fusion",
-            "persist_layer_norm",
-            "cross_entropy_loss_fusion",
-            "nccl_ub",
-            "fsdp_copy_engine_all_gather",
-            "fsdp_copy_engine_reduce_scatter",
-            "fsdp_manual_registration",
-            "moe_shared_expert_overlap",
-            "overlap_moe_expert_parallel_comm",
-            "delay_wgrad_compute",
-        ),
-        _on_cpu,
-        False,
-        _GPU,
-    ),
+    **_each(OF_GPUS, _on_cpu, False, _GPU),
     "moe_token_dispatcher_type": (
         lambda o, room: o.get("moe_token_dispatcher_type") == "flex",
         "alltoall",
@@ -217,17 +208,7 @@ DROPPED: Mapping[str, tuple[When, Any, str]] = {
         False,
         "stages are made even",
     ),
-    **_each(
-        (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        ),
-        _on,
-        None,
-        "stages are made even",
-    ),
+    **_each(UNEVEN_STAGES, _on, None, "stages are made even"),
     **_each(
         ("pipeline_model_parallel_layout", "heterogeneous_layers_config_path"),
         _on,
@@ -328,11 +309,8 @@ def _recomputed(work: ScaledDown, room: Room) -> None:
 def _ranks(work: ScaledDown, room: Room) -> None:
     """Sets two ranks for each axis, data parallelism first, because sharding is what is proven."""
     o = work.options
-    work.set(
-        "num_query_groups",
-        None if not o.get("group_query_attention") else o.get("num_query_groups"),
-        "only with group_query_attention",
-    )
+    if not o.get("group_query_attention"):
+        work.set("num_query_groups", None, "only with group_query_attention")
     world = min(2, room.ranks)
     few = f"there are {room.ranks} ranks"
     if world < 2:
@@ -344,7 +322,8 @@ def _ranks(work: ScaledDown, room: Room) -> None:
             world *= 2
     if "world_size" in work.keep:
         world = _number(o, "world_size", world)
-    tensor, pipeline = (_number(o, name, 1) for name in AXES[:2])
+    tensor = _number(o, "tensor_model_parallel_size", 1)
+    pipeline = _number(o, "pipeline_model_parallel_size", 1)
     if _number(o, "num_moe_experts", 0):
         split = _number(o, "expert_model_parallel_size", 1) > 1
         if split and world // pipeline == 2 and 2 * world <= room.ranks:
@@ -377,8 +356,11 @@ def _layers(work: ScaledDown) -> None:
     if virtual and stages == 1:
         work.left_out.append("virtual_pipeline_model_parallel_size: one pipeline stage")
     chunks = 2 if virtual and stages > 1 else 1
-    for name, value in zip(VIRTUAL, (chunks if chunks > 1 else None, None, None), strict=True):
-        work.set(name, value, "two chunks, by virtual_pipeline_model_parallel_size")
+    first, *others = VIRTUAL
+    reason = "two chunks, by virtual_pipeline_model_parallel_size"
+    work.set(first, chunks if chunks > 1 else None, reason)
+    for name in others:
+        work.set(name, None, reason)
     pieces = stages * chunks
     frequency = o.get("moe_layer_freq", 1)
     if isinstance(frequency, int) and frequency > 1:  # as a list: fewer layers have both kinds
@@ -407,13 +389,23 @@ def quantum(options: Options) -> int:
     return {"blockwise": 128, "mxfp8": 32}.get(str(options.get("fp8_recipe")), 16)
 
 
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Widths of latent attention."""
+
+
 def _widths(work: ScaledDown, room: Room) -> None:
     """Shrinks heads, then the widths that follow from them. Small head sizes and ratios stay."""
     o = work.options
     tensor = _number(o, "tensor_model_parallel_size", 1)
     heads = _number(o, "num_attention_heads", 1)
     hidden = _number(o, "hidden_size", heads)
-    ratio = (_number(o, "ffn_hidden_size", 4 * hidden)) / hidden
+    ratio = _number(o, "ffn_hidden_size", 4 * hidden) / hidden
     unit = quantum(o)
     dim = _number(o, "kv_channels", hidden // heads)
     small_dim = min(dim, 64 if room.cuda else 16)
@@ -434,8 +426,7 @@ def _widths(work: ScaledDown, room: Room) -> None:
     # No power of two, so that shards end inside matrices.
     ffn = _up(hidden * min(ratio, 3.0), unit * tensor) + unit * tensor
     work.set("ffn_hidden_size", min(ffn, o.get("ffn_hidden_size") or ffn), "width")
-    for name, size in (("q_lora_rank", 32), ("kv_lora_rank", 32), ("qk_head_dim", 16),
-                       ("qk_pos_emb_head_dim", 16), ("v_head_dim", 16)):  # fmt: skip
+    for name, size in LATENT.items():
         work.least(name, size, "width")
     work.set("padded_vocab_size", _up(200, 8 * tensor), "a small vocabulary")
 
@@ -480,22 +471,15 @@ def _batches(work: ScaledDown, room: Room) -> None:
     total = o.get("global_batch_size")
     work.least("micro_batch_size", 2, "samples")
     several = total is not None and total > micro * _number(o, "original_data_parallel_size", 1)
-    if several or stages > 1:
-        if stages > 1:
-            number = 2 * stages
-        else:
-            number = 3
-    else:
-        number = 1
+    number = 3 if several else 1
+    if stages > 1:
+        number = 2 * stages
     work.set("microbatches", number, "several, as in the run" if several else "one step")
     if not several and stages == 1:
         work.left_out.append("several microbatches: the run has one (or no global batch size)")
     ranks = o["world_size"] // ranks_over(o)
-    work.set(
-        "global_batch_size",
-        o["microbatches"] * ranks * _number(o, "micro_batch_size", 1),
-        "microbatches x ranks x samples",
-    )
+    samples = o["microbatches"] * ranks * _number(o, "micro_batch_size", 1)
+    work.set("global_batch_size", samples, "microbatches x ranks x samples")
 
 
 def _schedule(work: ScaledDown) -> None:

@@ -58,7 +58,9 @@ def of_script(script: Path, arguments: Sequence[str], world_size: int | None) ->
 def of_options(options: Mapping[str, Any], source: str, world_size: int | None) -> Recipe:
     """The recipe of a preset with defaults. world_size: None if unknown. Raises ValueError if it is
     invalid."""
-    args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
+    args = SimpleNamespace(**BASE)
+    for name, value in options.items():
+        setattr(args, name.replace("-", "_"), value)
     # What is written stays, as on a command line.
     return _finished(source, args, [flag(name) for name in options], [], world_size, None)
 
@@ -71,16 +73,18 @@ def _finished(
     world_size: int | None,
     folder: Path | None,
 ) -> Recipe:
-    for name, value in (("outer_dp_sharding_strategy", "no_shard"), ("ckpt_format", None)):
-        if not hasattr(args, name):
-            setattr(args, name, value)
+    if not hasattr(args, "outer_dp_sharding_strategy"):
+        args.outer_dp_sharding_strategy = "no_shard"
+    if not hasattr(args, "ckpt_format"):
+        args.ckpt_format = None
     changes += megatron_lm.complete(args, arguments)
     environment = {k: v for k, v in os.environ.items() if k != validation.CONNECTIONS}
     wrong = validation.launch_problems(args, environment)
-    wrong += sizes.size_problems(vars(validation.launch_options(args)), world_size)
-    if wrong:
-        raise ValueError("the configuration is invalid:\n" + "\n".join(f"  - {w}" for w in wrong))
     options = vars(validation.launch_options(args))
+    wrong += sizes.size_problems(options, world_size)
+    if wrong:
+        lines = [f"  - {problem}" for problem in wrong]
+        raise ValueError("\n".join(["the configuration is invalid:", *lines]))
     return Recipe(source, _named_like_configs(options, world_size or 1), tuple(changes), folder)
 
 
@@ -105,11 +109,8 @@ def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str
     found["original_data_parallel_size"] = max(1, world_size // ranks_over(found))
     if not found.get("expert_tensor_parallel_size"):
         found["expert_tensor_parallel_size"] = found.get("tensor_model_parallel_size") or 1
-    missing = [
-        name
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-        if not found.get(name)
-    ]
+    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    missing = [name for name in required if not found.get(name)]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not given")
     return found
