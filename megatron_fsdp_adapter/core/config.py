@@ -83,7 +83,9 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
-            allowed = [*POLICY_DTYPES, *([torch.float16] if name == "compute_dtype" else [])]
+            allowed = list(POLICY_DTYPES)
+            if name == "compute_dtype":
+                allowed.append(torch.float16)
             if dtype not in allowed:
                 raise ValueError(f"{name}={dtype}: unsupported. Use one of {allowed}")
 
@@ -104,8 +106,9 @@ def poison_asked() -> bool:
     nor 1. An environment variable, so that any run can be repeated with it, unchanged."""
     value = os.environ.get(POISON_VARIABLE, "0")
     if value not in ("0", "1"):
-        raise ValueError(f"{POISON_VARIABLE}={value!r}: neither 0 nor 1. Use 1 to fill buffers "
-                         "with NaN, or 0")
+        raise ValueError(
+            f"{POISON_VARIABLE}={value!r}: neither 0 nor 1. Use 1 to fill buffers with NaN, or 0"
+        )
     return value == "1"
 
 
@@ -173,12 +176,16 @@ class EngineConfig:
             )
 
     def _check_reduce_scatter(self) -> None:
-        chosen, policy, name = self.reduce_scatter, self.policy, self.strategy.name
-        rounds = policy.grads_dtype == torch.float32 != policy.comm_dtype
-        if chosen.into_shards and not chosen.fixed and not (self.strategy.shard_main and rounds):
+        chosen = self.reduce_scatter
+        if not chosen.into_shards or chosen.fixed:
+            return
+        comm = self.policy.comm_dtype
+        grads = self.policy.grads_dtype
+        rounds = grads == torch.float32 and comm != torch.float32
+        if not self.strategy.shard_main or not rounds:
             raise ValueError(
-                f"reduce_scatter={chosen.name} with {name}, communication in {policy.comm_dtype} "
-                f"and main gradients in {policy.grads_dtype}: supports only a reduce-scatter of "
+                f"reduce_scatter={chosen.name} with {self.strategy.name}, communication in {comm} "
+                f"and main gradients in {grads}: supports only a reduce-scatter of "
                 "bfloat16 into float32. Set comm_dtype=torch.bfloat16 and "
                 "grads_dtype=torch.float32"
             )
@@ -223,7 +230,9 @@ class EngineConfig:
 
 def forced_overlaps(strategy: Strategy) -> dict[str, bool]:
     """The DDP config fields that `strategy` needs set, and their values."""
-    needs = {
-        "overlap_grad_reduce": strategy.shard_grads, "overlap_param_gather": strategy.shard_weights,
-    }  # fmt: skip
-    return {name: True for name, needed in needs.items() if needed}
+    forced = {}
+    if strategy.shard_grads:
+        forced["overlap_grad_reduce"] = True
+    if strategy.shard_weights:
+        forced["overlap_param_gather"] = True
+    return forced

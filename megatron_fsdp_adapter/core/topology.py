@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-DENSE, EXPERT = "dense", "expert"
-SHARD_DIM, OUTER_DIM, TP_DIM = "dp_cp", "outer_fsdp_dp", "tp"
+DENSE = "dense"
+EXPERT = "expert"
+SHARD_DIM = "dp_cp"
+OUTER_DIM = "outer_fsdp_dp"
+TP_DIM = "tp"
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,20 @@ class ShardDomain:
     outer: Axis | None = None
 
     def __post_init__(self) -> None:
+        shards = list(self.axis.ranks)
         for label, group in (("gather", self.gather_group), ("reduce", self.reduce_group)):
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if ranks != self.axis.ranks:
+            ranks = list(dist.get_process_group_ranks(group))
+            if ranks != shards:
                 raise ValueError(
-                    f"{label} group of the {self.name} parameters has ranks {list(ranks)}, but "
-                    f"their shards lie on ranks {list(self.axis.ranks)}. Pass groups with the "
-                    "same ranks in the same order"
+                    f"{label} group of the {self.name} parameters has ranks {ranks}, but their "
+                    f"shards lie on ranks {shards}. Pass groups with the same ranks in the same "
+                    "order"
                 )
-        shared = set(self.axis.ranks) & set(self.outer.ranks if self.outer else ())
-        if self.outer is not None and len(shared) != 1:
+        if self.outer is not None and len(set(shards) & set(self.outer.ranks)) != 1:
             raise ValueError(
                 f"outer group of the {self.name} parameters has ranks {list(self.outer.ranks)}, "
-                f"but their shards lie on ranks {list(self.axis.ranks)}: the two groups must have "
-                "this rank in common and no other"
+                f"but their shards lie on ranks {shards}: the two groups must have this rank in "
+                "common and no other"
             )
         if not self.grad_scale > 0:
             raise ValueError(f"grad_scale={self.grad_scale} of {self.name}: must be positive")
@@ -92,20 +95,20 @@ def mesh_over(axes: Sequence[Axis], device_type: str) -> DeviceMesh:
 
     Raises ValueError when that does not give every rank a place of its own.
     """
+    names = tuple(axis.name for axis in axes)
+    first = axes[0]
     if len(axes) == 1:
-        return DeviceMesh.from_group(axes[0].group, device_type, mesh_dim_names=(axes[0].name,))
-    here = axes[0].ranks[axes[0].rank]
-    ranks = [
-        here + sum(rank - here for rank in place) for place in product(*(a.ranks for a in axes))
-    ]
-    if len(set(ranks)) != len(ranks) or not 0 <= min(ranks) <= max(ranks) < dist.get_world_size():
+        return DeviceMesh.from_group(first.group, device_type, mesh_dim_names=names)
+    here = first.ranks[first.rank]
+    ranks = []
+    for place in product(*(axis.ranks for axis in axes)):
+        ranks.append(here + sum(rank - here for rank in place))
+    distinct = len(set(ranks)) == len(ranks)
+    if not distinct or min(ranks) < 0 or max(ranks) >= dist.get_world_size():
+        given = {axis.name: list(axis.ranks) for axis in axes}
         raise ValueError(
-            f"the groups {({axis.name: list(axis.ranks) for axis in axes})} of rank {here} do not "
-            f"make a mesh: its ranks would be {ranks}"
+            f"the groups {given} of rank {here} do not make a mesh: its ranks would be {ranks}"
         )
-    return DeviceMesh.from_group(
-        [axis.group for axis in axes],
-        device_type,
-        mesh=torch.tensor(ranks).view([axis.size for axis in axes]),
-        mesh_dim_names=tuple(axis.name for axis in axes),
-    )
+    mesh = torch.tensor(ranks).view([axis.size for axis in axes])
+    groups = [axis.group for axis in axes]
+    return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=names)

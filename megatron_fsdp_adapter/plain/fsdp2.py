@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ..core.engine.hooks import RootCall
 from ..core.problems import raise_problems
 from ..plan.module_problems import parameter_problems
 from ..state.not_copyable import NotCopyable
@@ -53,7 +54,6 @@ from .fsdp2_model import (
     unsharded_reads,
 )
 from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
-from .user_loop import METHOD
 
 
 class ShardedModule(NotCopyable, FSDPModule):
@@ -112,7 +112,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         are the unsharded ones meanwhile. Not recursive. With `async_op` the handle waits."""
         mark, engine = mark_on(self), engine_of(self)
         engine.to_unsharded()
-        engine.gather.keep(mark.unit, True)
+        engine.gather.hold_once(mark.unit)
         engine.gather.launch_unshard(mark.unit)
         handle = UnshardHandle()
         handle.wait = functools.partial(engine.gather.wait_unshard, mark.unit)  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ class ShardedModule(NotCopyable, FSDPModule):
     def reshard(self) -> None:
         """Releases gathered weights; parameters are DTensors again between passes."""
         mark, engine = mark_on(self), engine_of(self)
-        engine.gather.keep(mark.unit, False)
+        engine.gather.unhold_once(mark.unit)
         engine.gather.reshard(mark.unit)
         if not engine.gather.holds_any:
             engine.show_between_passes()
@@ -224,7 +224,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         args, kwargs = cast(mark.options.input_dtype, (args, kwargs))
         if mark.unit is not engine.root:
             return engine.pre_forward(mark.unit, args, kwargs)
-        engine.root_pre_forward(METHOD)
+        engine.root_pre_forward(RootCall.METHOD)
         return args, kwargs
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
@@ -232,7 +232,7 @@ class ShardedModule(NotCopyable, FSDPModule):
         if mark.unit is not engine.root:
             engine.post_forward(mark.unit, output, args)
         else:
-            engine.root_post_forward(METHOD, output)
+            engine.root_post_forward(RootCall.METHOD, output)
         return cast(mark.options.policy.output_dtype, output)
 
 

@@ -21,15 +21,11 @@ from ..build.guards import refuse_conversions
 from ..build.shard_attributes import mark_shard
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import GradState, ParamGroup
-from ..core.engine.hooks import RAISED
+from ..core.engine.hooks import RootCall, RootName
 from ..core.engine.params import ParamPair
 from ..core.engine.partition import unchecked
 from ..state.sharded_state_dict import register_state_dict_hooks
 from .optimizer_rows import watch_steps
-
-METHOD = "a registered method"
-"""Is `FsdpEngine.running_root` while a method of the root, of torch's
-`register_fsdp_forward_method`, runs. The root may be called inside of it."""
 
 
 class UserLoopEngine(FsdpEngine):
@@ -52,13 +48,13 @@ class UserLoopEngine(FsdpEngine):
 
     # What the engine calls.
 
-    def root_pre_forward(self, name: str) -> None:
+    def root_pre_forward(self, name: RootName) -> None:
         """Sees that a registered method has raised, which torch's wrapper of it does not say."""
-        if self.running_root == METHOD and not _runs_method():
-            self.running_root = RAISED
+        if self.running_root is RootCall.METHOD and not _runs_method():
+            self.running_root = RootCall.RAISED
         super().root_pre_forward(name)
 
-    def begin_forward(self, name: str) -> None:
+    def begin_forward(self, name: RootName) -> None:
         """Follows the user's changes also while a forward waits for its backward."""
         self._found_unsharded = self.switch.shows_unsharded
         if self._found_unsharded:

@@ -121,7 +121,11 @@ def run(one_rank: torch.device) -> Iterator[Any]:
     )
 
     def watched(kind: str, method: Any) -> Any:
-        return lambda *given: (seen.launched.append((kind, fake.running)), method(*given))[1]
+        def watching(*given: Any, **options: Any) -> Any:
+            seen.launched.append((kind, fake.running))
+            return method(*given, **options)
+
+        return watching
 
     engine.gather.launch = watched("gather", engine.gather.launch)
     engine.reduce.backward_done = watched("reduce", engine.reduce.backward_done)

@@ -49,8 +49,8 @@ def is_owned(tensor: torch.Tensor) -> bool:
         return True
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
-    inside = [value for value in vars(tensor).values() if isinstance(value, torch.Tensor)]
-    return any(is_owned(value) for value in inside)
+    attributes = vars(tensor).values()
+    return any(is_owned(value) for value in attributes if isinstance(value, torch.Tensor))
 
 
 def copies_to(outputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
@@ -92,25 +92,36 @@ class FlatBuffer:
         numel: elements. dtype, device: of the elements. runtime: takes and gives the storage.
         memory: uint8, of as many bytes, to lie in for good; storage then never goes.
         is_zero: whether that is zero already.
-
-    label: what it is, and whose, for messages. in_slot: whether it lies in given memory. fixed:
-    whether its storage stays for good.
     """
 
     label = "a buffer"
+    """What it is, and whose, for messages."""
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, runtime: Runtime,
-        memory: torch.Tensor | None = None, is_zero: bool = False,
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        runtime: Runtime,
+        memory: torch.Tensor | None = None,
+        is_zero: bool = False,
     ) -> None:
-        self.runtime, self.fixed = runtime, memory is not None
-        self.in_slot = self.fixed
+        # Takes and gives the storage.
+        self.runtime = runtime
+        # Whether it lies in given memory.
+        self.in_slot = memory is not None
+        # Whether its storage stays for good; a CUDA graph sets it also.
+        self.fixed = self.in_slot
+        # Whether the contents count, since it was last released.
         self._in_use = True
-        self._memory = memory  # pages are locked while this object lives; views do not hold it
+        # Pages are locked while this object lives; views do not hold it.
+        self._memory = memory
+        # All elements; 1-D.
         if memory is None:
             self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
         else:
-            self.tensor = memory.view(dtype) if is_zero else memory.view(dtype).zero_()
+            self.tensor = memory.view(dtype)
+            if not is_zero:
+                self.tensor.zero_()
         mark_owned(self.tensor)
 
     @property
@@ -163,22 +174,32 @@ class ShardedBuffer(FlatBuffer):
         stored: the shard that there is memory for. specs: shards inside it, `stored` among them,
             whose views are made now and stay for life.
         dtype: of the elements; None for the plane's. memory, is_zero: as of `FlatBuffer`.
-
-    host: the same in host memory, where the values are that checkpoints, loads and exports see, if
-    this one has storage only while an optimizer updates it. Hiding the copies in host memory was
-    rejected: whatever reads a main weight between two steps would have to bring it back first.
     """
 
     def __init__(
-        self, stored: ShardSpec, specs: Sequence[ShardSpec], runtime: Runtime,
-        dtype: torch.dtype | None = None, plane: Plane = WHOLE,
-        memory: torch.Tensor | None = None, is_zero: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        stored: ShardSpec,
+        specs: Sequence[ShardSpec],
+        runtime: Runtime,
+        dtype: torch.dtype | None = None,
+        plane: Plane = WHOLE,
+        memory: torch.Tensor | None = None,
+        is_zero: bool = False,
+    ) -> None:
         numel = plane.numel(stored.layout.shard_numel)
         super().__init__(numel, dtype or plane.dtype, runtime, memory, is_zero)
-        self.stored, self.plane = stored, plane
+        # The shard that there is memory for.
+        self.stored = stored
+        # The plane of the format whose elements these are.
+        self.plane = plane
+        # The same in host memory, where the values are that checkpoints, loads and exports see, if
+        # this one has storage only while an optimizer updates it. Hiding the copies in host memory
+        # was rejected: whatever reads a main weight between two steps would have to bring it back
+        # first.
         self.host: ShardedBuffer | None = None
+        # By shard, views of its part of each segment.
         self._segments = {spec: self._segment_views(spec) for spec in specs}
+        # By shard, views of its rows of each parameter.
         self._items = {spec: self._item_views(spec) for spec in specs}
 
     def segments(self, spec: ShardSpec) -> list[torch.Tensor]:
@@ -193,9 +214,8 @@ class ShardedBuffer(FlatBuffer):
     def params(self) -> list[torch.Tensor]:
         """A view of each parameter in the shape of the module's own, in a buffer that stores all of
         it."""
-        shapes = [self.plane.shape(spec.shape) for spec in self.stored.layout.specs]
-        items = self._items[self.stored]
-        return [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
+        both = zip(self._items[self.stored], self.stored.layout.specs, strict=True)
+        return [item.view(self.plane.shape(spec.shape)) for item, spec in both]
 
     def load(self) -> None:
         """Brings the values of `host` to the device, on the current stream."""
@@ -207,12 +227,13 @@ class ShardedBuffer(FlatBuffer):
         self.host.tensor.copy_(self.tensor, non_blocking=True)  # type: ignore[union-attr]
 
     def _segment_views(self, spec: ShardSpec) -> list[torch.Tensor]:
-        places = zip(self.stored.segments, spec.segments, strict=True)
-        parts = [part.shift(own.start - full.start) for (full, own), (part, _) in places]
-        return self.views([self.plane.range(part) for part in parts])
+        ranges = []
+        for shift, (part, _) in zip(self._shifts(), spec.segments, strict=True):
+            ranges.append(self.plane.range(part.shift(shift)))
+        return self.views(ranges)
 
     def _item_views(self, spec: ShardSpec) -> list[torch.Tensor]:
-        shifts = [own.start - full.start for full, own in self.stored.segments]
+        shifts = self._shifts()
         pieces = []
         for index, placement in enumerate(spec.layout.placements):
             rows = spec.range(index)
@@ -220,6 +241,10 @@ class ShardedBuffer(FlatBuffer):
             (piece,) = self.views([self.plane.range(rows.shift(shift))])
             pieces.append(piece.view(self.plane.shape(spec.shape(index))))
         return pieces
+
+    def _shifts(self) -> list[int]:
+        """From offsets in the group to offsets in this buffer, for each segment."""
+        return [own.start - full.start for full, own in self.stored.segments]
 
 
 ALIGNMENT = 512
@@ -240,28 +265,42 @@ def plan_slots(
     whose size is None has no need of a slot: it gets the root's number and takes nothing of it.
     depths: inside how many other units each one is, the root aside; None if inside none."""
     needed = [size or 0 for size in nbytes]
-    taking = [i for i in range(len(kinds) - 1) if nbytes[i] is not None]
-    count = Counter(kinds[i] for i in taking)
     depths = depths or [0] * len(kinds)
+    root = len(kinds) - 1
+    taking = [i for i in range(root) if nbytes[i] is not None]
+    count = Counter(kinds[i] for i in taking)
     layers = [i for i in taking if count[kinds[i]] >= REPEATED]
     others = [i for i in taking if count[kinds[i]] < REPEATED]
-    slot_of, largest, used = [-1] * len(kinds), {}, 0
+    slot_of = {}
+    sizes: list[int] = []
+    # Layers of each depth take two slots in turn.
     for depth in sorted({depths[i] for i in layers}):
         level = [i for i in layers if depths[i] == depth]
-        most = max(needed[i] for i in level)
+        first = len(sizes)
         for position, ordinal in enumerate(level):
-            slot_of[ordinal] = used + position % 2
-            largest[ordinal] = most
-        used += min(len(level), 2)
-    ends = len(others) == 2 and bool(layers) and others[0] < layers[0] and layers[-1] < others[1]
-    for position, ordinal in enumerate(others):
-        slot_of[ordinal] = used if ends else used + position
-    slot_of[-1] = used + (1 if ends else len(others))
-    slot_of = [slot_of[-1] if slot < 0 else slot for slot in slot_of]
-    sizes = [0] * (slot_of[-1] + 1)
-    for ordinal, slot in enumerate(slot_of):
-        sizes[slot] = max(sizes[slot], largest.get(ordinal, needed[ordinal]))
-    return slot_of, sizes
+            slot_of[ordinal] = first + position % 2
+        largest = max(needed[i] for i in level)
+        sizes += [largest] * min(len(level), 2)
+    # Others have a slot each, or share one as the first and the last unit.
+    if _surround(others, layers):
+        for ordinal in others:
+            slot_of[ordinal] = len(sizes)
+        sizes.append(max(needed[i] for i in others))
+    else:
+        for ordinal in others:
+            slot_of[ordinal] = len(sizes)
+            sizes.append(needed[ordinal])
+    # The root has its own, whose number units without a slot get as well.
+    last = len(sizes)
+    sizes.append(needed[root])
+    return [slot_of.get(i, last) for i in range(len(kinds))], sizes
+
+
+def _surround(others: Sequence[int], layers: Sequence[int]) -> bool:
+    """True if `others` are two units, one of which runs before all layers and one behind them."""
+    if len(others) != 2 or not layers:
+        return False
+    return others[0] < layers[0] and layers[-1] < others[1]
 
 
 def aligned(nbytes: int) -> int:
@@ -273,9 +312,10 @@ def bucket_dtype(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> torch
     (`EngineConfig`) the dtype that autograd gives all of its gradients, if that is narrower.
     Every backward copies one gradient of each parameter into a fresh bucket, so a cast to `comm`
     would add nothing to it."""
+    if not narrows or not all(spec.from_autograd for spec in layout.specs):
+        return comm
     dtype = layout.specs[0].dtype
-    alike = all(spec.from_autograd for spec in layout.specs)
-    return dtype if narrows and alike and dtype.itemsize < comm.itemsize else comm
+    return dtype if dtype.itemsize < comm.itemsize else comm
 
 
 def bucket_bytes(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> int:
@@ -287,8 +327,11 @@ def bucket_bytes(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> int:
 
 def weights_in_slot(unit: Sequence[GroupLayout]) -> int:
     """Bytes that the gathered weights of a unit's groups take of a slot."""
-    planes = ((plane, one.total_numel) for one in unit for plane in one.format.planes)
-    return sum(aligned(plane.nbytes(numel)) for plane, numel in planes)
+    total = 0
+    for layout in unit:
+        for plane in layout.format.planes:
+            total += aligned(plane.nbytes(layout.total_numel))
+    return total
 
 
 def buckets_in_slot(unit: Sequence[GroupLayout], comm: torch.dtype, narrows: bool) -> int:
@@ -301,7 +344,12 @@ class Slot:
     number and memory, of storage that comes and goes."""
 
     def __init__(self, number: int | None = None, memory: torch.Tensor | None = None) -> None:
-        self.number, self.memory, self._taken = number, memory, 0
+        # Units whose slots have one number share its memory; None if storage comes and goes.
+        self.number = number
+        # All of the slot's memory, uint8.
+        self.memory = memory
+        # How many bytes of it buffers of this unit have.
+        self._taken = 0
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """Memory for life of so many bytes; None if they come and go."""
@@ -313,22 +361,33 @@ class Slot:
 
 
 def make_slots(
-    kinds: Sequence[str], nbytes: Sequence[int | None], depths: Sequence[int],
+    kinds: Sequence[str],
+    nbytes: Sequence[int | None],
+    depths: Sequence[int],
     allocate: AllocateSlots,
 ) -> list[Slot]:
     """Makes the slots of each unit; see `plan_slots`."""
     slot_of, sizes = plan_slots(kinds, nbytes, depths)
     memory = allocate(sizes) if any(sizes) else []
-    needed = zip(slot_of, nbytes, strict=True)
-    return [Slot(slot, memory[slot]) if size else Slot() for slot, size in needed]
+    slots = []
+    for number, size in zip(slot_of, nbytes, strict=True):
+        slots.append(Slot(number, memory[number]) if size else Slot())
+    return slots
 
 
 def ordinary_memory(device: torch.device) -> AllocateSlots:
     """Slots from the device's caching allocator."""
-    return lambda sizes: [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    def allocate(sizes: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    return allocate
 
 
-MAIN, COMPUTE, GRADIENTS, SLOTS = "main_weights", "compute_weights", "gradients", "slots"
+MAIN = "main_weights"
+COMPUTE = "compute_weights"
+GRADIENTS = "gradients"
+SLOTS = "slots"
 KINDS = (MAIN, COMPUTE, GRADIENTS, SLOTS)
 """Kinds of an engine's memory by purpose: `rollout/release.py` releases it between two steps, and
 restores it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,36 +25,46 @@ from .buffer import (
     Slot,
     buckets_in_slot,
     make_slots,
-    ordinary_memory,
     weights_in_slot,
 )
-from .gather import GatherPipeline, PrefetchOrder
 from .group import ParamGroup
-from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
+from .launches import REDUCED, REDUCED_OUTER
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
-from .reduce import DomainReduce, GradCheck, ReducePipeline
+from .reduction import DomainReduce, Scaled
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
-OfDomains = dict[str, Communicator]
 
 
-def allocator(given: AllocateSlots | None, runtime: Runtime) -> AllocateSlots:
-    """The function that makes the memory of fixed slots: ordinary memory, unless one is given."""
-    return given or ordinary_memory(runtime.device)
+class Communicators(NamedTuple):
+    """The communicators of an engine, by name of domain."""
+
+    # For gathers over the shard axis.
+    gather: dict[str, Communicator]
+    # For reductions over the shard axis.
+    reduce: dict[str, Communicator]
+    # For the outer axis, of domains that have one.
+    outer: dict[str, Communicator]
+
+
+def used_domains(
+    plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain]
+) -> dict[str, ShardDomain]:
+    """The domains of any parameters in `plans`, in the order of these."""
+    names = dict.fromkeys(key.domain for plan in plans for key in plan.groups)
+    return {name: domains[name] for name in names}
 
 
 def communicators(
     domains: Mapping[str, ShardDomain], make: MakeCommunicator, runtime: Runtime
-) -> tuple[OfDomains, OfDomains, OfDomains]:
-    """Communicators by domain: for gathers and for reductions over the shard axis, and for the
-    outer axis, where there is one."""
+) -> Communicators:
+    """Makes the communicators of each domain."""
     device = runtime.device
-    gathers = {name: make(domain.gather_group, device) for name, domain in domains.items()}
-    reduces = {name: make(domain.reduce_group, device) for name, domain in domains.items()}
-    outer = {n: make(one.outer.group, device) for n, one in domains.items() if one.outer}
-    return gathers, reduces, outer
+    gather = {name: make(one.gather_group, device) for name, one in domains.items()}
+    reduce = {name: make(one.reduce_group, device) for name, one in domains.items()}
+    outer = {name: make(one.outer.group, device) for name, one in domains.items() if one.outer}
+    return Communicators(gather, reduce, outer)
 
 
 def broadcast_weights(
@@ -69,16 +79,17 @@ def broadcast_weights(
     values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
+            param = entry.param
             mine = [axis[key.domain] for axis in axes if key.domain in axis]
             for communicator in mine:
                 communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
-            if quantized is None or not key.quantized:
-                _broadcast(entry.param.data, mine)
-                if key.given is not None:
-                    values[entry.param] = entry.param.data
+            if quantized is not None and key.quantized:
+                share = partial(_broadcast, communicators=mine)
+                values[param] = quantized.share(param, share)
                 continue
-            share = partial(_broadcast, communicators=mine)
-            values[entry.param] = quantized.share(entry.param, share)
+            _broadcast(param.data, mine)
+            if key.given is not None:
+                values[param] = param.data
     return values
 
 
@@ -96,63 +107,91 @@ def unit_slots(
     """The slots of weights and of buckets of each unit, where these are transient and slots are
     asked for. Groups in domains of one rank have none."""
     kinds = [type(plan.module).__name__ for plan in plans]
-    depths, comm = [plan.inside for plan in plans], config.policy.comm_dtype
+    depths = [plan.inside for plan in plans]
+    comm = config.policy.comm_dtype
+    bucket_slots = config.bucket_slots and config.strategy.shard_grads
     weights: list[int | None] = []
     buckets: list[int | None] = []
     for plan in plans:
         own = config.for_unit(plan.strategy)
-        unit = [
-            layout for key, layout in plan.layouts.items() if key.domain not in config.whole
-        ]
+        unit = [one for key, one in plan.layouts.items() if key.domain not in config.whole]
         gathers = unit and own.strategy.shard_weights and config.weight_slots
-        reduces = unit and own.has_buckets and config.bucket_slots and config.strategy.shard_grads
+        reduces = unit and own.has_buckets and bucket_slots
         weights.append(weights_in_slot(unit) if gathers else None)
         buckets.append(buckets_in_slot(unit, comm, own.narrows_buckets) if reduces else None)
-    made = [make_slots(kinds, sizes, depths, allocate) for sizes in (weights, buckets)]
-    return list(zip(*made, strict=True))
+    of_weights = make_slots(kinds, weights, depths, allocate)
+    of_buckets = make_slots(kinds, buckets, depths, allocate)
+    return list(zip(of_weights, of_buckets, strict=True))
 
 
 def build_units(
-    plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig,
-    runtime: Runtime, allocate: AllocateSlots,
-    make_ready: Callable[[UnitPlan], dict[nn.Parameter, torch.Tensor]],
+    plans: Sequence[UnitPlan],
+    domains: Mapping[str, ShardDomain],
+    config: EngineConfig,
+    runtime: Runtime,
+    allocate: AllocateSlots,
+    comms: Communicators,
+    prepare: Callable[[UnitPlan], None],
     quantized: QuantizedWeights | None,
-) -> list[Unit]:  # fmt: skip
+) -> list[Unit]:
     """One unit at a time, resharded at once, so that initialization needs no more than the shards
-    and one unit beside the module's own weights. make_ready: `values` of a plan's `ParamGroup`s."""
-    units, slots = [], unit_slots(plans, config, allocate)
+    and one unit beside the module's own weights. prepare: as of `FsdpEngine`."""
+    units = []
+    slots = unit_slots(plans, config, allocate)
     for ordinal, plan in enumerate(plans):
-        values, groups = make_ready(plan), []
+        prepare(plan)
+        values = broadcast_weights(plan, quantized, comms.outer, comms.reduce)
+        groups = []
         for key, managed in plan.groups.items():
-            own = config.for_group(plan.strategy, key.domain)
             alone = key.domain in config.whole
-            groups += [ParamGroup(
-                f"{plan.name}/{key.domain}", key, managed, plan.layouts[key], domains[key.domain],
-                own, runtime, (Slot(), Slot()) if alone else slots[ordinal],
-                quantized if key.quantized else None, values,
-            )]  # fmt: skip
+            group = ParamGroup(
+                name=f"{plan.name}/{key.domain}",
+                key=key,
+                managed=managed,
+                layout=plan.layouts[key],
+                domain=domains[key.domain],
+                config=config.for_group(plan.strategy, key.domain),
+                runtime=runtime,
+                slots=(Slot(), Slot()) if alone else slots[ordinal],
+                quantized=quantized if key.quantized else None,
+                values=values,
+            )
+            groups.append(group)
         strategy = config.for_unit(plan.strategy).strategy
-        units.append(Unit(plan, ordinal, groups, strategy, quantized))
-        if not units[-1].keeps_weights:
-            units[-1].advance(Phase.SHARDED)
-            units[-1].release_weights()
+        unit = Unit(plan, ordinal, groups, strategy, quantized)
+        units.append(unit)
+        if not unit.keeps_weights:
+            unit.advance(Phase.SHARDED)
+            unit.release_weights()
     return units
 
 
 def domain_reduces(
-    config: EngineConfig, domains: Mapping[str, ShardDomain],
-    communicators: Mapping[str, Communicator], received: FlatBuffer | None,
+    config: EngineConfig,
+    domains: Mapping[str, ShardDomain],
+    communicators: Mapping[str, Communicator],
+    received: FlatBuffer | None,
 ) -> dict[str, DomainReduce]:
     """The reductions over the shard axis of each domain."""
     found = {}
     for name, domain in domains.items():
         own = config.for_group(None, name)
-        comm, main = own.policy.comm_dtype, own.policy.grads_dtype
+        comm = own.policy.comm_dtype
+        main = own.policy.grads_dtype
         way = own.reduce_scatter if own.strategy.shard_main else ALL_REDUCE
-        scaled = "result" if comm.itemsize > main.itemsize else "shard"
+        if name in config.whole:
+            way = ALONE
+        scaled = Scaled.RESULT if comm.itemsize > main.itemsize else Scaled.MAIN
+        if own.scale_before_sum:
+            scaled = Scaled.SENT
         found[name] = DomainReduce(
-            REDUCED, communicators[name], ALONE if name in config.whole else way, comm == main,
-            domain.grad_scale, "sent" if own.scale_before_sum else scaled, received,
+            REDUCED,
+            communicators[name],
+            way,
+            writes_main=comm == main,
+            scale=domain.grad_scale,
+            scaled=scaled,
+            received=received,
         )
     return found
 
@@ -165,21 +204,12 @@ def outer_reduces(
     return {name: DomainReduce(REDUCED_OUTER, one, way) for name, one in communicators.items()}
 
 
-def pipelines(
-    units: Sequence[Unit], groups: Sequence[ParamGroup], domains: Mapping[str, ShardDomain],
-    config: EngineConfig, runtime: Runtime, communicators: tuple[OfDomains, OfDomains, OfDomains],
-    allocate: AllocateSlots, order: PrefetchOrder, grad_check: GradCheck | None,
-) -> tuple[GatherPipeline, ReducePipeline, LaunchComparison]:  # fmt: skip
-    """Makes the pipelines that gather and reduce the units, and the comparison of launches."""
-    gathers, reduces, outer = communicators
-    launches = LaunchComparison(runtime, [*reduces.values(), *outer.values()])
-    gather = GatherPipeline(units, config, runtime, gathers, outer, order, launches)
-    received = memory_of_exchanges(groups, config, runtime, allocate)
-    reduce = ReducePipeline(
-        config, runtime, domain_reduces(config, domains, reduces, received),
-        outer_reduces(config, outer), launches, grad_check,
-    )  # fmt: skip
-    return gather, reduce, launches
+def first_completed(units: Sequence[Unit]) -> list[int]:
+    """The ordinals in the order in which the first backward is expected to complete the units. In
+    most models the first unit's inputs need no gradient, so that it is completed at the end, with
+    the root."""
+    *inner, root = [unit.ordinal for unit in units]
+    return [*inner[:0:-1], root, *inner[:1]]
 
 
 def memory_of_exchanges(
@@ -189,14 +219,12 @@ def memory_of_exchanges(
     other; None where there is no such bucket."""
     if not config.reduce_scatter.fixed:
         return None
-    nbytes = [
-        group.bucket.nbytes
-        for group in groups
-        if group.key.requires_grad and group.bucket_slot.memory is not None
-    ]
+    in_slots = [one for one in groups if one.bucket_slot.memory is not None]
+    nbytes = [one.bucket.nbytes for one in in_slots if one.key.requires_grad]
     if not nbytes:
         return None
-    return FlatBuffer(max(nbytes), torch.uint8, runtime, allocate([max(nbytes)])[0])
+    largest = max(nbytes)
+    return FlatBuffer(largest, torch.uint8, runtime, allocate([largest])[0])
 
 
 def abandon(runtime: Callable[[], Runtime | None]) -> None:

@@ -1,21 +1,19 @@
 """The engine: one wrapper's units, and what happens at each event of a training step.
 
-    root_pre_forward      show unsharded parameters, unshard the root
-    pre_forward           unshard, and prefetch what comes next
-    post_forward          reshard, unless the unit's backward comes next
-    pre_backward          unshard, and prefetch what comes next; open buckets that modules write
-    post_backward         reshard, reduce
-    end_backward          the same for units that no hook has completed
-    finish_grads          reduce the rest, wait, show sharded parameters with `.grad`
-    main_weights_changed  mark gathered weights stale
+root_pre_forward      show unsharded parameters, unshard the root
+pre_forward           unshard, and prefetch what comes next
+post_forward          reshard, unless the unit's backward comes next
+pre_backward          unshard, and prefetch what comes next; open buckets that modules write
+post_backward         reshard, reduce
+end_backward          the same for units that no hook has completed
+finish_grads          reduce the rest, wait, show sharded parameters with `.grad`
+main_weights_changed  mark gathered weights stale
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,38 +25,16 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
-from .buffer import KINDS, MAIN, READ, check_here
-from .gather import BACKWARD, FORWARD, PrefetchOrder
+from .backward import Backward
+from .buffer import KINDS, MAIN, READ, AllocateSlots, check_here, ordinary_memory
+from .gather import BACKWARD, FORWARD, GatherPipeline, PrefetchOrder
 from .group import GradState, laid_out
+from .launches import LaunchComparison
 from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
-from .reduce import REDUCED_STATES, GradCheck
+from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .unit import Unit
-
-
-@dataclass
-class Backward:
-    """A backward.
-
-    Attributes:
-        accumulates: whether it accumulates gradients of weights.
-        is_last: `FsdpEngine.is_last_microbatch`.
-        waits: whether units that keep gradients are completed at its end, as more may come to them.
-        around: ordinals of units whose forward goes on after it, which runs inside of it.
-        calls: by ordinal, how many calls of a unit have all their gradients.
-        done: ordinals of completed units, in that order.
-        recomputed: the unit whose module has returned last, if one has.
-    """
-
-    accumulates: bool = True
-    is_last: bool | None = None
-    waits: bool = False
-    around: Collection[int] = ()
-    running: bool = True
-    calls: Counter[int] = field(default_factory=Counter)
-    done: dict[int, None] = field(default_factory=dict)
-    recomputed: Unit | None = None
 
 
 class FsdpEngine:
@@ -89,8 +65,8 @@ class FsdpEngine:
     """True if the last backward of a step also finishes its gradients."""
     calls_parts = False
     """True if a schedule runs a part of a pass by itself. Hooks do nothing then."""
-    running_root: str | None = None
-    """The name of the module whose forward runs, or `hooks.RAISED`; None between forwards."""
+    running_root: hooks.RootName | None = None
+    """The module whose forward runs, or what runs in its place; None between forwards."""
     counts_calls = True
     """True if calls of units in the forward that runs are counted: a backward follows it."""
     in_flight = 0
@@ -101,13 +77,13 @@ class FsdpEngine:
     """True if `.grad` of the sharded parameters are the step's gradients. False from the beginning
     of a backward until all that it gave is reduced."""
     pinned_by = ""
-    """The holder of addresses in the memory, for messages ("a CUDA graph"); "" if memory may be
-    freed."""
+    """The holder of addresses in the memory ("a CUDA graph"); "" if memory may be freed."""
     stash: Any = None
     """The stash that memory was released to (`rollout/release.py`), if there is one."""
-    loads, exported_loads = 0, -1
-    """Numbers of reported writes of weights that are not trained: so far, and up to the last export
-    of everything."""
+    loads = 0
+    """Number of reported writes of weights that are not trained."""
+    exported_loads = -1
+    """`loads` at the last export of everything."""
 
     def __init__(
         self,
@@ -118,46 +94,46 @@ class FsdpEngine:
         runtime: Runtime,
         make_communicator: construction.MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
-        allocate_slots: construction.AllocateSlots | None = None,
+        allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
     ) -> None:
-        self.config, self.runtime = config, runtime
         runtime.poison = config.poison_buffers
-        used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
+        used = construction.used_domains(plans, domains)
         plans = laid_out(plans, used, config)
-        gathers, reduces, outer = construction.communicators(used, make_communicator, runtime)
-
-        def make_ready(plan: UnitPlan) -> dict[nn.Parameter, torch.Tensor]:
-            prepare(plan)
-            return construction.broadcast_weights(plan, quantized, outer, reduces)
-
-        allocate = construction.allocator(allocate_slots, runtime)
-        self.units = construction.build_units(
-            plans, used, config, runtime, allocate, make_ready, quantized
+        comms = construction.communicators(used, make_communicator, runtime)
+        allocate = allocate_slots or ordinary_memory(runtime.device)
+        self.config = config  # strategy, dtypes, overlap
+        self.runtime = runtime  # streams and storage
+        self.units = construction.build_units(  # in module order, root last
+            plans, used, config, runtime, allocate, comms, prepare, quantized
         )
-        self.root = self.units[-1]
-        self.groups = [group for unit in self.units for group in unit.groups]
-        self.order = PrefetchOrder(
-            len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
+        self.root = self.units[-1]  # of all parameters that are in no other unit
+        self.groups = [group for unit in self.units for group in unit.groups]  # of all units
+        forward_only = [one.ordinal for one in self.units if not one.backward_reads_weights]
+        self.order = PrefetchOrder(len(self.units), forward_only)  # of gathers
+        reducing = [*comms.reduce.values(), *comms.outer.values()]
+        self.launches = LaunchComparison(runtime, reducing)  # with those of other ranks
+        self.gather = GatherPipeline(  # gathers weights
+            self.units, config, runtime, comms.gather, comms.outer, self.order, self.launches
         )
-        self.gather, self.reduce, self.launches = construction.pipelines(
-            self.units, self.groups, used, config, runtime, (gathers, reduces, outer), allocate,
-            self.order, grad_check,
-        )  # fmt: skip
+        received = construction.memory_of_exchanges(self.groups, config, runtime, allocate)
+        inner = construction.domain_reduces(config, used, comms.reduce, received)
+        outer = construction.outer_reduces(config, comms.outer)
+        self.reduce = ReducePipeline(  # reduces gradients
+            config, runtime, inner, outer, self.launches, grad_check
+        )
         self.has_ordinary_slots = allocate_slots is None  # torch's own memory, which may go
         self.away: dict[str, Any] = {}  # by kind, memory that was given back
-        self.quantization = quantized and quantized.made(self.groups, self.gather)
-        self.pairs = make_pairs(self.groups)
-        self.trained = [pair for pair in self.pairs if pair.grad is not None]
-        self.switch, self.saved = ParameterSwitch(self.pairs), hooks.SavedTensorFilter()
+        self.quantization = quantized and quantized.made(self.groups, self.gather)  # if any
+        self.pairs = make_pairs(self.groups)  # both `Parameter` objects of each weight
+        self.trained = [pair for pair in self.pairs if pair.grad is not None]  # not frozen ones
+        self.switch = ParameterSwitch(self.pairs)  # which of them modules show
+        self.saved = hooks.SavedTensorFilter()  # keeps other hooks off the engine's buffers
         self.backward = Backward(running=False)  # the one that runs, or the last one
         # Ordinals in the order in which the last backward that accumulates completed the units, so
-        # that a rank on which none runs launches as the others do. At first what most models do:
-        # their first unit's inputs need no gradient, so that it is completed at the end, with the
-        # root.
-        inner = [unit.ordinal for unit in self.units[:-1]]
-        self.completed: Iterable[int] = [*inner[:0:-1], self.root.ordinal, *inner[:1]]
+        # that a rank on which none runs launches as the others do.
+        self.completed: Iterable[int] = construction.first_completed(self.units)
         hooks.register(self, module, [plan.modules for plan in plans])
         self.to_sharded()
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
@@ -167,10 +143,10 @@ class FsdpEngine:
 
     # A step, in the order in which it happens.
 
-    def root_pre_forward(self, name: str) -> None:
+    def root_pre_forward(self, name: hooks.RootName) -> None:
         """A module that holds all parameters is called."""
         again = hooks.in_backward()
-        if not again and self.running_root in (None, hooks.RAISED, name):
+        if not again and self.running_root in (None, hooks.RootCall.RAISED, name):
             self.begin_forward(name)
         else:
             self.to_unsharded()
@@ -181,13 +157,14 @@ class FsdpEngine:
                     unit.forward_calls = 1
         self.gather.unshard(self.root)
 
-    def begin_forward(self, name: str) -> None:
+    def begin_forward(self, name: hooks.RootName) -> None:
         """A forward begins that is inside of no other."""
         self.to_unsharded()
         if self.backward.running or self.running_root is not None:
             self.recover()
         self.order.begin(FORWARD)
-        self.gather.forward_follows, self.gather.microbatch_follows = False, True
+        self.gather.forward_follows = False
+        self.gather.microbatch_follows = True
         # Evaluations between a forward and its backward do not count; recomputed units do.
         self.counts_calls = torch.is_grad_enabled()
         if self.counts_calls:
@@ -195,7 +172,8 @@ class FsdpEngine:
             self.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
-        self.running_root, self.root.busy = name, True
+        self.running_root = name
+        self.root.busy = True
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
@@ -203,7 +181,8 @@ class FsdpEngine:
             # Of units inside one that is recomputed (the parts of a large layer) the one before it
             # is resharded: its backward comes after this one's.
             backward = self.begin_backward()
-            before, backward.recomputed = backward.recomputed, None
+            before = backward.recomputed
+            backward.recomputed = None
             if before is not None and before is not unit and before.inside and not before.busy:
                 self.gather.reshard(before)
         else:
@@ -223,24 +202,27 @@ class FsdpEngine:
     def post_forward(self, unit: Unit, output: Any, given: Any = (), ends: bool = True) -> None:
         """A unit's module, which was `given` inputs, returns, its last one if that `ends` it. The
         unit's backward may come next while recomputing, and does for the last: no resharding."""
-        again, with_gradients = hooks.in_backward(), torch.is_grad_enabled()
+        again = hooks.in_backward()
+        with_gradients = torch.is_grad_enabled()
         unit.busy = again and not with_gradients
         self.backward.recomputed = unit
         if with_gradients:
             reached = hooks.grad_callback(self.pre_backward, unit)
             hooks.on_outputs_needed(output, reached, given)
-            for group in unit.direct_groups if ends else ():
-                group.direct.expect(overwrites=not group.keeps_grads)
+            if ends:
+                for group in unit.direct_groups:
+                    group.direct.expect(overwrites=not group.keeps_grads)
             if again or self.order.is_last(unit.ordinal):
                 return
         if ends and (with_gradients or not again):
             self.gather.reshard(unit)
 
-    def root_post_forward(self, name: str, output: Any) -> None:
+    def root_post_forward(self, name: hooks.RootName, output: Any) -> None:
         """A module that holds all parameters returns."""
         if hooks.in_backward() or name != self.running_root:
             return
-        self.running_root, self.root.busy = None, False
+        self.running_root = None
+        self.root.busy = False
         if hooks.has_grad_output(output):
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
         else:
@@ -261,7 +243,7 @@ class FsdpEngine:
         hooks.at_end_of_backward(self.end_backward)
         self.start_backward(accumulates)
         self.gather.unshard(self.root)
-        self.reduce.backward_begins(self.root, accumulates)
+        self.reduce.backward_begins(self.root, accumulates=accumulates)
         return self.backward
 
     def start_backward(self, accumulates: bool) -> None:
@@ -285,7 +267,7 @@ class FsdpEngine:
         if unit.backward_reads_weights:
             self.gather.unshard(unit)
             unit.busy = True
-        self.reduce.backward_begins(unit, backward.accumulates)
+        self.reduce.backward_begins(unit, accumulates=backward.accumulates)
 
     def post_backward(self, unit: Unit) -> None:
         """All gradients of one call of a unit are known. A unit that was called several times in
@@ -306,14 +288,21 @@ class FsdpEngine:
             self.gather.reshard_unless_next(unit)
         if not backward.accumulates:
             return
-        # A unit that reduces some gradients in each backward gives its bucket to the next.
-        more = backward.waits and unit.reduces_each
-        last, known_last = backward.is_last is not False, backward.is_last is True
         if torch.is_grad_enabled():  # a backward with `create_graph`, or none
             with torch.no_grad():
-                self.reduce.backward_done(unit, last, known_last, more)
+                self._take_grads(unit)
         else:
-            self.reduce.backward_done(unit, last, known_last, more)
+            self._take_grads(unit)
+
+    def _take_grads(self, unit: Unit) -> None:
+        backward = self.backward
+        self.reduce.backward_done(
+            unit,
+            is_last=backward.is_last is not False,
+            is_known_last=backward.is_last is True,
+            # A unit that reduces some gradients in each backward gives its bucket to the next.
+            more_may_come=backward.waits and unit.reduces_each,
+        )
 
     def end_backward(self) -> None:
         """The backward ends. Completes the units whose inputs needed no gradient or that were not
@@ -321,14 +310,9 @@ class FsdpEngine:
         late where part of the graph between a weight and the loss is older than the call of the
         unit (autocast keeps casts), or a unit ran more often than was counted."""
         backward = self.backward
-        for unit in reversed(self.units) if backward.accumulates else ():
-            is_done = unit.ordinal in backward.done
-            is_late = is_done and any(group.has_grads() for group in unit.trainable_groups)
-            if not is_done or (is_late and not unit.keeps_grads):
-                self.complete(unit)
-            elif is_late:
-                with torch.no_grad():
-                    self.late_seen |= self.reduce.reduce_late_grads(unit)
+        if backward.accumulates:
+            for unit in reversed(self.units):
+                self._complete_at_end(unit)
         self.gather.reshard_all(but=backward.around)
         backward.running = False
         if backward.accumulates:
@@ -337,14 +321,27 @@ class FsdpEngine:
             if self.auto_sync and self.is_last_microbatch is not False:
                 self.finish_grads()
 
+    def _complete_at_end(self, unit: Unit) -> None:
+        if unit.ordinal not in self.backward.done:
+            self.complete(unit)
+            return
+        is_late = any(group.has_grads() for group in unit.trainable_groups)
+        if is_late and unit.keeps_grads:
+            with torch.no_grad():
+                self.late_seen |= self.reduce.reduce_late_grads(unit)
+        elif is_late:
+            self.complete(unit)
+
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
         check_here(self.away, "reducing gradients", KINDS)
         self.gather.updates.order_compute()
-        in_backward = [self.units[ordinal] for ordinal in self.completed]
-        overlaps = self.config.overlap_grad_reduce
-        self.reduce.reduce_rest(in_backward if overlaps else reversed(self.units))
+        if self.config.overlap_grad_reduce:
+            units = [self.units[ordinal] for ordinal in self.completed]
+        else:
+            units = self.units[::-1]
+        self.reduce.reduce_rest(units)
 
     @torch.no_grad()
     def finish_grads(self) -> None:
@@ -373,9 +370,9 @@ class FsdpEngine:
         """Gives every parameter its reduced gradient. A frozen one gets none, so that no optimizer
         moves it."""
         for pair in self.trained:
-            if pair.group.grad_state is not GradState.EMPTY and (
-                pair.sharded.requires_grad or pair.sharded.grad is not None
-            ):
+            if pair.group.grad_state is GradState.EMPTY:
+                continue
+            if pair.sharded.requires_grad or pair.sharded.grad is not None:
                 pair.attach_grad()
         self.grads_attached = True
 
@@ -389,7 +386,8 @@ class FsdpEngine:
         """The optimizer, or a load, has written main weights: gathered weights are stale, and
         quantized ones are made again, once, when unsharded parameters are shown. Collective then.
         loaded: also weights that are not trained. stepped: by an optimizer's step."""
-        self.loads += loaded
+        if loaded:
+            self.loads += 1
         if not stepped:
             self.mark_main_weights_stale()
         if self.quantization is not None:
@@ -414,8 +412,10 @@ class FsdpEngine:
     def recover(self) -> bool:
         """Forgets a forward or backward that raised: nothing is in flight or in use after. Returns
         whether it was one with gradients."""
-        with_gradients, self.backward.running = self.counts_calls or self.backward.running, False
-        self.running_root, self.in_flight = None, 0
+        with_gradients = self.counts_calls or self.backward.running
+        self.backward.running = False
+        self.running_root = None
+        self.in_flight = 0
         self.reduce.abandon(self.units)
         self.gather.reshard_held(stay=not with_gradients)
         return with_gradients
@@ -467,8 +467,11 @@ class FsdpEngine:
     @property
     def _is_idle(self) -> bool:
         """True if the user has frozen all parameters, and there are no gradients of before."""
-        trainable = (group for group in self.groups if group.key.requires_grad)
-        return all(group.idle and group.grad_state is GradState.EMPTY for group in trainable)
+        for group in self.groups:
+            idle = group.idle and group.grad_state is GradState.EMPTY
+            if group.key.requires_grad and not idle:
+                return False
+        return True
 
     @torch.no_grad()
     def scale_grads(self, factor: float | torch.Tensor) -> None:

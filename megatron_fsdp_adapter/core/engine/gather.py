@@ -30,7 +30,8 @@ from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
 from .params import refuse_writes
 from .unit import DeferredUpdates, Phase, Unit
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 
 LOOKAHEAD = 8
 """Number of requests that may run ahead of the recorded order before the order is given up."""
@@ -43,18 +44,20 @@ class PrefetchOrder:
         num_units: ordinals run from 0 to the root unit's. The first passes begin with the root unit
             and go up in forward, down in backward.
         forward_only: ordinals that ask for no weights in backward.
-
-    Attributes:
-        direction: of the pass that runs, or ran last.
     """
 
     def __init__(self, num_units: int, forward_only: Collection[int] = ()) -> None:
         up = list(range(num_units))
         down = [ordinal for ordinal in up[::-1] if ordinal not in forward_only]
+        # The order of the last pass of each direction.
         self._known = {FORWARD: up[-1:] + up[:-1], BACKWARD: down}
+        # The order of the pass that runs, so far.
         self._recording: list[int] = []
+        # What follows its last request; empty where that did not fit the known order.
         self._upcoming: list[int] = []
+        # Direction of the pass that runs, or ran last.
         self.direction = FORWARD
+        # How far in the known order the last request that fitted it was.
         self._position = 0
 
     def begin(self, direction: str) -> None:
@@ -104,29 +107,43 @@ class PrefetchOrder:
 
 
 class DomainGather(NamedTuple):
-    """The launched gathers of one domain over one axis (`kind`): output and input of each gather of
-    its groups."""
+    """The gathers of one domain over one axis, in one launch."""
 
+    # What the launch is called (`launches.py`).
     kind: str
+    # Of the domain's ranks on that axis.
     communicator: Communicator
+    # Whose weights are gathered.
     groups: Sequence[ParamGroup]
+    # Output and input of each gather.
     pairs: Sequence[Pair]
 
 
 PairsOf = Callable[[ParamGroup], Sequence[Pair]]
 
 
-class GatherPipeline:
-    """Args:
-    units: in module order, root last.
-    communicators, outer: by domain name, the ones that gathers run on, over each axis.
-    launches: records every gather.
+def _domain_gathers(
+    kind: str,
+    communicators: Mapping[str, Communicator],
+    groups: Sequence[ParamGroup],
+    pairs_of: PairsOf,
+) -> list[DomainGather]:
+    """The gathers of `groups` over one axis: one for each domain with anything to gather."""
+    found = []
+    for domain, members in by_domain(groups).items():
+        pairs = [pair for group in members for pair in pairs_of(group)]
+        if pairs:
+            found.append(DomainGather(kind, communicators[domain], members, pairs))
+    return found
 
-    forward_follows: whether a forward pass comes right after the backward pass that is running.
-    If so, the end of that backward launches the forward's first gathers.
-    microbatch_follows: whether weights that are gathered will be read again in this step; units
-    that stay (`Unit.stays`) are not resharded then.
-    updates: the updates that gathers wait for.
+
+class GatherPipeline:
+    """Gathers weights of units ahead of their use, and reshards units.
+
+    Args:
+        units: in module order, root last.
+        communicators, outer: by domain name, the ones that gathers run on, over each axis.
+        launches: records every gather.
     """
 
     def __init__(
@@ -139,17 +156,33 @@ class GatherPipeline:
         order: PrefetchOrder,
         launches: LaunchComparison,
     ) -> None:
-        self.units, self.config, self.runtime = units, config, runtime
-        self.communicators, self.outer = communicators, outer
-        self.order, self.launches = order, launches
-        self.updates = DeferredUpdates(units, runtime)
-        # _unordered: gathers, before which the compute stream may write what they read.
-        self.forward_follows = self.microbatch_follows = self._unordered = False
+        self.units = units  # in module order, root last
+        self.config = config  # of the engine
+        self.runtime = runtime  # streams and storage
+        # What gathers run on over each axis, by domain.
+        self.communicators = communicators
+        self.outer = outer  # likewise
+        self.order = order  # of requests, which tells the units that are needed next
+        self.launches = launches  # records every gather
+        self.updates = DeferredUpdates(units, runtime)  # that gathers wait for
+        # Whether a forward pass comes right after the backward pass that is running. If so, the end
+        # of that backward launches the forward's first gathers.
+        self.forward_follows = False
+        # Whether weights that are gathered will be read again in this step; units that stay
+        # (`Unit.stays`) are not resharded then.
+        self.microbatch_follows = False
+        # Whether there are gathers before which the compute stream may write what they read.
+        self._unordered = False
+        # Units that were prefetched last.
         self._ahead: list[Unit] = []
+        # By number of a slot, the unit that was gathered into it last.
         self._holders: dict[int, Unit] = {}
+        # By ordinal, how many users hold a unit.
         self._held: Counter[int] = Counter()
-        pairs = attrgetter("outer_pairs"), attrgetter("gather_pairs")
-        self._planned = [self.plan(unit.groups, *pairs) for unit in units]
+        outer_pairs = attrgetter("outer_pairs")
+        inner_pairs = attrgetter("gather_pairs")
+        # By ordinal, the gathers of a unit over the outer axis, and those that follow.
+        self._planned = [self.plan(unit.groups, outer_pairs, inner_pairs) for unit in units]
 
     def unshard(self, unit: Unit) -> None:
         """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
@@ -185,17 +218,24 @@ class GatherPipeline:
         self._held[unit.ordinal] -= 1
         self.reshard(unit)
 
-    def keep(self, unit: Unit, keeps: bool) -> None:
-        """Holds `unit`, once however often it is called, or lets it go."""
-        if keeps is not (self._held[unit.ordinal] > 0):
-            (self.hold if keeps else self.unhold)(unit)
+    def hold_once(self, unit: Unit) -> None:
+        """Holds `unit`, unless it is held."""
+        if self._held[unit.ordinal] <= 0:
+            self.hold(unit)
+
+    def unhold_once(self, unit: Unit) -> None:
+        """Counts one user of `unit` less, if it is held."""
+        if self._held[unit.ordinal] > 0:
+            self.unhold(unit)
 
     def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
         """The next unit, and further ones while the byte budget lasts."""
-        budget, chosen = self.config.prefetch_bytes, []
+        budget = self.config.prefetch_bytes
+        chosen = []
         for ordinal in upcoming:
-            chosen.append(self.units[ordinal])
-            budget -= chosen[-1].weight_bytes
+            unit = self.units[ordinal]
+            chosen.append(unit)
+            budget -= unit.weight_bytes
             if budget <= 0:
                 break
         return chosen
@@ -213,8 +253,12 @@ class GatherPipeline:
 
     def _holder(self, unit: Unit) -> Unit | None:
         """Another unit whose weights are in `unit`'s slot, if there is one."""
-        holder = None if unit.weight_slot is None else self._holders.get(unit.weight_slot)
-        return None if holder is None or holder is unit or holder.phase is Phase.SHARDED else holder
+        if unit.weight_slot is None:
+            return None
+        holder = self._holders.get(unit.weight_slot)
+        if holder is None or holder is unit or holder.phase is Phase.SHARDED:
+            return None
+        return holder
 
     def _make_way(self, unit: Unit) -> None:
         """Reshards the unit whose weights are in `unit`'s slot, if it does not compute."""
@@ -239,12 +283,13 @@ class GatherPipeline:
             self._holders[unit.weight_slot] = unit
         stale = unit.stale
         outer, inner = self._planned[unit.ordinal]
-        self.runtime.submit(
-            GATHER,
-            lambda: self._fill_own(unit, stale),
-            *(self.tasks(outer) if stale else ()), *self.tasks(inner),
-        )
-        unit.stale, unit.gathered = False, self.runtime.record(GATHER)
+        tasks: list[Callable[[], Any]] = [partial(self._fill_own, unit, stale)]
+        if stale:
+            tasks += self.tasks(outer)
+        tasks += self.tasks(inner)
+        self.runtime.submit(GATHER, *tasks)
+        unit.stale = False
+        unit.gathered = self.runtime.record(GATHER)
         self._unordered = True
 
     def _fill_own(self, unit: Unit, stale: bool) -> None:
@@ -257,17 +302,10 @@ class GatherPipeline:
     def plan(
         self, groups: Sequence[ParamGroup], outer: PairsOf, inner: PairsOf
     ) -> tuple[list[DomainGather], list[DomainGather]]:
-        """The gathers of `groups` over the outer axis, and those over the shard axis that follow:
-        one for each domain with anything to gather."""
-        axes = ((GATHERED_OUTER, self.outer, outer), (GATHERED, self.communicators, inner))
-        of_outer, of_inner = (
-            [
-                DomainGather(kind, communicators[domain], members, pairs)
-                for domain, members in by_domain(groups).items()
-                if (pairs := [pair for group in members for pair in pairs_of(group)])
-            ]
-            for kind, communicators, pairs_of in axes
-        )
+        """The gathers of `groups` over the outer axis, and those over the shard axis that
+        follow."""
+        of_outer = _domain_gathers(GATHERED_OUTER, self.outer, groups, outer)
+        of_inner = _domain_gathers(GATHERED, self.communicators, groups, inner)
         return of_outer, of_inner
 
     def tasks(self, planned: Sequence[DomainGather]) -> list[Callable[[], list[Any]]]:
@@ -295,7 +333,8 @@ class GatherPipeline:
         if unit.phase is Phase.SHARDED or self._held[unit.ordinal]:
             return
         found = unit.take_written()
-        if not (unit.keeps_weights or (unit.stays and self.microbatch_follows)):
+        stays = unit.keeps_weights or (unit.stays and self.microbatch_follows)
+        if not stays:
             self._drop(unit)
         elif unit.quantized and not self.config.keep_derived:
             unit.drop_derived()
@@ -345,7 +384,8 @@ class GatherPipeline:
         an evaluation: it may not have raised on other ranks, where they stay."""
         self._held.clear()
         self.forward_follows = False
-        self.microbatch_follows &= stay
+        if not stay:
+            self.microbatch_follows = False
         self.reshard_all()
 
     def reshard_unless_next(self, unit: Unit) -> None:
@@ -390,9 +430,11 @@ class GatherPipeline:
         if any(unit.weight_slot is not None for unit in self.units):
             self.unshard_first()
             return
-        for ordinal in self.order.forward() if as_forward else range(len(self.units)):
-            if self.units[ordinal].phase is Phase.SHARDED:
-                self.launch(self.units[ordinal])
+        order = self.order.forward() if as_forward else range(len(self.units))
+        for ordinal in order:
+            unit = self.units[ordinal]
+            if unit.phase is Phase.SHARDED:
+                self.launch(unit)
         for unit in self.units:
             if unit.gathered is not None:
                 self._finish(unit)

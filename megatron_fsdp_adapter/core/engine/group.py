@@ -75,41 +75,6 @@ class ParamGroup:
         slots: where gathered weights and the bucket are in fixed memory.
         quantized: knows the parameters, where the format is a quantized one.
         values: what main weights begin as, by parameter; those without begin as the weights.
-
-    Attributes:
-        params: unsharded parameters, in layout order; `managed[i]` has their names and places.
-        idle: whether the user has frozen all of them, for all forwards in flight. Their backward
-            then collects and reduces nothing.
-        keeps_weights, keeps_grads: whether compute weights stay while the unit does not compute;
-            whether backward adds to the main gradients, which are reduced once a step.
-        shards_main, splits_outer: whether this rank has a shard of the main weights, over the shard
-            axis, and of that a shard over the outer axis.
-        main_dtype, main_is_weight, main_on_host: dtype of the main weights; whether they are a
-            slice of the kept compute weights; whether they are in host memory: not if they are the
-            compute weights, or if quantized weights are made of them on the device.
-        full, inner, held: shards of the layout: all of it; that of this rank on the shard axis; and
-            the part of this that its optimizer updates. All views of the group's buffers are looked
-            up by them (`ShardedBuffer.segments`, `items`).
-        weights, weight_shards: for each plane of the format, the buffer that modules compute with,
-            and the one that has this rank's part: the same, unless a shard is kept beside it.
-        keeps_shard: whether a shard is kept, where weights are sharded. write_planes: writes this
-            rank's part of quantized planes that are not kept.
-        held_weights: `held` of each segment of the weights that main weights are cast to.
-        gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes;
-            empty where nothing is sharded over it.
-        main: the main weights, in host memory or not; device_main: the buffer that the optimizer
-            updates, which is another one where they are in host memory.
-        given: indices of the parameters to which a backward has given a gradient since gradients
-            were last forgotten; the others' are zeros in the buffers.
-        own_current: whether `held_weights` equal the main weights in host memory.
-        reduced_hook: changes, in place, what the last axis of a reduction gives, a mean over ranks.
-        is_read: whether an update may still read the gradients of a step that has returned.
-        grad: the main gradients, valid between reduction and zeroing: grad_segments, what a
-            reduction over the shard axis writes, and held_grads, what the optimizer reads.
-        bucket: the buffer that is communicated. A reduction that does not end in the main gradients
-            leaves its result in the `inner` shard of it. collected: the buffer that backward's
-            gradients are written to, `bucket` or `grad`; bucket_gaps: what lies between them;
-            direct: the gradients that modules write by themselves.
     """
 
     def __init__(
@@ -125,18 +90,40 @@ class ParamGroup:
         quantized: QuantizedWeights | None = None,
         values: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        self.name, self.key, self.domain, self.config = name, key, domain, config
-        self.runtime, (self.weight_slot, self.bucket_slot) = runtime, slots
-        self.managed, self.layout = managed, layout
-        self.params = [entry.param for entry in managed]
+        self.name = name  # "unit/domain"
+        self.key = key  # what its parameters share
+        self.domain = domain  # the ranks that it is sharded over
+        self.config = config  # of the unit's groups in this domain
+        self.runtime = runtime  # streams and storage
+        self.weight_slot, self.bucket_slot = slots  # fixed memory of both, or none
+        self.managed = managed  # names and places of `params`
+        self.layout = layout  # offsets of `params` in the flat buffer
+        self.params = [entry.param for entry in managed]  # unsharded ones, in layout order
+        # Whether this rank's shard of the main weights is split again over the outer axis.
         self.splits_outer = splits_outer(domain, config)
+        # Whether the shard axis has one rank.
         self.is_single_rank = key.domain in config.whole
         self._decide()
         self._set_parts()
-        self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
-        self.is_read = self._release_waits = False
-        self._all, self.given = frozenset(range(len(managed))), frozenset[int]()
+        # Where the step's gradients are.
+        self.grad_state = GradState.EMPTY
+        # Whether the user has frozen all of `params`, for all forwards in flight. Their backward
+        # then collects and reduces nothing.
+        self.idle = False
+        # Whether `held_weights` equal the main weights in host memory.
+        self.own_current = True
+        # Whether an update may still read the gradients of a step that has returned.
+        self.is_read = False
+        # Whether gradients were forgotten while one read them: they keep their memory until then.
+        self._release_waits = False
+        # Indices of all parameters.
+        self._all = frozenset(range(len(managed)))
+        # Indices of the parameters to which a backward has given a gradient since gradients were
+        # last forgotten; the others' are zeros in the buffers.
+        self.given = frozenset[int]()
+        # Writes this rank's part of quantized planes that are not kept.
         self.write_planes: Callable[..., None] | None = None
+        # Changes, in place, what the last axis of a reduction gives, a mean over ranks.
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
         with torch.no_grad():
             self._build_weights(quantized)
@@ -145,65 +132,78 @@ class ParamGroup:
                 self._build_grads()
 
     def _set_parts(self) -> None:
-        """The shard axis is the slow one: what an outer rank holds lies inside its inner shard,
-        so that the two axes are gathered and reduced one after the other, in place."""
+        """The shards of the layout, by which all views of the group's buffers are looked up
+        (`ShardedBuffer.segments`, `items`).
+
+        The shard axis is the slow one: what an outer rank holds lies inside its inner shard, so
+        that the two axes are gathered and reduced one after the other, in place."""
+        layout = self.layout
         size = self.domain.axis.size if self.shards_main else 1
-        rank, layout = shard_rank(self.domain, self.config), self.layout
-        self.full = self.inner = ShardSpec(layout.with_shards(1), 0)
+        # All of it.
+        self.full = ShardSpec(layout.with_shards(1), 0)
+        # That of this rank on the shard axis.
+        self.inner = self.full
         if self.shards_main:
             self.inner = ShardSpec(layout.with_shards(size), self.domain.axis.rank)
+        # The part of `inner` that this rank's optimizer updates.
         self.held = self.inner
         if self.splits_outer:
+            rank = shard_rank(self.domain, self.config)
             self.held = ShardSpec(layout.with_shards(size * self.domain.outer_size), rank)
 
     def _decide(self) -> None:
         """Sets the fields that follow from strategy, dtypes and domain."""
-        strategy, key, policy = self.config.strategy, self.key, self.config.policy
-        self.keeps_grads, self.keeps_weights = not strategy.shard_grads, not strategy.shard_weights
+        key = self.key
+        strategy = self.config.strategy
+        # Whether backward adds to the main gradients, which are reduced once a step.
+        self.keeps_grads = not strategy.shard_grads
+        # Whether compute weights stay while the unit does not compute.
+        self.keeps_weights = not strategy.shard_weights
+        # Whether this rank has a shard of the main weights, over the shard axis.
         self.shards_main = strategy.shard_main
         # Frozen parameters have no optimizer: their main weights stay in their own dtype.
-        chosen = policy.main_params_dtype if key.requires_grad else None
-        self.main_dtype = chosen or key.own_dtype
+        chosen = self.config.policy.main_params_dtype if key.requires_grad else None
+        self.main_dtype = chosen or key.own_dtype  # of the main weights
         casts = self.main_dtype != key.dtype
-        self.main_is_weight = not casts and key.quantized is None and self.keeps_weights
-        trained = self.config.offload and key.requires_grad
-        self.main_on_host = trained and key.quantized is None and casts
+        plain = key.quantized is None
+        # Whether main weights are a slice of the kept compute weights.
+        self.main_is_weight = plain and not casts and self.keeps_weights
+        # Whether they are in host memory: not if they are the compute weights, or if quantized
+        # weights are made of them on the device.
+        self.main_on_host = self.config.offload and key.requires_grad and plain and casts
 
     def offloaded(self, dtype: torch.dtype) -> ShardedBuffer:
         """A buffer with an element for each that main weights have, whose values are in host
         memory, zero, while it is released, as it is."""
-        memory = self.runtime.host_memory(self.held.layout.shard_numel * dtype.itemsize)
-        made = self._buffer(self.held, dtype)
-        made.host = ShardedBuffer(self.held, [self.held], self.runtime, dtype, WHOLE, memory, True)
+        held = self.held
+        memory = self.runtime.host_memory(held.layout.shard_numel * dtype.itemsize)
+        made = self._buffer(held, dtype)
+        made.host = ShardedBuffer(held, [held], self.runtime, dtype, memory=memory, is_zero=True)
         made.release()
         return made
 
     def _build_weights(self, quantized: QuantizedWeights | None) -> None:
-        # With an outer axis a shard is kept so that that is gathered once a step and not at every
-        # use: it is the slow network. Keeping it otherwise was tried: a gather then copies this
-        # rank's own piece, which costs what the cast does (docs/results_experiments.md).
         stays = self.key.format.keeps_shards(self.key.requires_grad)
         wanted = self.splits_outer or self.main_on_host or stays
+        # Whether a shard is kept, where weights are sharded. With an outer axis it is, so that that
+        # is gathered once a step and not at every use: it is the slow network. Keeping it otherwise
+        # was tried: a gather then copies this rank's own piece, which costs what the cast does
+        # (docs/results_experiments.md).
         self.keeps_shard = wanted and not self.keeps_weights
-        numel = self.layout.total_numel
-        self.weights = [
-            self._buffer(self.full, plane=plane, memory=self.weight_slot.take(plane.nbytes(numel)))
-            for plane in self.key.format.planes
-        ]
-        self.weight_shards = [
-            self._buffer(self.inner, plane=full.plane) if self.keeps_shard else full
-            for full in self.weights
-        ]
-        for index, param in enumerate(self.params):
-            views = {full.plane.name: full.params[index] for full in self.weights}
-            if quantized is None:
-                (view,) = views.values()
-                view.copy_(param.data)
-                param.data = view
-            else:
-                quantized.move(param, views)
+        # For each plane of the format, the buffer that modules compute with.
+        self.weights: list[ShardedBuffer] = []
+        for plane in self.key.format.planes:
+            memory = self.weight_slot.take(plane.nbytes(self.layout.total_numel))
+            self.weights.append(self._buffer(self.full, plane=plane, memory=memory))
+        # Likewise the one that has this rank's part: the same, unless a shard is kept beside it.
+        self.weight_shards = self.weights
+        if self.keeps_shard:
+            self.weight_shards = [self._buffer(self.inner, plane=one.plane) for one in self.weights]
+        self._move_params(quantized)
+        # Output and input of the gather over each axis, of all planes; empty where nothing is
+        # sharded over it.
         self.gather_pairs: list[Pair] = []
-        self.outer_pairs: list[Pair] = []
+        self.outer_pairs: list[Pair] = []  # likewise
         for full, shard in zip(self.weights, self.weight_shards, strict=True):
             inner = shard.segments(self.inner)
             if self.keeps_shard:
@@ -212,48 +212,76 @@ class ParamGroup:
                 self.gather_pairs += zip(full.segments(self.full), inner, strict=True)
             if self.splits_outer:
                 self.outer_pairs += zip(inner, shard.segments(self.held), strict=True)
+        # `held` of each segment of the weights that main weights are cast to.
         self.held_weights = [] if quantized else self.weight_shards[0].segments(self.held)
-        self._write_held = copies_to(self.held_weights)
+        self._write_held = copies_to(self.held_weights)  # casts main weights to them
+
+    def _move_params(self, quantized: QuantizedWeights | None) -> None:
+        for index, param in enumerate(self.params):
+            views = {full.plane.name: full.params[index] for full in self.weights}
+            if quantized is None:
+                (view,) = views.values()
+                view.copy_(param.data)
+                param.data = view
+            else:
+                quantized.move(param, views)
 
     def _buffer(
-        self, stored: ShardSpec, dtype: torch.dtype | None = None, plane: Plane = WHOLE,
+        self,
+        stored: ShardSpec,
+        dtype: torch.dtype | None = None,
+        plane: Plane = WHOLE,
         memory: torch.Tensor | None = None,
-    ) -> ShardedBuffer:  # fmt: skip
+    ) -> ShardedBuffer:
         specs = (self.full, self.inner, self.held)
         inside = specs[specs.index(stored) :]
         return ShardedBuffer(stored, inside, self.runtime, dtype, plane, memory)
 
     def _build_main(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        # The buffer that the optimizer updates.
         if self.main_is_weight:
             self.device_main = self.weights[0]
         elif self.main_on_host:
             self.device_main = self.offloaded(self.main_dtype)
         else:
             self.device_main = self._buffer(self.held, self.main_dtype)
+        # The main weights, in host memory or not.
         self.main = self.device_main.host or self.device_main
-        self._main_segments = self.main.segments(self.held)
+        self._main_segments = self.main.segments(self.held)  # what `_write_held` casts
         if not self.main_is_weight and self.held_weights:
             copy_each(self._main_segments, self.held_weights)
         for index, param in enumerate(self.params):
             if param in values:
-                part, rows = self.held.range(index), self.main.items(self.held)[index]
-                rows.copy_(values[param].reshape(-1)[part.start : part.stop].view(rows.shape))
+                part = self.held.range(index)
+                rows = self.main.items(self.held)[index]
+                given = values[param].reshape(-1)[part.start : part.stop]
+                rows.copy_(given.view(rows.shape))
 
     def _build_grads(self) -> None:
-        sharded, policy = not self.keeps_grads, self.config.policy
-        stored = self.inner if sharded else self.full
-        self.grad = self.bucket = self._buffer(stored, policy.grads_dtype)
-        if sharded or policy.comm_dtype != policy.grads_dtype:
+        policy = self.config.policy
+        # The main gradients, valid between reduction and zeroing.
+        self.grad = self._buffer(self.full if self.keeps_grads else self.inner, policy.grads_dtype)
+        # The buffer that is communicated. A reduction that does not end in the main gradients
+        # leaves its result in the `inner` shard of it.
+        self.bucket = self.grad
+        if not self.keeps_grads or policy.comm_dtype != policy.grads_dtype:
             dtype = bucket_dtype(self.layout, policy.comm_dtype, self.config.narrows_buckets)
             memory = self.bucket_slot.take(self.layout.total_numel * dtype.itemsize)
             self.bucket = self._buffer(self.full, dtype, memory=memory)
-        self.collected = self.bucket if sharded else self.grad
-        writers = [entry.writer for entry in self.managed]
-        self.direct = FusedWgrad(self.params, writers, self.collected.params, self.name)
+        # Whether the bucket is a buffer of its own, which comes and goes.
         self.has_transient_bucket = self.bucket is not self.grad
+        # The buffer that backward's gradients are written to.
+        self.collected = self.grad if self.keeps_grads else self.bucket
+        writers = [entry.writer for entry in self.managed]
+        # The gradients that modules write by themselves.
+        self.direct = FusedWgrad(self.params, writers, self.collected.params, self.name)
+        # What a reduction over the shard axis writes of the main gradients.
         self.grad_segments = self.grad.segments(self.inner)
+        # What the optimizer reads of them.
         self.held_grads = self.grad.segments(self.held)
+        # What lies between the parameters in `collected`.
         self.bucket_gaps = self.collected.views(self.layout.gaps())
+        # Copies the gradients of all parameters there.
         self._collect = copies_to(self.collected.params)
         self._release_grads()
 
@@ -261,11 +289,10 @@ class ParamGroup:
     def can_keep_grads(self) -> bool:
         """True if the bucket may be kept to sum microbatches in: no other unit uses its memory, and
         it is as wide as the main gradients."""
-        return (
-            self.collected is self.bucket is not self.grad
-            and self.bucket_slot.memory is None
-            and self.bucket.tensor.dtype == self.grad.tensor.dtype
-        )
+        collects_in_bucket = self.has_transient_bucket and self.collected is self.bucket
+        if not collects_in_bucket or self.bucket_slot.memory is not None:
+            return False
+        return self.bucket.tensor.dtype == self.grad.tensor.dtype
 
     def fill_bucket(self) -> None:
         """Copies gradients into the bucket, if backward has written them elsewhere."""
@@ -323,8 +350,9 @@ class ParamGroup:
         late = self._buffer(self.full, self.bucket.tensor.dtype)
         grads = self.take_unsharded_grads()
         found = [index for index, grad in enumerate(grads) if grad is not None]
-        self.given |= {*found}
-        copy_each([late.params[index] for index in found], [grads[index] for index in found])  # type: ignore[misc]
+        self.given |= set(found)
+        views = [late.params[index] for index in found]
+        copy_each(views, [grads[index] for index in found])  # type: ignore[misc]
         return late
 
     def take_grads(self, accumulate: bool) -> None:
@@ -342,14 +370,14 @@ class ParamGroup:
             if self.bucket_gaps:
                 torch._foreach_zero_(self.bucket_gaps)
             return
-        self.given |= {*written, *(index for index, grad in enumerate(every) if grad is not None)}
+        self.given |= written
+        self.given |= {index for index, grad in enumerate(every) if grad is not None}
         kept = range(len(every)) if accumulate else written
         self.put_grads(enumerate(every), kept)
         zeroed = [] if accumulate else list(self.bucket_gaps)
-        zeroed += [
-            view for index, view in enumerate(self.collected.params)
-            if every[index] is None and index not in kept
-        ]  # fmt: skip
+        for index, view in enumerate(self.collected.params):
+            if every[index] is None and index not in kept:
+                zeroed.append(view)
         if zeroed:
             torch._foreach_zero_(zeroed)
 
@@ -358,16 +386,23 @@ class ParamGroup:
     ) -> None:
         """Adds gradients, of parameters by index, to `collected` where that has `kept` some of
         theirs, and copies them there otherwise. What is None is left out."""
-        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        sums = []
+        added = []
+        copies = []
+        copied = []
         for index, grad in grads:
-            if grad is not None:
-                views, found = added if index in kept else copied
-                views.append(self.collected.params[index])
-                found.append(grad)
-        if added[0]:
-            torch._foreach_add_(*added)
-        copy_each(*copied)
+            if grad is None:
+                continue
+            view = self.collected.params[index]
+            if index in kept:
+                sums.append(view)
+                added.append(grad)
+            else:
+                copies.append(view)
+                copied.append(grad)
+        if added:
+            torch._foreach_add_(sums, added)
+        copy_each(copies, copied)
 
     def take_unsharded_grads(self) -> list[torch.Tensor | None]:
         """The unsharded parameters' `.grad`, which are taken off them."""
@@ -382,7 +417,8 @@ class ParamGroup:
         the unsharded parameters."""
         if collected:
             self.take_unsharded_grads()
-        self.grad_state, self.given = GradState.EMPTY, frozenset()
+        self.grad_state = GradState.EMPTY
+        self.given = frozenset()
         if self.key.requires_grad:
             self.direct.close()
             self.direct.expect(True)
@@ -396,7 +432,8 @@ def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
 
 def shard_rank(domain: ShardDomain, config: EngineConfig) -> int:
     """The number of this rank's shard of main weights, over all axes."""
-    outer, inner = domain.outer, domain.axis.rank if config.strategy.shard_main else 0
+    inner = domain.axis.rank if config.strategy.shard_main else 0
+    outer = domain.outer
     if outer is None or not splits_outer(domain, config):
         return inner
     return nested_shard_rank(inner, outer.rank, outer.size)
@@ -409,20 +446,21 @@ def laid_out(
     has a layout of the same parameters keeps it."""
 
     def layout(plan: UnitPlan, key: GroupKey) -> GroupLayout:
-        specs = tuple(
-            entry.spec(index, key) for index, entry in enumerate(plan.groups[key])
-        )
-        known, domain = plan.layouts.get(key), domains[key.domain]
+        specs = tuple(entry.spec(index, key) for index, entry in enumerate(plan.groups[key]))
+        known = plan.layouts.get(key)
         if known is not None and known.specs == specs:
             return known
-        return plan_group(
-            specs,
-            domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
-        )
+        domain = domains[key.domain]
+        shards = domain.axis.size
+        if splits_outer(domain, config):
+            shards *= domain.outer_size
+        return plan_group(specs, shards)
 
-    return [
-        replace(plan, layouts={key: layout(plan, key) for key in plan.groups}) for plan in plans
-    ]
+    found = []
+    for plan in plans:
+        layouts = {key: layout(plan, key) for key in plan.groups}
+        found.append(replace(plan, layouts=layouts))
+    return found
 
 
 def by_domain(groups: Sequence[ParamGroup]) -> dict[str, list[ParamGroup]]:

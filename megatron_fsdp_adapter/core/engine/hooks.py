@@ -55,8 +55,18 @@ _OPAQUE = (
 """Types that are not searched for tensors."""
 
 
-RAISED = "a forward that raised"
-"""Is `FsdpEngine.running_root` after that, until another begins, of whatever module."""
+class RootCall(enum.Enum):
+    """`FsdpEngine.running_root` where it is no module that is called."""
+
+    # A method of the root, of torch's `register_fsdp_forward_method`, runs. The root may be called
+    # inside of it.
+    METHOD = "a registered method"
+    # Until another forward begins, of whatever module.
+    RAISED = "a forward that raised"
+
+
+RootName = str | RootCall
+"""The name of a module that holds all parameters, or what is in its place."""
 
 EngineRef = Callable[[], Any]
 """A weak reference to an `FsdpEngine`, whose module imports this one."""
@@ -80,8 +90,12 @@ def accumulates(groups: Iterable[ParamGroup]) -> bool:
     if torch.autograd._is_checkpoint_valid() and not _is_captured():
         return True
     with unchecked(), torch.enable_grad():
-        trained = (group.params for group in groups if group.key.requires_grad)
-        return any(_accumulates(one) for params in trained for one in params if one.requires_grad)
+        for group in groups:
+            if group.key.requires_grad:
+                for param in group.params:
+                    if param.requires_grad and _accumulates(param):
+                        return True
+    return False
 
 
 def _is_captured() -> bool:
@@ -158,11 +172,9 @@ def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return tuple(items) if type(value) is tuple else type(value)(*items)
-    watched.extend(
-        found
-        for found in _tensors_in(value, _has_fields)
-        if needs_grad(found) and not isinstance(found, nn.Parameter)
-    )
+    for found in _tensors_in(value, _has_fields):
+        if needs_grad(found) and not isinstance(found, nn.Parameter):
+            watched.append(found)
     return value
 
 
@@ -172,13 +184,15 @@ def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = (
     A view that is changed in place leaves the graph, and the gradient arrives at what it is a view
     of; that is watched too, unless it is of the inputs `given`.
     """
-    tensors, bases = [], []
+    tensors = []
+    bases = []
     for tensor in _tensors_in(output):
-        if tensor.grad_fn is not None:
-            tensors.append(tensor)
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                bases.append(base)
+        if tensor.grad_fn is None:
+            continue
+        tensors.append(tensor)
+        base = tensor._base
+        if base is not None and base.grad_fn is not None:
+            bases.append(base)
     if bases:
         theirs = {id(v if v._base is None else v._base) for v in _tensors_in(given)}
         tensors += [base for base in bases if id(base) not in theirs]
@@ -192,9 +206,7 @@ def has_grad_output(output: Any) -> bool:
     return any(needs_grad(value) for value in _tensors_in(output))
 
 
-def _tensors_in(
-    value: Any, opens: Callable[[Any], bool] = lambda leaf: True
-) -> list[torch.Tensor]:
+def _tensors_in(value: Any, opens: Callable[[Any], bool] = lambda leaf: True) -> list[torch.Tensor]:
     """The tensors that a module was given or returned: mostly one, or a tuple of tensors and plain
     values; else whatever pytree and the attributes of objects that are opened lead to."""
     if isinstance(value, torch.Tensor):
@@ -203,7 +215,9 @@ def _tensors_in(
         tensors = [item for item in value if type(item) not in _PLAIN]
         if all(isinstance(item, torch.Tensor) for item in tensors):
             return tensors
-    found, seen, pending = [], set(), [value]
+    found = []
+    seen = set()
+    pending = [value]
     while pending:
         for leaf in tree_leaves(pending.pop()):
             if isinstance(leaf, torch.Tensor):
@@ -216,9 +230,13 @@ def _tensors_in(
 
 def _attributes(value: Any) -> list[Any]:
     """The values of an object's attributes, those of a dataclass with slots included."""
-    names = [field.name for field in dataclasses.fields(value)] if _has_fields(value) else []
     inside = getattr(value, "__dict__", {})
-    return [*inside.values(), *(getattr(value, n, None) for n in names if n not in inside)]
+    values = list(inside.values())
+    if _has_fields(value):
+        for field in dataclasses.fields(value):
+            if field.name not in inside:
+                values.append(getattr(value, field.name, None))
+    return values
 
 
 def _has_fields(value: Any) -> bool:
@@ -239,7 +257,12 @@ def _unit_pre_forward(
 
 
 def _unit_post_forward(
-    engine: EngineRef, ordinal: int, ends: bool, module: nn.Module, args: Any, kwargs: Any,
+    engine: EngineRef,
+    ordinal: int,
+    ends: bool,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
     out: Any,
 ) -> None:
     alive = engine()
@@ -282,12 +305,13 @@ def _leave(engine: EngineRef, key: Any, module: nn.Module, args: Any, out: Any) 
     if alive is not None:
         alive.saved.leave(key)
         if alive.running_root == key:  # its own hook behind forward has not run
-            alive.running_root = RAISED
+            alive.running_root = RootCall.RAISED
 
 
 def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None]:
     """A tensor hook that calls the bound engine `method` and leaves the gradient alone."""
-    engine, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+    engine = weakref.ref(method.__self__)  # type: ignore[attr-defined]
+    function = method.__func__  # type: ignore[attr-defined]
 
     def callback(*unused_grads: Any) -> None:
         alive = engine()
@@ -297,25 +321,27 @@ def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None
     return callback
 
 
-def register(
-    engine: Any, module: nn.Module, of_units: Sequence[Sequence[nn.Module]]
-) -> None:
+def register(engine: Any, module: nn.Module, of_units: Sequence[Sequence[nn.Module]]) -> None:
     """Hooks the modules of units, in their order, those inside of `module` that hold all
     parameters, which begin a forward pass, and those that hold parameters of the root."""
     for unit, modules in zip(engine.units, of_units, strict=True):
         for own in modules:
             register_unit(engine, unit, own, ends=own is modules[-1])
-    held = [{id(p) for group in unit.groups for p in group.params} for unit in engine.units]
-    everything, of_root = set().union(*held), held[-1]
+    everything = _ids_of(engine.groups)
+    of_root = _ids_of(engine.root.groups)
     for name, child in module.named_modules():
-        if {id(param) for param in child.parameters()} >= everything:
+        if everything <= set(map(id, child.parameters())):
             register_root(engine, name or ROOT, child)
-        elif any(id(param) in of_root for param in child.parameters(recurse=False)):
+        elif not of_root.isdisjoint(map(id, child.parameters(recurse=False))):
             register_owner(engine, name, child)
         if "checkpoint" in (_get_registry(child) or ()):
             # Its hook puts others on what is saved, behind ours in forward, and before ours when it
             # calls the module again: both times ours come last.
             register_owner(engine, f"{name}, checkpointed", child, first=False)
+
+
+def _ids_of(groups: Iterable[ParamGroup]) -> set[int]:
+    return {id(param) for group in groups for param in group.params}
 
 
 def register_unit(engine: Any, unit: Unit, module: nn.Module, ends: bool) -> None:
@@ -375,7 +401,9 @@ class _Filter:
     def __init__(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> None:
-        self._pack, self._unpack = self.theirs = pack, unpack
+        self.theirs = pack, unpack  # the other hooks
+        self._pack = pack  # the first of them
+        self._unpack = unpack  # the second
 
     def pack(self, tensor: torch.Tensor) -> Any:
         return _Kept(tensor) if is_owned(tensor) else self._pack(tensor)
@@ -389,6 +417,7 @@ class SavedTensorFilter:
     raises is left as well."""
 
     def __init__(self) -> None:
+        # Filters of calls that have not returned, with their keys; the innermost call's is last.
         self._entered: list[tuple[Hashable, _Filter]] = []
 
     def enter(self, key: Hashable) -> bool:

@@ -24,23 +24,28 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
 from .group import ParamGroup
 
-GATHERED, REDUCED = "weights of {} gathered", "gradients of {} reduced"
-GATHERED_OUTER, REDUCED_OUTER = GATHERED + " (outer axis)", REDUCED + " (outer axis)"
+GATHERED = "weights of {} gathered"
+REDUCED = "gradients of {} reduced"
+GATHERED_OUTER = "weights of {} gathered (outer axis)"
+REDUCED_OUTER = "gradients of {} reduced (outer axis)"
 AGREED = "scales of weights from {} on agreed"
 
 KEPT = 20_000
 """Number of a step's launches that are kept, to name the first difference: 160 kB."""
 
-_MASK, _PRIME = (1 << 64) - 1, 0x100000001B3
+_MASK = (1 << 64) - 1
+_PRIME = 0x100000001B3
 
 
 @dataclass
 class Launched:
-    """The launches of one rank in a step: how many, the number that they are folded into (64 bits),
-    and the last ones in words."""
+    """The launches of one rank in a step."""
 
+    # How many.
     count: int = 0
+    # The number that they are folded into; 64 bits.
     folded: int = 0
+    # The last ones in words.
     last: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, text: str, code: int) -> None:
@@ -58,44 +63,54 @@ class Launched:
 
 @dataclass
 class _Comparison:
-    """One that was started. table: a row for each communicator: the largest number among its ranks,
-    the largest complement, which is that of the smallest, and the largest of each number.
-    read: waits for the table."""
+    """One that was started."""
 
+    # What is compared.
     launched: Launched
+    # This rank's numbers, of each of which the largest is asked for.
     numbers: Sequence[int] = ()
+    # A row for each communicator: the largest `Launched.folded` among its ranks, the largest
+    # complement, which is that of the smallest, and the largest of each number.
     table: torch.Tensor | None = None
+    # Waits for the table.
     read: Callable[[], list[list[int]]] = list
 
 
 class LaunchComparison:
-    """Args:
-    communicators: those of reductions, over each axis. One for each set of ranks is used. In each,
-        the ranks compare what was found in the one before, so that what is found in one group of
-        ranks is known in all that share weights with it.
+    """Compares the launches of a step between ranks.
+
+    Args:
+        communicators: those of reductions, over each axis. One for each set of ranks is used. In
+            each, the ranks compare what was found in the one before, so that what is found in one
+            group of ranks is known in all that share weights with it.
     """
 
     def __init__(self, runtime: Runtime, communicators: Iterable[Communicator]) -> None:
-        self._runtime = runtime
         found: dict[tuple[int, ...], Communicator] = {}
         for communicator in communicators:
             if communicator.size > 1:
                 found.setdefault(tuple(communicator.ranks), communicator)
-        self._communicators = list(found.values())
+        self._runtime = runtime  # streams
+        self._communicators = list(found.values())  # in the order in which ranks compare
+        # Words and code of launches, by kind and name of the group.
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
-        self._launched = Launched()
-        self._started: _Comparison | None = None
-        self._last = _Comparison(self._launched)
+        self._launched = Launched()  # in the step that runs
+        self._started: _Comparison | None = None  # whose result has not been read
+        self._last = _Comparison(self._launched)  # of the last step
 
     def note(self, kind: str, groups: Sequence[ParamGroup], communicator: Communicator) -> None:
         """A collective of `kind`, which carries `groups`, is launched on `communicator`."""
         communicator.carries = groups[0].name
-        for group in groups if communicator.size > 1 else ():
-            known = self._known.get((kind, group.name))
+        if communicator.size == 1:
+            return
+        for group in groups:
+            key = (kind, group.name)
+            known = self._known.get(key)
             if known is None:
                 text = kind.format(group.name)
                 digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-                known = self._known[kind, group.name] = text, int.from_bytes(digest, "big")
+                known = text, int.from_bytes(digest, "big")
+                self._known[key] = known
             self._launched.add(*known)
 
     def compare(self, numbers: Sequence[int] = ()) -> None:
@@ -109,13 +124,14 @@ class LaunchComparison:
         Raises:
             RuntimeError: the launches differ; on all ranks that were compared, with one text.
         """
-        launched, self._launched = self._launched, Launched()
-        self._last = started = _Comparison(launched, numbers)
+        started = _Comparison(self._launched, numbers)
+        self._launched = Launched()
+        self._last = started
         if not self._communicators or self._runtime.is_capturing():
             return
         self._raise_found()
         self._started = started
-        stages = (partial(self._compare, started, i) for i in range(len(self._communicators)))
+        stages = [partial(self._compare, started, i) for i in range(len(self._communicators))]
         self._runtime.submit(REDUCE, *stages, partial(self._fetch, started))
         if self._runtime.host_waits:
             self._runtime.wait(COMPUTE, self._runtime.record(REDUCE))
@@ -128,36 +144,46 @@ class LaunchComparison:
         return rows[-1][2:] if rows else self._last.numbers
 
     def _compare(self, started: _Comparison, stage: int) -> list[Any]:
-        if started.table is None:
-            size = (len(self._communicators), 2 + len(started.numbers))
-            started.table = torch.empty(size, dtype=torch.int64, device=self._runtime.device)
-            number = started.launched.folded - (1 << 63)  # as a signed one
-            # Arguments of kernels: nothing is copied from the host.
-            started.table[0, 0].fill_(number)
-            started.table[0, 1].fill_(~number)
-            if all(number == 1 for number in started.numbers):
-                started.table[0, 2:].fill_(1)
-            else:
-                started.table[0, 2:].copy_(torch.tensor(started.numbers), non_blocking=True)
+        table = started.table
+        if table is None:
+            table = self._first_row(started)
+            started.table = table
         else:
-            started.table[stage].copy_(started.table[stage - 1])
-        return self._communicators[stage].all_reduce_max(started.table[stage])
+            table[stage].copy_(table[stage - 1])
+        return self._communicators[stage].all_reduce_max(table[stage])
+
+    def _first_row(self, started: _Comparison) -> torch.Tensor:
+        """A table whose first row has what this rank gives."""
+        numbers = started.numbers
+        size = (len(self._communicators), 2 + len(numbers))
+        table = torch.empty(size, dtype=torch.int64, device=self._runtime.device)
+        folded = started.launched.folded - (1 << 63)  # as a signed number
+        row = table[0]
+        # Arguments of kernels: nothing is copied from the host.
+        row[0].fill_(folded)
+        row[1].fill_(~folded)
+        if all(number == 1 for number in numbers):
+            row[2:].fill_(1)
+        else:
+            row[2:].copy_(torch.tensor(numbers), non_blocking=True)
+        return table
 
     def _fetch(self, started: _Comparison) -> None:
         if started.table is not None:
             started.read = self._runtime.fetch(started.table)
 
     def _raise_found(self) -> None:
-        started, self._started = self._started, None
+        started = self._started
+        if started is None:
+            return
+        self._started = None
         found: str | None = None
-        for communicator, row in zip(
-            self._communicators, started.read() if started else (), strict=False
-        ):
-            assert started is not None
+        for communicator, row in zip(self._communicators, started.read(), strict=False):
             if row[0] != ~row[1]:  # so on all of its ranks, which therefore come here together
                 every = communicator.all_objects((found, started.launched))
-                found = next((text for text, _ in every.values() if text is not None), None)
-                found = found or _difference({rank: one for rank, (_, one) in every.items()})
+                texts = [text for text, _ in every.values() if text is not None]
+                launched = {rank: one for rank, (_, one) in every.items()}
+                found = texts[0] if texts else _difference(launched)
         if found is not None:
             raise RuntimeError(found)
 
@@ -165,19 +191,21 @@ class LaunchComparison:
 def _difference(every: Mapping[int, Launched]) -> str:
     """Text of the first difference, and what to do about it."""
     count = max(launched.count for launched in every.values())
-    lines: list[str] = []
     for index in range(count):
         texts: dict[str, list[int]] = {}
         for rank, launched in every.items():
             texts.setdefault(launched.at(index), []).append(rank)
         if len(texts) > 1:
-            lines = [f"  - ranks {ranks}: {text}" for text, ranks in texts.items()]
             break
-    return "\n".join((
+    lines = [
         "ranks have launched different collectives, so weights or gradients of different units "
         f"are mixed and the step's results are wrong. First difference, launch {index + 1} of "
-        f"{count}:",
-        *lines,
+        f"{count}:"
+    ]
+    if len(texts) > 1:
+        lines += [f"  - ranks {ranks}: {text}" for text, ranks in texts.items()]
+    lines.append(
         "Call the same units in the same order on every rank, and use their outputs in its loss: "
-        "call a unit that a rank's data does not need as well, and add its output times 0",
-    ))  # fmt: skip
+        "call a unit that a rank's data does not need as well, and add its output times 0"
+    )
+    return "\n".join(lines)

@@ -80,7 +80,8 @@ class ParamPair:
         given: Any = self.sharded.grad
         if given is not None and given is not self.grad:
             self.grad._local_tensor.add_(self.local_of(given))  # type: ignore[union-attr]
-        self.sharded.grad = self.sharded.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
+        self.sharded.grad = self.grad  # type: ignore[assignment]
+        self.sharded.decoupled_grad = self.grad  # type: ignore[attr-defined]
 
     def local_of(self, given: Any) -> torch.Tensor:
         """This rank's rows of a gradient that the engine did not make."""
@@ -93,7 +94,8 @@ class ParamPair:
         return given._local_tensor
 
     def drop_grad(self) -> None:
-        self.sharded.grad = self.sharded.decoupled_grad = None  # type: ignore[attr-defined]
+        self.sharded.grad = None
+        self.sharded.decoupled_grad = None  # type: ignore[attr-defined]
 
 
 def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
@@ -101,12 +103,11 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
     may be released."""
     pairs = []
     for group in groups:
-        trainable, held = group.key.requires_grad, group.held
+        trainable = group.key.requires_grad
+        held = group.held
         for index, managed in enumerate(group.managed):
-            made = nn.Parameter(
-                as_dtensor(group.device_main.items(held)[index], group, index),
-                requires_grad=trainable,
-            )
+            rows = as_dtensor(group.device_main.items(held)[index], group, index)
+            made = nn.Parameter(rows, requires_grad=trainable)
             sharded = managed.shown_as(made)
             if group.main_on_host:
                 # Gradients are on the device, and torch takes none of another device than its
@@ -123,12 +124,15 @@ class ParameterSwitch:
     """Puts unsharded or sharded parameters into all slots of the module tree, tied ones too."""
 
     def __init__(self, pairs: Sequence[ParamPair]) -> None:
+        # What modules have.
         self.shows_unsharded = True
-        self._slots = [
-            (module._parameters, name, pair.unsharded, pair.sharded, fqn)
-            for pair in pairs
-            for (module, name), fqn in zip(pair.managed.slots, pair.managed.fqns, strict=True)
-        ]
+        # For each slot: its dict, its key there, both parameters, and its full name.
+        self._slots: list[tuple[Any, ...]] = []
+        for pair in pairs:
+            managed = pair.managed
+            for (module, name), fqn in zip(managed.slots, managed.fqns, strict=True):
+                params = module._parameters
+                self._slots.append((params, name, managed.param, pair.sharded, fqn))
 
     def show(self, unsharded: bool, before: Callable[[], None] = lambda: None) -> None:
         """Shows unsharded or sharded parameters; runs `before` first if that is a change.
@@ -136,13 +140,12 @@ class ParameterSwitch:
         weight that was tied or rebuilt after sharding would be undone here in silence."""
         if unsharded is self.shows_unsharded:
             return
-        now, then = (3, 2) if unsharded else (2, 3)
-        for slot in self._slots:
-            if slot[0].get(slot[1]) is not slot[now]:
-                raise RuntimeError(_replaced(slot[4]))
+        for params, name, full, rows, fqn in self._slots:
+            if params.get(name) is not (rows if unsharded else full):
+                raise RuntimeError(_replaced(fqn))
         before()
-        for slot in self._slots:
-            slot[0][slot[1]] = slot[then]  # type: ignore[assignment]
+        for params, name, full, rows, _ in self._slots:
+            params[name] = full if unsharded else rows
         self.shows_unsharded = unsharded
 
 
@@ -193,16 +196,14 @@ class ReshardedParameter(nn.Parameter):
     _fsdp_resharded = True
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = tree_leaves((args, kwargs))
         param = next((value for value in given if hasattr(type(value), "_fsdp_resharded")), None)
         if func is torch.Tensor.__repr__:
-            return f"<resharded {_label(param)}>"
+            return _represent(param)
         if getattr(param, "_fsdp_reach", lambda: False)():
             return func(*args, **(kwargs or {}))
         raise _not_gathered(getattr(func, "__name__", func), param)
@@ -273,13 +274,17 @@ def resharded_class(original: type, fields: tuple[str, ...]) -> type:
     A class for each original one, whose layout in memory it must have to be swapped with it. The
     fields are in the object's own dictionary, which these properties hide: nothing is moved.
     """
-    members: dict[str, Any] = {
-        name: getattr(torch.Tensor, name) for name in _OF_THE_OBJECT if hasattr(torch.Tensor, name)
-    }
-    members |= {name: _refused(name) for name in fields}
+    members: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in _OF_THE_OBJECT}
+    for name in fields:
+        members[name] = _refused(name)
     members["__torch_function__"] = ReshardedParameter.__dict__["__torch_function__"]
-    members |= {"_fsdp_resharded": True, "__repr__": lambda self: f"<resharded {_label(self)}>"}
+    members["_fsdp_resharded"] = True
+    members["__repr__"] = _represent
     return type(f"Resharded{original.__name__}", (original,), members)
+
+
+def _represent(param: Any) -> str:
+    return f"<resharded {_label(param)}>"
 
 
 def _refused(name: str) -> property:

@@ -29,7 +29,8 @@ from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 
 from .wgrad import WgradProtocol
 
-ROOT, TO = "root", " to "
+ROOT = "root"
+TO = " to "
 
 Slot = tuple[nn.Module, str]
 """A place in the module tree that holds a parameter: `module._parameters[name]`."""
@@ -101,6 +102,7 @@ class ManagedParam:
         """The layout planner's description of this parameter in the group of this key. Shards are
         cut between rows of dim 0, or granules of a quantized format."""
         shape = tuple(self.param.shape)
+        by_autograd = self.writer is WgradProtocol.AUTOGRAD
         return ParamSpec(
             index=index,
             fqns=self.fqns,
@@ -109,7 +111,7 @@ class ManagedParam:
             requires_grad=self.param.requires_grad,
             granularity=key.format.granularity(shape),
             quantized=key.quantized,
-            from_autograd=self.writer is WgradProtocol.AUTOGRAD and self.has_grads_of_its_dtype,
+            from_autograd=by_autograd and self.has_grads_of_its_dtype,
         )
 
 
@@ -142,20 +144,25 @@ class UnitPlan:
     @property
     def numel(self) -> int:
         """Elements of its parameters."""
-        return sum(one.param.numel() for managed in self.groups.values() for one in managed)
+        total = 0
+        for managed in self.groups.values():
+            total += sum(one.param.numel() for one in managed)
+        return total
 
 
 def managed_params(module: nn.Module) -> list[ManagedParam]:
     """All parameters below `module` in module order, each once with all of its places."""
-    found: dict[int, tuple[nn.Parameter, list[str], list[Slot]]] = {}
+    places: dict[nn.Parameter, list[tuple[str, Slot]]] = {}
     for module_name, owner in module.named_modules():
         for name, param in owner._parameters.items():
-            if param is None:
-                continue
-            _, fqns, slots = found.setdefault(id(param), (param, [], []))
-            fqns.append(f"{module_name}.{name}" if module_name else name)
-            slots.append((owner, name))
-    return [ManagedParam(p, tuple(fqns), tuple(slots)) for p, fqns, slots in found.values()]
+            if param is not None:
+                fqn = f"{module_name}.{name}" if module_name else name
+                places.setdefault(param, []).append((fqn, (owner, name)))
+    found = []
+    for param, own in places.items():
+        fqns, slots = zip(*own, strict=True)
+        found.append(ManagedParam(param, fqns, slots))
+    return found
 
 
 def unit_modules(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
@@ -167,12 +174,13 @@ def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool
     """True if backward reads no weight of `unit`: it and the modules in it are of exactly these
     `classes`, which look rows up in a `weight`, and nothing was added to them. A subclass, a
     parametrization or a hook may compute with the weight."""
-    return all(
-        type(child) in classes and set(child._parameters) <= {"weight"}
-        and "forward" not in vars(child)
-        and not child._forward_hooks and not child._forward_pre_hooks
-        for child in unit.modules()
-    )
+    for child in unit.modules():
+        if type(child) not in classes or set(child._parameters) - {"weight"}:
+            return False
+        hooks = child._forward_hooks or child._forward_pre_hooks
+        if hooks or "forward" in vars(child):
+            return False
+    return True
 
 
 def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, set[str]]:
@@ -192,7 +200,9 @@ def _units_around(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[int
 
 def _owner(managed: ManagedParam, around: Mapping[int, set[str]]) -> str:
     """The one unit around all places of the parameter, else ROOT. around: `_units_around`."""
-    owners = set().union(*(around[id(holder)] for holder, _ in managed.slots))
+    owners: set[str] = set()
+    for holder, _ in managed.slots:
+        owners |= around[id(holder)]
     return owners.pop() if len(owners) == 1 else ROOT
 
 
@@ -226,36 +236,42 @@ def partition(
         ValueError: a parameter cannot be represented in its format.
     """
     params = [managed for managed in managed_params(module) if manages(managed)]
-    plans = {
-        name: UnitPlan(
-            name, child, backward_reads_weights=backward_reads_weights(child),
-            inside=sum(name.startswith(f"{other}.") for other in units),
-        )
-        for name, child in units.items()
-    }
+    plans = {}
+    for name, child in units.items():
+        reads = backward_reads_weights(child)
+        outside = [other for other in units if name.startswith(f"{other}.")]
+        plans[name] = UnitPlan(name, child, backward_reads_weights=reads, inside=len(outside))
     plans[ROOT] = UnitPlan(ROOT, None)
     around = _units_around(module, units)
     for managed in params:
-        format, own = _checked(format_of(managed), managed), managed.param.dtype
+        param = managed.param
+        fqn = managed.fqns[0]
+        format = format_of(managed)
+        if format is not None:
+            _check_format(format, managed)
         plan = plans[_owner(managed, around)]
-        casts = own.is_floating_point and format is None
-        dtype = (compute_dtype_of(plan.name) if casts else None) or own
+        own = param.dtype
+        dtype = own
+        if format is None and own.is_floating_point:
+            dtype = compute_dtype_of(plan.name) or own
         key = GroupKey(
-            domain_of(managed.param, managed.fqns[0]), dtype, managed.param.requires_grad, format,
-            None if dtype == own else own,
-        )  # fmt: skip
-        split = split_of(managed.param, managed.fqns[0])
+            domain=domain_of(param, fqn),
+            dtype=dtype,
+            requires_grad=param.requires_grad,
+            quantized=format,
+            given=None if dtype == own else own,
+        )
+        split = split_of(param, fqn)
         entry = replace(managed, split=split, writer=writer_of(managed))
         plan.groups.setdefault(key, []).append(entry)
     return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]
 
 
-def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat | None:
-    """`format`, unless the parameter cannot be represented in it. Raises where it cannot be cut.
-    """
-    if format is None:
-        return None
-    name, shape = managed.fqns[0], tuple(managed.param.shape)
+def _check_format(format: WeightFormat, managed: ManagedParam) -> None:
+    """ValueError if the parameter cannot be represented in `format`; a warning if it can, but not
+    be cut."""
+    name = managed.fqns[0]
+    shape = tuple(managed.param.shape)
     try:
         format.granularity(shape)
     except ValueError as error:
@@ -269,4 +285,3 @@ def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat
             f"granule in format {format.name}, so it is not sharded, but on one rank of each "
             "shard group"
         )
-    return format

@@ -30,9 +30,7 @@ class QuantizedWeights(Protocol):
 
     # Construction.
 
-    def share(
-        self, param: nn.Parameter, broadcast: Callable[[torch.Tensor], None]
-    ) -> torch.Tensor:
+    def share(self, param: nn.Parameter, broadcast: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Gives all ranks of a domain the first rank's fields, with `broadcast`; returns what main
         weights begin as, in the weight's shape."""
 

@@ -18,19 +18,19 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from megatron_fsdp_adapter.core.comm.communicator import Communicator, Pair, Reduce
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime
 
-from .buffer import FlatBuffer, copies_to
+from .buffer import FlatBuffer
 from .group import GradState, ParamGroup
 from .launches import LaunchComparison
+from .reduction import DomainReduce, Reduction, scale_each
 from .unit import Unit
 
 MAX_BUCKETS = 2
@@ -41,124 +41,23 @@ FINISHED_STATES = (GradState.FINISHED,)
 
 
 @dataclass(frozen=True)
-class DomainReduce:
-    """The way in which the gradients of a domain are reduced over one axis.
-
-    Attributes:
-        kind: what a launch is called (`launches.py`).
-        into_shard: a reduction whose gradient shard holds nothing yet ends in that shard: there is
-            nothing to copy.
-        scale: of the domain. scaled: what that is applied to: "sent", what is communicated;
-            "result", what comes out, where that has more bits than the main gradients, so that
-            scaling adds no rounding; or "shard", the main gradients that received it. A result
-            that is added to main gradients is scaled in the addition.
-        received: fixed memory for what is received of one bucket after the other.
-    """
-
-    kind: str
-    communicator: Communicator
-    way: Reduce
-    into_shard: bool = False
-    scale: float = 1.0
-    scaled: str = "sent"
-    received: FlatBuffer | None = None
-
-    def factor(self, place: str) -> float:
-        """The factor to apply at `place`."""
-        return self.scale if place == self.scaled else 1.0
-
-    @property
-    def after(self) -> float:
-        """The factor on what came out of the reduction."""
-        return 1.0 if self.scaled == "sent" else self.scale
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """The part of `group` in a launch; one for each of a group's launches with the same buffers.
-
-    Attributes:
-        segments: what is communicated. results: what comes out, where that is not in the shard.
-        adds: the gradient shard holds what came before in this step, to which the result is added.
-        in_slot: `segments` lie in a slot, which may be registered with NCCL.
-        pairs: output and input of a reduce-scatter.
-    """
-
-    group: ParamGroup
-    reduce: DomainReduce
-    segments: Sequence[torch.Tensor]
-    results: Sequence[torch.Tensor]
-    adds: bool = False
-    in_slot: bool = False
-
-    @functools.cached_property
-    def pairs(self) -> list[Pair]:
-        return list(zip(self.outputs, self.segments, strict=True))
-
-    @functools.cached_property
-    def _to_shards(self) -> Callable[[Sequence[torch.Tensor]], None]:
-        return copies_to(self.group.grad_segments)
-
-    @property
-    def outputs(self) -> Sequence[torch.Tensor]:
-        """The outputs of a reduce-scatter."""
-        in_shard = self.reduce.into_shard and not self.adds
-        return self.group.grad_segments if in_shard else self.results
-
-    def receive(self, segment: torch.Tensor) -> torch.Tensor:
-        """Memory for the pieces that other ranks send of a segment, of the segment's kind: NCCL
-        hangs if one end of an exchange is registered and the other, of gradients that are kept, is
-        not. Collectives that no stream orders may overlap, and so share no memory."""
-        received = self.reduce.received
-        if received is None or not self.in_slot or received.runtime.host_waits:
-            return torch.empty_like(segment)
-        received.forget()
-        return received.tensor[: segment.nbytes].view(segment.dtype)
-
-    def scale_segments(self) -> None:
-        """Before the reduction."""
-        scale_each(self.segments, self.reduce.factor("sent"))
-
-    def finish(self) -> None:
-        """After the reduction: scales what came out and puts it into the main gradients, or adds it
-        to what they hold."""
-        reduce, shards = self.reduce, self.group.grad_segments
-        if reduce.way.into_shards:
-            return
-        if self.group.reduced_hook is not None and self.group.domain.outer is None:
-            scale_each(self.outputs, reduce.after)
-            self.run_hook()
-            reduce = replace(reduce, scale=1.0)
-        if self.adds:
-            for shard, result in zip(shards, self.results, strict=True):
-                shard.add_(result, alpha=reduce.after)
-            return
-        scale_each(self.outputs, reduce.factor("result"))
-        if not reduce.into_shard:
-            self._to_shards(self.results)
-        scale_each(shards, reduce.factor("shard"))
-
-    def run_hook(self) -> None:
-        """Gives what came out to the group's hook."""
-        for output in self.outputs:
-            self.group.reduced_hook(output)  # type: ignore[misc]
-
-
-def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """One kernel each: see `copies_to`."""
-    if scale != 1.0:
-        for tensor in tensors:
-            tensor.mul_(scale)
-
-
-@dataclass(frozen=True)
 class InFlight:
-    """A reduction that was launched. Until `event` the groups keep its buckets alive, and it keeps
-    `buffers`, which belong to no group."""
+    """A reduction that was launched."""
 
+    # Groups whose buckets it reads.
     groups: Sequence[ParamGroup]
+    # After which they may be freed.
     event: Any
+    # Memory of no group, which is kept alive until then.
     buffers: Sequence[FlatBuffer] = ()
+
+    def uses_memory_of(self, groups: Sequence[ParamGroup]) -> bool:
+        """True if the bucket of any of `groups` lies where one of these does."""
+        for one in self.groups:
+            for group in groups:
+                if _same_memory(one, group):
+                    return True
+        return False
 
 
 def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
@@ -175,9 +74,18 @@ def largest_domain_first(parts: Sequence[Reduction]) -> list[list[Reduction]]:
     found: dict[str, list[Reduction]] = {}
     for part in parts:
         found.setdefault(part.group.key.domain, []).append(part)
-    return sorted(
-        found.values(), key=lambda mine: -sum(one.group.layout.total_numel for one in mine)
-    )
+    return sorted(found.values(), key=_numel, reverse=True)
+
+
+def _numel(parts: Sequence[Reduction]) -> int:
+    return sum(part.group.layout.total_numel for part in parts)
+
+
+def _is_unreduced(group: ParamGroup) -> bool:
+    """True if the step still has to reduce gradients of `group`: zeros if it was given none."""
+    if group.grad_state is GradState.EMPTY:
+        return not group.idle
+    return group.grad_state not in REDUCED_STATES
 
 
 class GradCheck(Protocol):
@@ -192,10 +100,12 @@ class GradCheck(Protocol):
 
 
 class ReducePipeline:
-    """Args:
-    domains, outer: by domain name, how gradients are reduced over each axis.
-    launches: records every reduction.
-    check: looks at gradients before they are communicated.
+    """Takes gradients from backward and reduces them.
+
+    Args:
+        domains, outer: by domain name, how gradients are reduced over each axis.
+        launches: records every reduction.
+        check: looks at gradients before they are communicated.
     """
 
     def __init__(
@@ -207,17 +117,24 @@ class ReducePipeline:
         launches: LaunchComparison,
         check: GradCheck | None = None,
     ) -> None:
-        self.config, self.runtime = config, runtime
-        self.domains, self.outer, self.launches = domains, outer, launches
+        self.config = config  # of the engine
+        self.runtime = runtime  # streams and storage
+        # How gradients are reduced over each axis, by domain.
+        self.domains = domains
+        self.outer = outer  # likewise
+        self.launches = launches  # records every reduction
+        self.check = check  # looks at gradients before they are communicated
+        # Reductions of groups, by identity and `adds`; made once.
         self._reductions: dict[tuple[int, bool], Reduction] = {}
+        # Those that may still read their buckets, oldest first.
         self._in_flight: deque[InFlight] = deque()
-        # A rank without gradients launches in this order too, to match the others.
+        # Whether backwards of this step reduce over outer axes, unit by unit. A rank without
+        # gradients launches in this order too, to match the others.
         self._outer_in_backward = False
-        self.check = check
         # Whether a backward may follow a reduction over an outer axis, as if it had not been one.
         self.repeats_outer = False
 
-    def backward_begins(self, unit: Unit, accumulates: bool) -> None:
+    def backward_begins(self, unit: Unit, *, accumulates: bool) -> None:
         """Gives storage to the buckets that `unit`'s modules will write into by themselves;
         RuntimeError if the backward is not to accumulate gradients of weights."""
         groups = [group for group in unit.direct_groups if not group.idle]
@@ -246,7 +163,7 @@ class ReducePipeline:
                     group.bucket.release()
 
     def backward_done(
-        self, unit: Unit, is_last: bool, is_known_last: bool, more_may_come: bool = False
+        self, unit: Unit, *, is_last: bool, is_known_last: bool, more_may_come: bool = False
     ) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
 
@@ -262,10 +179,11 @@ class ReducePipeline:
         for group in groups:
             self._take(group)
         self._note(unit)
+        ready = groups
         # With sharded gradients the caller need not know which microbatch is the last.
-        launches = is_known_last if self.config.strategy.shard_grads else is_last
-        launches &= self.config.overlap_grad_reduce and not more_may_come
-        ready = [group for group in groups if launches or not group.keeps_grads]
+        ends = is_known_last if self.config.strategy.shard_grads else is_last
+        if not ends or more_may_come or not self.config.overlap_grad_reduce:
+            ready = [group for group in groups if not group.keeps_grads]
         if ready:
             self._launch(ready)
         if is_known_last:
@@ -284,7 +202,7 @@ class ReducePipeline:
         fresh = [group for group in unit.active_groups if not group.keeps_grads]
         groups = [group for group in unit.active_groups if group.keeps_grads]
         were_reduced = any(group.grad_state in REDUCED_STATES for group in groups)
-        taken = [*fresh, *([] if were_reduced else groups)]
+        taken = fresh if were_reduced else [*fresh, *groups]
         self._begin(unit, taken)
         for group in taken:
             self._take(group)
@@ -308,19 +226,24 @@ class ReducePipeline:
         """Reduces gradients that came late and adds them to the main gradients, which have been
         reduced."""
         self._make_room(groups)
-        buffers: list[FlatBuffer] = []
-        late: list[Reduction] = []
+        buffers = []
+        late = []
         for group in groups:
-            buffer, how = group.collect_late(), self.domains[group.key.domain]
-            segments, results = buffer.segments(group.full), buffer.segments(group.inner)
+            buffer = group.collect_late()
             buffers.append(buffer)
-            late.append(Reduction(group, how, segments, results, True))
-            late[-1].scale_segments()
+            reduction = Reduction(
+                group,
+                self.domains[group.key.domain],
+                segments=buffer.segments(group.full),
+                results=buffer.segments(group.inner),
+                adds=True,
+            )
+            late.append(reduction)
+            reduction.scale_segments()
         self.runtime.follow(REDUCE, COMPUTE)
         for reduction in late:
-            self.runtime.submit(
-                REDUCE, functools.partial(self._communicate, [reduction]), reduction.finish
-            )
+            launch = functools.partial(self._communicate, [reduction])
+            self.runtime.submit(REDUCE, launch, reduction.finish)
         self._in_flight.append(InFlight((), self.runtime.record(REDUCE), buffers))
 
     def _note(self, unit: Unit) -> None:
@@ -340,41 +263,37 @@ class ReducePipeline:
         """A further backward follows. Gradients that one rank has and that were scaled as the
         step's are added to as before. Of a sum over replicas each one keeps an equal part. What a
         hook has changed stays."""
-        for group in (one for one in groups if one.reduced_hook is None):
+        for group in groups:
+            if group.reduced_hook is not None:
+                continue
             if group.is_single_rank and group.grad_state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(group.grad_segments, 1.0 / self.domains[group.key.domain].scale)
                 group.grad_state = GradState.ACCUMULATED
-            elif group.grad_state is GradState.FINISHED and self.repeats_outer and not (
-                group.keeps_grads or group.splits_outer
-            ):
+            elif group.grad_state is GradState.FINISHED and self._repeats_outer_of(group):
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(group.grad_segments, 1.0 / group.domain.outer_size)
                 group.grad_state = GradState.REDUCED
 
-    def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
-        if any(
-            group.grad_state in (REDUCED_STATES if group.keeps_grads else FINISHED_STATES)
-            for group in groups
-        ):
-            raise RuntimeError(
-                f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
-                "Run all backwards of a step but the last under no_sync(), and set all gradients "
-                "to None before the next step"
-            )
+    def _repeats_outer_of(self, group: ParamGroup) -> bool:
+        return self.repeats_outer and not group.keeps_grads and not group.splits_outer
 
-    def reduce_rest(self, units: Iterable[Unit]) -> None:
+    def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
+        for group in groups:
+            too_late = REDUCED_STATES if group.keeps_grads else FINISHED_STATES
+            if group.grad_state in too_late:
+                raise RuntimeError(
+                    f"unit {unit.name}: a backward ran after this step's gradients had been "
+                    "reduced. Run all backwards of a step but the last under no_sync(), and set "
+                    "all gradients to None before the next step"
+                )
+
+    def reduce_rest(self, units: Sequence[Unit]) -> None:
         """Reduces whatever the backwards of this step have not: kept gradient buffers that were
         not overlapped, groups that no backward reached (their gradients are zero), and what is
         missing over the outer axis: behind all that, or unit by unit if backwards do that."""
-        units = list(units)
         for unit in units:
-            groups = [
-                group
-                for group in unit.trainable_groups
-                if group.grad_state not in REDUCED_STATES
-                and not (group.idle and group.grad_state is GradState.EMPTY)
-            ]
+            groups = [group for group in unit.trainable_groups if _is_unreduced(group)]
             self._make_room(groups)
             for group in groups:
                 if group.grad_state is GradState.EMPTY:
@@ -400,11 +319,9 @@ class ReducePipeline:
             group.grad.allocate()
             group.grad_state = GradState.REDUCED
         self.runtime.follow(REDUCE, COMPUTE)
-        self.runtime.launch(
-            REDUCE,
-            lambda: self._communicate(reductions),
-            *[reduction.finish for reduction in reductions],
-        )
+        launch = functools.partial(self._communicate, reductions)
+        finishes = [reduction.finish for reduction in reductions]
+        self.runtime.launch(REDUCE, launch, *finishes)
         if transient:
             self._in_flight.append(InFlight(transient, self.runtime.record(REDUCE)))
 
@@ -412,32 +329,30 @@ class ReducePipeline:
         adds = group.grad_state in REDUCED_STATES
         known = self._reductions.get((id(group), adds))
         if known is None:
-            how, in_slot = self.domains[group.key.domain], group.bucket_slot.memory is not None
-            segments = group.bucket.segments(group.full)
-            results = group.bucket.segments(group.inner)
-            known = Reduction(group, how, segments, results, adds, in_slot)
+            known = Reduction(
+                group,
+                self.domains[group.key.domain],
+                segments=group.bucket.segments(group.full),
+                results=group.bucket.segments(group.inner),
+                adds=adds,
+                in_slot=group.bucket_slot.memory is not None,
+            )
             self._reductions[id(group), adds] = known
         return known
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
         """Starts the reduction over the outer axis of what has been reduced over the shard axis:
         once a step, since it is the slow network, and a sum cannot be taken back."""
-        ready = [
-            group
-            for group in groups
-            if group.grad_state is GradState.REDUCED and group.key.domain in self.outer
-        ]
-        for group in ready:
-            group.grad_state = GradState.FINISHED
-        parts = [
-            Reduction(group, self.outer[group.key.domain], group.grad_segments, group.held_grads)
-            for group in ready
-        ]
+        parts = []
+        for group in groups:
+            how = self.outer.get(group.key.domain)
+            if how is not None and group.grad_state is GradState.REDUCED:
+                group.grad_state = GradState.FINISHED
+                parts.append(Reduction(group, how, group.grad_segments, group.held_grads))
         if parts:
-            self.runtime.submit(
-                REDUCE, lambda: self._communicate(parts),
-                *(part.run_hook for part in parts if part.group.reduced_hook is not None),
-            )  # fmt: skip
+            launch = functools.partial(self._communicate, parts)
+            hooks = [part.run_hook for part in parts if part.group.reduced_hook is not None]
+            self.runtime.submit(REDUCE, launch, *hooks)
 
     def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
         """Launches reductions over one axis."""
@@ -452,15 +367,9 @@ class ReducePipeline:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
         model of one unit fills the very bucket that its last microbatch is still reducing. A unit
         in the same slot counts as the same."""
-        while self._in_flight and (
-            len(self._in_flight) >= MAX_BUCKETS
-            or any(
-                _same_memory(one, group)
-                for flight in self._in_flight
-                for one in flight.groups
-                for group in groups
-            )
-        ):
+        while len(self._in_flight) >= MAX_BUCKETS:
+            self._retire()
+        while any(flight.uses_memory_of(groups) for flight in self._in_flight):
             self._retire()
 
     def _retire(self) -> None:

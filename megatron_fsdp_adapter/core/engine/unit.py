@@ -53,70 +53,85 @@ TRANSITIONS = {
 
 
 class Unit:
-    """Attributes:
-    ordinal: position in module order; collectives are issued in an order made of ordinals.
-    inside: of how many other units it is a part, the root aside.
-    backward_reads_weights: False for an embedding, whose backward is not given weights.
-    direct_groups: those with gradients that modules write into the bucket by themselves.
-    forward_calls: calls of the unit's module in the last forward pass with gradients.
-    gathered: event after which the weights are there, while GATHERING.
-    busy: whether its module is between the hooks of a forward or of a backward.
-    stale: whether main weights have changed since they were last gathered.
-    updated: event after which they have, where a step's update of them may still run;
-        behind_update: whether the gather that was launched last waits for it.
-    quantized: the parameters whose weights are.
-    strategy: what is sharded between its passes.
-    keeps_weights: whether all weights stay while it does not compute.
-    stays: whether gathered weights, which do not, are kept from one microbatch to the next.
-    keeps_grads, reduces_each: whether gradients of any group add up over microbatches; whether
-        those of any are reduced in each.
+    """The groups of parameters that are gathered and reduced together.
+
+    Args:
+        knows: the parameters whose weights are quantized.
     """
 
     def __init__(
-        self, plan: UnitPlan, ordinal: int, groups: list[ParamGroup], strategy: Strategy,
+        self,
+        plan: UnitPlan,
+        ordinal: int,
+        groups: list[ParamGroup],
+        strategy: Strategy,
         knows: QuantizedWeights | None = None,
     ) -> None:
-        self.name = name = plan.name
-        self.ordinal, self.groups, self.inside = ordinal, groups, plan.inside
+        self.name = plan.name  # of its module, or "root"
+        # Position in module order; collectives are issued in an order made of ordinals.
+        self.ordinal = ordinal
+        self.groups = groups  # its parameters
+        self.inside = plan.inside  # of how many other units it is a part, the root aside
+        # False for an embedding, whose backward is not given weights.
         self.backward_reads_weights = plan.backward_reads_weights
+        # Groups that are not frozen for good.
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
         self.find_direct()
-        self.keeps_weights = (
-            all(group.keeps_weights for group in groups) if groups else not strategy.shard_weights
-        )
-        self.strategy, self.stays = strategy, False
+        # Whether all weights stay while it does not compute.
+        self.keeps_weights = not strategy.shard_weights
+        if groups:
+            self.keeps_weights = all(group.keeps_weights for group in groups)
+        self.strategy = strategy  # what is sharded between its passes
+        # Whether gathered weights, which do not stay, are kept from one microbatch to the next.
+        self.stays = False
         self._count_kept_grads()
         gathered = [one for one in groups if one.keeps_weights == self.keeps_weights]
+        # Bytes that a gather takes.
         self.weight_bytes = sum(full.nbytes for group in gathered for full in group.weights)
-        self.forward_calls = 0
-        self.gathered: Any = None
-        self.stale = self.busy = self.behind_update = False
+        self.forward_calls = 0  # of its module, in the last forward pass with gradients
+        self.gathered: Any = None  # event after which the weights are there, while GATHERING
+        # Whether main weights have changed since they were last gathered.
+        self.stale = False
+        # Whether its module is between the hooks of a forward or of a backward.
+        self.busy = False
+        # Event after which main weights have changed, where a step's update of them may still run.
         self.updated: Any = None
+        # Whether the gather that was launched last waits for it.
+        self.behind_update = False
+        # Number of the fixed memory that its weights are gathered into; None without.
         self.weight_slot = next((one.weight_slot.number for one in gathered), None)
-        self.phase = Phase.READY
-        self._knows = knows
+        self.phase = Phase.READY  # of its compute weights
+        self._knows = knows  # the parameters in `quantized`
         params = [(group, param) for group in groups for param in group.params]
+        # The parameters whose weights are quantized.
         self.quantized = [param for group, param in params if group.key.quantized]
+        # Those whose weights are not main weights: what is written to them is lost.
         self._lossy = [param for group, param in params if not group.main_is_weight]
+        # How often each of these has been written, when that was last looked at.
         self._versions = self._count_writes()
+        # Classes of the parameters while their weights are there.
         self._own_classes = [(param, _gathered(group, type(param))) for group, param in params]
+        # And while they are not.
         self._guarding = [(param, self._guard_of(group, type(param))) for group, param in params]
         for group in groups:
-            _label(group, f"unit {name}")
+            _label(group, f"unit {self.name}")
 
     def find_direct(self) -> None:
+        # Groups with gradients that modules write into the bucket by themselves.
         self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
 
     def _count_kept_grads(self) -> None:
-        self.keeps_grads = any(group.keeps_grads for group in self.trainable_groups)
-        self.reduces_each = any(not group.keeps_grads for group in self.trainable_groups)
-        if not self.trainable_groups:
-            self.reduces_each = self.strategy.shard_grads
+        kept = [group.keeps_grads for group in self.trainable_groups]
+        # Whether gradients of any group add up over microbatches.
+        self.keeps_grads = any(kept)
+        # Whether those of any group are reduced in each backward.
+        self.reduces_each = not all(kept) if kept else self.strategy.shard_grads
 
     def keep(self, row: Strategy) -> None:
         """Keeps from one microbatch to the next what `row` does not shard, from the next step on.
         Shards stay as they are. Called between two steps, alike on all ranks."""
-        self.strategy, self.stays = row, not (row.shard_weights or self.keeps_weights)
+        self.strategy = row
+        self.stays = not row.shard_weights and not self.keeps_weights
         for group in self.trainable_groups:
             if group.can_keep_grads and group.keeps_grads is row.shard_grads:
                 group.keeps_grads = not row.shard_grads
@@ -138,10 +153,9 @@ class Unit:
     def check_gathered(self) -> None:
         """RuntimeError if a backward that is over had no weights to read. In a slot it may have
         read those of another unit in their place."""
-        if (
-            self.backward_reads_weights and self.weight_slot is not None
-            and self.phase is not Phase.READY
-        ):  # fmt: skip
+        if not self.backward_reads_weights or self.weight_slot is None:
+            return
+        if self.phase is not Phase.READY:
             raise RuntimeError(
                 f"unit {self.name}: its backward ran without its weights, because no tensor that "
                 "requires a gradient was found in its output. Return tensors, or containers, "
@@ -169,11 +183,18 @@ class Unit:
     def take_written(self) -> list[str]:
         """Labels of the parameters that were written since their weights were gathered, or since
         this was asked; not of those whose main weights are what was written."""
-        if self.phase is not Phase.READY or self._versions == (now := self._count_writes()):
+        if self.phase is not Phase.READY:
             return []
-        before, self._versions = self._versions, now
-        both = zip(self._lossy, before, now, strict=True)
-        return [param._fsdp_label for param, then, since in both if then != since]  # type: ignore[attr-defined]
+        before = self._versions
+        now = self._count_writes()
+        if before == now:
+            return []
+        self._versions = now
+        found = []
+        for param, then, since in zip(self._lossy, before, now, strict=True):
+            if then != since:
+                found.append(param._fsdp_label)  # type: ignore[attr-defined]
+        return found
 
     def _guard_of(self, group: ParamGroup, original: type) -> type:
         if group.key.quantized and self._knows is not None:
@@ -188,12 +209,14 @@ class Unit:
     def release_weights(self) -> None:
         """Gives back the memory of gathered weights, on the current stream."""
         for group in self.groups:
-            for full in group.weights if not group.keeps_weights else ():
-                full.release()
+            if not group.keeps_weights:
+                for full in group.weights:
+                    full.release()
 
     def update_passed(self) -> None:
         """The compute stream is behind the update that may still have been running."""
-        self.updated, self.behind_update = None, False
+        self.updated = None
+        self.behind_update = False
         for group in self.trainable_groups:
             group.grads_were_read()
 
@@ -229,10 +252,11 @@ class DeferredUpdates:
     """
 
     def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
-        self._units, self._runtime = units, runtime
-        self._updaters: list[weakref.ref[Any]] = []
-        self._began: Any = None
-        self._last: Any = None
+        self._units = units  # of one engine
+        self._runtime = runtime  # streams
+        self._updaters: list[weakref.ref[Any]] = []  # see `join`
+        self._began: Any = None  # event of the last backward's beginning, if a step may follow
+        self._last: Any = None  # event of the last update that compute does not follow yet
 
     def join(self, updater: Any) -> None:
         """Adds an updater of some units (`optim/residency.py`), on a stream of its own. Its methods
@@ -243,7 +267,8 @@ class DeferredUpdates:
     def queued(self, unit: Unit, event: Any) -> None:
         """The update of a unit, which reads its gradients, is over when `event` has happened, and
         so are those that were queued before it."""
-        self._last = unit.updated = event
+        self._last = event
+        unit.updated = event
         unit.behind_update = False
         for group in unit.trainable_groups:
             group.is_read = True
@@ -258,8 +283,8 @@ class DeferredUpdates:
         """Orders the compute stream behind all updates, and the gathers that are launched next."""
         if self._last is None:
             return
-        for role in (COMPUTE, GATHER):
-            self._runtime.wait(role, self._last)
+        self._runtime.wait(COMPUTE, self._last)
+        self._runtime.wait(GATHER, self._last)
         self._last = None
         for unit in self._units:
             if unit.updated is not None:
@@ -286,4 +311,7 @@ class DeferredUpdates:
             updater.settle()
 
     def _alive(self) -> Iterator[Any]:
-        return (one for one in (ref() for ref in self._updaters) if one is not None)
+        for ref in self._updaters:
+            updater = ref()
+            if updater is not None:
+                yield updater

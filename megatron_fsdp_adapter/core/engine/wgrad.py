@@ -53,11 +53,6 @@ class FusedWgrad:
     Args:
         params: unsharded parameters. writers: how each one's gradient is written. views: where,
         full-size views of the bucket. label: names the buffer in errors.
-
-    Attributes:
-        written: the parameters whose part of the bucket holds a gradient, or zeroes to add to.
-        hooked: whether hooks were on what autograd saved in some forward; for good, as a backward
-            may be that of several forwards.
     """
 
     def __init__(
@@ -67,41 +62,54 @@ class FusedWgrad:
         views: Sequence[torch.Tensor],
         label: str,
     ) -> None:
-        self.label = label
-        self._params: list[Any] = list(params)
-        self._views = list(views)
-        self.any = any(one is not WgradProtocol.AUTOGRAD for one in writers)
-        self.is_open = self.hooked = self._overwrites = False
+        self.label = label  # names the buffer in errors
+        self._params: list[Any] = list(params)  # unsharded ones
+        self._views = list(views)  # their parts of the bucket
+        # Whether modules write any gradient by themselves.
+        self.any = any(writer is not WgradProtocol.AUTOGRAD for writer in writers)
+        # Whether the unit's backward runs, so that modules may write.
+        self.is_open = False
+        # Whether hooks were on what autograd saved in some forward; for good, as a backward may be
+        # that of several forwards.
+        self.hooked = False
+        # What modules that decide in forward do now.
+        self._overwrites = False
+        # The parameters whose part of the bucket holds a gradient, or zeroes to add to.
         self.written: set[int] = set()
+        # Views that were overwritten, and what was in them.
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        of = {one: [i for i, mine in enumerate(writers) if mine is one] for one in WgradProtocol}
-        self._adding, self._early = (
-            of[WgradProtocol.ACCUMULATES], of[WgradProtocol.OVERWRITES_EARLY]
-        )  # fmt: skip
+        of: dict[WgradProtocol, list[int]] = {protocol: [] for protocol in WgradProtocol}
+        for index, writer in enumerate(writers):
+            of[writer].append(index)
+        # Parameters whose modules add to what is there.
+        self._adding = of[WgradProtocol.ACCUMULATES]
+        # And all whose modules do where there are hooks.
         self._adding_hooked = [*self._adding, *of[WgradProtocol.OVERWRITES_UNHOOKED]]
-        # Made once: thousands of them a step would make Python collect garbage more often.
-        self._decided = {
-            index: [
-                functools.partial(_write, weakref.ref(self), index, overwrites)
-                for overwrites in (False, True)
-            ]
-            for index in self._early
-        }
+        # Parameters whose modules decide in forward.
+        self._early = of[WgradProtocol.OVERWRITES_EARLY]
+        ref = weakref.ref(self)
+        # Their `get_main_grad` where they add. Made once: thousands of them a step would make
+        # Python collect garbage more often.
+        self._to_add = {i: functools.partial(_write, ref, i, False) for i in self._early}
+        # And where they overwrite.
+        self._to_overwrite = {i: functools.partial(_write, ref, i, True) for i in self._early}
         for index, (param, writer) in enumerate(zip(self._params, writers, strict=True)):
             if writer is not WgradProtocol.AUTOGRAD:
                 param.main_grad = self._views[index]
                 if writer is not WgradProtocol.ACCUMULATES:
                     param.__fsdp_param__ = True
-                    param.get_main_grad = functools.partial(_write, weakref.ref(self), index)
+                    param.get_main_grad = functools.partial(_write, ref, index)
         self.expect(True)
 
     def expect(self, overwrites: bool) -> None:
         """Has modules that decide in forward overwrite what is there, from now on, or add to it."""
-        changed = self._early if overwrites is not self._overwrites else ()
+        if overwrites is self._overwrites:
+            return
         self._overwrites = overwrites
-        for index in changed:
+        decided = self._to_overwrite if overwrites else self._to_add
+        for index in self._early:
             self._params[index].overwrite_main_grad = overwrites
-            self._params[index].get_main_grad = self._decided[index][overwrites]
+            self._params[index].get_main_grad = decided[index]
 
     def open(self, empty: bool) -> None:
         """The unit's backward begins; the bucket has storage. `empty`: it holds no gradients yet,
@@ -116,7 +124,9 @@ class FusedWgrad:
 
     def close(self) -> set[int]:
         """Backward is over: returns the parameters whose part of the bucket holds a gradient."""
-        written, self.written, self.is_open = self.written, set(), False
+        written = self.written
+        self.written = set()
+        self.is_open = False
         self.settle()
         return written
 
@@ -136,7 +146,8 @@ class FusedWgrad:
                 f"{self.label}: a module asked for main_grad outside of its unit's backward. Call "
                 "the model through its wrapper, and run backward on what it returned"
             )
-        view, is_first = self._views[index], index not in self.written
+        view = self._views[index]
+        is_first = index not in self.written
         if overwrites is None:
             self._params[index].overwrite_main_grad = is_first
         elif overwrites and not is_first:
