@@ -70,7 +70,7 @@ ours() {
   train "$1" "$PYTHON" -m megatron_fsdp_adapter "$work/pretrain_gpt.py" --use-megatron-fsdp \
     "${model[@]}" "${training[@]}" "${fusion[@]}" "${@:2}"
 }
-compare() { "$PYTHON" tests/integration/lm_log.py "$out/$1.log" "$out/$2.log" "${@:3}"; }
+compare() { "$PYTHON" tests/lib/integration/lm_log.py "$out/$1.log" "$out/$2.log" "${@:3}"; }
 
 : > "$out/status.txt"
 timeout 60 "$PYTHON" -m megatron_fsdp_adapter doctor > "$out/doctor.txt" 2>&1 &

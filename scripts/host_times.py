@@ -3,8 +3,8 @@
     PYTHONPATH=. python scripts/host_times.py --steps 40
 
 It uses a fake world of two ranks, tiny layers and no-op streams, so that Python dominates, and
-subtracts the time of the same layers without the engine. `tests/engine/test_engine_scenarios.py`
-counts calls.
+subtracts the time of the same layers without the engine.
+`tests/core/engine/test_engine_scenarios.py` counts calls.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import Rig, build
-from tests.engine.pretended import pretended_world
-from tests.engine.small_model import Setup, make_net, microbatch
+from tests.lib.engine.engine_cases import Rig, build
+from tests.lib.engine.pretended import pretended_world
+from tests.lib.engine.small_model import Setup, make_net, microbatch
 
 
 def processor_time(step: Callable[[], None], steps: int) -> float:

@@ -6,14 +6,14 @@
 #
 # Which megatron-core pip finds depends on the Python: 0.16.1 is the last for 3.10 and 3.11. So the
 # tests run twice where both kinds of Python are installed: all of them with $PYTHON (python3), and
-# what differs between releases (tests/again.py), and what the first run skipped, with one of the
+# what differs between releases (tests/lib/again.py), and what the first run skipped, with one of the
 # other kind; with --full all that concerns core, with both. With pytest arguments (other than
 # --full) they run once, in one process; else in two at a time. TWICE=0 runs them once, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # or each of the many processes recompiles torch and Megatron
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
-# New buffers hold NaN. This changes no result (tests/engine/test_engine_scenarios.py), and shows reads
+# New buffers hold NaN. This changes no result (tests/core/engine/test_engine_scenarios.py), and shows reads
 # of memory that was never written. 0 switches it off.
 export MEGATRON_FSDP_ADAPTER_POISON=${MEGATRON_FSDP_ADAPTER_POISON:-1}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
@@ -60,7 +60,7 @@ trap 'rm -f "$skips"' EXIT
 export MEGATRON_FSDP_ADAPTER_OTHER_PYTHON=$python
 echo "== $(release "$other")"
 if [ "${1:-}" = --full ]; then
-  "$other" -m pytest -n 2 --full tests/{adapter,launch,integration,checkpoint,distributed}
+  "$other" -m pytest -n 2 --full tests/{build,checkpoint,core,graphs,integration,launch,megatron,optim,plain,plan,rollout,state}
 else
   "$other" -m pytest -n 2 --again --skips="$skips"
 fi

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests import strays
-from tests.again import is_again
+from tests.lib import strays
+from tests.lib.again import is_again
 
 MARK = pytest.StashKey[str]()
 LEFT = pytest.StashKey[list[str]]()
 GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 GRACE_S = 5.0
 """For processes that are about to end when the last test has."""
-TOGETHER = (("tests/distributed/", "tests/matrix/"), ("tests/scripts/",))
-"""Folders of files that share ranks (`@on_ranks`: a process runs all that it knows of), or the runs
-that they read."""
+READS_RUNS = "tests/scripts/"
+"""A folder whose files read the same runs."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def shared_ranks(request: pytest.FixtureRequest) -> Any:
     """Outcomes of the session's tests on ranks. Here and in no other conftest: each would have a
     fixture of its own, and run all of them once more."""
-    from tests.distributed.shared_ranks import SharedRanks
+    from tests.lib.ranks.shared_ranks import SharedRanks
 
     return SharedRanks(request.session.items)
 
@@ -62,7 +62,7 @@ def shared_ranks(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
     """Two ranks, of which only this one exists."""
-    from tests.engine.pretended import pretended_world
+    from tests.lib.engine.pretended import pretended_world
 
     with pretended_world(2):
         yield
@@ -71,7 +71,7 @@ def two_ranks() -> Iterator[None]:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A gloo world of this process alone."""
-    from tests.one_rank import world_of_one
+    from tests.lib.ranks.one_rank import world_of_one
 
     with world_of_one():
         yield
@@ -80,21 +80,29 @@ def alone() -> Iterator[None]:
 @pytest.fixture
 def one_rank(alone: None) -> Iterator[None]:
     """The same, which stands for one of many."""
-    from tests.one_rank import as_one_of_many
+    from tests.lib.ranks.one_rank import as_one_of_many
 
     with as_one_of_many():
         yield
 
 
+@functools.cache
+def share_of(root: Path, file: str) -> str:
+    """The name of what one process of `-n` is given with a file: all files that share ranks
+    (`@on_ranks`: a process runs all that it knows of), or runs; or only the file."""
+    if file.startswith(READS_RUNS):
+        return READS_RUNS
+    return "on ranks" if "import on_ranks" in (root / file).read_text() else file
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2` a process is given a file at a time, or all of folders that are `TOGETHER`."""
+    """With `-n 2` a process is given a file at a time, or files that share something."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            own = super()._split_scope(nodeid)
-            return next((folders[0] for folders in TOGETHER if own.startswith(folders)), own)
+            return share_of(config.rootpath, super()._split_scope(nodeid))
 
     return Files(config, log)
 

@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from megatron.core import parallel_state
 
-from tests.distributed.gpt import init_megatron
-
-# Spawned ranks import the helper modules of these folders by name.
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
+from tests.lib.gpt.gpt import init_megatron
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def _half(python: str, path: str, engine: str, action: str, folder: Path) -> dic
     out = folder / f"{action}.pickle"
     where = os.pathsep.join([str(ROOT), path] if path else [str(ROOT)])
     done = subprocess.run(
-        [python, "-m", "tests.checkpoint.across", engine, action, str(folder), str(out)],
+        [python, "-m", "tests.lib.checkpoint.across", engine, action, str(folder), str(out)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": where}, capture_output=True, text=True,
         timeout=600,
     )  # fmt: skip

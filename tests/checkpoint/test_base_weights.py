@@ -22,13 +22,13 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import convert
 from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
 from megatron_fsdp_adapter.megatron.frameworks import peft_base_weights
 from megatron_fsdp_adapter.megatron.frameworks.peft_base_weights import WHOLE, load_plain, place_in
-from tests.checkpoint.convert_cases import Evil, save_fsdp
-from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
 from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
-from tests.distributed.checks import check_same_bits
-from tests.distributed.launch import run_ranks
-from tests.distributed.topologies import build_topology_trainer
-from tests.stand_ins import stand_ins
+from tests.lib.checkpoint.convert_cases import Evil, save_fsdp
+from tests.lib.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
+from tests.lib.gpt.checks import check_same_bits
+from tests.lib.gpt.topologies import build_topology_trainer
+from tests.lib.megatron.stand_ins import stand_ins
+from tests.lib.ranks.launch import run_ranks
 
 
 def small(*split: Any, **sizes: Any) -> Split:

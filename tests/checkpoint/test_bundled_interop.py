@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.checkpoint.folders import TRACKER, write_atomically
-from tests.distributed import gpt
-from tests.distributed.checkpoints import loaded, saved
-from tests.distributed.launch import run_ranks
+from tests.lib.gpt import gpt
+from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.ranks.launch import run_ranks
 
 CASE = gpt.Case(swiglu=True, bf16=True, microbatches=2)
 STEPS = (2, 3)
@@ -45,7 +45,7 @@ def _steps(trainer: gpt.Trainer, device: torch.device, steps: tuple[int, ...]) -
 
 def _bundled(rank: int, world: int, given: str, root: str, optimizer: bool) -> dict[str, Any]:
     """Saves into `root` what it loads from `given`, or trains where there is no such folder."""
-    from tests.checkpoint import bundled
+    from tests.lib.checkpoint import bundled
 
     device = gpt.init_megatron()
     bundled.run_on_cpu()

@@ -12,16 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import (
-    Gate,
-    collectives_called,
-    data_mesh,
-    names,
-    nested_state,
-    numbered_state,
-    same,
-)
-from launch import run_ranks
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
@@ -32,6 +22,16 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     load_checkpoint,
     save_checkpoint,
 )
+from tests.lib.checkpoint.checkpoint_cases import (
+    Gate,
+    collectives_called,
+    data_mesh,
+    names,
+    nested_state,
+    numbered_state,
+    same,
+)
+from tests.lib.ranks.launch import run_ranks
 
 
 def _change(state: dict[str, Any]) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import same
-from convert_cases import Evil
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -25,6 +23,8 @@ from megatron_fsdp_adapter.checkpoint import CheckpointError, digests, folders, 
 from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.tools.inspection import describe, diff
+from tests.lib.checkpoint.checkpoint_cases import same
+from tests.lib.checkpoint.convert_cases import Evil
 
 DATA = "__0_0.distcp"
 

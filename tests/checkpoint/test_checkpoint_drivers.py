@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import same
 from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
 from megatron_fsdp_adapter.megatron.checkpoint.checkpoint_drivers import wrapped_to_evaluate
 from megatron_fsdp_adapter.megatron.compat.table import DRIVERS, LM
-from tests.distributed.gpt import Case, Trainer, build_trainer
-from tests.stand_ins import stand_ins
+from tests.lib.checkpoint.checkpoint_cases import same
+from tests.lib.gpt.gpt import Case, Trainer, build_trainer
+from tests.lib.megatron.stand_ins import stand_ins
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import data_mesh, names, plan, same, sharded_tensors
-from convert_cases import Evil
-from launch import run_ranks
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.tensor import DTensor, Shard
 
@@ -26,6 +23,9 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     save_checkpoint,
 )
 from megatron_fsdp_adapter.checkpoint.state import PerRank
+from tests.lib.checkpoint.checkpoint_cases import data_mesh, names, plan, same, sharded_tensors
+from tests.lib.checkpoint.convert_cases import Evil
+from tests.lib.ranks.launch import run_ranks
 
 
 def _state(number: float = 1.0) -> dict[str, Any]:

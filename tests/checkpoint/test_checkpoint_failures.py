@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import names, numbered_state, same
-from launch import run_ranks
 
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, CheckpointError, digests, folders, record
 from megatron_fsdp_adapter.checkpoint import storage as writing
 from megatron_fsdp_adapter.checkpoint.dcp import latest_iteration, load_checkpoint, save_checkpoint
+from tests.lib.checkpoint.checkpoint_cases import names, numbered_state, same
+from tests.lib.ranks.launch import run_ranks
 
 MIB = 1 << 20
 NO_SPACE = "No space left on device"

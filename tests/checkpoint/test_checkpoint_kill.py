@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import names, numbered_state, same
-from launch import run_ranks
 
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.megatron.compat.table import LM, SAVES
 from megatron_fsdp_adapter.tools.cli import verify
-from tests.stand_ins import save_as_megatron, stand_ins
+from tests.lib.checkpoint.checkpoint_cases import names, numbered_state, same
+from tests.lib.megatron.stand_ins import save_as_megatron, stand_ins
+from tests.lib.ranks.launch import run_ranks
 
 FULL = pytest.mark.full
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import (
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_fsdp_adapter.checkpoint.dcp import (
+    latest_iteration,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
+from tests.lib.checkpoint.checkpoint_cases import (
     DTYPES,
     collectives_called,
     dtensors_of,
@@ -17,15 +25,7 @@ from checkpoint_cases import (
     same,
     whole,
 )
-from launch import run_ranks
-from torch.distributed.checkpoint import FileSystemReader
-
-from megatron_fsdp_adapter.checkpoint.dcp import (
-    latest_iteration,
-    load_checkpoint,
-    save_checkpoint,
-)
-from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
+from tests.lib.ranks.launch import run_ranks
 
 FOLDER = "iter_0000010"
 CUTS = (0, 1)

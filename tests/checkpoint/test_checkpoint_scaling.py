@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import test_checkpoint_drivers as drivers
 import torch
-from convert_cases import Model, fsdp_state, save_fsdp
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.state.names import FP8_SCALING
 from megatron_fsdp_adapter.tools.inspection import describe
-from tests.distributed.checkpoints import loaded, saved
-from tests.distributed.gpt import Trainer, build_trainer
+from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
+from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.gpt import Trainer, build_trainer
 
 driver = drivers.driver
 LENGTH = 3

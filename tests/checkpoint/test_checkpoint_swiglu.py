@@ -11,8 +11,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import data_mesh, plan, shard, whole
-from launch import run_ranks
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter import install
@@ -20,13 +18,10 @@ from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef
 from megatron_fsdp_adapter.core.dtensor.uneven import own_chunks, whole_tensor
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
 from megatron_fsdp_adapter.state.names import HALVES
-from tests.distributed.gpt import full_all
-from tests.distributed.topologies import (
-    CASE,
-    Topology,
-    build_topology_trainer,
-    init_topology,
-)
+from tests.lib.checkpoint.checkpoint_cases import data_mesh, plan, shard, whole
+from tests.lib.gpt.gpt import full_all
+from tests.lib.gpt.topologies import CASE, Topology, build_topology_trainer, init_topology
+from tests.lib.ranks.launch import run_ranks
 
 
 def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...]]:

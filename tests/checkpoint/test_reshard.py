@@ -28,17 +28,11 @@ from megatron_fsdp_adapter.checkpoint import (
     training_state,
 )
 from megatron_fsdp_adapter.tools.inspection import diff
-from tests.checkpoint.reshard_cases import (
-    Split,
-    Whole,
-    differences,
-    trainer_of,
-    whole_state,
-)
-from tests.distributed.checkpoints import loaded, saved
-from tests.distributed.gpt import STRATEGIES
-from tests.distributed.launch import run_ranks
-from tests.distributed.topologies import Topology, TopologyTrainer, topology_step
+from tests.lib.checkpoint.reshard_cases import Split, Whole, differences, trainer_of, whole_state
+from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.gpt import STRATEGIES
+from tests.lib.gpt.topologies import Topology, TopologyTrainer, topology_step
+from tests.lib.ranks.launch import run_ranks
 
 TRAINED = 2
 ZERO0, ZERO1, ZERO2, ZERO3 = STRATEGIES

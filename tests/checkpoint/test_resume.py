@@ -15,8 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import dtensors_of
-from launch import run_ranks
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer, install
 from megatron_fsdp_adapter.checkpoint import (
@@ -31,18 +29,20 @@ from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
 from megatron_fsdp_adapter.core.dtensor.uneven import own_chunks
 from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
-from tests.checkpoint.megatron_states import preprocessed, raw_state
-from tests.distributed import gpt
-from tests.distributed.checks import (
+from tests.lib.checkpoint.checkpoint_cases import dtensors_of
+from tests.lib.checkpoint.megatron_states import preprocessed, raw_state
+from tests.lib.gpt import gpt
+from tests.lib.gpt.checks import (
     check_number,
     check_run_bits,
     check_same_bits,
     check_weights,
     recorded_step,
 )
-from tests.distributed.fused_adam import FusedAdam, transformer_engine_optimizer
-from tests.distributed.groups import everyones
-from tests.distributed.plain import Block, Net, tokens
+from tests.lib.gpt.fused_adam import FusedAdam, transformer_engine_optimizer
+from tests.lib.plain.plain import Block, Net, tokens
+from tests.lib.ranks.groups import everyones
+from tests.lib.ranks.launch import run_ranks
 
 FULL = pytest.mark.full
 STRATEGIES = gpt.STRATEGIES

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +23,8 @@ from megatron_fsdp_adapter.megatron.optimizer.optimizer_state import (
 )
 from megatron_fsdp_adapter.state.model_state import checkpoint_form, chosen_form, module_form
 from megatron_fsdp_adapter.state.names import GlobalNames
-from tests.distributed.gpt import Case, Trainer, build_trainer
+from tests.lib.checkpoint.checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
+from tests.lib.gpt.gpt import Case, Trainer, build_trainer
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 # As on the second of two pipeline stages with a layer each.

@@ -21,10 +21,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import strays
-from tests.gpu import journal, shards
-from tests.gpu.gpu_ranks import STACKS
-from tests.gpu.shards import Shard
+from tests.lib import strays
+from tests.lib.gpu import journal, shards
+from tests.lib.gpu.gpu_ranks import STACKS
+from tests.lib.gpu.shards import Shard
 
 ENDING_S = 12.0
 """Before the time is up, all that runs is ended, and the table is written."""
@@ -51,7 +51,7 @@ class Running:
 
 def command_of(shard: Shard, options: argparse.Namespace) -> list[str]:
     return [
-        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.gpu.journal",
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.lib.gpu.journal",
         "--journal", str(options.results), "--failures", str(options.log / "failures.txt"),
         "-rA", "--tb=short", "--full", *(shard.unreached or [shard.path]),
     ]  # fmt: skip

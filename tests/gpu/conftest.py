@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import shared_device
-from tests.gpu.gpu_ranks import Outcomes
+from tests.lib.gpu import shared_device
+from tests.lib.gpu.gpu_ranks import Outcomes
 
 HERE = Path(__file__).parent
 

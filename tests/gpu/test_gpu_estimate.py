@@ -33,8 +33,8 @@ from megatron_fsdp_adapter.plan.memory import (
     unit_bytes,
 )
 from megatron_fsdp_adapter.tools.cli import estimate
-from tests.distributed.gpt import Case, ddp_config, init_megatron
-from tests.gpu.gpu_ranks import Check, Outcomes, expecting
+from tests.lib.gpt.gpt import Case, ddp_config, init_megatron
+from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -40,9 +40,9 @@ from megatron_fsdp_adapter.checkpoint import (
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from tests.distributed.checks import relative
-from tests.distributed.gather_full import full_values
-from tests.distributed.gpt import (
+from tests.lib.gpt.checks import relative
+from tests.lib.gpt.gather_full import full_values
+from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
@@ -51,9 +51,9 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.distributed.topologies import local_of
-from tests.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes, expecting
-from tests.gpu.runs import NONE, Fields
+from tests.lib.gpt.topologies import local_of
+from tests.lib.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes, expecting
+from tests.lib.gpu.runs import NONE, Fields
 
 EXPERTS, EP, STEPS = 4, 2, 3
 HAS_TE = NEEDS["te"][0]()

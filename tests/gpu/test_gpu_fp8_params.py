@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.quantized.tables import BLOCK
-from tests.distributed.gpt import (
+from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
@@ -28,9 +28,9 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
-from tests.gpu.runs import fp8, te_trainer
-from tests.quantized.te_checks import same
+from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
+from tests.lib.gpu.runs import fp8, te_trainer
+from tests.lib.quantized.te_checks import same
 
 CASE = Case(
     num_layers=2, hidden=256, heads=4, ffn=640, vocab=256, seq=64, batch=2, bf16=True, swiglu=True,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu.gpu_ranks import Check, Outcomes, expecting
-from tests.quantized.emulated import RECIPES, TE_RECIPES
-from tests.quantized.te_checks import nothing_waits, shards_are_the_whole
-from tests.quantized.te_weights import NASTY
+from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
+from tests.lib.quantized.emulated import RECIPES, TE_RECIPES
+from tests.lib.quantized.te_checks import nothing_waits, shards_are_the_whole
+from tests.lib.quantized.te_weights import NASTY
 
 GPUS = 1
 

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
-from tests.distributed.checks import check_same_bits
-from tests.distributed.gpt import (
+from tests.lib.gpt.checks import check_same_bits
+from tests.lib.gpt.gpt import (
     Case,
     Trainer,
     batches,
@@ -28,9 +28,9 @@ from tests.distributed.gpt import (
     init_megatron,
     step_from_dicts,
 )
-from tests.gpu.captured import forget_graphs
-from tests.gpu.gpu_ranks import Check, Outcomes, expecting
-from tests.gpu.runs import COPY_ENGINES, NONE, SLOTS, ZERO_1, ZERO_3, Fields
+from tests.lib.gpu.captured import forget_graphs
+from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
+from tests.lib.gpu.runs import COPY_ENGINES, NONE, SLOTS, ZERO_1, ZERO_3, Fields
 
 CASE = Case(
     num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from tests.distributed.checks import check_same_bits
-from tests.distributed.gpt import (
+from tests.lib.gpt.checks import check_same_bits
+from tests.lib.gpt.gpt import (
     Case,
     Trainer,
     batches,
@@ -29,7 +29,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.topologies import (
+from tests.lib.gpt.topologies import (
     TOPOLOGIES,
     TopologyTrainer,
     build_topology_trainer,
@@ -37,8 +37,8 @@ from tests.distributed.topologies import (
     init_topology,
     topology_step,
 )
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
-from tests.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
+from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
+from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
 
 CASE = Case(
     num_layers=4, hidden=256, heads=4, ffn=640, vocab=1024, seq=128, batch=2, swiglu=True,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
-from tests.matrix.cells import cells_with
-from tests.matrix.table import cell_named
-from tests.matrix.training import checked_cell
+from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
+from tests.lib.matrix.cells import cells_with
+from tests.lib.matrix.table import cell_named
+from tests.lib.matrix.training import checked_cell
 
 WIDTH = os.environ.get("MATRIX_WIDTH", "small")
 SLOWEST_S = 120.0

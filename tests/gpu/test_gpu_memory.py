@@ -17,7 +17,7 @@ from megatron_fsdp_adapter.plan.memory import (
     model_bytes,
     unit_bytes,
 )
-from tests.distributed.gpt import (
+from tests.lib.gpt.gpt import (
     Case,
     Trainer,
     batches,
@@ -27,7 +27,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.gpu.gpu_ranks import Check, Outcomes, expecting
+from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 
 WIDE = Case(
     num_layers=4, hidden=512, heads=8, ffn=2048, vocab=8192, seq=512, batch=2, microbatches=2,

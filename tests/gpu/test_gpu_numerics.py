@@ -1,4 +1,4 @@
-"""The numerics of tests/distributed on NCCL: the same functions, on two GPUs.
+"""The numerics of tests/megatron/wrapper on NCCL: the same functions, on two GPUs.
 
 Stream order is tested here too, which no CPU run can show: with streams that are slow on purpose
 every number must stay the same.
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
-from tests.distributed import test_numerics as numerics
-from tests.distributed.checks import check_run_bits, check_same_bits, free_run
-from tests.distributed.gpt import STRATEGIES, Case, Trainer, build_trainer, init_megatron
-from tests.distributed.random_cases import fresh_seed
-from tests.distributed.variants import check_row
-from tests.gpu.gpu_ranks import Check, Outcomes, expecting
-from tests.gpu.runs import run_of
+from tests.lib.gpt.checks import check_run_bits, check_same_bits, free_run
+from tests.lib.gpt.gpt import STRATEGIES, Case, Trainer, build_trainer, init_megatron
+from tests.lib.gpt.random_cases import fresh_seed
+from tests.lib.gpt.variants import check_row
+from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
+from tests.lib.gpu.runs import run_of
+from tests.megatron.wrapper import test_numerics as numerics
 
 WIDE = Case(
     num_layers=3, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True, bf16=True

@@ -24,8 +24,16 @@ from megatron_fsdp_adapter.plan.memory import (
     bytes_between_steps,
     most_bytes,
 )
-from tests.distributed.checks import Step, check_run_bits, check_same_bits, free_run
-from tests.distributed.gpt import (
+from tests.gpu.test_gpu_memory import (
+    SMALL,
+    _forget_grads,
+    _requested,
+    _steps,
+    _warm_libraries,
+    formula,
+)
+from tests.lib.gpt.checks import Step, check_run_bits, check_same_bits, free_run
+from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
@@ -36,17 +44,9 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.test_activation_offload import CONTIGUOUS, storages
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
-from tests.gpu.runs import ZERO_1, ZERO_3, local_run, te_layers
-from tests.gpu.test_gpu_memory import (
-    SMALL,
-    _forget_grads,
-    _requested,
-    _steps,
-    _warm_libraries,
-    formula,
-)
+from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
+from tests.lib.gpu.runs import ZERO_1, ZERO_3, local_run, te_layers
+from tests.megatron.layers.test_activation_offload import CONTIGUOUS, storages
 
 WIDE = Case(
     num_layers=4, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=256, batch=1, microbatches=2,

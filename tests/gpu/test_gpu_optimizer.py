@@ -23,8 +23,8 @@ from megatron_fsdp_adapter.optim.muon.newton_schulz import (
     coefficients_of,
     orthogonalized,
 )
-from tests.distributed.checks import Step, check_run_bits
-from tests.distributed.gpt import (
+from tests.lib.gpt.checks import Step, check_run_bits
+from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
@@ -34,9 +34,9 @@ from tests.distributed.gpt import (
     forward_backward,
     init_megatron,
 )
-from tests.distributed.muon_reference import Reference, is_muons
-from tests.gpu.gpu_ranks import NEEDS, Check, Outcomes, expecting
-from tests.gpu.runs import ZERO_3, Fields, local_run, run_of
+from tests.lib.gpt.muon_reference import Reference, is_muons
+from tests.lib.gpu.gpu_ranks import NEEDS, Check, Outcomes, expecting
+from tests.lib.gpu.runs import ZERO_3, Fields, local_run, run_of
 
 SIZES = (1_000_003, 4096 * 33, 7, 65536 * 2 + 1, 1, CHUNK * 3)
 FLOAT32, BF16 = torch.float32, torch.bfloat16

@@ -21,9 +21,10 @@ from megatron_fsdp_adapter.core.kernels.sums import WIDE, _kernel, copy_large, s
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from tests.distributed.checks import check_run_bits
-from tests.distributed.exact import gamma
-from tests.distributed.gpt import (
+from tests.core.kernels.test_sums import DTYPES, is_rounded_once
+from tests.lib.gpt.checks import check_run_bits
+from tests.lib.gpt.exact import gamma
+from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
@@ -32,10 +33,9 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.precision import check_cell, pairwise
-from tests.engine.test_sums import DTYPES, is_rounded_once
-from tests.gpu.gpu_ranks import Check, Outcomes, expecting
-from tests.gpu.runs import COPY_ENGINES, ZERO_3, local_run, run_of
+from tests.lib.gpt.precision import check_cell, pairwise
+from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
+from tests.lib.gpu.runs import COPY_ENGINES, ZERO_3, local_run, run_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASE = Case(

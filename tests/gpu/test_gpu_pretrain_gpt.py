@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-from tests.gpu import shared_device
-from tests.integration import lm_log
-from tests.integration.lm_runs import ROOT
+from tests.lib.gpu import shared_device
+from tests.lib.integration import lm_log
+from tests.lib.integration.lm_runs import ROOT
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 STEPS = 10

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tests.distributed.checks import check_run_bits, free_run
-from tests.distributed.gpt import Case, batches, build_trainer, forward_backward, init_megatron
-from tests.gpu.gpu_ranks import Check, Outcomes, expecting
-from tests.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
 from tests.gpu.test_gpu_memory import _steps, stays_flat
+from tests.lib.gpt.checks import check_run_bits, free_run
+from tests.lib.gpt.gpt import Case, batches, build_trainer, forward_backward, init_megatron
+from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
+from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
 
 WIDE = Case(
     num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,

@@ -26,9 +26,9 @@ from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.layers import fused_wgrad, wgrad_probe
 from megatron_fsdp_adapter.megatron.layers.wgrad_probe import MAKERS, Observed, Precision
-from tests.distributed.gather_full import full_values
-from tests.distributed.topologies import local_of
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
+from tests.lib.gpt.gather_full import full_values
+from tests.lib.gpt.topologies import local_of
+from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
 WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")

@@ -16,19 +16,12 @@ from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, OPTION
-from tests.distributed.checks import relative
-from tests.distributed.gpt import (
-    Case,
-    batches,
-    build_trainer,
-    give_up,
-    init_megatron,
-    train_step,
-)
 from tests.gpu import test_gpu_experts as moe
-from tests.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
-from tests.gpu.runs import COPY_ENGINES, SLOTS, ZERO_1, ZERO_3, Fields, fp8, te_layers
 from tests.gpu.test_gpu_memory import _steps
+from tests.lib.gpt.checks import relative
+from tests.lib.gpt.gpt import Case, batches, build_trainer, give_up, init_megatron, train_step
+from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
+from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, ZERO_1, ZERO_3, Fields, fp8, te_layers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 

@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
 @pytest.fixture(scope="session", autouse=True)
 def servers_end_with_the_tests() -> Iterator[None]:
     yield
-    runs = sys.modules.get("tests.integration.lm_runs")
+    runs = sys.modules.get("tests.lib.integration.lm_runs")
     if runs is not None:
         runs.end_servers()
 

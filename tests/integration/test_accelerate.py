@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import run_ranks
+from tests.lib.ranks.launch import run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -18,6 +18,6 @@ pytestmark = pytest.mark.full
 def test_what_they_print_is_what_they_print_with_fsdp2(tmp_path: Path) -> None:
     for name in ("accelerate", "transformers", "peft", "trl"):
         pytest.importorskip(name)
-    from tests.integration.hf_worker import compare
+    from tests.lib.integration.hf_worker import compare
 
     run_ranks(compare, 2, tmp_path, timeout=400.0)

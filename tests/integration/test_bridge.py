@@ -19,9 +19,9 @@ import pytest
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.tools.cli import verify
-from tests.integration import lm_log
-from tests.integration.bridge_on_cpu import TINY_LLAMA
-from tests.integration.lm_runs import ROOT, train_recipe
+from tests.lib.integration import lm_log
+from tests.lib.integration.bridge_on_cpu import TINY_LLAMA
+from tests.lib.integration.lm_runs import ROOT, train_recipe
 
 pytestmark = pytest.mark.full
 EXAMPLE = ROOT / "scripts" / "pretrain_bridge.py"
@@ -32,7 +32,7 @@ def need_bridge(needed: str = "") -> None:
     """Skips where Megatron-Bridge cannot be used. needed: a statement that it has to allow."""
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("megatron-bridge is not installed")
-    probe = f"import tests.integration.bridge_on_cpu as b; b.prepare_bridge(); {needed}"
+    probe = f"import tests.lib.integration.bridge_on_cpu as b; b.prepare_bridge(); {needed}"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", probe], cwd=ROOT, capture_output=True, text=True
     )
@@ -48,13 +48,13 @@ def bridge() -> None:
 def in_process(body: str) -> str:
     """Runs code after Megatron-Bridge was imported and a recipe made, in a process of its own."""
     prelude = """
-        import tests.integration.bridge_on_cpu as harness
+        import tests.lib.integration.bridge_on_cpu as harness
         harness.prepare_bridge()
         from megatron.bridge.recipes.llama import llama3
         from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
         def recipe(*overrides):
             return process_config_with_overrides(
-                llama3.llama32_1b_pretrain_config(), "tests/integration/bridge_cpu.yaml",
+                llama3.llama32_1b_pretrain_config(), "tests/lib/integration/bridge_cpu.yaml",
                 list(overrides))
     """
     done = subprocess.run(

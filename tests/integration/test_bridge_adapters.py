@@ -12,9 +12,9 @@ import pytest
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
 from megatron_fsdp_adapter.tools.cli import convert
-from tests.integration import lm_log
-from tests.integration.lm_runs import HARNESSES, train_recipe
 from tests.integration.test_bridge import EXAMPLE, need_bridge
+from tests.lib.integration import lm_log
+from tests.lib.integration.lm_runs import HARNESSES, train_recipe
 
 pytestmark = pytest.mark.full
 LORA = HARNESSES / "bridge_lora.py"

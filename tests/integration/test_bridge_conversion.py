@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.lm_runs import HARNESSES, ROOT, run_worker
 from tests.integration.test_bridge import need_bridge
 from tests.integration.test_documented_commands import BLOCKS
+from tests.lib.integration.lm_runs import HARNESSES, ROOT, run_worker
 
 pytestmark = pytest.mark.full
 
@@ -63,7 +63,7 @@ def test_experts_of_both_ranks_go_in_and_out(tmp_path: Path) -> None:
 
 ON_CPU = """
 from megatron.bridge import AutoBridge
-from tests.integration.bridge_hf_worker import OPTIONS
+from tests.lib.integration.bridge_hf_worker import OPTIONS
 as_on_gpus = AutoBridge.to_megatron_provider
 def to_provider(bridge, **how):
     provider = as_on_gpus(bridge, **how)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import rendezvous
+from tests.lib.ranks.ranks import rendezvous
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))

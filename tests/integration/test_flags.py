@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.lm_runs import ROOT
+from tests.lib.integration.lm_runs import ROOT
 
 TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("options.md", "flags.md"))
 

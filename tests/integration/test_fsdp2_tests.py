@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.lm_runs import HARNESSES, ROOT
+from tests.lib.integration.lm_runs import HARNESSES, ROOT
 
 FOLDER = "test/distributed/_composable/fsdp"
 FILES = (

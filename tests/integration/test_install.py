@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.lm_runs import environment_of_ranks
-from tests.integration.warm_start import Rank, Server
+from tests.lib.integration.lm_runs import environment_of_ranks
+from tests.lib.integration.warm_start import Rank, Server
 
 PRELUDE = """
 import sys, types

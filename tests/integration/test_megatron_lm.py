@@ -31,8 +31,8 @@ from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from megatron_fsdp_adapter.tools.cli import verify
-from tests.integration import lm_log
-from tests.integration.lm_runs import ROOT, STEPS, Run, launch, train
+from tests.lib.integration import lm_log
+from tests.lib.integration.lm_runs import ROOT, STEPS, Run, launch, train
 
 pytestmark = pytest.mark.full
 

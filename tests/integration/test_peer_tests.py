@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.lm_runs import HARNESSES, ROOT
+from tests.lib.integration.lm_runs import HARNESSES, ROOT
 
 FOLDER = "tests/unit_tests/distributed"
 FULLY_SHARD = "test_mfsdp_fully_shard.py"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.lm_runs import run_worker
 from tests.integration.test_bridge import need_bridge
+from tests.lib.integration.lm_runs import run_worker
 
 pytestmark = pytest.mark.full
 

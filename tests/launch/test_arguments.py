@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from launch_cases import parsed_arguments
 
 from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
+from tests.lib.megatron.launch_cases import parsed_arguments
 
 FSDP = ["--use-megatron-fsdp"]
 

@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from launch_cases import recipe
 
 from megatron_fsdp_adapter import apply_fsdp_overrides
 from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron.options import validation
+from tests.lib.megatron.launch_cases import recipe
 
 ROOT = Path(__file__).parents[2]
 

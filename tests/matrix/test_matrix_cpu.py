@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.groups import everyones
-from tests.distributed.shared_ranks import on_ranks
-from tests.matrix import cells, training
-from tests.matrix.bounds import bounds_of
-from tests.matrix.table import REFERENCE, Cell, cell_named, name_of
-from tests.matrix.training import Findings, check_cell, checked_cell, wrong
+from tests.lib.matrix import cells, training
+from tests.lib.matrix.bounds import bounds_of
+from tests.lib.matrix.table import REFERENCE, Cell, cell_named, name_of
+from tests.lib.matrix.training import Findings, check_cell, checked_cell, wrong
+from tests.lib.ranks.groups import everyones
+from tests.lib.ranks.shared_ranks import on_ranks
 
 ALL = cells.cached("cpu")
 OF_FOUR = 5

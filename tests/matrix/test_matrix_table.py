@@ -8,14 +8,14 @@ import json
 import pytest
 
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
-from tests.matrix import cells
-from tests.matrix.cover import Space
-from tests.matrix.table import DIMENSIONS, MEANING, REFERENCE, RULES, Rule
+from tests.lib.matrix import cells
+from tests.lib.matrix.cover import Space
+from tests.lib.matrix.table import DIMENSIONS, MEANING, REFERENCE, RULES, Rule
 
 
 def test_cells_have_every_possible_pair_and_no_other() -> None:
     """Each name is that of its cell."""
-    outdated = "run `python -m tests.matrix.cells`"
+    outdated = "run `python -m tests.lib.matrix.cells`"
     assert json.loads(cells.FILE.read_text()) == cells.computed(), outdated
 
 

@@ -18,9 +18,9 @@ from megatron_fsdp_adapter.quantized.e4m3 import (
     kernels_for,
     write_scales,
 )
-from tests.quantized.arithmetic import e8m0, scale_of
-from tests.quantized.emulated import emulated_parameter
-from tests.quantized.te_weights import KNOWS
+from tests.lib.quantized.arithmetic import e8m0, scale_of
+from tests.lib.quantized.emulated import emulated_parameter
+from tests.lib.quantized.te_weights import KNOWS
 
 
 def test_exponents_are_of_the_smallest_power_of_two_that_is_not_below() -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from tests.distributed.launch import run_ranks
-from tests.matrix import cells, training
-from tests.matrix.table import broken_rules, cell_named, name_of
-from tests.quantized.emulated import TE_RECIPES, whole_weight
-from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
-from tests.quantized.te_scaling import linears, quantize_layers
+from tests.lib.matrix import cells, training
+from tests.lib.matrix.table import broken_rules, cell_named, name_of
+from tests.lib.quantized.emulated import TE_RECIPES, whole_weight
+from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, run_te
+from tests.lib.quantized.te_scaling import linears, quantize_layers
+from tests.lib.ranks.launch import run_ranks
 
 
 @torch.no_grad()

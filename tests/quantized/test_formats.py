@@ -22,10 +22,10 @@ from megatron_fsdp_adapter.core.layout import (
     plan_group,
 )
 from megatron_fsdp_adapter.quantized import format_of
-from tests.quantized.emulated import TE_RECIPES, emulated_parameter, make, quantizer_of
-from tests.quantized.te_checks import shards_are_the_whole
-from tests.quantized.te_extension import FOLDERS, WITHOUT, standing_in
-from tests.quantized.te_weights import NASTY, RECIPES, TINY
+from tests.lib.quantized.emulated import TE_RECIPES, emulated_parameter, make, quantizer_of
+from tests.lib.quantized.te_checks import shards_are_the_whole
+from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, standing_in
+from tests.lib.quantized.te_weights import NASTY, RECIPES, TINY
 
 BYTES = torch.uint8
 VALUES = (*NASTY, TINY)

@@ -1,5 +1,5 @@
 """The engine with quantized weights in one process: when what is quantized, and launches. Order and
-values: the rows of recipes in `tests/engine/scenarios.py`."""
+values: the rows of recipes in `tests/lib/engine/scenarios.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import build, built
-from tests.engine.pretended import LateCommunicator
-from tests.engine.scenarios import EVENTS
-from tests.engine.small_model import Setup, make_net
-from tests.engine.traces import collectives, steady
-from tests.quantized.emulated import RECIPES, CountingParams, EmulatedTensor
-from tests.quantized.quantized_cases import PlainQuantizedRig
+from tests.lib.engine.engine_cases import build, built
+from tests.lib.engine.pretended import LateCommunicator
+from tests.lib.engine.scenarios import EVENTS
+from tests.lib.engine.small_model import Setup, make_net
+from tests.lib.engine.traces import collectives, steady
+from tests.lib.quantized.emulated import RECIPES, CountingParams, EmulatedTensor
+from tests.lib.quantized.quantized_cases import PlainQuantizedRig
 
 # Values, on the slowest network there can be.
 

@@ -24,10 +24,10 @@ from megatron_fsdp_adapter.plan.memory import (
     group_bytes,
 )
 from megatron_fsdp_adapter.quantized import format_of
-from tests.engine.engine_cases import Rig, build, units_of
-from tests.engine.pretended import pretended_world
-from tests.engine.small_model import Setup, make_net
-from tests.quantized.emulated import RECIPES, EmulatedTensor, Float8Tensor
+from tests.lib.engine.engine_cases import Rig, build, units_of
+from tests.lib.engine.pretended import pretended_world
+from tests.lib.engine.small_model import Setup, make_net
+from tests.lib.quantized.emulated import RECIPES, EmulatedTensor, Float8Tensor
 
 # Guards.
 

@@ -18,15 +18,15 @@ from megatron_fsdp_adapter.core.comm.communicator import Communicator
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.distributed.groups import everyones
-from tests.distributed.launch import run_ranks
-from tests.engine.engine_cases import Rig, build
-from tests.engine.small_model import Layer, Setup, make_net, microbatch
-from tests.quantized.emulated import RECIPES, TE_RECIPES, field_of, roll, whole_fields
-from tests.quantized.quantized_cases import PlainQuantizedRig
-from tests.quantized.te_checks import same, same_planes
-from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
-from tests.quantized.te_weights import KNOWS, gathered
+from tests.lib.engine.engine_cases import Rig, build
+from tests.lib.engine.small_model import Layer, Setup, make_net, microbatch
+from tests.lib.quantized.emulated import RECIPES, TE_RECIPES, field_of, roll, whole_fields
+from tests.lib.quantized.quantized_cases import PlainQuantizedRig
+from tests.lib.quantized.te_checks import same, same_planes
+from tests.lib.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.lib.quantized.te_weights import KNOWS, gathered
+from tests.lib.ranks.groups import everyones
+from tests.lib.ranks.launch import run_ranks
 from tests.quantized.test_te_export import computed_with
 
 CPU = torch.device("cpu")

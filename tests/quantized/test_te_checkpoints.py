@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.checkpoint.training import load_model_state, model_state
 from megatron_fsdp_adapter.state.names import FP8_SCALING
-from tests.checkpoint.reshard_cases import _tensor_parallel, _whole_of
-from tests.distributed.checkpoints import loaded, saved
-from tests.distributed.gpt import (
+from tests.lib.checkpoint.reshard_cases import _tensor_parallel, _whole_of
+from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
@@ -30,19 +30,19 @@ from tests.distributed.gpt import (
     forward_backward,
     init_megatron,
 )
-from tests.distributed.groups import everyones
-from tests.distributed.topologies import (
+from tests.lib.gpt.topologies import (
     Topology,
     TopologyTrainer,
     build_topology_trainer,
     global_name,
     init_topology,
 )
-from tests.quantized.arithmetic import e4m3
-from tests.quantized.te_checks import same, same_planes
-from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
-from tests.quantized.te_scaling import LENGTH, quantize_layers, roll, scale_layers
-from tests.quantized.te_weights import KNOWS, gathered, planes_of, te_whole
+from tests.lib.quantized.arithmetic import e4m3
+from tests.lib.quantized.te_checks import same, same_planes
+from tests.lib.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.lib.quantized.te_scaling import LENGTH, quantize_layers, roll, scale_layers
+from tests.lib.quantized.te_weights import KNOWS, gathered, planes_of, te_whole
+from tests.lib.ranks.groups import everyones
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
 SAVED = "optim_grads_params"

@@ -15,7 +15,7 @@ import torch
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.buffer import COMPUTE, MAIN
-from tests.distributed.gpt import (
+from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
@@ -25,10 +25,10 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.quantized.te_checks import same, same_planes
-from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
-from tests.quantized.te_scaling import quantize_layers
-from tests.quantized.te_weights import KNOWS, RECIPES, gathered, te_whole
+from tests.lib.quantized.te_checks import same, same_planes
+from tests.lib.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.lib.quantized.te_scaling import quantize_layers
+from tests.lib.quantized.te_weights import KNOWS, RECIPES, gathered, te_whole
 
 CASE = Case(hidden=64, heads=2, ffn=192, bf16=True, microbatches=2, lr=3e-3)
 

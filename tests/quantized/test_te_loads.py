@@ -19,9 +19,8 @@ from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.quantized.e4m3 import write_scales
 from megatron_fsdp_adapter.state.names import FP8_SCALING
-from tests.adapter.test_bridge_weights import standing_in
-from tests.distributed.checkpoints import loaded, saved
-from tests.distributed.gpt import (
+from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.gpt import (
     Case,
     Trainer,
     batches,
@@ -30,11 +29,12 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.quantized.arithmetic import e4m3
-from tests.quantized.te_checks import same
-from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
-from tests.quantized.te_scaling import quantize_layers, scale_layers
-from tests.quantized.te_weights import KNOWS, gathered
+from tests.lib.quantized.arithmetic import e4m3
+from tests.lib.quantized.te_checks import same
+from tests.lib.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.lib.quantized.te_scaling import quantize_layers, scale_layers
+from tests.lib.quantized.te_weights import KNOWS, gathered
+from tests.megatron.frameworks.test_bridge_weights import standing_in
 from tests.quantized.test_te_export import check_weights
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.quantized.scaling import Scaling, begin_scaling, scaling_of
-from tests.quantized.te_extension import FOLDERS, WITHOUT, standing_in
+from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, standing_in
 
 METHODS = (
     "adjust_amax_history_length", "set_meta_tensor", "init_fp8_meta_tensors", "init_fp8_metadata",

@@ -14,10 +14,10 @@ from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron.wrapper.announcement import _quantized
-from tests.distributed.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
-from tests.quantized.te_checks import same, same_planes
-from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
-from tests.quantized.te_weights import RECIPES, gathered, planes_of, quantizer, te_parameter
+from tests.lib.gpt.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
+from tests.lib.quantized.te_checks import same, same_planes
+from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, run_te
+from tests.lib.quantized.te_weights import RECIPES, gathered, planes_of, quantizer, te_parameter
 
 CASE = Case(bf16=True)
 SHAPES = ((256, 128), (128, 256))

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from script_runs import SCRIPTS, TINY, Log, Train, run_script
+
+from tests.lib.scripts.script_runs import SCRIPTS, TINY, Log, Train, run_script
 
 sys.path.insert(0, str(SCRIPTS))
 
@@ -18,7 +19,7 @@ def cpu_mode_off() -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("CPU mode is not available with CUDA")
     from megatron_fsdp_adapter.launch import cpu_mode
-    from tests.on_the_cpu import cpu_mode_enabled
+    from tests.lib.ranks.on_the_cpu import cpu_mode_enabled
 
     was_on = cpu_mode_enabled()
     cpu_mode.disable_cpu_mode()

@@ -21,12 +21,12 @@ from lib.bench_subjects import KINDS, PRECISIONS, Subject, parse_subjects
 from lib.bench_trace import budget, budget_text, read_events
 from lib.bench_wrappers import row_options
 from lib.check import Machine
-from script_runs import SCRIPTS, run_script
 
 from megatron_fsdp_adapter.megatron.options.rules import Joined, problems
 from megatron_fsdp_adapter.megatron.options.support import MODEL_CONFIG_RULES
 from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
-from tests import strays
+from tests.lib import strays
+from tests.lib.scripts.script_runs import SCRIPTS, run_script
 
 TINY = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",

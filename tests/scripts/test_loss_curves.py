@@ -8,7 +8,8 @@ from pathlib import Path
 import loss_curves as script
 import pytest
 from lib.options import parse
-from script_runs import ROOT
+
+from tests.lib.scripts.script_runs import ROOT
 
 OURS = script.OURS
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat import patches
-from tests.on_the_cpu import cpu_mode_enabled, cpu_mode_inside
+from tests.lib.ranks.on_the_cpu import cpu_mode_enabled, cpu_mode_inside
 
 CORE = Path(megatron.core.__file__).parent
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from lib.check import RULES, Machine, problems, resolve, validated
 from lib.options import Options, parse
-from script_runs import ROOT, run_script
+
+from tests.lib.scripts.script_runs import ROOT, run_script
 
 CPU = Machine(world_size=2, cuda=False, transformer_engine=False)
 GPU = Machine(world_size=2, cuda=True, transformer_engine=True)

@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from script_runs import Train
+
+from tests.lib.scripts.script_runs import Train
 
 FSDP = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy=optim_grads_params")
 DROPOUT = ("--bf16", "--hidden-dropout=0.1", "--attention-dropout=0.1")

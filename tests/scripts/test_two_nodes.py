@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from script_runs import ROOT, SCRIPTS, TINY, Log, Train
 
-from tests.ranks import rendezvous
+from tests.lib.ranks.ranks import rendezvous
+from tests.lib.scripts.script_runs import ROOT, SCRIPTS, TINY, Log, Train
 
 SRUN = """#!/usr/bin/env python3
 import os, subprocess, sys

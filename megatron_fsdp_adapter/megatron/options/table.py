@@ -2,7 +2,7 @@
 
 A row defines the field of the config class (`ddp_config.py`), the flag for a Megatron-LM that lacks
 it, the fields of `EngineConfig` that it sets, its rules, its value in `prove`'s other strategies,
-and the row in `docs/flags.md` (`tests/adapter/option_pages.py`).
+and the row in `docs/flags.md` (`tests/lib/megatron/option_pages.py`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ eigenvalue, which can make small eigenvalues negative and which every step multi
 Without the restart some matrices come out infinite, with one after the second or the fourth of five
 steps errors are larger; after the third they are smaller than those of plain steps in bf16, for
 matrices with singular values over four decades as well, and for one direction and noise
-(`tests/sharding/test_newton_schulz.py`). Q is not symmetric but for rounding, and is not mirrored:
+(`tests/optim/test_newton_schulz.py`). Q is not symmetric but for rounding, and is not mirrored:
 the errors of P then meet what the steps before have made small, as they do step by step; mirrored,
 one direction and noise came out with ten times its norm. A tall X is multiplied by its transpose
 for the same reason: by Q itself, 14336 x 4096 of one direction came out as not-a-number. The way

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from tests.engine.small_model import Exploded, Loop
+from tests.lib.engine.small_model import Exploded, Loop
 
 # Parts of events.
 

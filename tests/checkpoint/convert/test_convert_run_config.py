@@ -1,0 +1,73 @@
+"""Checkpoints of Megatron-Bridge have no arguments: a run_config.yaml tells what the model is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fsdp_adapter.checkpoint.convert import convert
+from megatron_fsdp_adapter.tools import inspection
+from tests.lib.checkpoint.convert_cases import (
+    FFN,
+    GROUPS,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    Model,
+    differences,
+    fsdp_state,
+    load_all,
+    save_fsdp,
+)
+
+FOLDER = "iter_0000003"
+
+
+def config(model: Model) -> dict[str, Any]:
+    """As Megatron-Bridge writes it: fields of its model provider, functions and dtypes by name."""
+    return {
+        "_target_": "megatron.bridge.training.config.ConfigContainer",
+        "checkpoint": {"ckpt_format": "fsdp_dtensor"},
+        "model": {
+            "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+            "num_layers": model.layers, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
+            "num_query_groups": GROUPS, "kv_channels": HEAD, "ffn_hidden_size": FFN,
+            "normalization": "RMSNorm", "position_embedding_type": "rope", "seq_length": 32,
+            "layernorm_epsilon": 1e-5, "gated_linear_unit": model.swiglu, "bf16": model.bf16,
+            "fp16": False, "transformer_impl": "transformer_engine" if model.te else "local",
+            "num_moe_experts": model.experts or None, "moe_grouped_gemm": model.grouped,
+            "moe_router_topk": 2, "moe_ffn_hidden_size": FFN if model.experts else None,
+            "rotary_base": 10000.0, "rope_scaling": False,
+            "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
+            "params_dtype": {"_call_": False, "_target_": "torch.bfloat16"},
+        },
+    }  # fmt: skip
+
+
+def bridge_checkpoint(root: Path, model: Model, told: Any) -> Path:
+    state = fsdp_state(model)
+    del state["args"]
+    save_fsdp(root, state)
+    (root / FOLDER / "run_config.yaml").write_text(yaml.safe_dump(told))
+    return root
+
+
+@pytest.mark.parametrize(
+    "model", [Model(), Model(experts=4, te=True, grouped=True)], ids=["dense", "experts"]
+)
+def test_it_tells_what_arguments_tell(tmp_path: Path, model: Model) -> None:
+    """There and back, where Megatron-Bridge has its config again, and to `inspect`."""
+    source = bridge_checkpoint(tmp_path / "bridge", model, config(model))
+    convert(source, tmp_path / "td", "torch_dist")
+    convert(tmp_path / "td", tmp_path / "back", "fsdp_dtensor")
+    before, after = (load_all(root / FOLDER) for root in (source, tmp_path / "back"))
+    assert vars(after.pop("args"))["num_experts"] == (model.experts or None)
+    assert differences(before, after) == []
+    told = [(root / FOLDER / "run_config.yaml").read_bytes() for root in (source, tmp_path / "td")]
+    assert told[0] == told[1]
+    known = inspection.describe(source)["model"]
+    given = {"num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "bf16": True}
+    assert given.items() <= known.items()

@@ -1,0 +1,63 @@
+"""Chunks: where a rank's piece lies in the whole. How they are saved, and copied with a DTensor:
+test_checkpoint_roundtrip.py, and tests/state/test_state.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import Shard
+
+from megatron_fsdp_adapter.core.dtensor.chunks import dtensor_like, tile
+from megatron_fsdp_adapter.core.layout.ranges import Box
+from tests.lib.checkpoint.checkpoint_cases import data_mesh, uneven_dtensor
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        (((0, 0), (2, 5)),),  # 10 elements, the local tensor has 15
+        (((5, 0), (3, 5)),),  # beyond row 7
+        (((-1, 0), (3, 5)),),
+        (((0,), (15,)),),
+        (((0, 0), (3, 5)), ((3, 0), (0, 5))),
+    ],
+)
+def test_chunks_that_cannot_be_right_are_refused(one_rank: None, chunks: tuple) -> None:
+    """Of a tensor of 7 x 5, of which this rank has three rows."""
+    with pytest.raises(ValueError, match="chunk"):
+        uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
+
+
+def test_what_is_not_its_own_is_refused(one_rank: None) -> None:
+    rows = (((2, 0), (3, 5)),)
+    tensor = uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), rows)
+    with pytest.raises(ValueError, match="local shape"):
+        dtensor_like(tensor, torch.ones(5, 3))
+    with pytest.raises(ValueError, match="no chunk"):
+        tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((0, 0))))
+
+
+BLOCKS: dict[str, tuple[list[Box], bool]] = {
+    "one": ([((0, 0), (4, 3))], True),
+    "rows": ([((2, 0), (2, 3)), ((0, 0), (2, 3))], True),
+    "pieces of rows": ([((0, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 0), (3, 3))], True),
+    "an empty one too": ([((0, 0), (4, 3)), ((4, 0), (0, 3)), ((0, 0), (4, 0))], True),
+    "none": ([], False),
+    "a gap": ([((0, 0), (2, 3)), ((3, 0), (1, 3))], False),
+    "twice": ([((0, 0), (4, 3)), ((0, 0), (4, 3))], False),
+    "as many elements": ([((0, 0), (2, 3)), ((0, 0), (2, 3))], False),
+    "a gap and an overlap": ([((0, 0), (2, 3)), ((1, 0), (2, 3))], False),
+    "shifted": ([((1, 0), (4, 3))], False),
+    "beyond the end": ([((0, 0), (4, 3)), ((4, 0), (1, 3))], False),
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_blocks_tile_a_tensor_or_do_not(blocks: str) -> None:
+    given, holds = BLOCKS[blocks]
+    assert tile(((0, 0), (4, 3)), given) is holds
+
+
+def test_a_scalar_has_one_block_and_nothing_has_none() -> None:
+    assert tile(((), ()), [((), ())]) and not tile(((), ()), []) and tile(((0,), (0,)), [])

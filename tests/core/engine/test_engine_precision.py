@@ -1,0 +1,69 @@
+"""Buckets as narrow as the gradients where that changes no bit, and slots of the bytes that the
+formula says. What buffers of other dtypes take: tests/plan/test_memory.py and
+tests/plan/test_layout_memory.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime
+from megatron_fsdp_adapter.core.topology import DENSE
+from megatron_fsdp_adapter.plan.memory import (
+    BUCKET_SLOTS,
+    RECEIVED_PIECES,
+    REDUCE_BUCKET,
+    Precision,
+    with_slots,
+)
+from tests.lib.engine.engine_cases import build
+from tests.lib.engine.pretended import PretendCommunicator, pretended_world
+from tests.lib.engine.scenarios import BF16, FP32, FUSED, ZERO_3
+from tests.lib.engine.small_model import Setup
+
+EXCHANGE = Setup(ZERO_3, world=3, rank=1, slots=True, exchange=True)
+FP32_UNITS = {f"layers.{i}" for i in range(4)}
+WIDE: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "what autograd gives is in bf16": ({}, set()),
+    "bf16 main gradients, fp32 wire": ({"main_grads": BF16, "comm_dtype": FP32}, set()),
+    "what layers write by themselves is float32": (FUSED, FP32_UNITS),
+    "scaled before the sum, bf16 would be rounded": (
+        {"scale_before_sum": True}, {*FP32_UNITS, "embedding", "head", "root"},
+    ),
+    "without an exchange NCCL adds in the dtype that travels": (
+        {"exchange": False}, {*FP32_UNITS, "embedding", "head", "root"},
+    ),
+    "a layer in float32 has float32": (
+        {"dtype": FP32}, {*FP32_UNITS, "embedding", "head", "root"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_buckets_have_the_dtype_of_the_wire_where_another_would_round(name):
+    changes, wide = WIDE[name]
+    with pretended_world(3, 1):
+        units = build(EXCHANGE.but(**changes), HostRuntime(), PretendCommunicator).engine.units
+        dtypes = {unit.name: one.bucket.tensor.dtype for unit in units for one in unit.groups}
+    assert {unit for unit, dtype in dtypes.items() if dtype == FP32} == wide
+    assert set(dtypes.values()) <= {FP32, BF16}
+
+
+@pytest.mark.parametrize("changes", [{}, FUSED, {"own": tuple(STRATEGIES)[1:]}], ids=str)
+def test_slots_and_received_pieces_are_those_of_the_formula(changes):
+    setup = EXCHANGE.but(**changes)
+    with pretended_world(3, 1):
+        engine = build(setup, HostRuntime(), PretendCommunicator).engine
+    held = with_slots(
+        {REDUCE_BUCKET: 0}, [unit.name.split(".")[0] for unit in engine.units],
+        [[group.layout for group in unit.groups] for unit in engine.units],
+        setup.config.strategy, Precision(),
+        [unit.groups[0].config.strategy for unit in engine.units],
+        weight_slots=True, bucket_slots=True, reduce_scatter=FIXED_ALL_TO_ALL_SUM,
+    )  # fmt: skip
+    slots = [group.bucket_slot for group in engine.groups if group.bucket_slot.memory is not None]
+    assert held[BUCKET_SLOTS] == sum({slot.number: slot.memory.numel() for slot in slots}.values())
+    assert held[RECEIVED_PIECES] == engine.reduce.domains[DENSE].received.nbytes

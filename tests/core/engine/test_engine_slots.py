@@ -1,0 +1,123 @@
+"""The slot of a unit, the units that may hold it, and that no memory comes or goes in it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp_adapter.core.engine import hooks
+from megatron_fsdp_adapter.core.engine.buffer import plan_slots
+from megatron_fsdp_adapter.core.topology import DENSE
+from tests.lib.engine.engine_cases import buffers_of, built
+from tests.lib.engine.pretended import PretendCommunicator
+from tests.lib.engine.scenarios import EVENTS, ZERO_1, ZERO_3
+from tests.lib.engine.small_model import Layer, Setup
+
+GPT = ["Embedding", *["Layer"] * 4, "Linear", "NoneType"]
+NESTED = [*["Layer", *["Expert"] * 3] * 3, "NoneType"]
+Row = tuple[list[str], list[int | None], dict[str, Any], dict[int, int], tuple[int, ...]]
+SLOTS: dict[str, Row] = {
+    "layers alternate between two slots and the ends share one": (
+        GPT, [90, 5, 6, 7, 8, 100, 3], {},
+        {0: 2, 1: 0, 2: 1, 3: 0, 4: 1, 5: 2, 6: 3}, (8, 8, 100, 3),
+    ),
+    "units that are no layers have slots of their own": (
+        ["A", "B", "NoneType"], [1, 2, 0], {}, {0: 0, 1: 1, 2: 2}, (1, 2, 0),
+    ),
+    "two of a kind are no layers": (
+        ["Layer", "Layer", "NoneType"], [4, 5, 0], {}, {0: 0, 1: 1, 2: 2}, (4, 5, 0),
+    ),
+    "another unit between layers": (
+        ["E", "L", "L", "M", "L", "H", "NoneType"], [1] * 7, {},
+        {0: 2, 1: 0, 2: 1, 3: 3, 4: 0, 5: 4, 6: 5}, (1,) * 6,
+    ),
+    "no unit computes in the slot of one that it is inside of": (
+        NESTED, [*[9, 1, 2, 3] * 3, 5], {"depths": [*[0, 1, 1, 1] * 3, 0]},
+        dict(enumerate((0, 2, 3, 2, 1, 3, 2, 3, 0, 2, 3, 2, 4))), (9, 9, 3, 3, 5),
+    ),
+    "units that keep take no slot, and those that are left take turns": (
+        ["Embedding", *["Layer"] * 4, "Head", "NoneType"], [90, None, 6, 7, 8, None, 3], {},
+        {0: 2, 2: 0, 3: 1, 4: 0, 6: 3}, (8, 8, 90, 3),
+    ),
+    "where all units keep there is no memory": (GPT, [None] * 7, {}, {}, (0,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_slots_of_units(name):
+    kinds, sizes, options, slots, nbytes = SLOTS[name]
+    slot_of, found = plan_slots(kinds, sizes, **options)
+    assert {unit: slot_of[unit] for unit in slots} == slots and tuple(found) == nbytes
+
+
+@given(
+    st.lists(st.sampled_from("ABCDE"), max_size=12).flatmap(
+        lambda kinds: st.tuples(
+            st.just([*kinds, "root"]),
+            st.lists(st.integers(0, 99), min_size=len(kinds) + 1, max_size=len(kinds) + 1),
+        )
+    )
+)
+def test_every_unit_fits_and_neighbors_do_not_share(case):
+    kinds, sizes = case
+    slot_of, nbytes = plan_slots(kinds, sizes)
+    assert all(sizes[i] <= nbytes[slot] for i, slot in enumerate(slot_of))
+    assert slot_of[-1] not in slot_of[:-1], "the root is there while any other is"
+    repeated = [i for i, kind in enumerate(kinds[:-1]) if kinds[:-1].count(kind) >= 3]
+    assert all(slot_of[one] != slot_of[other] for one, other in pairwise(repeated))
+    assert sum(nbytes) <= sum(sizes) + max(sizes), "no more than dynamic memory could need"
+
+
+def test_a_backward_whose_beginning_is_not_seen_is_an_error(monkeypatch):
+    """Its slot may hold the weights of another unit."""
+    with built(Setup(slots=True)) as rig:
+        rig.step()
+        monkeypatch.setattr(hooks, "on_outputs_needed", lambda *_: None)
+        with pytest.raises(RuntimeError, match=r"unit layers\.\d: its backward ran without"):
+            rig.loss().backward()
+
+
+def test_a_unit_inside_another_of_its_slot_is_an_error():
+    """Layer 2 is called by layer 0, which computes meanwhile."""
+    with built(Setup(slots=True, root_norm=False)) as rig:
+        inner, outer = rig.model.layers[2], rig.model.layers[0]
+        plain = Layer._inner
+        outer._inner = lambda x: inner(plain(outer, x))
+        with pytest.raises(RuntimeError, match="layers.2 is called inside unit layers.0"):
+            rig.loss()
+
+
+def test_buffers_of_slots_keep_their_memory():
+    with built(Setup(slots=True)) as rig:
+        kinds = (".weight", ".bucket")
+        buffers = [flat for name, flat in buffers_of(rig.engine) if name.endswith(kinds)]
+        places = [flat.data_ptr() for flat in buffers]
+        rig.step(microbatches=2)
+        rig.evaluate()
+        assert [flat.data_ptr() for flat in buffers] == places and all(places)
+        storages = {flat.untyped_storage().data_ptr() for flat in buffers}
+        assert len(storages) == 8, "two of layers, one of the ends, the root's; weights and buckets"
+
+
+def test_kept_gradients_are_not_received_in_memory_of_slots():
+    """Late ones, which are kept in no slot either, among them. NCCL hangs where one end of an
+    exchange is registered and the other one is not."""
+    setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
+    plain = PretendCommunicator.all_to_all
+    with built(setup) as rig, mock.patch.object(
+        PretendCommunicator, "all_to_all", autospec=True, side_effect=plain
+    ) as exchanged:
+        memory = [group.bucket_slot.memory for group in rig.engine.groups]
+        slots = {one.data_ptr() for one in memory if one is not None}
+        slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())
+        rig.step(microbatches=2)
+        EVENTS["gradients_late"](rig)
+    assert {
+        tuple(one.untyped_storage().data_ptr() in slots for one in call.args[1:])
+        for call in exchanged.call_args_list
+    } == {(True, True), (False, False)}

@@ -1,0 +1,330 @@
+"""Process groups read once, and the configuration of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from megatron_fsdp_adapter.core.comm.all_to_all_sum import ALL_TO_ALL_SUM
+from megatron_fsdp_adapter.core.config import (
+    STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    Strategy,
+    strategy_named,
+)
+from megatron_fsdp_adapter.core.distributed_index import FSDPDistributedIndex
+from megatron_fsdp_adapter.core.runtime.device import make_runtime
+from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, Axis, ShardDomain
+from megatron_fsdp_adapter.megatron.options.ddp_config import (
+    DistributedDataParallelConfig as OurConfig,
+)
+from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config, precision_policy
+from megatron_fsdp_adapter.megatron.options.rules import problems
+from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
+from megatron_fsdp_adapter.megatron.wrapper.process_groups import build_index, groups_of
+from tests.lib.engine.pretended import pretended_world
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def world():
+    with pretended_world(4, rank=2):
+        yield dist.group.WORLD
+
+
+def index_of(group, grad_scale=0.25, **options) -> FSDPDistributedIndex:
+    return FSDPDistributedIndex(group, device_type="cpu", grad_scale=grad_scale, **options)
+
+
+# Topology.
+
+
+def test_one_group_serves_everything(world):
+    index = index_of(world)
+    domain = index.domain(DENSE)
+    assert domain.axis == Axis("dp_cp", world, (0, 1, 2, 3), 2) and domain.axis.size == 4
+    assert domain.gather_group is domain.reduce_group is world and domain.grad_scale == 0.25
+    assert index.get_fsdp_group() is index.get_dp_group() is world
+    assert index.get_fsdp_group(independent_all_gather=True) is world
+    assert index.get_outer_fsdp_group() is None and domain.mesh.shape == (4,)
+
+
+def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
+    second, half, alone = (dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 2], [2]))
+    index = index_of(world, fsdp_group_ag=second, expt_fsdp_group=half, tp_group=alone)
+    assert index.get_fsdp_group(independent_all_gather=True) is second
+    assert index.get_fsdp_group() is world
+    assert index.domain(EXPERT).axis.ranks == (0, 2) and index.domain(EXPERT).axis.rank == 1
+    assert index.get_fsdp_group(is_expert_parallel=True) is half
+    assert index.get_dp_group(is_expert_parallel=True) is half
+    assert index.domain(EXPERT).grad_scale == index.domain(DENSE).grad_scale
+
+
+def test_an_outer_axis_and_the_mesh_over_it():
+    """8 ranks: outer 2 x shards 2 x tensor 2, tensor-parallel ranks being neighbors."""
+    with pretended_world(8, rank=5):
+        shard, outer, tensor = (dist.new_group(ranks) for ranks in ([5, 7], [1, 5], [4, 5]))
+        index = index_of(
+            shard, outer_fsdp_group=outer, tp_group=tensor, dp_group=dist.new_group([1, 3, 5, 7]),
+            hsdp_outer_dp_shard=True,
+        )  # fmt: skip
+        domain = index.domain(DENSE)
+        assert domain.outer == Axis("outer_fsdp_dp", outer, (1, 5), 1) and domain.outer_size == 2
+        assert index.get_outer_fsdp_group() is index.hybrid_fsdp_group is outer
+        assert dist.get_process_group_ranks(index.get_dp_group()) == [1, 3, 5, 7]
+        assert domain.mesh.mesh_dim_names == ("outer_fsdp_dp", "dp_cp", "tp")
+        assert domain.mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
+    """As with several modules of one model, or two models in a process."""
+    halves = dist.new_group([0, 2]), dist.new_group([2, 3])
+    outer = dist.new_group([0, 2])
+    one, other = index_of(halves[0]), index_of(halves[1], outer_fsdp_group=outer)
+    again = index_of(halves[0])
+    meshes = [index.domain(DENSE).mesh for index in (one, other, again)]
+    assert meshes[0].mesh.tolist() == [0, 2] == meshes[2].mesh.tolist()
+    assert meshes[1]["dp_cp"].mesh.tolist() == [2, 3]
+    assert meshes[1].mesh_dim_names == ("outer_fsdp_dp", "dp_cp")
+    for mesh, group in zip(meshes, halves, strict=False):
+        assert mesh.get_group("dp_cp") is group
+
+
+def domain_of(world, ranks=(0, 1, 2, 3), outer=None):
+    axis = dataclasses.replace(Axis.of("dp_cp", world), ranks=ranks)
+    outer = None if outer is None else Axis("outer_fsdp_dp", world, outer, 0)
+    mesh = index_of(world).domain(DENSE).mesh
+    return ShardDomain(DENSE, axis, world, world, mesh, 1.0, outer)
+
+
+BAD = {
+    "an outer group has one rank in common with the shards": (
+        lambda world: domain_of(world, outer=(2, 3)),
+        r"outer group .*\[2, 3\].*\[0, 1, 2, 3\].*no other",
+    ),
+    "ranks come in the order of the group": (
+        lambda world: domain_of(world, ranks=(1, 0, 2, 3)), "same ranks in the same order",
+    ),
+    "groups make a mesh": (
+        lambda world: index_of(world, tp_group=dist.new_group([2, 3])),
+        r"'dp_cp': \[0, 1, 2, 3\], 'tp': \[2, 3\].* do not make a mesh",
+    ),
+    **{
+        f"ranks {ranks} do not gather what four have": (
+            lambda world, ranks=ranks: index_of(world, fsdp_group_ag=dist.new_group(ranks)),
+            rf"gather group of the dense .* ranks \[{str(ranks)[1:-1]}\].*on ranks \[0, 1, 2, 3\]",
+        )
+        for ranks in ([0, 2], [0, 1, 2])
+    },
+    **{
+        f"a gradient scale of {scale}": (
+            lambda world, scale=scale: index_of(world, grad_scale=scale), "grad_scale",
+        )
+        for scale in (0.0, -1.0, float("nan"))
+    },
+    "a kind has a group": (
+        lambda world: index_of(world).get_fsdp_group(is_expert_parallel=True),
+        r"kind 'expert'.*\['dense'\].*expt_dp",
+    ),
+    "a collection has the shard group": (
+        lambda world: build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=float),
+        r"pg_collection\.dp_cp is missing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_groups_that_do_not_fit_are_refused(world, name):
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make(world)
+
+
+def test_groups_are_read_where_they_are_set(world):
+    groups = groups_of(SimpleNamespace(dp_cp=world, dp_cp_ag=None))
+    assert groups["fsdp_group"] is world
+    given = [name for name, group in groups.items() if group is not None]
+    assert given == ["dp_group", "fsdp_group"]
+    index = build_index(groups, device=CPU, grad_scale_of=lambda ranks: 1.0 / ranks)
+    assert index.domain(DENSE).grad_scale == 0.25
+
+
+# Configuration.
+
+
+def good(**changes) -> DistributedDataParallelConfig:
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+ACCEPTED = {
+    "bucket_size": 5,
+    "num_buckets": 5,
+    "megatron_fsdp_version": 2,
+    "megatron_fsdp_use_decoupled_grad": True,
+    "megatron_fsdp_cuda_graph_mode": True,
+    "fsdp_db_use_persist_buf_on_alloc_fail": True,
+    "fsdp_all_gather_in_start_param_sync": False,
+    "param_name_patterns_for_fp32_local_accumulation": ("*router*", "all"),
+    "fp8_param_gather": True,
+    "reuse_grad_buf_for_mxfp8_param_ag": True,
+}
+
+
+@pytest.mark.parametrize("option", ACCEPTED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accepted_options_change_nothing(strategy, option):
+    plain = good(data_parallel_sharding_strategy=strategy)
+    config = good(data_parallel_sharding_strategy=strategy, **{option: ACCEPTED[option]})
+    assert problems(config, DDP_CONFIG_RULES) == []
+    assert engine_config(config) == engine_config(plain)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(
+        (
+            {"data_parallel_sharding_strategy": strategy, **dict.fromkeys(OVERLAPS, False)},
+            dict(zip(OVERLAPS, (row.shard_grads, row.shard_weights), strict=True)),
+        )
+        for strategy, row in STRATEGIES.items()
+    ),
+    *(
+        ({"gradient_reduce_div_fusion": fusion, "average_in_collective": average},
+         {"scale_before_sum": not fusion and not average})
+        for fusion, average in itertools.product((False, True), repeat=2)
+    ),
+    *(
+        ({"data_parallel_sharding_strategy": strategy, "megatron_fsdp_main_grads_dtype": grads,
+          "reduce_scatter_with_fp32_accumulation": True, "megatron_fsdp_grad_comm_dtype": BF16},
+         {"reduce_scatter": ALL_TO_ALL_SUM})
+        for strategy, grads in (
+            ("optim", None), ("optim_grads", FP32), ("optim_grads_params", None),
+        )
+    ),
+    # Any dtypes, with any strategy.
+    *(
+        (
+            {f"megatron_fsdp_{name}": dtype for name, dtype in vars(policy).items()}
+            | {"data_parallel_sharding_strategy": strategy},
+            {"policy": policy},
+        )
+        for strategy in STRATEGIES
+        for policy in itertools.starmap(
+            MixedPrecisionPolicy, itertools.product((None, FP32, BF16), repeat=3)
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), CONFIGS)
+def test_what_the_engine_is_told(changes, expected):
+    """Overlaps that a strategy needs are forced, and gradients scaled before the sum where neither
+    option says otherwise."""
+    config = good(**changes)
+    assert problems(config, DDP_CONFIG_RULES) == []
+    told = engine_config(config)
+    assert {name: getattr(told, name) for name in expected} == expected
+
+
+SUMS = "reduce_scatter=all_to_all_sum with"
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    *(
+        (f"{option}=False with {strategy}.*Set {option}=True",
+         partial(EngineConfig, STRATEGIES[strategy], **{option: False}))
+        for strategy, option in (
+            ("optim_grads", OVERLAPS[0]), *(("optim_grads_params", one) for one in OVERLAPS),
+        )
+    ),
+    *(
+        (SUMS, partial(
+            EngineConfig, STRATEGIES[strategy],
+            MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm),
+            reduce_scatter=ALL_TO_ALL_SUM,
+        ))
+        for strategy, comm, grads in (
+            ("no_shard", BF16, None), ("optim", None, None), ("optim", BF16, BF16),
+        )
+    ),
+    ("grad_comm_dtype=torch.float16: unsupported. Use one of",
+     partial(MixedPrecisionPolicy, grad_comm_dtype=torch.float16)),
+    ("device=meta: only 'cuda' and 'cpu'", partial(make_runtime, torch.device("meta"))),
+    ("data_parallel_sharding_strategy='zero3': unknown", partial(strategy_named, "zero3")),
+    ("strategy new: shard_weights=True with shard_grads=False",
+     partial(Strategy, "new", shard_weights=True, shard_grads=False, shard_main=True)),
+    ("strategy optim of a unit of a model with no_shard: one of them shards main weights",
+     partial(EngineConfig(STRATEGIES["no_shard"]).for_unit, STRATEGIES["optim"])),
+    ("bucket_size=5 and num_buckets=2 are mutually exclusive",
+     partial(OurConfig, bucket_size=5, num_buckets=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "make"), REFUSED)
+def test_what_does_not_go_together_is_refused(message, make):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, MixedPrecisionPolicy()),
+        ({"grad_reduce_in_fp32": True}, MixedPrecisionPolicy(FP32, FP32, FP32)),
+    ],
+)
+@pytest.mark.parametrize("make", [DistributedDataParallelConfig, OurConfig])
+def test_the_older_names_map_onto_the_policy_and_warn_once(make, changes, expected):
+    """Of core's plain config, and of ours."""
+    if not all(hasattr(make, name) for name in changes):
+        pytest.skip("gone in this release")
+    config = make(**changes)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        policies = {precision_policy(config) for _ in range(3)}
+    assert policies == {expected}
+    said = [str(warning.message).split(" is read as ")[0] for warning in shown]
+    assert said == [f"{name}={value}" for name, value in changes.items()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"preserve_fp32_weights": True}, None),
+        ({"preserve_fp32_weights": False}, "preserve_fp32_weights"),
+        ({"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+         "grad_reduce_in_fp32"),
+        ({"grad_reduce_in_fp32": True, "megatron_fsdp_main_grads_dtype": torch.float32}, None),
+        ({"grad_reduce_in_fp32": False, "megatron_fsdp_grad_comm_dtype": torch.bfloat16}, None),
+    ],
+)  # fmt: skip
+def test_contradictions_of_old_and_new_names_are_refused(changes, refused):
+    config = OurConfig(
+        use_megatron_fsdp=True, use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params", **changes,
+    )  # fmt: skip
+    found = [line.split("=")[0] for line in problems(config, DDP_CONFIG_RULES)]
+    assert found == ([] if refused is None else [refused])
+
+
+def test_dtypes_default_to_float32():
+    policy = MixedPrecisionPolicy()
+    assert policy.grads_dtype == policy.comm_dtype == policy.main_params_dtype == FP32
+    assert MixedPrecisionPolicy(main_grads_dtype=BF16).comm_dtype == BF16

@@ -1,0 +1,169 @@
+"""Runs training scripts, unmodified, on several gloo processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.lib.integration import lm_log
+from tests.lib.integration.warm_start import SERVE, Rank, Server
+from tests.lib.ranks.ranks import rendezvous
+
+ROOT = Path(__file__).parents[3]
+HARNESSES = ROOT / "tests" / "lib" / "integration"
+
+NO_KERNELS = shlex.split(
+    "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--distributed-backend gloo"
+)
+"""What a machine without a GPU lacks; nothing of it concerns the wrapper."""
+
+STEPS = 6
+SMALL = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0 "
+    "--untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 4 "
+    "--clip-grad 100 "
+    f"--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 10 --train-iters {STEPS} --eval-interval 2 "
+    "--eval-iters 1 --log-interval 1 --log-params-norm --tokenizer-type NullTokenizer "
+    "--vocab-size 256 --num-workers 0 --distributed-timeout-minutes 2"
+)
+"""One microbatch a rank on 2 ranks, and no clipping: both wrappers then add the same numbers in the
+same order, and every digit must agree."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left: status of the first rank that failed (0 if none) and its log."""
+
+    status: int
+    log: str
+
+    @property
+    def values(self) -> lm_log.Values:
+        return lm_log.read(self.log)
+
+    @property
+    def end(self) -> str:
+        """The last lines, without the list of modules that Python adds when it is aborted."""
+        lines = [line for line in self.log.splitlines() if not line.startswith("Extension modules")]
+        return "\n".join(lines)[-4000:]
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """Of a rank, without its place."""
+    mine = {name: value for name, value in os.environ.items()
+            if name != "CUDA_DEVICE_MAX_CONNECTIONS"}  # fmt: skip
+    path = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return {**mine, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+            "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
+
+
+@functools.cache
+def _servers() -> dict[tuple[str, Path], Server]:
+    """The processes of this run of tests that have imported what scripts of a folder need, by
+    harness and folder."""
+    return {}
+
+
+def _server(harness: str, folder: Path) -> Server:
+    if (harness, folder) not in _servers():
+        command = [sys.executable, "-W", "ignore", str(HARNESSES / harness), SERVE]
+        server = Server([*command, str(folder / "any")], environment_of_ranks())
+        _servers()[harness, folder] = server
+    return _servers()[harness, folder]
+
+
+def end_servers() -> None:
+    """Ends them, and waits until they have ended."""
+    for server in _servers().values():
+        server.end()
+    _servers().clear()
+
+
+def start(
+    harness: str, script: Path, arguments: list[str], world: int, log: Path
+) -> list[Rank]:
+    """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
+    server = _server(harness, script.parent)
+    meeting = contextlib.ExitStack()
+    environment = {**environment_of_ranks(), **meeting.enter_context(rendezvous(world))}
+    if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
+    log.touch()
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world))
+    return [
+        Rank(server, [str(script), *arguments], {**environment, **rank}, log, meeting)
+        for rank in ranks
+    ]
+
+
+def finish(processes: list[Rank], log: Path, timeout: float) -> Run:
+    """Waits for all ranks; when one fails, or the time (seconds) runs out, ends the others."""
+    deadline = time.monotonic() + timeout
+    while True:
+        states = [process.poll() for process in processes]
+        failed = [state for state in states if state]
+        if failed or None not in states or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    if failed:
+        time.sleep(1.0)  # what the others have to say
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    timed_out = not failed and None in states
+    return Run(failed[0] if failed else -int(timed_out), log.read_text())
+
+
+def launch(checkout: Path, arguments: list[str], log: Path) -> list[Rank]:
+    """Starts a training on 2 processes, for a test that ends it itself."""
+    everything = [*SMALL, *NO_KERNELS, *arguments]
+    return start("on_cpu.py", checkout / "pretrain_gpt.py", everything, 2, log)
+
+
+def train(
+    checkout: Path,
+    arguments: list[str],
+    world: int = 2,
+    timeout: float = 600.0,
+    script: str = "pretrain_gpt.py",
+) -> Run:
+    """Trains with a script of the checkout and `arguments` beside the common ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        cache = ["--data-cache-path", f"{folder}/cache"]
+        everything = [*SMALL, *NO_KERNELS, *cache, *arguments]
+        return finish(start("on_cpu.py", checkout / script, everything, world, log), log, timeout)
+
+
+def train_recipe(
+    script: Path, arguments: list[str], world: int = 2, timeout: float = 600.0
+) -> Run:
+    """Trains a recipe of Megatron-Bridge with `script`, tiny and on the CPU; it must not fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        recipe = ["--recipe", "llama32_1b_pretrain_config", "--config-file",
+                  str(HARNESSES / "bridge_cpu.yaml")]  # fmt: skip
+        everything = [*recipe, *arguments, f"dataset.path_to_cache={folder}/cache"]
+        run = finish(start("bridge_on_cpu.py", script, everything, world, log), log, timeout)
+    assert run.status == 0, run.end
+    return run
+
+
+def run_worker(name: str, folder: Path, *cases: str) -> str:
+    """The log of a worker of two ranks, with Megatron-Bridge, that has checked `cases`, one after
+    the other."""
+    log, words = folder / "log", [str(folder), *cases]
+    run = finish(start("bridge_on_cpu.py", HARNESSES / name, words, 2, log), log, 900.0)
+    assert run.status == 0, run.end
+    return run.log

@@ -1,0 +1,169 @@
+"""Training under every parallel axis of core gives the numbers of stock DDP under the same axes.
+
+Each axis on four processes with two strategies; axes together, and with everything else, are cells
+of the matrix. Not run anywhere: alltoall with expert-tensor parallelism (gloo cannot). Beside the
+strategy the rows vary the loss (per token), SwiGLU, tied embeddings, experts without tokens, and
+whether the schedule starts reductions and gathers itself.
+
+Guards against traps E4 (scale of expert gradients), E9 (experts without tokens), G8 (EP = DP), T7
+(gradients of replicated parameters), G4 and H7 (norms).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state as ps
+from torch import nn
+
+from megatron_fsdp_adapter.megatron.optimizer.clipping import params_norm
+from megatron_fsdp_adapter.tools.prove.build import coordinates
+from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.gpt.checks import Step, check_gradients
+from tests.lib.gpt.gpt import batches, run_passes
+from tests.lib.gpt.topologies import (
+    TOPOLOGIES,
+    Topology,
+    TopologyTrainer,
+    build_topology_trainer,
+    case_for,
+    global_name,
+    init_topology,
+    run_schedule,
+    topology_step,
+)
+from tests.lib.gpt.variants import ZERO_0, ZERO_1, ZERO_2, ZERO_3, Variant, compare, marked
+from tests.lib.ranks.groups import everyones
+from tests.lib.ranks.shared_ranks import on_ranks
+
+FIRST, SECOND = (ZERO_0, ZERO_2), (ZERO_1, ZERO_3)
+
+
+def feed_two_experts(model: nn.Module) -> None:
+    """All tokens become alike to the router: two of the experts get all of them, the others none,
+    and with one expert a rank some ranks get no token at all."""
+    for name, param in model.named_parameters():
+        if name.endswith("pre_mlp_layernorm.weight"):
+            param.data.zero_()
+
+
+def freeze_stage(first: bool, model: nn.Module) -> None:
+    """All weights of the first or the last pipeline stage, whose optimizers then have none."""
+    if ps.is_pipeline_first_stage() == first:
+        model.requires_grad_(False)
+
+
+def evaluated_and_trained(trainer: TopologyTrainer, number: int, rank: int) -> Step:
+    """The loss is the sum of both."""
+    evaluated = run_schedule(trainer, number, forward_only=True)
+    step = topology_step(trainer, number)
+    return replace(step, loss=step.loss + evaluated)
+
+
+def resumed(trainer: TopologyTrainer, number: int, rank: int) -> Step:
+    """Ours loads what it has saved before its second step."""
+    if trainer.strategy is None or number == 0:
+        return topology_step(trainer, number)
+    with tempfile.TemporaryDirectory() as own:
+        saved(trainer, root := everyones(own)[0])
+        loaded(trainer, root)
+        return topology_step(trainer, number)
+
+
+def an_expert_is_idle(ours: Any, reference: TopologyTrainer, strategy: str) -> None:
+    gradients = reference.gradients()
+    idle = [n for n, g in gradients.items() if ".experts." in n and not g.any()]
+    assert any(everyones(bool(idle))), "every expert got tokens"
+
+
+def _row(topology: Topology | str, strategies: tuple[str, ...], **changes: Any) -> Variant:
+    at = TOPOLOGIES[topology] if isinstance(topology, str) else topology
+    name = " ".join([at.name, *(f"{k}={v}" for k, v in changes.get("case", {}).items())])
+    options = {
+        "world": 4, "topology": at, "compare": "free", "steps": 2,
+        "drive": evaluated_and_trained, **changes,
+    }  # fmt: skip
+    return Variant(options.pop("name", name), strategies, **options)
+
+
+ROWS = (
+    _row("tp2", (ZERO_0, ZERO_3), case={"per_token_loss": True}),
+    _row("tp2-sp", (ZERO_1, ZERO_2)),
+    _row("cp2", FIRST, case={"swiglu": True}),
+    _row("ep2-etp2", SECOND),
+    _row("pp2", FIRST, case={"per_token_loss": True}),
+    _row("pp2-vpp2", SECOND),
+    _row("tp2-pp2", FIRST, case={"tied": False}),
+    # What core adds up over tensor-parallel ranks does not go over this wire.
+    _row("tp2-sp", (ZERO_2, ZERO_3), name="tp2-sp, bf16 over data-parallel ranks", world=2,
+         ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
+    *(
+        _row("pp2", strategies, name=f"pp2, {stage} stage frozen, clip {clip}",
+             case={"tied": False, "clip": clip}, change=partial(freeze_stage, stage == "first"),
+             drive=resumed)
+        for stage, strategies, clip in (("first", (ZERO_0, ZERO_3), 0.05), ("last", SECOND, 0.0))
+    ),
+    *(
+        _row(name, strategies, name=f"{name}, experts without tokens", change=feed_two_experts,
+             steps=1, expect=an_expert_is_idle)
+        for name, strategies in (("ep2", (ZERO_0, ZERO_3)), ("ep4", SECOND))
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", marked(ROWS))
+@on_ranks()
+def test_topology(row: Variant, rank: int, seed: int) -> None:
+    """Gradients, norm and loss of a step from the same weights; loss, norm and weights after."""
+    compare(row, rank, seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("ep2-pp2", "optim_grads_params"), ("tp2-pp2", "no_shard")]
+)
+@on_ranks(4)
+def test_the_norm_of_weights_counts_each_weight_once(name: str, strategy: str) -> None:
+    """Also those of other stages and of other expert-parallel ranks; replicas and copies not."""
+    init_topology(TOPOLOGIES[name])
+    ours = build_topology_trainer(TOPOLOGIES[name], case_for(TOPOLOGIES[name]), strategy)
+    weights = ours.params()
+    mine = {
+        coordinates(param, n, 0): weights[n].square().sum() for n, param in ours.named_parameters()
+    }
+    squares = {place: value for part in everyones(mine) for place, value in part.items()}
+    assert params_norm(pytest.fail, ours.chunks) == pytest.approx(
+        float(sum(squares.values())) ** 0.5, rel=1e-6
+    )
+
+
+# The reference is itself what it should be.
+
+
+@on_ranks(4)
+def test_pipelined_reference_is_the_unsplit_model(rank: int) -> None:
+    """The interleaved schedule with gloo mixes up activations and gradients if it is set up
+    wrongly, for stock DDP as for ours: then they agree on nonsense."""
+    topology = TOPOLOGIES["pp2-vpp2"]
+    init_topology(topology)
+    case = case_for(topology)
+    reference = build_topology_trainer(topology, case, None)
+    weights, data_ranks = reference.params(), ps.get_data_parallel_world_size()
+    run_schedule(reference, 0)
+    mine = {
+        global_name(reference, name): (weights[name], gradient)
+        for name, gradient in reference.gradients().items()
+    }
+    whole = {f"0.{name}": value for part in everyones(mine) for name, value in part.items()}
+    alone = Topology("alone")
+    init_topology(alone)
+    unsplit = build_topology_trainer(alone, case, None)
+    for name, param in unsplit.named_parameters():
+        param.data.copy_(whole[name][0])
+    run_passes(unsplit, batches(case, 0, rank % data_ranks, torch.device("cpu")))
+    exact = unsplit.gradients()
+    check_gradients({n: whole[n][1] for n in exact}, exact, f"rank {rank}")

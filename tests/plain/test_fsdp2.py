@@ -1,0 +1,497 @@
+"""`fully_shard` beside torch's: one loop, written for FSDP2, run with either. Losses, weights and
+checkpoints are the same, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from torch.distributed.fsdp import fully_shard as theirs
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from megatron_fsdp_adapter import (
+    export_weights,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp_adapter import fully_shard as ours
+from megatron_fsdp_adapter.plain.casts import cast
+from megatron_fsdp_adapter.plain.fsdp2 import HINTS
+from tests.lib.gpt.checks import check_same_bits
+from tests.lib.gpt.gpt import full, full_all
+from tests.lib.plain.fsdp2_shapes import (
+    CASES,
+    FP32,
+    Features,
+    checkpointed,
+    compiled,
+    hooked,
+    in_host_memory,
+    model,
+    sharded,
+    with_spare_layer,
+    wrapped_whole,
+)
+from tests.lib.plain.plain import Block, Net, tokens
+from tests.lib.ranks.shared_ranks import on_ranks
+
+BF16 = torch.bfloat16
+STEPS, MICROBATCHES = 3, 2
+
+
+def train(
+    made: Any, optimizer: Any, rank: int, accumulate: bool = False, first: int = 0,
+    most: float = 100.0,
+) -> tuple[list[float], list[float]]:
+    """Losses, and norms of gradients, which are scaled to at most `most`. A norm adds up what each
+    rank has, which is other rows under torch's: it differs in the last bits."""
+    losses, norms = [], []
+    for step in range(first, first + STEPS):
+        for microbatch in range(MICROBATCHES if accumulate else 1):
+            made.set_requires_gradient_sync(not accumulate or microbatch == MICROBATCHES - 1)
+            output = made(tokens(step, microbatch, rank))
+            assert output.dtype == FP32
+            loss = output.mean()
+            loss.backward()
+            losses.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(made.parameters(), most)
+        norms.append(full(norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def named(made: Any) -> dict[str, Any]:
+    """Parameters by the names that they have in modules that are not compiled or wrapped."""
+    return {
+        name.replace("_orig_mod.", "").removeprefix("module."): param
+        for name, param in made.named_parameters()
+    }
+
+
+def whole(made: Any) -> dict[str, torch.Tensor]:
+    return full_all(named(made))
+
+
+def adam(made: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(made.parameters(), lr=1e-2)
+
+
+def near(found: Any, expected: Any, say: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, msg=lambda text: say + text)
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_loops_written_for_fsdp2_give_its_numbers(rank: int, name: str) -> None:
+    shape, options = CASES[name]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    one, other = shape(theirs, model(), **options), shape(ours, model(), **options)
+    sides = [(one, adam(one)), (other, adam(other))]
+    if shape is in_host_memory:
+        sides[1] = (other, fully_shard_optimizer(sides[1][1]))
+    expected, found = (train(made, optimizer, rank) for made, optimizer in sides)
+    assert found[0] == expected[0]
+    near(found[1], expected[1], "norms")
+    check_same_bits(whole(other), whole(one), name)
+    if shape is wrapped_whole:
+        check_same_bits(dict(export_weights(other, dtype=FP32)), whole(one), "exported")
+    known, all_of_ours = (moments_of(*side) for side in sides)
+    check_same_bits({name: all_of_ours[name] for name in known}, known, "moments")
+    # Torch's accumulates no gradients in bfloat16 beside those that a pass leaves in float32.
+    accumulates = () if shape is in_host_memory else ((True, 100.0),)
+    for accumulate, most in (*accumulates, (False, 0.5)):
+        expected, found = (
+            train(made, optimizer, rank, accumulate, 7, most) for made, optimizer in sides
+        )
+        near(found, expected, f"{accumulate=}, {most=}")
+    # In host memory there are moments of what no step has read, too.
+    same = moments_of(*sides[1]).keys() == moments_of(*sides[0]).keys()
+    assert same or shape is in_host_memory
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == (shape is compiled), "all layers have one graph"
+
+
+def _mesh(sizes: tuple[int, ...], *names: str) -> Any:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names or None)
+
+
+def _replicas() -> dict[str, Any]:
+    return {"mesh": _mesh((2, 2), "r", "s")}
+
+
+def _held(made: Any) -> float:
+    """The part of all elements that this rank has."""
+    params = list(made.parameters())
+    return sum(p._local_tensor.numel() for p in params) / sum(p.numel() for p in params)
+
+
+BY_DIMS = {"dp_mesh_dims": DataParallelMeshDims(shard=("r", "s"))}
+MESHES: tuple[tuple[tuple[int, ...], str, dict[str, Any], tuple[str, ...]], ...] = (
+    ((2, 2), "r s", {}, ("r", "s")),
+    ((4, 1), "dp tp", {}, ("dp",)),
+    ((4, 1, 1), "dp pp tp", {}, ("dp",)),
+    ((2, 2, 1), "r s tp", BY_DIMS, ("dp_cp",)),
+)
+"""Sizes and names of the dims of a mesh, options, and the dims that parameters show."""
+
+
+@on_ranks(4)
+def test_meshes_of_fsdp2(rank: int) -> None:
+    """The numbers of four shards, or of two by two, are the same but for the order of sums."""
+    one = sharded(theirs, model())
+    expected = train(one, adam(one), rank)
+    for sizes, names, options, dims in MESHES:
+        mesh = _mesh(sizes, *names.split())
+        other = sharded(ours, model(), mesh=mesh, **options)
+        shown = next(other.parameters()).device_mesh
+        assert shown.mesh_dim_names == dims and (len(dims) == 1 or shown == mesh), names
+        near(train(other, adam(other), rank), expected, names)
+        assert _held(other) < 0.7, names
+    for wrapped, (names, message) in itertools.product((ours, fully_shard_model), (
+        ("dp tp", "its dim 'tp' has 2 ranks.*Pass the data-parallel"),
+        ("", "its dims have no names.*Give init_device_mesh mesh_dim_names"),
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            wrapped(model(), mesh=_mesh((2, 2), *names.split()))
+
+
+@on_ranks(4)
+def test_gradients_of_several_backwards_are_summed_over_replicas(rank: int) -> None:
+    one = sharded(theirs, model())
+    held_back, repeated = (sharded(ours, model(), **_replicas()) for _ in range(2))
+    for microbatch in range(2):
+        held_back.set_requires_all_reduce(microbatch == 1)
+        for made in (one, held_back, repeated):
+            made(tokens(0, microbatch, rank)).backward()
+        assert (held_back.head.weight.grad is not None) == microbatch
+    both = [hooked(shard, model(), **_replicas()) for shard in (theirs, ours)]
+    for made in both:
+        made(tokens(0, 0, rank)).backward()
+    for found, expected in ((held_back, one), (repeated, one), reversed(both)):
+        grads = [made.head.weight.grad.full_tensor() for made in (found, expected)]
+        near(*grads, "sums over replicas")
+    with pytest.raises(RuntimeError, match="after this step's gradients had been reduced"):
+        both[1](tokens(0, 0, rank)).backward()
+
+
+def _cut_by_hand(made: Any, optimizer: Any, moments: Any, options: StateDictOptions) -> None:
+    """Loads unsharded moments as torch's FSDP2 tutorial does: by `distribute_tensor`."""
+    optimizer.load_state_dict({
+        "param_groups": optimizer.state_dict()["param_groups"],
+        "state": {
+            number: {
+                key: value if key == "step" else distribute_tensor(
+                    value, param.device_mesh, param.placements
+                )
+                for key, value in moments["state"][name].items()
+            }
+            for number, (name, param) in enumerate(made.named_parameters())
+        },
+    })  # fmt: skip
+
+
+@on_ranks(2)
+def test_what_either_has_after_some_steps_goes_on_in_the_other(rank: int) -> None:
+    options = StateDictOptions(full_state_dict=True)
+    for first, second, load in (
+        (theirs, ours, set_optimizer_state_dict), (theirs, ours, _cut_by_hand),
+        (ours, theirs, set_optimizer_state_dict),
+    ):  # fmt: skip
+        made = sharded(first, model())
+        optimizer = adam(made)
+        train(made, optimizer, rank)
+        # Copies: torch's functions change what they are given, and share step counts.
+        weights, moments = copy.deepcopy((
+            get_model_state_dict(made, options=options),
+            get_optimizer_state_dict(made, optimizer, options=options),
+        ))
+        other = sharded(second, model())
+        resumed = adam(other)
+        set_model_state_dict(other, dict(weights), options=options)
+        load(other, resumed, moments, options=options)
+        say = f"resumed with {second.__module__}"
+        check_same_bits(whole(other), weights, say)
+        check_same_bits(moments_of(other, resumed), moments_of(made, optimizer), say)
+        found, expected = (
+            train(*side, rank, first=9)[0] for side in ((other, resumed), (made, optimizer))
+        )
+        assert found == expected, say
+        check_same_bits(whole(other), whole(made), say)
+
+
+def moments_of(made: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": full(value)
+        for name, param in named(made).items()
+        for key, value in optimizer.state[param].items()
+    }
+
+
+@on_ranks(2)
+def test_a_start_on_the_meta_device(rank: int) -> None:
+    """Parameters there are DTensors, which `to_empty` or a load makes the sharded ones: the same
+    objects, frozen or trained as they were."""
+    values = model().state_dict()
+    one = sharded(theirs, model(), frozen="embedding")
+    expected = train(one, adam(one), rank)[0]
+    for empties in (True, False):
+        with torch.device("meta"):
+            made = Features()
+            made.temperature = nn.Parameter(torch.empty(1))
+        sharded(lambda module: _read(ours(module)), made)
+        shown = list(made.parameters())
+        made.bfloat16().float()
+        optimizer = adam(made)
+        assert isinstance(made.embedding.weight, DTensor)
+        made.embedding.weight.requires_grad = False
+        assert all(param.is_meta and param.dtype == FP32 for param in shown)
+        if empties:
+            made.to_empty(device="cpu")
+            assert made.head.weight.device.type == "cpu"  # no rank had all of it
+            nn.init.ones_(made.head.weight)
+            assert whole(made)["head.weight"].eq(1).all()
+        set_model_state_dict(
+            made, dict(values) if rank == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
+        check_same_bits(whole(made), values, "loaded")
+        assert all(param is read for param, read in zip(shown, made.parameters(), strict=True))
+        assert train(made, optimizer, rank)[0] == expected, f"{empties=}"
+
+
+@on_ranks(2)
+def test_backwards_inside_of_a_pass(rank: int) -> None:
+    """The head's, chunk by chunk, before that of the features that it was given; gradients of all
+    are summed whatever is set for one module."""
+    found = []
+    for shard in (theirs, ours):
+        made = checkpointed(shard, model(), forward="hidden")
+        for microbatch in range(MICROBATCHES):
+            if shard is ours:
+                made.blocks[0].set_requires_gradient_sync(False)
+            features = made(tokens(0, microbatch, rank))
+            chunks = [chunk.detach().requires_grad_() for chunk in features.chunk(2)]
+            for chunk in chunks:
+                made.head(chunk).square().mean().backward()
+            features.backward(torch.cat([chunk.grad for chunk in chunks]))
+        used = {name: param for name, param in made.named_parameters() if name != "temperature"}
+        found.append({name: param.grad.full_tensor() for name, param in used.items()})
+    near(found[1], found[0], "chunks")
+
+
+@on_ranks(2)
+def test_a_model_of_which_nothing_is_trained(rank: int) -> None:
+    """As a reference model of preferences is."""
+    made = sharded(ours, model().requires_grad_(False).eval())
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            assert torch.equal(made(tokens(0, 0, rank)), model()(tokens(0, 0, rank)))
+    check_same_bits(whole(made), model().state_dict(), "frozen")
+    assert _held(made) < 0.6
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+@on_ranks()
+def test_a_parameter_that_some_ranks_read_has_a_gradient_on_all(rank: int, world: int) -> None:
+    """And one that none reads has none: or zeros, as of torch's, where that is asked for."""
+    made = with_spare_layer(ours, model(), **(_replicas() if world == 4 else {}))
+    one = model()
+    one.features(tokens(0, 0, 0)).mean().backward()
+    made.forward = lambda tokens: made.features(tokens) if rank == 0 else (
+        made.head(made.hidden(tokens)).square()
+    )  # fmt: skip
+    for zeroed in (False, True):
+        made.set_reduce_scatter_unused_params(zeroed)
+        made(tokens(0, 0, 0)).mean().backward()
+        near(made.temperature.grad.full_tensor() * world, one.temperature.grad, "read by one rank")
+        assert (made.spare.weight.grad is not None) == zeroed
+        made.zero_grad()
+
+
+def _sharded_between_passes(made: Any) -> bool:
+    return all(isinstance(param, DTensor) for param in made.parameters())
+
+
+@on_ranks(2)
+def test_methods_of_fsdp2(rank: int, world: int) -> None:
+    made, one, x = sharded(ours, model()), sharded(theirs, model()), tokens(0, 0, rank)
+    block = made.blocks[1]
+    for module, own in ((made, Net), (block, Block)):
+        assert isinstance(module, FSDPModule) and isinstance(module, own)
+    assert type(block).__name__ == "FSDPBlock"
+    assert type(ours(nn.Sequential(nn.Linear(2, 2), nn.GELU()))[:1]) is nn.Sequential
+    made.set_gradient_divide_factor(4.0 * world)
+    first, again = ([p._local_tensor.data_ptr() for p in made.parameters()] for _ in range(2))
+    assert first == again and len({*first}) == len(first), "empty shards have places, too"
+    for name in HINTS:
+        getattr(made, name)(True)
+    before = model().get_parameter("blocks.1.up.weight")
+    assert _sharded_between_passes(made)
+    block.unshard(async_op=True).wait()
+    assert torch.equal(block.up.weight, before)
+    made(x)  # the forward does not reshard it
+    assert torch.equal(block.up.weight, before)
+    for _ in range(2):
+        block.reshard()
+    block.unshard()
+    made.reset_iter_state()
+    block.reshard()
+    assert _sharded_between_passes(block)
+    for each in (made, one):
+        each(x).mean().backward()
+    found, whole_ones = ([p.grad.full_tensor() for p in m.parameters()] for m in (made, one))
+    assert all(map(torch.equal, found, (grad / 4 for grad in whole_ones)))
+    share_comm_ctx([made, block])
+    made.zero_grad()
+    made.set_reshard_after_forward(False)
+    bare = sharded(ours, model(), (), "features")  # no hooks of units see its passes
+    for each, raises, trains in ((made, "__call__", "features"), (bare, "features", "__call__")):
+        register_fsdp_forward_method(each, "features")
+        hook = each.head.register_forward_pre_hook(lambda *_: {}["a pass that raises"])
+        with pytest.raises(KeyError):
+            getattr(each, raises)(x)
+        hook.remove()
+        found, expected = getattr(each, trains)(x), model().features(x)
+        assert torch.equal(found, expected)
+        assert each.blocks[0].up.weight.untyped_storage().nbytes() > 0, "stays, also after an error"
+        found.mean().backward()
+        assert all(isinstance(param.grad, DTensor) for param in each.parameters())
+    made.set_reshard_after_forward(True)
+    made.chosen = lambda of: made(of).detach().argmax()
+    register_fsdp_forward_method(made, "chosen")
+    made.chosen(x)
+    assert _sharded_between_passes(made)
+    adam(made).step()
+    made(x)
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "twice": ("called with it before", lambda made: ours(ours(made))),
+    "a list": ("no forward", lambda made: ours(nn.ModuleList([made]))),
+    "columns": (
+        r"Shard\(1\)", lambda made: ours(made, shard_placement_fn=lambda param: Shard(1)),
+    ),
+    "late": (
+        "sharded already",
+        lambda made: (list(ours(made.blocks[0]).parameters()), ours(made)),
+    ),
+    "policies": (
+        "mp_policy.reduce_dtype",
+        lambda made: (
+            ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16)),
+            list(ours(made).parameters()),
+        ),
+    ),
+    "on the meta device": (
+        "21 parameters are still on the meta device: .*'embedding.weight'.*call to_empty",
+        lambda made: sharded(ours, made.to("meta"))(tokens(0, 0, 0)),
+    ),
+    "gather": ("set_custom_all_gather", lambda made: ours(made).set_custom_all_gather(print)),
+    "stream": (
+        "stream=.*Leave stream out",
+        lambda made: ours(
+            made, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))
+        ).set_all_reduce_hook(print, stream=torch.cpu.Stream()),
+    ),
+    "deepcopy": ("deepcopy", lambda made: copy.deepcopy(ours(made))),
+    "optimizer of before": (
+        "from before the model was sharded",
+        lambda made: _step(adam(made), ours(made)),
+    ),
+    "optimizer that reads norms": (
+        "optimizer=Adafactor: .*Use AdamW",
+        lambda made: _step(torch.optim.Adafactor(ours(made).parameters()), made),
+    ),
+    "gradients of another dtype": (
+        "in torch.bfloat16 and its gradients accumulate in torch.float32.*fully_shard_optimizer",
+        lambda made: _step(adam(ours(_two_dtypes(made))), made),
+    ),
+    "gradient kept aside": (
+        "whose memory was released.*keep grad.clone",
+        lambda made: (
+            _step(adam(ours(made)), made), (kept := made.temperature.grad), made.zero_grad(),
+            made(tokens(0, 0, 0)), kept + 1,
+        ),
+    ),
+    "factor of a part": (
+        "set_gradient_divide_factor was called for modules in it",
+        lambda made: (ours(made.blocks[0]).set_gradient_divide_factor(2.0), ours(made)),
+    ),
+    "factor": (
+        "sharded already", lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
+    ),
+}  # fmt: skip
+
+
+def _two_dtypes(made: Any) -> Any:
+    made.blocks.to(BF16)
+    made.blocks.register_forward_pre_hook(lambda module, inputs: inputs[0].to(BF16))
+    made.blocks.register_forward_hook(lambda module, inputs, output: output.to(FP32))
+    return made
+
+
+class Layers(nn.ModuleList):
+    """A list that is a layer itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)
+
+
+def _read(made: Any) -> Any:
+    list(made.parameters())
+    return made
+
+
+def _step(optimizer: Any, made: Any) -> None:
+    made(tokens(0, 0, 0)).mean().backward()
+    optimizer.step()
+
+
+@dataclass
+class Given:
+    x: torch.Tensor
+    cache: Any
+
+
+def test_inputs_in_dataclasses_are_cast_and_other_objects_stay() -> None:
+    given = Given(torch.ones(1), types.SimpleNamespace(keys=torch.ones(1)))
+    (found,), options = cast(BF16, ((given,), {"mask": torch.ones(1, dtype=torch.int64)}))
+    assert (found.x.dtype, options["mask"].dtype) == (BF16, torch.int64)
+    assert found.cache is given.cache and given.x.dtype == FP32
+
+
+def test_a_list_with_a_forward_is_a_module(one_rank: None) -> None:
+    x = torch.ones(2, 2)
+    made = Layers([nn.Linear(2, 2)])
+    assert torch.equal(made(x), ours(made)(x))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_does_and_this_does_not_is_an_early_error(one_rank: None, name: str) -> None:
+    said, use = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        use(model())

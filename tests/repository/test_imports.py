@@ -1,0 +1,378 @@
+"""The shape of the source: which way imports go, what may name what, and how long things are."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import share_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = "megatron_fsdp_adapter"
+BUNDLED = "megatron.core.distributed.fsdp.src"
+
+PARTS = (
+    "core.problems",
+    "core.layout",
+    "core.runtime",
+    "core.kernels",
+    "core.comm",
+    "core.config",
+    "core.topology",
+    "core.dtensor",
+    "core.distributed_index",
+    "core.duplicate_groups",
+    "core.engine",
+    "quantized",
+    "graphs",
+    "plan",
+    "state",
+    "build",
+    "optim",
+    "checkpoint",
+    "rollout",
+    "plain",
+    "megatron.compat",
+    "megatron.inner_module",
+    "megatron.options",
+    "megatron.layers",
+    "megatron.checkpoint",
+    "megatron.optimizer",
+    "megatron.wrapper",
+    "megatron.frameworks",
+    "launch",
+    "tools",
+)
+"""A part of the package imports itself and parts in front of it. The package's own two files, which
+are in none, import what they like, when it is asked for."""
+
+MEGATRON_IMPORTERS = ("megatron/", "launch/", "tools/prove/", "tools/models/local_spec.py")
+"""Folders and files that may import Megatron."""
+
+MAX_FILE, MAX_FUNCTION = 500, 60
+BUDGETS = {
+    "build": 4_700,
+    "checkpoint": 17_100,
+    "core": 33_200,
+    "graphs": 3_700,
+    "launch": 2_600,
+    "megatron": 32_600,
+    "optim": 14_100,
+    "plain": 9_600,
+    "plan": 4_300,
+    "quantized": 9_700,
+    "rollout": 4_400,
+    "state": 4_500,
+    "tools": 32_300,
+}
+"""Nodes of the syntax tree that each package may have: as many as when this was last set, and 15%
+more, so that growth is decided and not drifted into. Nodes, because lines that are packed have as
+many as lines that are plain. There is no total."""
+CORE = tuple(part for part in PARTS if part.startswith("core."))
+"""What takes part in a step."""
+
+
+def part_of(path: str) -> str:
+    """The part of the package that a file (relative to the package's folder) belongs to; "" if it
+    is in none."""
+    return part_of_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+
+
+def part_of_module(name: str) -> str:
+    """The same for a dotted name below the package, of a module or of something in one."""
+    found = [part for part in PARTS if f"{name}.".startswith(f"{part}.")]
+    return max(found, key=len, default="")
+
+
+@functools.cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@functools.cache
+def imported(path: str, source: str) -> tuple[str, ...]:
+    """Dotted names that a file imports, anywhere in it, by statement or `import_module`; relative
+    ones made absolute. `path` is relative to the repository."""
+    return tuple(_imported(path, source))
+
+
+def _imported(path: str, source: str) -> Iterator[str]:
+    package = list(Path(path).parent.parts)
+    for node in nodes_of(source):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join(base + ([node.module] if node.module else []))
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def import_problems(path: str, source: str) -> list[str]:
+    """What is wrong with the imports of a file of the package. `path` relative to its folder."""
+    part, found = part_of(path), []
+    for name in imported(f"{PACKAGE}/{path}", source):
+        words = name.split(".")
+        if words[0] == PACKAGE and len(words) > 1:
+            other = part_of_module(".".join(words[1:]))
+            if part and other and PARTS.index(other) > PARTS.index(part):
+                found.append(f"{path}: {part} imports {other}, which is not below it")
+        elif words[0] == "megatron" and not path.startswith(MEGATRON_IMPORTERS):
+            found.append(f"{path}: imports Megatron ({name})")
+        # The standard library, and torch for its dtypes.
+        elif part == "core.layout" and not (name == "torch" or words[0] in sys.stdlib_module_names):
+            found.append(f"{path}: layout imports {name}")
+    return found
+
+
+def sources(folder: str, *suffixes: str) -> dict[str, str]:
+    """Text of the files below a folder of the repository, by path relative to it."""
+    root = REPOSITORY / folder
+    paths = [p for p in sorted(root.rglob("*")) if p.suffix in (suffixes or (".py",))]
+    return {str(path.relative_to(root)): path.read_text() for path in paths}
+
+
+PACKAGE_SOURCES = sources(PACKAGE)
+
+
+def test_every_file_is_in_a_part_and_every_part_has_files():
+    found = {path: part_of(path) for path in PACKAGE_SOURCES}
+    assert {path for path, part in found.items() if not part} == {
+        "__init__.py", "__main__.py", "core/__init__.py", "megatron/__init__.py",
+    }  # fmt: skip
+    assert set(found.values()) == {*PARTS, ""}
+
+
+def test_imports_go_one_way():
+    found = [p for path, text in PACKAGE_SOURCES.items() for p in import_problems(path, text)]
+    assert found == []
+
+
+def test_warnings_are_those_of_one_rank():
+    """But for one about files, which the rank that deletes them gives."""
+    found = {path for path, text in PACKAGE_SOURCES.items() if "warnings.warn(" in text}
+    assert found == {"core/runtime/rank_warnings.py", "checkpoint/folders.py"}
+
+
+def import_cycle(files: dict[str, str]) -> list[str]:
+    """Files of the package (path: text) of which each imports the next one, anywhere in it (in
+    functions and for types too), and the last the first."""
+    known = {
+        f"{PACKAGE}.{path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}": path
+        for path in files
+    }
+    edges = {
+        path: {
+            other for name in imported(f"{PACKAGE}/{path}", text)
+            if (other := _file_of(name, known)) is not None and other != path
+        }
+        for path, text in files.items()
+    }  # fmt: skip
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _file_of(name: str, known: dict[str, str]) -> str | None:
+    """The file that holds a dotted name: a module's, or that of the module whose name it is."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return known.get(name)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    files = {path: text for path, text in PACKAGE_SOURCES.items() if "/" in path}
+    assert import_cycle(files) == []
+    hooks = "core/engine/hooks.py"
+    for late in ("from .engine import FsdpEngine", "def f():\n    from . import engine"):
+        changed = {**files, hooks: files[hooks] + "\n" + late + "\n"}
+        assert hooks in import_cycle(changed)
+
+
+REVERSED = [
+    ("core/engine/reduce.py", "from ...quantized import weights"),
+    ("core/layout/planner.py", "from ..engine import engine"),
+    ("core/layout/planner.py", f"import {PACKAGE}.core.runtime.device"),
+    ("core/layout/planner.py", "from .. import config"),
+    ("core/layout/planner.py", "import torch.distributed"),
+    ("core/layout/planner.py", "from torch.distributed import get_rank"),
+    ("core/layout/planner.py", "import numpy"),
+    ("core/layout/planner.py", "from megatron.core import parallel_state"),
+    ("core/comm/communicator.py", f"from {PACKAGE}.core.topology import ShardDomain"),
+    ("core/comm/communicator.py", f"from {PACKAGE}.core.engine.unit import Unit"),
+    ("core/config.py", "from .topology import ShardDomain"),
+    ("core/config.py", "from ..megatron.wrapper.adapter import FullyShardedDataParallel"),
+    ("core/engine/unit.py", "from ...checkpoint.dcp import save_checkpoint"),
+    ("core/engine/engine.py", "from ...quantized.weights import QuantizedParams"),
+    ("core/engine/engine.py", "from ...graphs.layer_graphs import LayerGraphs"),
+    ("core/runtime/host_stash.py", "from ...optim.residency import Residency"),
+    (
+        "core/engine/unit.py",
+        f"def f():\n    from {PACKAGE}.megatron.wrapper.domains import kind_of",
+    ),
+    (
+        "core/engine/unit.py",
+        f"import importlib\nimportlib.import_module('{PACKAGE}.megatron.optimizer.optimizer')",
+    ),
+    ("core/engine/unit.py", "if TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig"),
+    ("core/engine/unit.py", "import importlib\nimportlib.import_module('megatron.core')"),
+    ("checkpoint/dcp.py", "from ..megatron.wrapper.adapter import FullyShardedDataParallel"),
+    ("checkpoint/dcp.py", "from megatron.training import checkpointing"),
+    (
+        "build/fault_report.py",
+        "from ..checkpoint.dcp import load_checkpoint",
+    ),
+    ("build/building.py", "from ..plain import fully_shard"),
+    ("build/building.py", "from ..optim.step import adopt"),
+    ("core/engine/unit.py", "from ...optim.residency import Residency"),
+    ("plain/fully_shard.py", "from megatron.core import parallel_state"),
+    ("megatron/options/settings.py", "from ..optimizer.optimizer import make"),
+    ("megatron/options/cuda_graphs.py", "from ..layers.layer_graphs import install"),
+    ("megatron/optimizer/optimizer.py", "from ...launch.installation import install"),
+    ("tools/cli/estimate.py", "import megatron.core"),
+]
+ALLOWED = [
+    ("core/layout/planner.py", "import math\nimport torch\nfrom .ranges import FlatRange"),
+    ("core/layout/planner.py", f"from {PACKAGE}.core.layout.ranges import FlatRange"),
+    (
+        "core/comm/communicator.py",
+        "import torch.distributed\nfrom ..layout.ranges import FlatRange",
+    ),
+    ("core/engine/unit.py", "from ..topology import ShardDomain\nfrom . import hooks"),
+    ("checkpoint/dcp.py", "from ..core.engine.engine import FsdpEngine"),
+    (
+        "megatron/wrapper/adapter.py",
+        "from megatron.core import parallel_state\nfrom ..optimizer import optimizer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "source"), (*REVERSED, *ALLOWED))
+def test_an_arrow_that_is_reversed_is_found(path, source):
+    """Put into the real file, which is clean without it; and one that points down is not."""
+    text = PACKAGE_SOURCES[path]
+    assert import_problems(path, text) == []
+    is_found = (path, source) in REVERSED
+    assert len(import_problems(path, text + "\n" + source + "\n")) == int(is_found)
+
+
+def strings(source: str) -> list[str]:
+    """All but docstrings."""
+    documents = {id(n.value) for n in nodes_of(source) if isinstance(n, ast.Expr)}
+    return [
+        node.value for node in nodes_of(source)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        and id(node) not in documents
+    ]  # fmt: skip
+
+
+def names_bundled_engine(source: str) -> bool:
+    """In an import or in any string but a docstring."""
+    return any(BUNDLED in name for name in [*imported("x.py", source), *strings(source)])
+
+
+def test_nothing_uses_the_bundled_engine():
+    files = {f"{PACKAGE}/{path}": text for path, text in PACKAGE_SOURCES.items()}
+    files |= {f"scripts/{path}": text for path, text in sources("scripts").items()}
+    users = {path for path, text in files.items() if names_bundled_engine(text)}
+    assert users == set()
+    assert names_bundled_engine(f"from {BUNDLED}.megatron_fsdp import MegatronFSDP")
+    assert names_bundled_engine(f"NAME = '{BUNDLED}.megatron_fsdp'")
+
+
+def test_engine_and_layout_do_not_say_that_word():
+    """Parameters of every kind go through one path: what differs is in their `ShardDomain`."""
+    for path, text in PACKAGE_SOURCES.items():
+        if part_of(path) in ("core.engine", "core.layout"):
+            assert "expert" not in text.lower(), path
+
+
+OF_MEGATRONS_WRAPPER = ("megatron.core", "finish_grad_sync", "start_grad_sync", "zero_grad_buffer")
+
+
+def test_errors_of_the_engine_say_what_users_of_either_wrapper_can_do():
+    """A plain module has none of Megatron's methods to call."""
+    for path, text in PACKAGE_SOURCES.items():
+        if part_of(path) in CORE:
+            found = [s for s in strings(text) if any(name in s for name in OF_MEGATRONS_WRAPPER)]
+            assert not found, (path, found)
+
+
+def test_no_file_and_no_function_is_too_long():
+    files = {
+        f"{folder}/{path}": text for folder in (PACKAGE, "scripts")
+        for path, text in sources(folder, ".py", ".sh").items()
+    }
+    assert [path for path, text in files.items() if text.count("\n") > MAX_FILE] == []
+    functions = [
+        (path, node.name) for path, text in files.items() if path.endswith(".py")
+        for node in nodes_of(text) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno - node.lineno >= MAX_FUNCTION
+    ]
+    assert functions == []
+
+
+NOT_READ = (
+    ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+    ast.alias, ast.Import, ast.ImportFrom,
+)  # fmt: skip
+"""Nodes that are not counted: imports, and what is a part of the node above."""
+
+
+def is_text(node: ast.AST) -> bool:
+    """True for a docstring."""
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
+
+
+def size_of(package: str) -> int:
+    """The number of nodes of the syntax tree, without docstrings and imports."""
+    size = 0
+    for path, text in PACKAGE_SOURCES.items():
+        if path.startswith(f"{package}/"):
+            size += sum(not isinstance(n, NOT_READ) and not is_text(n) for n in nodes_of(text))
+    return size
+
+
+def test_every_package_is_within_its_budget():
+    packages = {path.partition("/")[0] for path in PACKAGE_SOURCES if "/" in path}
+    sizes = {package: size_of(package) for package in packages}
+    assert sizes.keys() == BUDGETS.keys()
+    assert {p: n for p, n in sizes.items() if n > BUDGETS[p]} == {}
+
+
+def test_importing_the_engine_does_not_import_megatron():
+    """Not by way of the package's own `__init__` either."""
+    program = (
+        f"import sys, {PACKAGE}.core.engine.engine, {PACKAGE}.plain, {PACKAGE}.checkpoint.dcp\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_files_that_share_ranks_go_to_one_process_of_a_run() -> None:
+    """Each process runs all tests on ranks that it knows of, once for each fixture."""
+    files = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    sharing = [str(path) for path in files if "\n@on_ranks(" in (REPOSITORY / path).read_text()]
+    shares = {path: share_of(REPOSITORY, path) for path in sharing}
+    assert len(sharing) > 20 and set(shares.values()) == {"on ranks"}, shares
+    assert share_of(REPOSITORY, "tests/launch/test_runner.py") == "tests/launch/test_runner.py"
+    fixtures = [path for path in (REPOSITORY / "tests").rglob("conftest.py")
+                if "shared_ranks" in path.read_text()]  # fmt: skip
+    assert fixtures == [REPOSITORY / "tests" / "conftest.py"]

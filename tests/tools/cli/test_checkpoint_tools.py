@@ -1,0 +1,171 @@
+"""The commands convert, inspect and diff: what they print, as text and JSON, and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.__main__ import main
+from megatron_fsdp_adapter.checkpoint.record import write_record
+from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_fsdp(tmp_path / "saved", fsdp_state(Model(experts=2)))
+
+
+def changed(root: Path, **changes: float) -> Path:
+    """The same checkpoint with other values: the first element of a key, by key."""
+    state = fsdp_state(Model(experts=2))
+    for name, value in changes.items():
+        state["model"][f"module.{name}.weight"][0, 0] = value
+    return save_fsdp(root, state)
+
+
+LAYER = "decoder.layers.1.self_attention.linear_qkv"
+TOLD: dict[str, tuple[str, int, tuple[str, ...], tuple[str, ...], str]] = {
+    "convert": (
+        "convert SAVED TMP/td --to torch_dist", 0,
+        ("fsdp_dtensor -> torch_dist: TMP/td/iter_0000003", "iteration 3, "), (), ""),
+    "convert of nothing": (
+        "convert TMP/no TMP/x --to torch_dist", 2, (), (),
+        "convert: TMP/no does not exist. Check the path\n"),
+    "a target that cannot be made": (
+        "convert SAVED SAVED/latest_checkpointed_iteration.txt/out --to torch_dist", 2, (), (),
+        "convert: .*SAVED/latest_checkpointed_iteration.txt.*\n"),
+    "inspect": (
+        "inspect SAVED", 0,
+        ("fsdp_dtensor, iteration 3", "world_size", "num_experts", "weights", "optimizer"),
+        ("linear_qkv",), ""),
+    "inspect of some keys": (
+        "inspect SAVED --keys --match layers.1.self_attention", 0,
+        (f"model.module.{LAYER}.weight", "32x16",
+         f"optimizer.state.module.module.module.{LAYER}.weight.exp_avg_sq"),
+        ("layers.0.", "param_to_group_meta"), ""),
+    "inspect of no checkpoint": (
+        "inspect TMP", 2, (), (),
+        "inspect: .*latest_checkpointed_iteration.txt does not exist.*\n"),
+    "diff of the same": ("diff SAVED SAVED", 0, ("diff: the same\n",), (), ""),
+    "verify of nothing": ("verify TMP/nowhere", 2, (), (), "verify: .*nowhere does not exist.*\n"),
+    "verify of no such iteration": (
+        "verify SAVED --iteration 7", 2, (), (), "verify: .*iter_0000007 does not exist.*\n"),
+    "verify of another iteration": (
+        "verify SAVED/iter_0000003 --iteration 2", 2, (), (),
+        "verify: .*is iteration 3, not 2.*\n"),
+}  # fmt: skip
+"""Words, status, what is printed and what not, and a pattern of what stderr has: no progress
+without a terminal."""
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_a_command_tells(name: str, saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    words, status, printed, absent, error = TOLD[name]
+
+    def put(text: str) -> str:
+        return text.replace("SAVED", str(saved)).replace("TMP", str(tmp_path))
+
+    assert main(put(words).split()) == status
+    found = capsys.readouterr()
+    assert all(put(text) in found.out for text in printed), found.out
+    assert not any(text in found.out for text in absent), found.out
+    assert re.fullmatch(put(error), found.err), found.err
+    assert name != "convert" or (tmp_path / "td" / "iter_0000003" / "common.pt").is_file()
+
+
+def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Path) -> None:
+    """Before: warnings of Megatron's imports, in front of the report."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fsdp_adapter", "convert", str(saved), str(tmp_path / "td"),
+         "--to", "torch_dist"],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.startswith("fsdp_dtensor -> torch_dist: ")
+
+
+def report(capsys: Captured, *words: object, status: int = 0) -> Any:
+    """What a command prints as JSON, and nothing else."""
+    assert main([*map(str, words), "--json"]) == status
+    found = capsys.readouterr()
+    assert found.err == ""
+    return json.loads(found.out)
+
+
+def test_convert_prints_json(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    out = tmp_path / "out"
+    found = report(capsys, "convert", saved, out, "--to", "torch_dist")
+    assert found["source_format"] == "fsdp_dtensor" and found["iteration"] == 3
+    assert main(["inspect", str(out), "--keys", "--match", "layer_norm_w"]) == 0
+    assert "linear_qkv.layer_norm_weight" in capsys.readouterr().out
+
+
+def test_inspect_as_json_has_every_key_and_what_the_save_itself_noted(
+    saved: Path, capsys: Captured
+) -> None:
+    found = report(capsys, "inspect", saved / "iter_0000003")
+    assert found["saved_by"]["world_size"] == 2 and found["saved_by"]["processes that wrote files"]
+    assert found["model"]["num_layers"] == 2
+    entries = {entry.pop("key"): entry for entry in found["entries"]}
+    embedding = {"shape": [24, 16], "dtype": "float32", "nbytes": 24 * 16 * 4, "part": "weights"}
+    assert embedding.items() <= entries["model.module.embedding.word_embeddings.weight"].items()
+    assert entries["args"]["shape"] is None and entries["args"]["nbytes"] > 0
+    weights = fsdp_state(Model(experts=2))["model"].values()
+    assert found["totals"]["weights"]["elements"] == sum(tensor.numel() for tensor in weights)
+    write_record(saved / "iter_0000003", 8, 3, {"tensor_model_parallel_size": 4})
+    noted = report(capsys, "inspect", saved)["saved_by"]
+    assert (noted["world_size"], noted["tensor_model_parallel_size"]) == (8, 4)
+    assert noted["saved_at"].endswith("+00:00") and noted["torch"] == torch.__version__
+
+
+def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    changed(tmp_path / "b", **{"decoder.layers.1.self_attention.linear_proj": 100.0})
+    found = report(capsys, "diff", saved, tmp_path / "b", status=1)
+    assert found["different"] and len(found["values"]) == 1
+    value = found["values"][0]
+    assert value["key"] == "model.module.decoder.layers.1.self_attention.linear_proj.weight"
+    assert value["differing"] == 1 and 90 < value["largest"] < 110
+    assert main(["diff", str(saved), str(tmp_path / "b"), "--no-values"]) == 0
+    # By common names too, though one of them is of another format.
+    assert main(["convert", str(saved), str(tmp_path / "td"), "--to", "torch_dist"]) == 0
+    assert main(["diff", str(tmp_path / "td"), str(tmp_path / "b")]) == 1
+    assert "weights.decoder.layers.1.self_attention.linear_proj.weight: 1 of" in (
+        capsys.readouterr().out
+    )
+    assert main(["diff", str(tmp_path / "td"), str(saved)]) == 0
+
+
+def test_diff_tells_a_sign_of_zero_and_nan_from_their_bits(tmp_path: Path) -> None:
+    from megatron_fsdp_adapter.tools.inspection import diff
+
+    def save(name: str, values: list[float]) -> Path:
+        return save_fsdp(tmp_path / name, {"model": {"module.w": torch.tensor(values)}})
+
+    nan = save("a", [float("nan"), 0.0])
+    assert not any(diff(nan, save("b", [float("nan"), 0.0])).values())
+    assert diff(nan, save("c", [float("nan"), -0.0]))["values"][0]["differing"] == 1
+
+
+def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captured) -> None:
+    def save(name: str, **state: object) -> str:
+        return str(save_fsdp(tmp_path / name, {"model": {"module.x": torch.ones(1)}, **state}))
+
+    a = save("a", only=torch.ones(2), s=torch.ones(2), d=torch.ones(2), o=1)
+    b = save("b", new=torch.ones(2), s=torch.ones(3), d=torch.ones(2).double(), o=2)
+    assert main(["diff", a, b]) == 1
+    text = capsys.readouterr().out
+    for line in ("only in A (1)\n  only", "only in B (1)\n  new", "s: (2,), (3,)",
+                 "d: float32, float64", "objects with other values (1)\n  o"):  # fmt: skip
+        assert line in text, text
+    assert text.splitlines()[-1] == "diff: they differ (above)"

@@ -1,0 +1,473 @@
+"""The estimate: its listing against core's own model, its sums against plans made by hand, and
+numbers that were measured or published."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.layout import (
+    GroupLayout,
+    ParamSpec,
+    Placement,
+    Segment,
+)
+from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR
+from megatron_fsdp_adapter.megatron.options.staging_options import NO_SLOTS
+from megatron_fsdp_adapter.plan.memory import Precision
+from megatron_fsdp_adapter.tools.cli.estimate import main
+from megatron_fsdp_adapter.tools.models.local_spec import local_block_spec
+from megatron_fsdp_adapter.tools.models.quantization import (
+    PLAIN,
+    RECIPES,
+    Quantization,
+    quantization,
+)
+from megatron_fsdp_adapter.tools.models.sources import PRESETS, from_options
+from megatron_fsdp_adapter.tools.models.spec import (
+    ModelSpec,
+    Parallel,
+    default_ffn_hidden_size,
+    listing,
+)
+from megatron_fsdp_adapter.tools.planning.configurations import Configuration, memory
+from megatron_fsdp_adapter.tools.planning.machine import machine_named
+from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, PlannedUnit, planned_units
+from tests.lib.ranks.one_rank import world_of_one
+from tests.lib.tools.presets import model_named
+
+GIB = 2**30
+SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+GPT2 = {**SMALL, "max_position_embeddings": 64}
+LLAMA = {
+    **SMALL,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+LATENT = {"kv_lora_rank": 20, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2 untied": {**GPT2, "untie_embeddings_and_output_weights": True},
+    "llama": LLAMA,
+    "llama tied": {**LLAMA, "untie_embeddings_and_output_weights": False},
+    "llama, grouped queries": {**LLAMA, "group_query_attention": True, "num_query_groups": 2},
+    "groups without the switch": {**LLAMA, "num_query_groups": 2},
+    "wide heads": {**LLAMA, "kv_channels": 24, "ffn_hidden_size": 72},
+    "norms of queries and keys": {**LLAMA, "qk_layernorm": True},
+    "LayerNorm of queries and keys": {**GPT2, "qk_layernorm": True},
+    "bias of qkv only": {**LLAMA, "add_qkv_bias": True},
+    "gated with biases": {**GPT2, "swiglu": True},
+    "exact vocabulary": {**LLAMA, "padded_vocab_size": 99},
+    "other padding": {**LLAMA, "make_vocab_size_divisible_by": 7},
+    "latent attention": {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, **LATENT},
+    "latent attention with norms": {
+        **LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True, **LATENT,
+    },
+    "latent keys alone": {**LLAMA, "multi_latent_attention": True, **LATENT},
+    "no positions": {**GPT2, "position_embedding_type": "none"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    with world_of_one():
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+
+
+def core_model(spec: ModelSpec) -> GPTModel:
+    kind: Any = MLATransformerConfig if spec.multi_latent_attention else TransformerConfig
+    names = ("q_lora_rank", *LATENT) if spec.multi_latent_attention else ()
+    default_ffn = default_ffn_hidden_size(spec.hidden_size, spec.swiglu)
+    core = kind(
+        **{name: getattr(spec, name) for name in names},
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        num_query_groups=spec.num_query_groups if spec.group_query_attention else None,
+        ffn_hidden_size=spec.ffn_hidden_size or default_ffn,
+        kv_channels=spec.kv_channels,
+        normalization=spec.normalization,
+        gated_linear_unit=spec.swiglu,
+        add_bias_linear=spec.add_bias_linear,
+        add_qkv_bias=spec.add_qkv_bias,
+        qk_layernorm=spec.qk_layernorm,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=True,
+    )
+    layers = local_block_spec(core, None) if names else get_gpt_layer_local_spec(
+        qk_layernorm=spec.qk_layernorm, normalization=spec.normalization
+    )  # fmt: skip
+    return GPTModel(
+        core,
+        layers,
+        vocab_size=spec.embedding_rows,
+        max_sequence_length=64,
+        position_embedding_type=spec.position_embedding_type,  # type: ignore[arg-type]
+        share_embeddings_and_output_weights=not spec.untie_embeddings_and_output_weights,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_listing_is_that_of_cores_own_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in no layer is in a unit of its own, or, with a weight that two share, the root's."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # asked for by rotary tables
+    for kind in ("TELinear", "TEColumnParallelLinear"):  # core 0.16 asks whether a layer is one
+        if not isinstance(getattr(multi_latent_attention, kind), type):
+            monkeypatch.setattr(multi_latent_attention, kind, TransformerConfig)
+    spec = ModelSpec(**MODELS[name])
+    real = [(fqn, tuple(param.shape)) for fqn, param in core_model(spec).named_parameters()]
+    assert [(fqn, shape) for _, fqn, shape, _ in listing(spec)] == real
+    units = {fqn: unit for unit, fqn, _, _ in listing(spec)}
+    tied = not spec.untie_embeddings_and_output_weights
+    assert units["decoder.final_layernorm.weight"] == "root"
+    assert units["embedding.word_embeddings.weight"] == ("root" if tied else "embedding")
+    assert units.get("output_layer.weight") == (None if tied else "output_layer")
+    assert {unit for fqn, unit in units.items() if "layers" in fqn} == {
+        "decoder.layers.0", "decoder.layers.1"
+    }
+
+
+PUBLISHED = {
+    "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
+    "llama-13b": 13.0e9, "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "deepseek-v3": 671e9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
+    found = model_named(preset).num_parameters
+    assert found == pytest.approx(PUBLISHED.get(preset, found), rel=0.01)
+    assert isinstance(PUBLISHED.get(preset), float | None) or found == PUBLISHED[preset]
+
+
+def planned(spec: ModelSpec, shards: int, quantized: Quantization = PLAIN) -> PlannedModel:
+    units = planned_units(spec, shards, shards, torch.bfloat16, quantized.weights)
+    return PlannedModel(units, NO_SLOTS, quantized)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_quantized_weights_are_held_in_all_their_planes(
+    recipe: str, strategy: str, shards: int
+) -> None:
+    """What is gathered has no whole copy, and keeps a shard only in MXFP8; bytes of what is not
+    quantized: tests/plan/test_memory.py."""
+    row = STRATEGIES[strategy]
+    spec = ModelSpec(**{**LLAMA, "hidden_size": 256, "ffn_hidden_size": 384})
+    model = planned(spec, shards, quantized=Quantization(weights=RECIPES[recipe]))
+    held = model.bytes_held(row, Precision(), model.fullest_rank)
+    gathers = row.shard_weights and shards > 1
+    expected: Counter[str] = Counter()
+    for layout in model.layouts:
+        shard, whole = (
+            sum(numel // plane.elements * plane.dtype.itemsize for plane in layout.format.planes)
+            for numel in (layout.shard_numel, layout.total_numel)
+        )
+        expected["compute weights"] += 0 if gathers else whole
+        expected["quantized shard"] += shard if gathers and layout.format is MXFP8 else 0
+        numel = layout.shard_numel if row.shard_main else layout.total_numel
+        expected["main weights"] += 4 * numel
+        assert not layout.format.quantized or shard * shards == whole
+    assert {kind: held.get(kind, 0) for kind in expected} == expected
+
+
+def test_the_fullest_rank_is_that_of_all_units() -> None:
+    """32 elements on rank 1 in one unit, 16 on rank 0 in each of three; and of a model."""
+
+    def unit(rows: int, offset: int) -> tuple[GroupLayout]:
+        spec = ParamSpec(0, ("weight",), (rows, 16), torch.bfloat16, True, 16)
+        segment, placement = Segment(0, 64, 16, 2), Placement(0, offset)
+        return (GroupLayout((spec,), (segment,), (placement,), 2, 16),)
+
+    one, three = PlannedUnit("a", unit(2, 32)), unit(1, 0)
+    others = [PlannedUnit(name, three) for name in "bcd"]
+    for units, rank in (((one,), 1), ((one, *others), 0)):
+        assert PlannedModel(units, NO_SLOTS).fullest_rank == rank
+    model, row = planned(ModelSpec(**LLAMA), 8), STRATEGIES["optim"]
+    held = [model.bytes_held(row, Precision(), rank)["optimizer state"] for rank in range(8)]
+    assert held[model.fullest_rank] == max(held) and min(held) < max(held)
+    assert sum(held) == 8 * ModelSpec(**LLAMA).num_parameters
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+LLAMA_8B = ("--preset", "llama3-8b")
+ZERO_3 = "optim_grads_params"
+
+
+def kinds_of_8b(
+    capsys: pytest.CaptureFixture[str], size: int, *words: str, strategy: str = ZERO_3
+) -> dict[str, int]:
+    """Of Llama-3 8B, by kind, with what is between steps and at the peak."""
+    chosen = ("--data-parallel-sharding-strategy", strategy, "--data-parallel-size", str(size))
+    found = run_main(capsys, *LLAMA_8B, *chosen, *words)["strategies"][strategy]
+    return {**found["bytes"], **{k: found[k] for k in ("between_steps", "peak")}}
+
+
+BOTH_COPIED = ("--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter")
+
+
+def test_slots_take_the_memory_that_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-3 8B with copy engines for both held 29.77 GiB on each of 4 GPUs (performance.md).
+    More layers take the same two slots. Without fusion gradients travel in bf16."""
+    found, longer = (
+        kinds_of_8b(capsys, 4, *BOTH_COPIED, "--num-layers", str(layers)) for layers in (32, 64)
+    )
+    assert round(found["between_steps"] / GIB, 2) == 29.77
+    for kind in ("weight slots", "bucket slots", "received pieces"):
+        assert found[kind] == longer[kind] > 0
+    narrow = kinds_of_8b(capsys, 4, *BOTH_COPIED, "--no-gradient-accumulation-fusion")
+    halved = {kind for kind, count in found.items() if count != narrow[kind]}
+    assert halved == {"bucket slots", "received pieces", "between_steps", "peak"}
+    for kind in ("bucket slots", "received pieces"):
+        assert found[kind] == 2 * narrow[kind], kind
+
+
+def flags(recipe: str) -> list[str]:
+    return [f"--fp8-recipe={recipe}", "--fp8-param-gather"] if recipe != "bf16" else []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layer"), (("tensorwise", 208), ("blockwise", 208), ("mxfp8", 430))
+)
+def test_what_a_layer_of_llama_takes_while_it_is_used(
+    recipe: str, layer: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MiB of all planes."""
+    quantized = Quantization(weights=RECIPES[recipe])
+    model = planned(model_named("llama3-8b"), 2, quantized=quantized)
+    [one] = {id(one): one for one in model.layouts if one.format.quantized}.values()
+    gathered = one.format.nbytes(one.total_numel)
+    assert round(gathered / 2**20) == layer
+    # Less of one layer in the slots that hold the two largest units: the embedding is larger.
+    slots = kinds_of_8b(capsys, 2, "--fsdp-double-buffer", *flags(recipe))["weight slots"]
+    transposes = kinds_of_8b(capsys, 2, *flags(recipe)).get("transposes", 0)
+    assert slots > 2 * gathered and transposes == (0 if recipe == "mxfp8" else gathered)
+
+
+LINEAR_8B = 6_979_321_856
+"""Elements of the weights of GEMMs in the 32 layers of Llama-3 8B."""
+
+
+@pytest.mark.parametrize(
+    ("words", "per_element"),
+    (
+        (["--fp8-format=hybrid", "--fp8-recipe=tensorwise"], 2),
+        (["--fp8-format=hybrid"], 2),
+        (["--fp8-format=hybrid", "--fp8-recipe=mxfp8"], 2 * 33 / 32),
+        (["--fp8-format=hybrid", "--fp8-param-gather"], 0),
+        ([], 0),
+    ),
+)
+def test_autograd_keeps_quantized_copies_of_weights_that_are_not(
+    words: list[str], per_element: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """13 GiB of Llama-3 8B, whatever the number of ranks; of one layer where layers run again."""
+    for size, more, layers in ((2, [], 1), (8, [], 1), (8, ["--recompute-granularity=full"], 32)):
+        found = kinds_of_8b(capsys, size, *words, *more)
+        kept = found.get("quantized copies of weights", 0)
+        assert kept == LINEAR_8B * per_element / layers
+        assert found["peak"] >= found["between_steps"] + kept
+
+
+def test_dtypes_of_the_policy_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    """bf16 gradients take half the bytes of fp32's; communication in another dtype than that of
+    kept gradients takes a bucket; main weights in the compute dtype, where those are kept, none."""
+
+    def kinds(strategy: str, *words: str) -> dict[str, int]:
+        return kinds_of_8b(capsys, 8, *words, strategy=strategy)
+
+    grads, comm = "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype"
+    plain = kinds("optim")
+    assert 2 * kinds("optim", grads, "bf16")["main gradients"] == plain["main gradients"]
+    assert "reduce bucket" not in plain and kinds("optim", comm, "bf16")["reduce bucket"] > 0
+    sharded = kinds(ZERO_3)["reduce bucket"]
+    assert 2 * kinds(ZERO_3, comm, "bf16")["reduce bucket"] == sharded
+    own = kinds("no_shard", "--megatron-fsdp-main-params-dtype", "none")
+    assert "main weights" not in own and "main weights" in kinds("no_shard")
+
+
+def test_experts_are_held_by_the_ranks_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 8 ranks of ZeRO-3, 4 share each layer's 8 experts: a shard of 2 experts is a half."""
+    words = ("--preset=mixtral-8x7b", "--num-layers=4", "--data-parallel-size=8", "--rank=7")
+    whole, split = (
+        run_main(capsys, *words, f"--expert-model-parallel-size={size}") for size in (1, 4)
+    )
+    assert whole["parameters"] == split["parameters"]
+    held, more = (one["strategies"][ZERO_3]["bytes"] for one in (whole, split))
+    assert held["main weights"] == pytest.approx(more["main weights"], rel=1e-3)
+    assert held["gathered weights"] > 3 * more["gathered weights"]
+    plan = memory(
+        replace(model_named("mixtral-8x7b"), num_layers=4),
+        Configuration(8, Parallel(expert=4)), machine_named("h200"), 1,
+    )  # fmt: skip
+    assert plan["main weights"] == more["main weights"]
+    assert plan["optimizer state"] == pytest.approx(more["optimizer state"], rel=1e-3)
+
+
+WIDE = {**PRESETS["llama3-8b"], "num_layers": 3, "hidden_size": 1024, "ffn_hidden_size": None}
+BYTES = "num-layers: 1\nhidden-size: 8\nnum-attention-heads: 1\nseq-length: 16\n"
+FP8_FILE = "bf16: true\nfp8-format: hybrid\nfp8-recipe: mxfp8\nfp8-param-gather: true\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "expected"),
+    [
+        ("num-layers: 3\nhidden_size: 2048\nffn-hidden-size: null\nlr: 1.0e-3\n",
+         (*LLAMA_8B, "--hidden-size", "1024"),
+         {"parameters": from_options(WIDE, "").num_parameters, "params_dtype": "fp32"}),
+        ("bf16: true", LLAMA_8B, {"params_dtype": "bf16"}),
+        ("fp16: true", LLAMA_8B, {"params_dtype": "fp16"}),
+        ("seed: 1", LLAMA_8B, {"params_dtype": "fp32"}),
+        ("bf16: true", (*LLAMA_8B, "--params-dtype", "fp32"), {"params_dtype": "fp32"}),
+        (BYTES, ("--vocab-size", "1000"), {"parameters": 1024 * 8 + 1016}),
+        (f"{BYTES}disable-bias-linear: true", ("--vocab-size", "1000"),
+         {"parameters": 1024 * 8 + 1016 - 72}),
+        (FP8_FILE, (*LLAMA_8B, "--padded-vocab-size=128256"),
+         {"quantized": "linear weights as mxfp8"}),
+        ("bf16: true", (*LLAMA_8B, "--rank", "0"), {"rank": 0}),
+    ],
+)  # fmt: skip
+def test_flags_override_the_file_and_the_file_the_preset(
+    content: str, words: tuple[str, ...], expected: dict[str, Any], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "preset.yaml").write_text(content)
+    found = run_main(capsys, "--config", str(tmp_path / "preset.yaml"), *words)
+    assert {name: found[name] for name in expected} == expected
+
+
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+    if not path.name.startswith("bridge-")  # overrides of a recipe, no preset
+]
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_training_presets_can_be_estimated(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(file), "--data-parallel-size", "8"]
+    assert list(run_main(capsys, *words)["strategies"]) == list(STRATEGIES)
+    assert "cpu-tiny" in [other.stem for other in CONFIGS]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"vocab_size": 100}, 128),
+        ({"vocab_size": 128}, 128),
+        ({"vocab_size": 128, "tokenizer_type": "NullTokenizer"}, 256),
+        ({"vocab_size": 100, "padded_vocab_size": 101}, 101),
+        ({"vocab_size": 100, "make_vocab_size_divisible_by": 8}, 104),
+    ],
+)
+def test_rows_of_the_embedding(options: dict[str, Any], rows: int) -> None:
+    assert ModelSpec(**(LLAMA | options)).embedding_rows == rows
+
+
+def test_the_table_shows_bytes_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--preset", "llama3-70b", "--data-parallel-size", "512", "--memory-gib", "80"]
+    assert main([*arguments, *flags("mxfp8")]) == 0
+    assert "linear weights as mxfp8" in capsys.readouterr().out
+    assert main(arguments) == 0
+    lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert next(iter(lines)).startswith("70,553,706,496 parameters, bf16")
+    assert lines["kind"][2:] == list(STRATEGIES)
+    assert lines["fits"] == ["fits", "80", "GiB", "no", "no", "no", "yes"]
+    report = run_main(capsys, *arguments)
+    for name, column in zip(STRATEGIES, range(-4, 0), strict=True):
+        held = report["strategies"][name]
+        state = held["bytes"]["optimizer state"]
+        assert lines["optimizer state"][column] == f"{state / GIB:.3f}"
+        assert held["peak"] == sum(held["bytes"].values())
+
+
+TINY = ("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1")
+FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "--vocab-size=128",
+            "--position-embedding-type=none")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--num-layers, --hidden-size, --num-attention-heads: not given"),
+        ((*LLAMA_8B, "--num-layers", "0"), "--num-layers 0"),
+        ((*LLAMA_8B, "--num-attention-heads", "33"), "--num-attention-heads 33"),
+        ((*LLAMA_8B, "--num-query-groups", "5"), "--num-query-groups 5"),
+        ((*LLAMA_8B, "--normalization", "BatchNorm"), "--normalization 'BatchNorm'"),
+        ((*LLAMA_8B, "--position-embedding-type", "x"), "--position-embedding-type"),
+        ((*LLAMA_8B, "--data-parallel-size", "0"), "--data-parallel-size 0"),
+        ((*LLAMA_8B, "--data-parallel-size", "2", "--rank", "2"), "--rank 2"),
+        ((*LLAMA_8B, "--memory-gib", "0"), "--memory-gib 0"),
+        (("--config", "no/such/file.yaml"), "--config no/such/file.yaml"),
+        (TINY, "--vocab-size is not given"),
+        ((*TINY, "--vocab-size", "8"), "--max-position-embeddings"),
+        ((*FP8_TINY, *flags("fast")), "--fp8-recipe 'fast' is unknown"),
+        ((*FP8_TINY, "--fp8-param-gather", "--params-dtype=fp32"), "Use --params-dtype bf16"),
+        ((*FP8_TINY, *flags("mxfp8"), "--ffn-hidden-size=144"), "mlp.linear_fc1.weight as mxfp8"),
+        ((*LLAMA_8B, "--expert-model-parallel-size=3"), "size 3: must divide"),
+        ("softmax-type: learnable", "--softmax-type 'learnable': models with it"),
+        ("tensor-model-parallel-size: 2", "--tensor-model-parallel-size 2"),
+        ("hidden-size: wide", "--hidden-size 'wide'"),
+        ("swiglu: 1", "--swiglu 1"),
+        ("bf16: true\nfp16: true", "--bf16 and --fp16"),
+        ("params-dtype: int8", "--params-dtype 'int8'"),
+        ("- a list", "must hold 'flag: value' lines"),
+        ("a: [", "not valid YAML"),
+        ("fp8-param-gather: true\nbf16: true\nfirst-last-layers-bf16: true",
+         "--first-last-layers-bf16"),
+        ("fp4-format: e2m1", "--fp4-format: FP4 is not modeled. Leave it out"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_naming_option_and_value(
+    words: tuple[str, ...] | str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words of the command line, or the lines of a file beside a preset."""
+    if isinstance(words, str):
+        (tmp_path / "preset.yaml").write_text(words)
+        words = (*LLAMA_8B, "--config", str(tmp_path / "preset.yaml"))
+    assert main(list(words)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+    assert captured.err.count("\n") == 1 or "YAML" in message  # whose parser says more
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    (
+        ({}, PLAIN),
+        ({"fp8_recipe": "mxfp8"}, PLAIN),
+        ({"fp8_param_gather": True}, Quantization(weights=PER_TENSOR)),
+        ({"fp8": "hybrid", "fp8_param": True, "fp8_recipe": "mxfp8"}, Quantization(weights=MXFP8)),
+        ({"fp8_format": "e4m3", "recompute_granularity": "full"},
+         Quantization(products=PER_TENSOR, recomputes=True)),
+    ),
+)  # fmt: skip
+def test_what_options_of_fp8_mean(options: dict[str, Any], expected: Quantization) -> None:
+    """Megatron's flags, and the fields that its configs have."""
+    assert quantization(options, "bf16") == expected

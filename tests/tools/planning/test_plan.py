@@ -1,0 +1,364 @@
+"""`plan`: predictions, the search, what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.plan.memory import LIFE, PERSISTENT
+from megatron_fsdp_adapter.tools.cli import estimate, prove
+from megatron_fsdp_adapter.tools.cli import plan as command
+from megatron_fsdp_adapter.tools.models.sources import (
+    PRESETS,
+    add_flags,
+    from_options,
+    read_hugging_face,
+)
+from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Parallel, layers_of, listing
+from megatron_fsdp_adapter.tools.planning import prediction
+from megatron_fsdp_adapter.tools.planning.configurations import (
+    ACTIVATIONS,
+    Configuration,
+    groups,
+    memory,
+)
+from megatron_fsdp_adapter.tools.planning.machine import Group, machine_named
+from megatron_fsdp_adapter.tools.planning.prediction import predict
+from megatron_fsdp_adapter.tools.planning.report import bridge_overrides, megatron_flags
+from megatron_fsdp_adapter.tools.planning.search import (
+    NOT_LAUNCH_BOUND,
+    Wanted,
+    candidates,
+    plan,
+    splits,
+)
+from megatron_fsdp_adapter.tools.planning.shapes import waits_for_longer
+from tests.lib.tools.presets import model_named
+from tests.megatron.options.test_sizes import layers_of_core
+
+H200 = machine_named("h200")
+
+
+def model(name: str, layers: int, seq_length: int = 4096, **more: Any) -> ModelSpec:
+    return replace(model_named(name), num_layers=layers, seq_length=seq_length, **more)
+
+
+FEW = model("llama3-8b", 4)
+GIB = 1 << 30
+
+
+COPIES = ("--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter")
+AS_ESTIMATED = {
+    **{name: (Configuration(8, strategy=name), ()) for name in STRATEGIES},
+    "copy engines": (Configuration(8, copies=True), COPIES),
+    "joined by default": (Configuration(8), ("--num-layers=20", "--preset=llama-1.5b")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_ESTIMATED)
+def test_memory_of_a_plan_is_that_of_estimate(name, capsys):
+    chosen, words = AS_ESTIMATED[name]
+    spec = model("llama-1.5b", 20) if "default" in name else FEW
+    given = ("--preset=llama3-8b", "--num-layers=4", "--data-parallel-size=8", "--rank=0", "--json")
+    assert estimate.main([*given, *words]) == 0
+    held = json.loads(capsys.readouterr().out)["strategies"][chosen.strategy]["bytes"]
+    kept = {kind: count for kind, count in held.items() if LIFE[kind] == PERSISTENT}
+    found = memory(spec, chosen, H200, 1)
+    assert {kind: found[kind] for kind in kept} == kept
+    assert ACTIVATIONS in found or found["gradient shard"] == held["gradient shard"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layers", "strategy", "copies", "microbatches", "measured"),
+    [(2, 24, "optim_grads_params", False, 1, 52.70), (2, 24, "optim", False, 1, 86.01),
+     (2, 24, "optim_grads_params", False, 4, 64.01), (2, 24, "optim_grads_params", True, 1, 58.22),
+     (4, 32, "optim_grads_params", False, 1, 43.87), (4, 32, "optim", False, 4, 87.34),
+     (4, 32, "optim_grads", False, 4, 64.93), (4, 32, "optim_grads_params", True, 1, 49.79)],
+)  # fmt: skip
+def test_the_peak_is_what_was_measured(gpus, layers, strategy, copies, microbatches, measured):
+    spec = model("llama3-8b", layers)
+    chosen = Configuration(gpus, strategy=strategy, copies=copies)
+    found = memory(spec, chosen, H200, microbatches)
+    peak = sum(found.values()) / GIB - H200.gpu.reserved_gib
+    assert peak == pytest.approx(measured, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("spec", "chosen", "more"),
+    [(model("llama3-8b", 14), Configuration(4, copies=True), 14),
+     (model("llama-1.5b", 20, 8192), Configuration(2, fused=False), 10)],
+)  # fmt: skip
+def test_a_prediction_of_few_layers_is_that_of_all_of_them(spec, chosen, more, monkeypatch):
+    """Joined by default or not."""
+    further = predict(spec, chosen, H200, 8)
+    monkeypatch.setattr(prediction, "MORE", more)
+    every = predict(spec, chosen, H200, 8)
+    assert further.ms == pytest.approx(every.ms, rel=0.01)
+    assert further.exposed_ms == pytest.approx(every.exposed_ms, rel=0.1, abs=0.5)
+
+
+def test_ranks_of_a_domain_are_tensor_parallel_ones_first():
+    found = groups(Configuration(64, Parallel(tensor=4), instances=8), H200)
+    assert found["tensor"] == Group(4, 4)
+    assert found["dense"] == Group(2, 2) and found["dense outer"] == Group(8, 1)
+
+
+def test_stages_share_out_all_layers_and_all_parameters():
+    spec, parallel = model("llama3-8b", 10), Parallel(pipeline=4)
+    numbers = [n for stage in range(4) for n in layers_of(spec, parallel, stage)]
+    assert numbers == list(range(10))
+    whole = sorted(fqn for _, fqn, _, _ in listing(spec, Parallel()))
+    parts = sorted(fqn for stage in range(4) for _, fqn, _, _ in listing(spec, parallel, stage))
+    assert parts == whole
+
+
+def wanted(**given) -> Wanted:
+    return Wanted(**{
+        "spec": FEW, "machine": H200, "gpus": 8, "global_batch": 16, "memory_gib": 140.0,
+        "fixed": {"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1}, "tries": 4,
+        **given,
+    })  # fmt: skip
+
+
+def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan():
+    found = plan(wanted())
+    times = [one.ms for one in found.predictions]
+    assert times == sorted(times) and len(times) == 4
+    assert all(one.peak_bytes <= 140 * GIB for one in found.predictions)
+    tight = plan(wanted(memory_gib=28.0)).predictions[0]
+    assert tight.ms >= times[0] and tight.peak_bytes <= 28 * GIB
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [({"memory_gib": 8.0}, "fits in 8 GiB.*Use more GPUs"),
+     ({"fixed": {"tensor": 3}}, "with tensor 3: tensor_model_parallel_size=3: 3 "),
+     ({"gpus": 7, "global_batch": 100, "fixed": {}},
+      r"of 100: global_batch_size=100: no mult.* x 7"),
+     ({"gpus": 64, "global_batch": 64, "fixed": {"tensor": 16}},
+      "tensor 16: the search has none with these"),
+     ({"gpus": 0}, "--gpus 0")],
+)  # fmt: skip
+def test_options_that_leave_nothing_are_an_error_that_names_them(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        plan(wanted(**given))
+
+
+def every(**given) -> list[Configuration]:
+    chosen = wanted(**given)
+    return [one for split in splits(chosen) for one in candidates(chosen, split)]
+
+
+def test_candidates_are_what_the_options_and_the_machine_leave():
+    far = every(gpus=64, global_batch=64)
+    inside = [one.shards["dense"][0] * one.parallel.tensor for one in far if one.copies]
+    assert inside and max(inside) <= 8, "copy engines and shards stay inside a domain"
+    told = every(gpus=64, global_batch=64, fixed={"tensor": 2, "strategy": "optim"})
+    assert {(one.strategy, one.parallel.tensor) for one in told} == {("optim", 2)}
+    assert len({one.parallel.pipeline for one in told}) > 1
+    alone = every(gpus=1, global_batch=1)
+    assert {one.strategy for one in alone} == {"optim"}, "nothing to shard under four names"
+
+
+def test_a_graph_is_not_tried_where_the_host_does_not_limit():
+    found = plan(wanted(tries=8))
+    fast = [one.configuration for one in found.predictions if one.configuration.graph]
+    assert not fast and any(why == NOT_LAUNCH_BOUND for _, why in found.refused)
+    slow = plan(wanted(tries=8, machine=replace(H200, host=6.0)))
+    assert slow.predictions[0].configuration.graph
+
+
+FLAGS = [
+    (FEW, Configuration(64, Parallel(tensor=2, recompute=True), instances=4, outer_optim=True,
+                        copies=True),
+     ("--use-megatron-fsdp", "--tensor-model-parallel-size 2", "--sequence-parallel",
+      "--data-parallel-sharding-strategy optim_grads_params",
+      "--num-distributed-optimizer-instances 4", "--outer-dp-sharding-strategy optim",
+      "--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter",
+      "--recompute-granularity full"), ("unit-size", "layout")),
+    # Megatron splits experts like the rest by default.
+    (model_named("deepseek-v3"), Configuration(16, Parallel(tensor=2, pipeline=2, expert=4)),
+     ("--pipeline-model-parallel-layout 'Et*31|t*30L'", "--expert-tensor-parallel-size 1",
+      "'model.pipeline_model_parallel_layout=Et*31|t*30L'"), ()),
+    (model_named("llama3-70b"), Configuration(4, Parallel(1, 4, 2)),
+     ("--num-virtual-stages-per-pipeline-rank 2",), ("layout",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "chosen", "printed", "absent"), FLAGS)
+def test_flags_and_overrides_are_those_of_the_options(spec, chosen, printed, absent):
+    text = megatron_flags(spec, chosen) + " " + bridge_overrides(spec, chosen)
+    assert all(words in text for words in printed), text
+    assert not any(words in text for words in absent), text
+
+
+def told_to_core(spec, text: str) -> dict[str, Any]:
+    """The model's config that Megatron-LM makes of printed flags."""
+    words = shlex.split(text)
+    named: dict[str, Any] = {}
+    for flag, value in zip(words, [*words[1:], "--"], strict=True):
+        if flag.startswith("--"):
+            told = True if value.startswith("--") else int(value) if value.isdigit() else value
+            named[flag[2:].replace("-", "_")] = told
+    virtual = named.pop("num_virtual_stages_per_pipeline_rank", None)
+    fields = {one.name for one in dataclasses.fields(TransformerConfig)}
+    return {
+        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_attention_heads, "num_query_groups": spec.query_groups,
+        "num_moe_experts": spec.num_experts, "add_bias_linear": False,
+        "virtual_pipeline_model_parallel_size": virtual,
+        **{name: value for name, value in named.items() if name in fields},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpus", "batch"),
+    [(name, 64, 512) for name in PRESETS]
+    + [("deepseek-v3", 1024, 8192), ("deepseek-v3", 256, 4096)]
+    + [("llama3-405b", 16384, 2048), ("llama3-70b", 96, 768)],
+)  # fmt: skip
+def test_megatron_core_builds_every_split_that_is_planned(preset, gpus, batch):
+    """Of each stage and virtual stage the layers are those that core builds, by the printed flags;
+    of the uneven ones too."""
+    spec = model_named(preset)
+    given = wanted(spec=spec, gpus=gpus, global_batch=batch, fixed={"microbatch": 1})
+    every = {split.parallel for split in splits(given) if not split.parallel.recompute}
+    assert len(every) > 5
+    for parallel in every:
+        text = megatron_flags(spec, Configuration(gpus, parallel))
+        found = layers_of_core(told_to_core(spec, text))
+        assert found is not None, text
+        stages = [len(layers_of(spec, parallel, stage)) for stage in range(parallel.pipeline)]
+        assert [sum(chunks) for chunks in found] == stages and sum(stages) == spec.num_layers
+        assert {len(chunks) for chunks in found} == {parallel.virtual}
+        assert max(map(max, found)) - min(map(min, found)) <= 1
+
+
+def test_virtual_stages_wait_for_the_longest():
+    spec = model("llama3-8b", 10)
+    even, uneven = (Parallel(pipeline=2, virtual=n) for n in (5, 4))
+    assert waits_for_longer(spec, even, 0) == waits_for_longer(spec, Parallel(pipeline=4), 0) == 0
+    # Chunks of 2, 1, 1 and 1 layers take turns with another stage's.
+    assert waits_for_longer(spec, uneven, 0) == pytest.approx(4 * 2 / 5 - 1)
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_activations_in_flight_are_those_of_cores_schedule(monkeypatch, virtual, microbatches):
+    monkeypatch.setattr(ps, "get_pipeline_model_parallel_world_size", lambda: 4)
+    chunks = virtual if virtual > 1 else None
+    monkeypatch.setattr(ps, "get_virtual_pipeline_model_parallel_world_size", lambda: chunks)
+    for stage in range(4):
+        monkeypatch.setattr(ps, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        _, _, warmup, left = get_pp_rank_microbatches(microbatches, virtual, 4)
+        passes = warmup + (left > 0)
+        assert Parallel(1, 4, virtual).in_flight(stage, microbatches) == passes / virtual
+
+
+def run(capsys, *words: str) -> tuple[int, str]:
+    status = command.main(words)
+    seen = capsys.readouterr()
+    return status, seen.out + seen.err
+
+
+ONE_STAGE = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+RUN = ("--seq-length", "4096", "--gpus", "2", "--global-batch-size", "2", "--tries", "2",
+       *ONE_STAGE)  # fmt: skip
+SMALL = ("--preset", "llama3-8b", "--num-layers", "4", *RUN)
+COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
+    (SMALL, 0, ("ms/step", "Megatron-LM", "reduce-scatter")),
+    ((*SMALL, "--tries", "6"), 0, (NOT_LAUNCH_BOUND, "why not", "like it: ")),
+    (("--preset", "llama3-8b", "--num-layers", "2", "--hidden-size", "4096", "--gpus", "1",
+      "--tries", "1", "--global-batch-size", "1", "--seq-length", "1024"), 0, ("llama3-8b: 1.5B",)),
+    (("--hf-config", "/nowhere/config.json"), 2, ("no such file",)),
+    (("--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "1"), 2,
+     ("--vocab-size is not given",)),
+    ((*SMALL, "--num-experts=8", "--moe-router-topk=9"), 2,
+     ("--moe-router-topk 9: must be from 1 to --num-experts 8",)),
+    (("--preset", "llama3-8b", "--no-group-query-attention"), 2,
+     ("--num-query-groups 8 without --group-query-attention",)),
+    ((*SMALL, "--global-batch-size", "3"), 2, ("global_batch_size=3: no multiple of",)),
+]
+"""Words, exit status, and what is printed."""
+
+
+@pytest.mark.parametrize(("words", "status", "printed"), COMMANDS)
+def test_the_command_prints_a_table_flags_and_reasons(capsys, words, status, printed):
+    found, text = run(capsys, *words)
+    assert found == status
+    assert not [part for part in printed if part not in text], text
+    assert "Traceback" not in text
+    assert text.count(NOT_LAUNCH_BOUND) <= 1, "configurations that one reason refuses are one line"
+
+
+def test_what_does_not_fit_is_told_with_what_needs_least(capsys):
+    words = ("--preset", "llama3-8b", "--gpus", "2", "--global-batch-size", "2", "--tries", "1")
+    status, text = run(capsys, *words, "--memory-gib", "30")
+    least = int(re.search(r"the smallest needs ([\d,]+) GiB or more \(.*recompute\)", text)[1])
+    assert status == 2 and 30 < least < 80
+    assert run(capsys, *words, "--memory-gib", str(least - 1))[0] == 2
+
+
+def is_baseline(name: str) -> bool:
+    return name.startswith("optim_grads_params") and "TP" not in name and "PP" not in name
+
+
+@pytest.mark.parametrize(("memory_gib", "fits"), [(36.0, True), (30.0, False)])
+def test_weights_sharded_alone_are_in_the_table_or_among_the_reasons(memory_gib, fits):
+    """What a user of FSDP compares with, however much slower or larger it is."""
+    given = wanted(spec=model("llama3-70b", 8, 8192), fixed={}, tries=6, memory_gib=memory_gib)
+    found = plan(given)
+    names = [one.configuration.name for one in found.predictions]
+    reasons = [reason for name, reason in found.refused if is_baseline(name)]
+    assert any(map(is_baseline, names)) == fits
+    assert fits or any(reason.endswith("GiB") for reason in reasons)
+
+
+def test_json_has_what_the_table_has(capsys):
+    status, text = run(capsys, *SMALL, "--json")
+    best = json.loads(text)["configurations"][0]
+    assert status == 0 and best["ms"] > 0 and best["peak_bytes"] == sum(best["bytes"].values())
+
+
+SIZES_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def test_models_of_hugging_face_have_megatrons_sizes(tmp_path, capsys):
+    """Of plan, estimate and `doctor --prove`; of the file, and of its folder."""
+    path = tmp_path / "config.json"
+
+    def described(**more: Any) -> ModelSpec:
+        path.write_text(json.dumps({**SIZES_8B, **more}))
+        return from_options(read_hugging_face(str(tmp_path)), "")
+
+    mixtral = described(vocab_size=32000, num_local_experts=8)
+    assert mixtral.num_parameters == model_named("mixtral-8x7b").num_parameters
+    [line] = described(num_nextn_predict_layers=1).left_out
+    assert line.startswith("mtp_num_layers=1: multi-token prediction (num_nextn")
+    llama = described()
+    for given in (tmp_path, path):
+        assert estimate.main(["--hf-config", str(given), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["parameters"] == 8_030_261_248
+    parser = argparse.ArgumentParser()
+    add_flags(parser, prove.OPTIONS)
+    words = parser.parse_args(["--hf-config", str(tmp_path)], argparse.Namespace(script=None))
+    words.world_size = None
+    proven = prove.read_recipe(words, {}).options
+    assert from_options({**proven, "num_experts": None}, "") == llama
+    path.write_text(json.dumps({"hidden_size": 4}))
+    with pytest.raises(ValueError, match="has no num_hidden_layers"):
+        read_hugging_face(str(path))
