@@ -22,43 +22,6 @@ COMMANDS = {
     "verify": "checks that a checkpoint is undamaged",
 }
 """Command, a module of `cli` -> what it does."""
-REMOVED = {
-    "plan --curve": "removed. Run `plan --gpus N` for each number of GPUs",
-    "plan --explain": "removed. Use a profiler, which shows what a run launches",
-    "plan --plot": "removed. Draw the values of --json",
-    "plan --bf16-wire": "removed. Gradients are communicated in fp32 in a plan: leave it out",
-    **{f"plan --{name}": f"not modeled, {what}. Leave it out" for name, what in {
-        "tp-comm-overlap": "so that tensor-parallel communication would be planned too slow",
-        "overlap-moe-expert-parallel-comm": "so that exchanges would be planned too slow",
-        "optimizer-cpu-offload": "but `estimate` counts its memory",
-        "chunked-optimizer-state-offload": "but `estimate` counts its memory",
-        "fsdp-unsharded-budget-gib": "but `estimate` counts its memory",
-        "suggested-communication-unit-size": "but `estimate` counts its memory",
-        "cpu-offloading": "as activations stay on the GPU in a plan",
-        "fp8-format": "as a plan is of bf16 compute. `estimate` counts its memory",
-        "fp8-recipe": "as a plan is of bf16 compute. `estimate` counts its memory",
-        "fp8-param-gather": "as a plan is of bf16 compute. `estimate` counts its memory",
-        "fp4-format": "as a plan is of bf16 compute",
-        "megatron-fsdp-grad-comm-dtype": "as gradients are communicated in fp32 in a plan",
-        "cuda-graph-impl": "but graphs of whole iterations are tried where they are possible",
-        "cuda-graph-modules": "but graphs of whole iterations are tried where they are possible",
-    }.items()},
-    "estimate --padding-bound": "removed, because no run has this option. Leave it out",
-    "estimate --max-segments": "removed, because no run has this option. Leave it out",
-    "estimate --fp4-format": "removed. FP4 is not modeled: leave it out",
-    "doctor --plan": "removed. Give the model and the run to `plan`",
-    "doctor --no-poison": "removed. A proof always fills fresh buffers with NaN: leave it out",
-    "convert --from": "removed. The format of the source is detected: leave it out",
-    "convert --block-mib": "removed. Blocks have 64 MiB: leave it out",
-    "convert --quiet": "removed. Progress bars are shown on terminals only: leave it out",
-    "diff --block-mib": "removed. Blocks have 64 MiB: leave it out",
-    "diff --quiet": "removed. Progress bars are shown on terminals only: leave it out",
-    "diff --all": "removed. Use --json, which has everything",
-    "verify --quiet": "removed. Progress bars are shown on terminals only: leave it out",
-    "verify --jobs": "removed. Up to 8 files are read at a time: leave it out",
-    "convert --hf-config": "removed. Use Megatron-Bridge, which converts from and to Hugging Face",
-}
-"""Options that commands do not have -> why not, and what to do instead."""
 COMMAND_LINES = "\n".join(f"  {name:<10} {does}" for name, does in COMMANDS.items())
 USAGE = f"""\
 usage: megatron-fsdp-adapter COMMAND ...
@@ -82,11 +45,6 @@ def _command(argv: list[str]) -> int:
         # process.
         warnings.filterwarnings("ignore", module=r"megatron\.core")
         warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
-    for word in argv[1:]:
-        gone = REMOVED.get(f"{argv[0]} {word.partition('=')[0]}")
-        if gone is not None:
-            print(f"{argv[0]}: {word}: {gone}", file=sys.stderr)
-            return 2
     try:
         module = importlib.import_module(f"megatron_fsdp_adapter.tools.cli.{argv[0]}")
         status = int(module.main(argv[1:]))
@@ -121,6 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron_fsdp_adapter {__version__}")
         return 0
     asked = argv[:1] in (["-h"], ["--help"])
+    if argv and not asked:
+        from .tools.cli.unknown import unknown
+
+        print(unknown("command", argv[0], COMMANDS), file=sys.stderr)
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

@@ -15,11 +15,6 @@ SHARD = "shard"
 LEAVE = "leave"
 PLACEMENTS = (SHARD, LEAVE)
 ARGUMENT = "module_placements"
-_NOT_REPLICATED = (
-    "Leave the pattern out: a small module is sharded with its unit and gathered with it; "
-    "fsdp_unsharded_budget_gib keeps whole units between forward and backward."
-)
-
 
 Placements = Mapping[str, str]
 """Patterns of module names (those of `named_modules()`, shell wildcards, a Float16Module's level
@@ -41,9 +36,7 @@ def placement_problems(chosen: Placements, module: nn.Module) -> list[str]:
     found = []
     for pattern, placement in chosen.items():
         given = f"{ARGUMENT}={{{pattern!r}: {placement!r}}}"
-        if placement == "replicate":
-            found.append(f"{given}: modules can only be sharded or ignored. {_NOT_REPLICATED}")
-        elif placement not in PLACEMENTS:
+        if placement not in PLACEMENTS:
             found.append(f"{given}: unknown. Use one of {list(PLACEMENTS)}")
         if not fnmatch.filter(names, pattern):
             found.append(

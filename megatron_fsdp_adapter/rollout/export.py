@@ -60,13 +60,11 @@ class WeightShard:
 
 def export_weights(
     model: Any,
-    hf_config: Any = None,
     *,
     dtype: torch.dtype | None = torch.bfloat16,
     which: str = ALL,
     scope: str = MODEL,
     quantized: bool = False,
-    fp8: Any = None,
 ) -> Named:
     """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
     parameters that were left alone, persistent buffers (which keep their dtype). The next unit is
@@ -77,8 +75,6 @@ def export_weights(
     Args:
         model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of model
             chunks.
-        hf_config: refused: names are the model's own, over the whole model, as in a checkpoint;
-            those of a transformers model are Hugging Face's.
         dtype: main weights are cast to it before they are gathered, but for weights that are no
             floating-point numbers; None for theirs.
         which: "all"; "changed": without frozen weights that no load has written since everything
@@ -88,19 +84,17 @@ def export_weights(
         quantized: quantized weights come as the bytes that modules compute with, under the weight's
             name, and what to multiply them by, under that name with `_scale_inv`: one number, one
             for each 128 x 128 elements, or (uint8, exponents) for each 32 of a row.
-        fp8: refused: weights that are not quantized come in `dtype`.
 
     Raises:
         ValueError: before anything is gathered: an option with a wrong value, quantized weights
             that cannot be joined.
     """
-    _check(hf_config, which, scope, dtype, fp8)
+    _check(which, scope, dtype)
     return _run(_chunks("export_weights", model, which, dtype, quantized, scope == MODEL))
 
 
 def export_shards(
     model: Any,
-    hf_config: Any = None,
     *,
     dtype: torch.dtype | None = torch.bfloat16,
     which: str = ALL,
@@ -109,7 +103,7 @@ def export_shards(
     weights'), in unit order. Nothing is communicated. Ranks that are replicas of each other have
     the same ones; a rank has none of some weights, and several blocks of others. Arguments and
     errors are those of `export_weights`."""
-    _check(hf_config, which, MODEL, dtype)
+    _check(which, MODEL, dtype)
     chunks = _chunks("export_shards", model, which, dtype)
     return (shard for chunk in chunks for shard in chunk.shards())
 
@@ -136,20 +130,8 @@ def _chunks(
     return chunks
 
 
-def _check(
-    hf_config: Any, which: str, scope: str, dtype: torch.dtype | None, fp8: Any = None
-) -> None:
+def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
     found = []
-    if fp8 is not None:
-        found.append(
-            "fp8: not supported, because a cast needs nothing of the model. Cast the tensors in "
-            "the loop, or use quantized=True for quantized weights"
-        )
-    if hf_config is not None:
-        found.append(
-            "hf_config: not supported, because an export has the model's names. Rename the "
-            "tensors in the loop, or use export_hf_weights of Megatron-Bridge"
-        )
     if which not in (ALL, CHANGED, TRAINED):
         found.append(f"which={which!r}: unknown. Use one of {[ALL, CHANGED, TRAINED]}")
     if scope not in (MODEL, STAGE):

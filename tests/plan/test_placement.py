@@ -79,7 +79,6 @@ def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
     ("placements", "said"),
     (
         ({"vision": "somewhere"}, "Use one of ['shard', 'leave']"),
-        ({"projector": "replicate"}, "Leave the pattern out: a small module is sharded"),
         ({"visoin": "leave"}, "no module with parameters has such a name"),
         ({"text": "leave"}, "is ignored but trainable"),
         ({"text.output_layer": "leave"}, "are one parameter, but placed as"),

@@ -335,15 +335,6 @@ OPTIONS: tuple[Option, ...] = (
                   "that all gradients accumulate in float32, or leave this option empty"),),
     ),
     Option(
-        "fsdp_grad_comm_fp8_blocks", bool, False,
-        "not supported: --grad-reduce-in-bf16 halves the bytes of communicated gradients",
-        use="not supported: use bf16 communication",
-        refused=((_asked,
-                  "gradients in 8-bit blocks are not supported. Set it to False; "
-                  f"{GRAD_COMM}=torch.bfloat16 (--grad-reduce-in-bf16) halves the bytes of "
-                  "communicated gradients"),),
-    ),
-    Option(
         GATHER_PARTS, bool, False,
         "parts of a layer's experts are separate units, which are gathered separately",
         use="a layer of many experts that is too large to gather whole",

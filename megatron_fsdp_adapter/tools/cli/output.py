@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress
+from megatron_fsdp_adapter.tools.cli.unknown import unknown
 from megatron_fsdp_adapter.tools.progress import progress_bar
 
 PROGRAM = "megatron-fsdp-adapter"
@@ -20,9 +21,23 @@ USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAG
 T = TypeVar("T")
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that suggests the option that an unknown one may mean."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        given, rest = self.parse_known_args(args, namespace)
+        if rest:
+            name = rest[0].partition("=")[0]
+            kind = "option" if name.startswith("-") else "argument"
+            self.error(unknown(kind, name, self._option_string_actions))
+        return given
+
+
 def base_parser(command: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
     """A parser with `--json`. more: further arguments of `ArgumentParser`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"{PROGRAM} {command}",
         description=description,
         allow_abbrev=False,

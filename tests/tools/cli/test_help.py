@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter import __version__
-from megatron_fsdp_adapter.__main__ import COMMANDS, REMOVED, main
+from megatron_fsdp_adapter.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ("prepare_data", "benchmark", "pretrain_gpt", "host_times", "loss_curves", "overview")
+OTHERS = {
+    "convert": ("a", "b", "--to", "torch_dist"),
+    "diff": ("a", "b"),
+    "inspect": ("a",),
+    "plan": ("--gpus", "8"),
+    "verify": ("a",),
+}
+"""What commands require."""
 Captured = pytest.CaptureFixture[str]
 
 
@@ -63,17 +71,21 @@ def test_every_option_of_a_script_has_help(script: str, monkeypatch: pytest.Monk
     assert parser.format_help()
 
 
-@pytest.mark.parametrize("words", REMOVED)
-def test_what_was_removed_is_refused_by_name(words: str, capsys: Captured) -> None:
-    command, option = words.split()
-    assert main([command, f"{option}=1"]) == 2
-    assert capsys.readouterr().err == f"{command}: {option}=1: {REMOVED[words]}\n"
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_is_an_error_with_a_suggestion(command: str, capsys: Captured) -> None:
+    for option, remedy in (("--jsn=1", ". Did you mean `--json`?"), ("--nothing-like-it", "")):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, *OTHERS.get(command, ()), option])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.endswith(f"error: unknown option `{option.partition('=')[0]}`{remedy}")
 
 
 def test_usage_and_version_go_to_stdout(capsys: Captured) -> None:
     assert main(["--version"]) == 0 and main(["--help"]) == 0
     found = capsys.readouterr()
     assert found.out.startswith(f"megatron_fsdp_adapter {__version__}\nusage:") and not found.err
-    for words in ([], ["nothing"]):
-        assert main(words) == 2 and "usage:" in capsys.readouterr().err
+    assert main([]) == 2 and capsys.readouterr().err.startswith("usage:")
+    for word, remedy in (("nothing", ""), ("estimat", ". Did you mean `estimate`?")):
+        assert main([word]) == 2
+        assert capsys.readouterr().err.startswith(f"unknown command `{word}`{remedy}\nusage:")
     assert main(["absent.py"]) == 2 and "no such script: absent.py" in capsys.readouterr().err

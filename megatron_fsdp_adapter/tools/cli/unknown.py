@@ -1,0 +1,17 @@
+"""The error about a command or an option that there is not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+LIKENESS = 0.75
+"""Lowest ratio of `difflib` for a name to be suggested."""
+
+
+def unknown(kind: str, given: str, known: Iterable[str]) -> str:
+    """One line: `given` is unknown, and which of the known ones may be meant. kind: "option",
+    "argument" or "command"."""
+    near = difflib.get_close_matches(given, list(known), n=1, cutoff=LIKENESS)
+    suggestion = f". Did you mean `{near[0]}`?" if near else ""
+    return f"unknown {kind} `{given}`{suggestion}"
