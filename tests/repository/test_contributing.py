@@ -1,0 +1,19 @@
+"""CONTRIBUTING.md leads to files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_paths_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`([\w.]+/[\w./]*)`", text)
+    missing = [
+        path
+        for path in paths
+        if not (ROOT / path).exists() and not (ROOT / "megatron_fsdp_adapter" / path).exists()
+    ]
+    assert len(paths) > 50 and missing == []
