@@ -30,16 +30,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--again", action="store_true", help="run what differs between releases of megatron-core"
     )
     parser.addoption(
-        "--skips", type=Path, metavar="FILE",
+        "--skips",
+        type=Path,
+        metavar="FILE",
         help="write there which tests are skipped; with --again, run those of it too",
-    )  # fmt: skip
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `full` are left out unless asked for with --full or -m; with --again those that
     say the same with every release."""
     every = config.getoption("--full") or config.getoption("-m")
-    again, skips = config.getoption("--again"), config.getoption("--skips")
+    again = config.getoption("--again")
+    skips = config.getoption("--skips")
     skipped = skips.read_text().splitlines() if again and skips else []
     chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
@@ -92,7 +95,9 @@ def share_of(root: Path, file: str) -> str:
     (`@on_ranks`: a process runs all that it knows of), or runs; or only the file."""
     if file.startswith(READS_RUNS):
         return READS_RUNS
-    return "on ranks" if "import on_ranks" in (root / file).read_text() else file
+    if "import on_ranks" in (root / file).read_text():
+        return "on ranks"
+    return file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -48,14 +48,17 @@ def test_where_shards_live(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_of_a_unit_move_just_before_it_is_sharded(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is one device here, so that copies stand for moves."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     own = list(model.parameters())
     before = [param.data_ptr() for param in own]
-    plans = partition(model, unit_modules(model, lambda child: isinstance(child, nn.Linear)),
-                      domain_of=lambda param, fqn: DENSE)  # fmt: skip
+    plans = partition(
+        model,
+        unit_modules(model, lambda child: isinstance(child, nn.Linear)),
+        domain_of=lambda param, fqn: DENSE,
+    )
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())
     prepare = materializer(model, plans, torch.device("cuda", 0), own_initializer)
     for number, plan in enumerate(plans[:2]):

@@ -66,7 +66,8 @@ ONE_BY_ONE = (
 )
 def test_other_ranks_end_in_the_stated_error(fault: Fault, tmp_path: Path) -> None:
     """Naming unit, phase and pass, within the timeout."""
-    began, root = time.monotonic(), str(tmp_path / "run")
+    began = time.monotonic()
+    root = str(tmp_path / "run")
     outcomes = settle_ranks(
         faulty_run, 2, fault, root, timeout=90 + 3 * TIMEOUT_S, grace=3 * TIMEOUT_S
     )

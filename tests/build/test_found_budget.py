@@ -39,7 +39,9 @@ def spare(nbytes: int, failing: range = range(0), on: Collection[int] = (1,)) ->
     rank = torch.distributed.get_rank()
 
     def failures(device: torch.device) -> int:
-        return sum(at in failing for at in range(next(counted) + 1)) if rank in on else 0
+        if rank in on:
+            return sum(at in failing for at in range(next(counted) + 1))
+        return 0
 
     with (
         mock.patch.object(auto_budget, "spare_memory", lambda device: nbytes - 8 * rank),
@@ -58,9 +60,10 @@ def keeps(weights: int, grads: int, budget: int) -> Any:
     def check(ours: Trainer, reference: Trainer, strategy: str) -> None:
         units = ours.wrapper.engine.units
         found = (
-            sum(unit.stays for unit in units), sum(unit.keeps_grads for unit in units),
+            sum(unit.stays for unit in units),
+            sum(unit.keeps_grads for unit in units),
             ours.wrapper.engine.budget,
-        )  # fmt: skip
+        )
         assert found == (weights, grads, budget), found
         ours.wrapper.zero_grad_buffer()
         ahead = ours.wrapper.engine.order.first()  # gathered for the next forward
@@ -94,8 +97,14 @@ def raises_on_one_rank_in_an_evaluation(trainer: Trainer, number: int, rank: int
     return train(trainer, number, rank)
 
 
-def _found(name: str, gib: float, kept: tuple[int, int, int], failing: range = range(0),
-           on: Collection[int] = (1,), **more: Any) -> Variant:  # fmt: skip
+def _found(
+    name: str,
+    gib: float,
+    kept: tuple[int, int, int],
+    failing: range = range(0),
+    on: Collection[int] = (1,),
+    **more: Any,
+) -> Variant:
     """Without `begin` four steps are as without a budget: two before memory is measured, one that
     proposes it, and one in which the proposals are compared."""
     return Variant(
@@ -121,39 +130,80 @@ FOUND = (
     _found("all", ALL_GIB, ALL_KEPT, compare=NEAR, full=True),
     _found("all, one microbatch", ALL_GIB, ALL_KEPT, case={**KEPT_CASE, "microbatches": 1}),
     *(
-        _found(f"all from the first step{name}", ALL_GIB, (units, units, ALL_BYTES - 8), steps=5,
-               begin=from_the_first_step, reference={"strategy": ZERO_1},
-               case={**KEPT_CASE, **case}, full=name != ", fused")
-        for name, units, case in (("", 7, {}), (", fused", 7, {"fused": True}), (", recomputed", 7,
-                                  {"recompute": "full-1"}), (", tied", 5, {"tied": True}))
+        _found(
+            f"all from the first step{name}",
+            ALL_GIB,
+            (units, units, ALL_BYTES - 8),
+            steps=5,
+            begin=from_the_first_step,
+            reference={"strategy": ZERO_1},
+            case={**KEPT_CASE, **case},
+            full=name != ", fused",
+        )
+        for name, units, case in (
+            ("", 7, {}),
+            (", fused", 7, {"fused": True}),
+            (", recomputed", 7, {"recompute": "full-1"}),
+            (", tied", 5, {"tied": True}),
+        )
     ),
-    _found("then an allocation fails", WEIGHTS_GIB, (3, 1, 19_584), range(5, 6), compare=NEAR,
-           steps=10),
-    _found("then all fail", WEIGHTS_GIB, (0, 0, 0), range(5, 60), compare=NEAR, steps=24,
-           full=True),
-    _found("a pass raises, and one rank has run out of memory", WEIGHTS_GIB, (0, 0, 0), range(5, 6),
-           drive=raises_in_step_5, steps=9),
-    _found("a pass raises", WEIGHTS_GIB, (6, 0, 39_192), drive=raises_in_step_5, steps=9,
-           full=True),
-    _found("an evaluation raises on one rank", ALL_GIB, ALL_KEPT, steps=5,
-           begin=from_the_first_step, reference={"strategy": ZERO_1},
-           drive=raises_on_one_rank_in_an_evaluation),
+    _found(
+        "then an allocation fails", WEIGHTS_GIB, (3, 1, 19_584), range(5, 6), compare=NEAR, steps=10
+    ),
+    _found(
+        "then all fail", WEIGHTS_GIB, (0, 0, 0), range(5, 60), compare=NEAR, steps=24, full=True
+    ),
+    _found(
+        "a pass raises, and one rank has run out of memory",
+        WEIGHTS_GIB,
+        (0, 0, 0),
+        range(5, 6),
+        drive=raises_in_step_5,
+        steps=9,
+    ),
+    _found(
+        "a pass raises", WEIGHTS_GIB, (6, 0, 39_192), drive=raises_in_step_5, steps=9, full=True
+    ),
+    _found(
+        "an evaluation raises on one rank",
+        ALL_GIB,
+        ALL_KEPT,
+        steps=5,
+        begin=from_the_first_step,
+        reference={"strategy": ZERO_1},
+        drive=raises_on_one_rank_in_an_evaluation,
+    ),
     _found("nothing is spare", 8 / GIB, (0, 0, 0), full=True),
     *(
         Variant(
-            f"{topology.name}, a budget that is found", (ZERO_3,), world, topology=topology,
-            case={**EP2_CASE, "microbatches": 4}, ddp={BUDGET: AUTO}, steps=5, full=world > 2,
-            around=functools.partial(spare, ALL_BYTES), begin=from_the_first_step,
-            compare="bits but norm", reference={"strategy": ZERO_1},
+            f"{topology.name}, a budget that is found",
+            (ZERO_3,),
+            world,
+            topology=topology,
+            case={**EP2_CASE, "microbatches": 4},
+            ddp={BUDGET: AUTO},
+            steps=5,
+            full=world > 2,
+            around=functools.partial(spare, ALL_BYTES),
+            begin=from_the_first_step,
+            compare="bits but norm",
+            reference={"strategy": ZERO_1},
         )
         for topology, world in ((EP2, 2), (PP2, 4))
     ),
     Variant(
-        f"{PP2.name}, each chunk takes its part", (ZERO_3,), topology=PP2, case=EP2_CASE,
-        ddp={BUDGET: AUTO}, steps=5, around=functools.partial(spare, ALL_BYTES), compare="free",
-        expect=chunks_share, reference={"strategy": ZERO_3},
+        f"{PP2.name}, each chunk takes its part",
+        (ZERO_3,),
+        topology=PP2,
+        case=EP2_CASE,
+        ddp={BUDGET: AUTO},
+        steps=5,
+        around=functools.partial(spare, ALL_BYTES),
+        compare="free",
+        expect=chunks_share,
+        reference={"strategy": ZERO_3},
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", marked(FOUND))

@@ -54,16 +54,21 @@ def build(case: Case, options: dict[str, Any], meta: bool, change: Any = None) -
     for name, value in {**options, "init_model_with_meta_device": meta}.items():
         setattr(config, name, value)
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False,
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
         normalization=config.normalization,
-    )  # fmt: skip
+    )
     with on_meta(meta):
         model = GPTModel(
-            config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
-            share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
+            config,
+            spec,
+            vocab_size=case.vocab,
+            max_sequence_length=case.seq,
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type=case.positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-        )  # fmt: skip
+        )
         if change is not None:
             change(model)
     return Float16Module(config, model) if case.bf16 else model
@@ -75,13 +80,18 @@ def _wrapped(case: Case, options: dict[str, Any], strategy: str, meta: bool) -> 
     return make_trainer(model, case, strategy).wrapper
 
 
-WHOLE, TENSOR, PIPELINE = {}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+WHOLE = {}
+TENSOR = {"tensor_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
 STARTS = (
-    ("dense", "optim", WHOLE), *((name, "optim_grads_params", WHOLE) for name in CASES),
+    ("dense", "optim", WHOLE),
+    *((name, "optim_grads_params", WHOLE) for name in CASES),
     *((TIED, strategy, PIPELINE) for strategy in ("no_shard", "optim_grads_params")),
-    *(pytest.param(name, "optim_grads_params", TENSOR, marks=pytest.mark.full)
-      for name in ("dense", "bf16, SwiGLU")),
-)  # fmt: skip
+    *(
+        pytest.param(name, "optim_grads_params", TENSOR, marks=pytest.mark.full)
+        for name in ("dense", "bf16, SwiGLU")
+    ),
+)
 """Cases, strategies, and what splits a model: tensor-parallel ranks each have their pieces of
 weights, and the second pipeline stage has a copy of a tied embedding."""
 
@@ -135,8 +145,11 @@ def test_what_cannot_be_initialized_is_one_error(rank: int) -> None:
         FullyShardedDataParallel(model.config, ddp_config(case, "optim"), model)
     text = str(caught.value)
     assert "init_model_with_meta_device=True: 3 modules" in text
-    for named in ("decoder.layers.1.extra (Unfilled: scale, table)", "extra (Unfilled: scale",
-                  "pooler.dense (Linear: weight, bias)"):
+    for named in (
+        "decoder.layers.1.extra (Unfilled: scale, table)",
+        "extra (Unfilled: scale",
+        "pooler.dense (Linear: weight, bias)",
+    ):
         assert named in text, text
     model = build(case, options, True)
     model.config.init_model_with_meta_device = False
@@ -168,7 +181,8 @@ class Block(nn.Module):
         return x + self.scale * self.norm(torch.relu(self.linear(x)))
 
 
-WIDTH, BLOCKS = 64, 6
+WIDTH = 64
+BLOCKS = 6
 
 
 def tied() -> nn.Sequential:
@@ -181,7 +195,8 @@ def tied() -> nn.Sequential:
 
 @on_ranks(2)
 def test_a_plain_module_starts_unit_by_unit() -> None:
-    states, losses = [], []
+    states = []
+    losses = []
     for meta in (True, False):
         torch.manual_seed(5)
         with on_meta(meta):
@@ -223,7 +238,8 @@ class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
-            self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+            self.weight.tensor_model_parallel = True
+            self.weight.partition_dim = 0
 
 
 class _MarkingLinear(_Linear):

@@ -20,7 +20,8 @@ from tests.lib.gpt.injected_faults import Spoiler
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=3)
-RANK, MICROBATCH = 1, 1
+RANK = 1
+MICROBATCH = 1
 UNIT = "decoder.layers.1"
 BAD = "mlp.linear_fc2.weight"
 
@@ -35,11 +36,13 @@ def test_it_is_named_by_rank_microbatch_unit_and_parameter(
     rank: int, strategy: str, option: str, value: float
 ) -> None:
     """The value is in one gradient of one microbatch on one rank. Only that rank raises."""
-    spoiler, device = Spoiler(f"layers.1.{BAD}", MICROBATCH), init_megatron()
+    spoiler = Spoiler(f"layers.1.{BAD}", MICROBATCH)
+    device = init_megatron()
     trainer = build_trainer(CASE, strategy, device, spoiler.attach, ddp={option: True})
     data = batches(CASE, 0, rank, device)
     run_passes(trainer, data)
-    spoiler.value, spoiler.calls = value, 0
+    spoiler.value = value
+    spoiler.calls = 0
     with pytest.raises(RuntimeError) if rank == RANK else nullcontext() as caught:
         run_passes(trainer, data)  # without any collective behind the reductions
     if rank == RANK:

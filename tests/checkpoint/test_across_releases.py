@@ -33,9 +33,12 @@ def _half(python: str, path: str, engine: str, action: str, folder: Path) -> dic
     where = os.pathsep.join([str(ROOT), path] if path else [str(ROOT)])
     done = subprocess.run(
         [python, "-m", "tests.lib.checkpoint.across", engine, action, str(folder), str(out)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": where}, capture_output=True, text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": where},
+        capture_output=True,
+        text=True,
         timeout=600,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return pickle.loads(out.read_bytes())
 

@@ -52,9 +52,7 @@ def into_plain(root: Path, target: Split, vocab_size: int | None = None) -> dict
         expert = place_in(parallel_state.get_expert_tensor_parallel_group())
         load_plain([model], root, None, dense, expert, vocab_size)
 
-    trainer = build_topology_trainer(
-        target.topology, case_of(target), target.strategy, change=read
-    )
+    trainer = build_topology_trainer(target.topology, case_of(target), target.strategy, change=read)
     return {name: values["weight"] for name, values in whole_state(trainer).items()}
 
 
@@ -75,10 +73,12 @@ def check_splits(
 
 @pytest.mark.parametrize(
     ("source", "targets"),
-    [(DENSE, (small(2, ZERO1, pp=2), small(2, ZERO3, tp=2))),
-     (EXPERTS, (small(2, ZERO3, ep=2), small(2, ZERO1, tp=2, ep=1)))],
+    [
+        (DENSE, (small(2, ZERO1, pp=2), small(2, ZERO3, tp=2))),
+        (EXPERTS, (small(2, ZERO3, ep=2), small(2, ZERO1, tp=2, ep=1))),
+    ],
     ids=["tied embeddings and biases", "experts and gated layers"],
-)  # fmt: skip
+)
 def test_weights_go_to_other_splits(
     tmp_path: Path, source: Split, targets: tuple[Split, ...]
 ) -> None:
@@ -113,10 +113,16 @@ def bridge() -> Iterator[Any]:
     """A stand-in for Megatron-Bridge's module."""
 
     def _load_base_checkpoint(
-        load_dir: Any, ckpt_cfg: Any, rank0: bool = False, sharded_state_dict: Any = None,
-        checkpointing_context: Any = None, ignore_ckpt_step: bool = False, cfg: Any = None, *,
+        load_dir: Any,
+        ckpt_cfg: Any,
+        rank0: bool = False,
+        sharded_state_dict: Any = None,
+        checkpointing_context: Any = None,
+        ignore_ckpt_step: bool = False,
+        cfg: Any = None,
+        *,
         pg_collection: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return "its own"
 
     types = SimpleNamespace(FSDP_DTENSOR="a type")
@@ -127,7 +133,8 @@ def bridge() -> Iterator[Any]:
 
 
 def test_nothing_of_the_checkpoint_is_run(one_rank: None, tmp_path: Path) -> None:
-    root, made = tmp_path / "a", tmp_path / "made"
+    root = tmp_path / "a"
+    made = tmp_path / "made"
     weights = {"module.decoder.layers.0.input_layernorm.weight": torch.ones(2)}
     evil = Evil(Path.touch, made)
     save_fsdp(root, {"model": weights, "args": {"num_layers": 1, "x": evil}})

@@ -60,9 +60,12 @@ def _bundled(rank: int, world: int, given: str, root: str, optimizer: bool) -> d
     whole: Values = {}
     if world == 1:
         trainer.wrapper.module.state_dict()  # it shows the main weights then
-        whole = _whole(trainer, lambda values: {  # on one rank every local tensor is whole
-            name: value.to_local().detach().clone() for name, value in values.items()
-        })  # fmt: skip
+        whole = _whole(
+            trainer,
+            lambda values: {  # on one rank every local tensor is whole
+                name: value.to_local().detach().clone() for name, value in values.items()
+            },
+        )
     trainer.wrapper.module.zero_grad_buffer()
     return {"whole": whole, "losses": _steps(trainer, device, STEPS)}
 
@@ -87,7 +90,10 @@ def half(
     """Saves or loads: the bundled engine on one rank, where it can save optimizer state; ours on
     two, under a strategy."""
     if engine == "bundled":
-        folders = ("", root) if action == "save" else (root, f"{root}/again")
+        if action == "save":
+            folders = ("", root)
+        else:
+            folders = (root, f"{root}/again")
         return run_ranks(_bundled, 1, *folders, True, timeout=300)[0]
     return run_ranks(_ours, 2, action, root, True, strategy, timeout=300)[0]
 
@@ -119,7 +125,8 @@ def test_a_checkpoint_of_each_engine_loads_in_the_other(
 @pytest.mark.full
 def test_weights_go_both_ways_between_two_ranks(tmp_path: Path) -> None:
     """Without optimizer state, which the bundled engine cannot save from two ranks."""
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    first = str(tmp_path / "first")
+    second = str(tmp_path / "second")
     written = run_ranks(_ours, 2, "save", first, False, "optim_grads_params")[0]["whole"]
     run_ranks(_bundled, 2, first, second, False)
     read = run_ranks(_ours, 2, "load", second, False, "optim_grads")[0]["whole"]

@@ -98,7 +98,10 @@ def _nothing_of_training_is_used(rank: int, size: int, work: str) -> None:
         dist.barrier()
         assert called[-1] == ("barrier", True), "the test sees nothing"
         # Bad arguments of one rank raise at once, on all.
-        state = _full_state(rank, size) if rank == 0 else {"model": {1: 2}}
+        if rank == 0:
+            state = _full_state(rank, size)
+        else:
+            state = {"model": {1: 2}}
         with pytest.raises(ValueError, match="keys must be strings"):
             saver.save(work, 4, state)
         assert not saver.busy
@@ -167,7 +170,8 @@ def test_a_closed_saver_leaves_its_process_group_to_no_garbage_collection(
 
 def test_the_copy_is_one_and_is_used_again(one_rank: None) -> None:
     buffers: dict[str, torch.Tensor] = {}
-    state, name = nested_state(0, 1), "module.float32.fc"
+    state = nested_state(0, 1)
+    name = "module.float32.fc"
     first = host_copy(state, buffers)
     held = {path: buffer.data_ptr() for path, buffer in buffers.items()}
     local = state["model"][name]._local_tensor.fill_(7)

@@ -122,138 +122,214 @@ class Damage:
 
 TABLE = (
     Damage(
-        "a bit of a tensor", _edited(DATA, _flip_value), load=None,
-        status=1, printed=("DAMAGED", DATA, "differs from its digest"),
+        "a bit of a tensor",
+        _edited(DATA, _flip_value),
+        load=None,
+        status=1,
+        printed=("DAMAGED", DATA, "differs from its digest"),
     ),
     Damage(
-        "data cut short", _edited(DATA, lambda c: c[:-1]), load=("half-written", DATA, "bytes"),
-        status=1, printed=(DATA, "was saved with"),
+        "data cut short",
+        _edited(DATA, lambda c: c[:-1]),
+        load=("half-written", DATA, "bytes"),
+        status=1,
+        printed=(DATA, "was saved with"),
     ),
     Damage(
-        "data grown", _edited(DATA, lambda c: c + b"\0"), load=None,
-        status=1, printed=(DATA, "was saved with"),
+        "data grown",
+        _edited(DATA, lambda c: c + b"\0"),
+        load=None,
+        status=1,
+        printed=(DATA, "was saved with"),
     ),
     Damage(
-        "data gone", lambda folder: (folder / DATA).unlink(),
-        load=("half-written", f"{DATA} is missing"), status=1, printed=(DATA, "missing"),
+        "data gone",
+        lambda folder: (folder / DATA).unlink(),
+        load=("half-written", f"{DATA} is missing"),
+        status=1,
+        printed=(DATA, "missing"),
     ),
     Damage(
-        "metadata gone", lambda folder: (folder / ".metadata").unlink(),
-        load=("half-written", "no .metadata"), status=1, printed=(".metadata: missing",),
+        "metadata gone",
+        lambda folder: (folder / ".metadata").unlink(),
+        load=("half-written", "no .metadata"),
+        status=1,
+        printed=(".metadata: missing",),
     ),
     Damage(
-        "metadata cut short", _edited(".metadata", _half),
-        load=("is damaged", ".metadata differs from its digest", "complete in"), status=1,
+        "metadata cut short",
+        _edited(".metadata", _half),
+        load=("is damaged", ".metadata differs from its digest", "complete in"),
+        status=1,
         printed=(".metadata", "bytes"),
     ),
     Damage(
-        "metadata of something else", _edited(".metadata", lambda c: pickle.dumps({"a": 1})),
-        load=("is damaged", ".metadata"), status=1, printed=(".metadata", "bytes"),
+        "metadata of something else",
+        _edited(".metadata", lambda c: pickle.dumps({"a": 1})),
+        load=("is damaged", ".metadata"),
+        status=1,
+        printed=(".metadata", "bytes"),
     ),
     Damage(
-        "metadata of something else, without digests", _without_digests(lambda _: {"a": 1}),
+        "metadata of something else, without digests",
+        _without_digests(lambda _: {"a": 1}),
         load=("is damaged", "holds a dict, not metadata"),
-        status=2, printed=("has no digests.json",),
+        status=2,
+        printed=("has no digests.json",),
     ),
     Damage(
-        "metadata cut short, without digests", _without_digests(_half),
+        "metadata cut short, without digests",
+        _without_digests(_half),
         load=("is damaged", ".metadata cannot be read"),
-        status=2, printed=("has no digests.json",),
+        status=2,
+        printed=("has no digests.json",),
     ),
     Damage(
-        "a gap", _without_digests(_chunks(((0,), (32,)), ((33,), (31,)))),
+        "a gap",
+        _without_digests(_chunks(((0,), (32,)), ((33,), (31,)))),
         load=("model.w: the stored blocks overlap or leave a gap",),
-        status=2, printed=("has no digests.json",),
+        status=2,
+        printed=("has no digests.json",),
     ),
     Damage(
-        "a gap and an overlap", _without_digests(_chunks(((0,), (32,)), ((31,), (32,)))),
+        "a gap and an overlap",
+        _without_digests(_chunks(((0,), (32,)), ((31,), (32,)))),
         load=("model.w: the stored blocks overlap or leave a gap",),
-        status=2, printed=("has no digests.json",),
+        status=2,
+        printed=("has no digests.json",),
     ),
     Damage(
-        "too new", _edited(record.RECORD, _record(format_version=2, versions={
-            "megatron_fsdp_adapter": "9.9.9"})),
+        "too new",
+        _edited(
+            record.RECORD, _record(format_version=2, versions={"megatron_fsdp_adapter": "9.9.9"})
+        ),
         load=("format version 2", "9.9.9", "reads versions up to 1", "newer one"),
-        status=2, printed=("format version 2", "9.9.9"),
+        status=2,
+        printed=("format version 2", "9.9.9"),
     ),
     Damage(
-        "version of no number", _edited(record.RECORD, _record(format_version="two")),
-        load=("format version 'two'",), status=2, printed=("format version 'two'",),
+        "version of no number",
+        _edited(record.RECORD, _record(format_version="two")),
+        load=("format version 'two'",),
+        status=2,
+        printed=("format version 'two'",),
     ),
     Damage(
-        "record cut short", _edited(record.RECORD, _half), load=(record.RECORD, "is damaged"),
-        status=2, printed=(record.RECORD, "is damaged"),
+        "record cut short",
+        _edited(record.RECORD, _half),
+        load=(record.RECORD, "is damaged"),
+        status=2,
+        printed=(record.RECORD, "is damaged"),
     ),
     Damage(
-        "record of no table", _edited(record.RECORD, _record(versions="2.13")),
-        load=(record.RECORD, "is damaged"), status=2, printed=("is damaged",),
+        "record of no table",
+        _edited(record.RECORD, _record(versions="2.13")),
+        load=(record.RECORD, "is damaged"),
+        status=2,
+        printed=("is damaged",),
     ),
     Damage(
-        "too new, of no table", _edited(record.RECORD, _record(versions=[1], format_version=2)),
-        load=(record.RECORD, "is damaged"), status=2, printed=("is damaged",),
+        "too new, of no table",
+        _edited(record.RECORD, _record(versions=[1], format_version=2)),
+        load=(record.RECORD, "is damaged"),
+        status=2,
+        printed=("is damaged",),
     ),
     Damage(
-        "record without a version", _edited(record.RECORD, lambda c: b"{}"),
-        load=(record.RECORD, "is damaged", "format_version"), status=2, printed=("is damaged",),
+        "record without a version",
+        _edited(record.RECORD, lambda c: b"{}"),
+        load=(record.RECORD, "is damaged", "format_version"),
+        status=2,
+        printed=("is damaged",),
     ),
     Damage(
-        "digests gone", lambda folder: (folder / digests.DIGESTS).unlink(), load=None,
+        "digests gone",
+        lambda folder: (folder / digests.DIGESTS).unlink(),
+        load=None,
         status=2,
         printed=("has no digests.json", "cannot be verified"),
     ),
     Damage(
-        "digests cut short", _edited(digests.DIGESTS, _half),
+        "digests cut short",
+        _edited(digests.DIGESTS, _half),
         load=(digests.DIGESTS, "is damaged", "Delete it to load"),
-        status=2, printed=(digests.DIGESTS, "is damaged"),
+        status=2,
+        printed=(digests.DIGESTS, "is damaged"),
     ),
     Damage(
         "digests by another method",
         _edited(digests.DIGESTS, lambda c: c.replace(b"crc32", b"sha9", 1)),
-        load=("algorithm 'sha9' is unknown",), status=2, printed=("algorithm 'sha9'",),
+        load=("algorithm 'sha9' is unknown",),
+        status=2,
+        printed=("algorithm 'sha9'",),
     ),
     Damage(
-        "torch_dist", _foreign("metadata.json", ".metadata", "common.pt"),
+        "torch_dist",
+        _foreign("metadata.json", ".metadata", "common.pt"),
         load=("torch_dist", "not a checkpoint in the format fsdp_dtensor", "convert"),
-        status=2, printed=("torch_dist", "convert"),
+        status=2,
+        printed=("torch_dist", "convert"),
     ),
     Damage(
-        "legacy torch", _foreign("mp_rank_00/model_optim_rng.pt"),
-        load=("legacy format", "--ckpt-format torch_dist"), status=2, printed=("legacy format",),
+        "legacy torch",
+        _foreign("mp_rank_00/model_optim_rng.pt"),
+        load=("legacy format", "--ckpt-format torch_dist"),
+        status=2,
+        printed=("legacy format",),
     ),
     Damage(
-        "safetensors", _foreign("config.json", "model-00001-of-00001.safetensors"),
-        load=("folder of safetensors", "import_ckpt"), status=2, printed=("safetensors",),
+        "safetensors",
+        _foreign("config.json", "model-00001-of-00001.safetensors"),
+        load=("folder of safetensors", "import_ckpt"),
+        status=2,
+        printed=("safetensors",),
     ),
     Damage(
-        "folder gone", lambda folder: folder.rename(folder.with_name("elsewhere")),
-        load=("iter_0000002 does not exist", "iteration 1"), status=2, printed=("does not exist",),
-        kind=FileNotFoundError,
-    ),
-    Damage(
-        "temporary name", lambda folder: folder.rename(folder.with_name("tmp.iter_0000002")),
-        load=("half-written", "tmp.iter_0000002", "iteration 1"), status=2,
+        "folder gone",
+        lambda folder: folder.rename(folder.with_name("elsewhere")),
+        load=("iter_0000002 does not exist", "iteration 1"),
+        status=2,
         printed=("does not exist",),
         kind=FileNotFoundError,
     ),
     Damage(
-        "tracker gone", lambda folder: (folder.parent / folders.TRACKER).unlink(),
-        load=(folders.TRACKER, "iteration 1, 2"), status=0, printed=("intact",),
+        "temporary name",
+        lambda folder: folder.rename(folder.with_name("tmp.iter_0000002")),
+        load=("half-written", "tmp.iter_0000002", "iteration 1"),
+        status=2,
+        printed=("does not exist",),
+        kind=FileNotFoundError,
+    ),
+    Damage(
+        "tracker gone",
+        lambda folder: (folder.parent / folders.TRACKER).unlink(),
+        load=(folders.TRACKER, "iteration 1, 2"),
+        status=0,
+        printed=("intact",),
         kind=FileNotFoundError,
     ),
     Damage(
         "tracker without a number",
         lambda folder: (folder.parent / folders.TRACKER).write_text("release"),
-        load=(folders.TRACKER, "'release'"), status=0, printed=("intact",),
+        load=(folders.TRACKER, "'release'"),
+        status=0,
+        printed=("intact",),
     ),
     Damage(
-        "tracker cut short", lambda folder: (folder.parent / folders.TRACKER).write_text(""),
-        load=(folders.TRACKER, "holds ''", "iteration 1, 2"), status=0, printed=("intact",),
+        "tracker cut short",
+        lambda folder: (folder.parent / folders.TRACKER).write_text(""),
+        load=(folders.TRACKER, "holds ''", "iteration 1, 2"),
+        status=0,
+        printed=("intact",),
     ),
     Damage(
-        "something else", _foreign("notes.txt"), load=("half-written", "no .metadata"),
-        status=2, printed=("has no digests.json",),
+        "something else",
+        _foreign("notes.txt"),
+        load=("half-written", "no .metadata"),
+        status=2,
+        printed=("has no digests.json",),
     ),
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -301,9 +377,14 @@ def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[s
     sizes = [p.stat().st_size for p in folder.iterdir()]
     extra = (folder / "run_config.yaml").stat().st_size + (folder / digests.DIGESTS).stat().st_size
     assert report == {
-        "folder": str(folder), "files": 3, "bytes": sum(sizes) - extra, "algorithm": "crc32",
-        "intact": True, "problems": [], "without_digest": ["run_config.yaml"],
-    }  # fmt: skip
+        "folder": str(folder),
+        "files": 3,
+        "bytes": sum(sizes) - extra,
+        "algorithm": "crc32",
+        "intact": True,
+        "problems": [],
+        "without_digest": ["run_config.yaml"],
+    }
     path = folder / digests.DIGESTS  # as earlier releases wrote it, with a digest for each item
     found = json.loads(path.read_text())
     for row in found["files"].values():
@@ -337,7 +418,8 @@ def test_no_flipped_bit_of_metadata_gives_other_values_or_a_traceback(
     folder = root / "iter_0000002"
     if not ours:
         (folder / digests.DIGESTS).unlink()
-    content, loads = (folder / ".metadata").read_bytes(), 0
+    content = (folder / ".metadata").read_bytes()
+    loads = 0
     readers = (describe, lambda path: diff(path, path)) if ours else ()
     for at in range(0, len(content), 13 if ours else 1):
         bit = 1 << at * 5 % 8
@@ -356,7 +438,8 @@ def test_no_flipped_bit_of_metadata_gives_other_values_or_a_traceback(
 
 def test_metadata_of_one_rank_are_not_read(one_rank: None, tmp_path: Path) -> None:
     """torch asks for them, with plain pickle, where it cannot read those of all ranks."""
-    made, folder = tmp_path / "made", tmp_path / "iter_0000001"
+    made = tmp_path / "made"
+    folder = tmp_path / "iter_0000001"
     torch_dcp.save(_state(1.0), checkpoint_id=str(folder))
     evil = Evil(open, str(made), "w")
     for name in (".metadata", "__0.metadata"):

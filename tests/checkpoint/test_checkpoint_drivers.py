@@ -122,16 +122,23 @@ def _generators(value: float, count: int = 4, key: str = "(0, 0)") -> dict[str, 
     [
         pytest.param(_generators(0.0), True, False, id="the same split"),
         pytest.param(_generators(0.0, key="(0, 1)"), False, True, id="another split"),
-        *(pytest.param(_generators(0.0, count), False, True, id=f"{count} data-parallel ranks")
-          for count in (1, 2, 8)),
+        *(
+            pytest.param(_generators(0.0, count), False, True, id=f"{count} data-parallel ranks")
+            for count in (1, 2, 8)
+        ),
         # As Megatron-Bridge from 0.6 on does under another split.
         pytest.param(None, False, False, id="not asked for"),
     ],
-)  # fmt: skip
+)
 def test_generators_are_read_under_the_same_split_alone(
-    driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    own: Any, are_read: bool, is_printed: bool,
-) -> None:  # fmt: skip
+    driver: ModuleType,
+    trainer: Trainer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    own: Any,
+    are_read: bool,
+    is_printed: bool,
+) -> None:
     folder = _saved(trainer, tmp_path / "saved", rng_state=_generators(1.0))
     before = copy.deepcopy(own)
     found = _load(driver, folder, _asked(trainer, rng_state=own))["rng_state"]
@@ -205,7 +212,8 @@ def test_a_model_is_wrapped_for_an_evaluation_from_such_a_checkpoint(
 ) -> None:
     run = {"use_megatron_fsdp": True, "skip_train": True, "ckpt_format": "fsdp_dtensor", **given}
     monkeypatch.setitem(
-        sys.modules, "megatron.training.global_vars",
+        sys.modules,
+        "megatron.training.global_vars",
         SimpleNamespace(get_args=lambda: SimpleNamespace(**run)),
-    )  # fmt: skip
+    )
     assert wrapped_to_evaluate(lambda wrap_with_ddp: wrap_with_ddp, False) is wraps

@@ -143,7 +143,10 @@ def test_a_checkpoint_under_its_replaced_name_is_kept_by_saves_of_later_iteratio
         keep = None
     else:
         save_checkpoint(root, 3, _state(3.0), keep_last=keep)
-    kept = ["iter_0000003"] if keep == 1 else ["iter_0000002", "iter_0000003"]
+    if keep == 1:
+        kept = ["iter_0000003"]
+    else:
+        kept = ["iter_0000002", "iter_0000003"]
     assert names(root) == [*kept, folders.TRACKER]
     if keep != 1:
         assert same(load_checkpoint(root, _state(), iteration=2)[1], _state(2.0))
@@ -153,7 +156,8 @@ def test_everything_is_on_disk_before_it_gets_its_name(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
 
     def without_nonce(path: Any) -> str:
         return re.sub(r"(\.[0-9a-f]{8}-\d+)?\.[0-9a-f]{8}$", "", os.path.basename(path))
@@ -183,7 +187,8 @@ def _made(breaks: bool) -> None:
 
 
 def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
-    layout, mesh = plan(size), data_mesh(size)
+    layout = plan(size)
+    mesh = data_mesh(size)
     tensors = sharded_tensors(layout, rank, mesh, torch.float32)
     save_checkpoint(f"{work}/a", 1, {"model": tensors, "rng": PerRank(rank)})
 
@@ -217,22 +222,44 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     both = sharded_tensors(layout, 0, mesh, torch.float32)
     refused: tuple[tuple[type[Exception], str, Any], ...] = (
         # A state that only one rank cannot save.
-        (ValueError, "rank 1: the state cannot be saved", lambda: save_checkpoint(
-            f"{work}/a", 2, {"model": tensors, "bad": {1: 2} if rank == 1 else {"1": 2}})),
-        (ValueError, "ranks disagree",
-         lambda: save_checkpoint(f"{work}/a", 2 + rank, {"model": tensors})),
+        (
+            ValueError,
+            "rank 1: the state cannot be saved",
+            lambda: save_checkpoint(
+                f"{work}/a", 2, {"model": tensors, "bad": {1: 2} if rank == 1 else {"1": 2}}
+            ),
+        ),
+        (
+            ValueError,
+            "ranks disagree",
+            lambda: save_checkpoint(f"{work}/a", 2 + rank, {"model": tensors}),
+        ),
         # A value that one rank cannot pickle, or that cannot be unpickled there.
-        (CheckpointError, "rank 1: TypeError: cannot pickle '_thread.lock'",
-         lambda: save_checkpoint(f"{work}/a", 2, locked)),
-        (CheckpointError, "rank 1: ImportError: gone",
-         lambda: load_checkpoint(f"{work}/c", {"rng": PerRank()})),
+        (
+            CheckpointError,
+            "rank 1: TypeError: cannot pickle '_thread.lock'",
+            lambda: save_checkpoint(f"{work}/a", 2, locked),
+        ),
+        (
+            CheckpointError,
+            "rank 1: ImportError: gone",
+            lambda: load_checkpoint(f"{work}/c", {"rng": PerRank()}),
+        ),
         # A rank that does not see the folder, as with a root that is not shared.
-        (FileNotFoundError, r"rank 1: .*local does not exist", lambda: load_checkpoint(
-            f"{work}/{('a', 'local')[rank]}", {"model": poisoned, "rng": PerRank()})),
+        (
+            FileNotFoundError,
+            r"rank 1: .*local does not exist",
+            lambda: load_checkpoint(
+                f"{work}/{('a', 'local')[rank]}", {"model": poisoned, "rng": PerRank()}
+            ),
+        ),
         # Overlapping chunks: two ranks claim the same rows.
-        (RuntimeError, "Failed to validate global plan", lambda: save_checkpoint(
-            f"{work}/b", 1, {"model": {**both, "x": tensors["fc"]}})),
-    )  # fmt: skip
+        (
+            RuntimeError,
+            "Failed to validate global plan",
+            lambda: save_checkpoint(f"{work}/b", 1, {"model": {**both, "x": tensors["fc"]}}),
+        ),
+    )
     for error_type, match, call in refused:
         with pytest.raises(error_type, match=match):
             call()

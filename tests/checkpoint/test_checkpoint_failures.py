@@ -43,8 +43,9 @@ def _in_background(ends_with: str, root: str, iteration: int, state: dict[str, A
 
 
 SAVES: tuple[Save, ...] = (
-    save_checkpoint, *(partial(_in_background, end) for end in ("wait", "save", "close"))
-)  # fmt: skip
+    save_checkpoint,
+    *(partial(_in_background, end) for end in ("wait", "save", "close")),
+)
 
 FAULTS: tuple[tuple[Any, str, int], ...] = (
     (folders, "prepare_folder", 0),
@@ -72,7 +73,8 @@ def _check_failure(save: Save, root: str, rank: int, state: dict[str, Any], why:
 
 def _faults(rank: int, size: int, work: str) -> None:
     for owner, stage, failing in FAULTS:
-        root, target = f"{work}/{stage}", numbered_state(rank, size, 0.0)
+        root = f"{work}/{stage}"
+        target = numbered_state(rank, size, 0.0)
         save_checkpoint(root, 1, numbered_state(rank, size, 1.0))
         fails = mock.Mock(side_effect=OSError(28, NO_SPACE))
         for save in SAVES:
@@ -122,7 +124,8 @@ def _moved_away(root: Path, iteration: int, elsewhere: Path) -> Path:
 
 
 def test_links_to_checkpoints_elsewhere_are_unlinked(one_rank: None, tmp_path: Path) -> None:
-    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root = tmp_path / "root"
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -160,7 +163,8 @@ def test_what_cannot_be_deleted_is_one_warning_after_the_checkpoint_is_there(
 ) -> None:
     for iteration in (1, 2, 3):
         save_checkpoint(tmp_path, iteration, _state(0, float(iteration)))
-    rmtree, tracker = shutil.rmtree, []
+    rmtree = shutil.rmtree
+    tracker = []
 
     def busy(path: Path, **options: Any) -> None:
         tracker.append(latest_iteration(tmp_path))
@@ -193,7 +197,8 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
     group = [dist.new_group([r]) for r in range(size)][rank]
     keys = [_state(r, 0.0)["model"] for r in range(size)]
     for owner, name in HELD:
-        root, original = f"{work}/{name}", getattr(owner, name)
+        root = f"{work}/{name}"
+        original = getattr(owner, name)
 
         def held(*args: Any, original: Any = original) -> Any:
             dist.barrier()

@@ -41,8 +41,10 @@ def _by_megatron(root: Path, iteration: int, state: dict[str, Any], keep: int) -
 
 
 SAVES_BY: dict[str, Callable[..., Any]] = {
-    "at once": save_checkpoint, "in the background": _in_background, "by Megatron": _by_megatron,
-}  # fmt: skip
+    "at once": save_checkpoint,
+    "in the background": _in_background,
+    "by Megatron": _by_megatron,
+}
 
 
 def _kill_before(operation: int) -> None:

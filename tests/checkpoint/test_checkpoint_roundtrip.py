@@ -80,10 +80,11 @@ def test_torch_reads_the_folder_as_whole_tensors(saved: tuple[Path, Any], cut: i
     """An independent reader, with plain tensors of the whole shape, finds the whole values."""
     names = [(dtype, spec) for dtype in DTYPES for spec in plan(4, cut=cut).specs]
     plain = {
-        f"module.{str(dtype).removeprefix('torch.')}.{spec.fqns[0]}":
-            torch.zeros(spec.shape or (1,), dtype=dtype)
+        f"module.{str(dtype).removeprefix('torch.')}.{spec.fqns[0]}": torch.zeros(
+            spec.shape or (1,), dtype=dtype
+        )
         for dtype, spec in names
-    }  # fmt: skip
+    }
     torch.distributed.checkpoint.load(
         {"model": plain}, checkpoint_id=saved[0] / str(cut) / FOLDER, no_dist=True
     )

@@ -108,7 +108,7 @@ def test_neither_a_model_nor_a_checkpoint_has_to_have_any(
 
 
 def test_a_record_of_another_kind_is_an_error_before_anything_is_written(
-    device: torch.device
+    device: torch.device,
 ) -> None:
     trainer = made(device, LENGTH)
     state = trainer.wrapper.state_dict_for_save_checkpoint()

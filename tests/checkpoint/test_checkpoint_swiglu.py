@@ -33,7 +33,8 @@ def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...
     case = CASE.but(swiglu=True, ffn=20)
     trainer = build_topology_trainer(topology, case, "optim_grads_params")
     inner = trainer.chunks[0].module
-    saved, params = inner.state_dict_for_save_checkpoint(), inner.state_dict()
+    saved = inner.state_dict_for_save_checkpoint()
+    params = inner.state_dict()
     forbidden = Mock(side_effect=AssertionError("the split communicates"))
     with patch.multiple(dist, all_gather_object=forbidden, all_gather=forbidden):
         found, _ = core.handle_swiglu_in_state_dict(inner, saved, None)
@@ -60,7 +61,8 @@ def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...
 
 def _check_loads(inner: Any) -> None:
     """Of copies in that form, each rank's rows or whole, by a model that has other values."""
-    state, params = inner.state_dict_for_save_checkpoint(), list(inner.parameters())
+    state = inner.state_dict_for_save_checkpoint()
+    params = list(inner.parameters())
     own = {key: v for key, v in state.items() if isinstance(v, DTensor)}
     expected = [param._local_tensor.clone() for param in params]
     for given in ({key: value.clone() for key, value in own.items()}, full_all(own)):

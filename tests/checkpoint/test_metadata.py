@@ -30,7 +30,8 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
 
-RANKS, KEYS = 200, [f"{kind}.linear_fc2.weight" for kind in ("model", "exp_avg", "exp_avg_sq")]
+RANKS = 200
+KEYS = [f"{kind}.linear_fc2.weight" for kind in ("model", "exp_avg", "exp_avg_sq")]
 SIZE = torch.Size([3, 4])
 BF16 = {"dtype": torch.bfloat16}
 
@@ -50,8 +51,9 @@ def entry(
 ) -> TensorStorageMetadata:
     """A tensor cut into equal blocks of rows; made: the type of what tells of a block."""
     rows = size[0] // ranks
-    chunks = [ChunkStorageMetadata(made([rows * rank, 0]), made([rows, size[1]]))
-              for rank in range(ranks)]  # fmt: skip
+    chunks = [
+        ChunkStorageMetadata(made([rows * rank, 0]), made([rows, size[1]])) for rank in range(ranks)
+    ]
     return TensorStorageMetadata(properties, size, chunks)
 
 

@@ -39,17 +39,39 @@ ZERO0, ZERO1, ZERO2, ZERO3 = STRATEGIES
 
 
 def _split(
-    world: int, strategy: str, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 0,
-    outer: str | None = None, cp: int = 1, etp: int | None = None,
+    world: int,
+    strategy: str,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 0,
+    outer: str | None = None,
+    cp: int = 1,
+    etp: int | None = None,
 ) -> Split:
     """ep: 0 for the dense model. outer: of two optimizer instances; None for one. Experts with
     tensor parallelism are split over it too, unless etp says otherwise."""
     experts = 4 if ep else None
-    etp = (tp if etp is None else etp) if ep else None
+    if ep:
+        if etp is None:
+            etp = tp
+        else:
+            etp = etp
+    else:
+        etp = None
     topology = Topology(
-        "", tp=tp, cp=cp, pp=pp, vpp=vpp, ep=max(ep, 1), etp=etp, sp=tp > 1, experts=experts,
-        dispatcher="allgather" if (etp or 1) > 1 else "alltoall", aligned=pp > 1,
-    )  # fmt: skip
+        "",
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        vpp=vpp,
+        ep=max(ep, 1),
+        etp=etp,
+        sp=tp > 1,
+        experts=experts,
+        dispatcher="allgather" if (etp or 1) > 1 else "alltoall",
+        aligned=pp > 1,
+    )
     axes = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp or 1, "ep": ep, "etp": etp or 1}
     parts = [f"{name}{size}" for name, size in axes.items() if size > 1]
     outer_name = {None: [], "no_shard": ["hsdp"], "optim": ["hybrid"]}[outer]
@@ -190,10 +212,12 @@ def test_saved_at_one_split_loads_at_another(default_outcomes: list[dict[str, An
 @pytest.mark.parametrize("splits", (DENSE, MOE), ids=("dense", "experts"))
 def test_pairwise_cover(tmp_path: Path, splits: tuple[Split, ...]) -> None:
     """Each split in processes of its own: the threads and sockets of gloo groups outlive them."""
-    pairs, root = pairs_of(splits), str(tmp_path)
+    pairs = pairs_of(splits)
+    root = str(tmp_path)
     for split in splits:
         run_ranks(_run, split.world, root, [split], [], timeout=300.0)
-    count, wrong = 0, {}
+    count = 0
+    wrong = {}
     for split in splits:
         loads = [pair for pair in pairs if pair[1] == split]
         for found in run_ranks(_run, split.world, root, [], loads, timeout=600.0):
@@ -212,9 +236,10 @@ MUON = (
 def _momentum(rank: int, world: int, root: str) -> None:
     for number, split in enumerate(MUON):
         trainer = trainer_of(
-            replace(split, case={"seed": number}), fields={"num_query_groups": 2},
+            replace(split, case={"seed": number}),
+            fields={"num_query_groups": 2},
             optimizer_options={"optimizer": "muon"},
-        )  # fmt: skip
+        )
         if number == 0:
             topology_step(trainer, 0)
         else:
@@ -239,8 +264,10 @@ def _padded(root: str) -> dict[str, Any]:
     parallelism too: Megatron pads to a multiple of its size."""
     outcome: dict[str, Any] = {}
     for source, target, rows in (
-        (DEFAULT[1], DEFAULT[0], 60), (DEFAULT[1], DEFAULT[0], 52), (DEFAULT[0], TP4, 56)
-    ):  # fmt: skip
+        (DEFAULT[1], DEFAULT[0], 60),
+        (DEFAULT[1], DEFAULT[0], 52),
+        (DEFAULT[0], TP4, 56),
+    ):
         whole = torch.load(f"{root}/{source.name}.pt")
         trainer = trainer_of(replace(target, case={"vocab": rows}))
         _poison(trainer)
@@ -260,7 +287,10 @@ def _padded(root: str) -> dict[str, Any]:
 def _padding_problems(loaded: Whole, whole: Whole, rows: int) -> list[str]:
     table = "embedding.word_embeddings.weight"
     padding = loaded[table]["weight"][rows:]
-    untouched = [] if padding.numel() and bool((padding == 77).all()) else ["padding was written"]
+    if padding.numel() and bool((padding == 77).all()):
+        untouched = []
+    else:
+        untouched = ["padding was written"]
     kept = {name: dict(entry) for name, entry in loaded.items()}
     for what in ("weight", "exp_avg", "exp_avg_sq"):
         kept[table][what] = loaded[table][what][:rows]

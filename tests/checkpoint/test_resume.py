@@ -75,7 +75,10 @@ class Run:
 
     def trainer(self, strategy: str, device: Any, plain: bool = False, seed: int = 1) -> Any:
         case = gpt.Case(**{"microbatches": 2, "seed": seed, **self.case})
-        options = {} if plain else {"ddp": self.ddp, "optimizer": self.optimizer}
+        if plain:
+            options = {}
+        else:
+            options = {"ddp": self.ddp, "optimizer": self.optimizer}
         return gpt.build_trainer(case, strategy, device, self.freeze, **options)
 
     def freeze(self, model: torch.nn.Module) -> None:
@@ -112,15 +115,22 @@ RUNS: dict[str, Run] = {
     "gated": Run({**GATED, "tied": True}, readers=ENDS[1:]),
     "instances": Run(GATED, TWO),
     "split instances": Run(GATED, SPLIT, strategies=ENDS),
-    "sgd": Run({**SMALL, "lr": 0.05}, optimizer={"optimizer": "sgd", "sgd_momentum": 0.9},
-               strategies=ENDS, readers=ENDS[1:]),
+    "sgd": Run(
+        {**SMALL, "lr": 0.05},
+        optimizer={"optimizer": "sgd", "sgd_momentum": 0.9},
+        strategies=ENDS,
+        readers=ENDS[1:],
+    ),
     "muon": matrices(optimizer={"optimizer": "muon"}),
     "lion": matrices(optimizer={"optimizer": "lion"}),
     "offload of core": offloaded(optimizer=CORE),
     "offload of core, fused": offloaded(optimizer=CORE, context=FUSED),
     "streamed": offloaded(),
     "joined units": Run(
-        {**SMALL, "num_layers": 5}, {UNIT_NUMEL: 2500}, strategies=ENDS, readers=ENDS[1:],
+        {**SMALL, "num_layers": 5},
+        {UNIT_NUMEL: 2500},
+        strategies=ENDS,
+        readers=ENDS[1:],
         plain=True,
     ),
     "fused": counted(context=FUSED, strategies=("no_shard", "optim", "optim_grads_params")),
@@ -128,7 +138,7 @@ RUNS: dict[str, Run] = {
     "fused, streamed": counted(STREAMED, context=FUSED, strategies=ENDS[1:]),
     "fused, streamed, newer": counted(STREAMED, context=newer_fused, strategies=ENDS[1:]),
     "fused, split instances": counted(SPLIT, context=FUSED, strategies=ENDS[1:]),
-}  # fmt: skip
+}
 
 
 # As Megatron saves and loads.
@@ -191,7 +201,8 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
     """Main weights and what the optimizer keeps of them, whole, and counts of steps; collective."""
     trainer.wrapper.stop_communication()
     shown = sharded_state(trainer)["optimizer"]
-    found, kept = dict(trainer.params()), {}
+    found = dict(trainer.params())
+    kept = {}
     for name, entry in shown["state"].items():
         kept |= {f"{name}.{key}": value for key, value in entry.items() if key != "step"}
         step = {**entry, **shown["param_to_group_meta"].get(name, {})}.get("step") or 0
@@ -234,7 +245,8 @@ def check_run(rank: int, device: Any, run: Run, strategy: str, folder: str) -> t
         assert a_rank_holds_nothing_of_a_group(first) is (strategy != "no_shard"), folder
         assert counts(first) == [0], folder
     steps(first, 0)
-    keys, saved = save(first, folder), bits(first)
+    keys = save(first, folder)
+    saved = bits(first)
     sources = [folder]
     if run.kept:
         save(first, f"{folder}-before", run.kept)
@@ -242,7 +254,8 @@ def check_run(rank: int, device: Any, run: Run, strategy: str, folder: str) -> t
     if run.readers:
         keep_whole(run, first, f"{folder}.pt", rank)
     tensors = dtensors_of(sharded_state(first))
-    losses, final = steps(first, STEPS), bits(first)
+    losses = steps(first, STEPS)
+    final = bits(first)
     order = sorted if run.plain else list  # offload makes state where a rank has no rows
     for source in sources:
         second = run.trainer(strategy, device, seed=4321)
@@ -331,7 +344,8 @@ def test_a_run_is_resumed_bit_for_bit_and_read_elsewhere(
         if run.readers:
             saved[name] = [f"{name}-{one}{end}" for one in run.strategies for end in ends]
         if run.alone is not None:
-            source, back = saved[name][-1], f"{saved[name][-1]}-converted"
+            source = saved[name][-1]
+            back = f"{saved[name][-1]}-converted"
             convert(tmp_path / source, tmp_path / "other" / name, "torch_dist")
             convert(tmp_path / "other" / name, tmp_path / back, "fsdp_dtensor")
             saved[name].append(back)

@@ -30,7 +30,8 @@ CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 # As on the second of two pipeline stages with a layer each.
 LAST = GlobalNames(renumbered={"layers.0": "1"})
 TWO = GlobalNames(renumbered={"layers.0": "1", "layers.1": "2"})
-KEYS, BOTH = ["layers.0.a", "layers.0.b"], ["layers.0.a", "layers.1.a"]
+KEYS = ["layers.0.a", "layers.0.b"]
+BOTH = ["layers.0.a", "layers.1.a"]
 
 
 @pytest.fixture
@@ -47,8 +48,12 @@ FORMS: dict[str, tuple[Any, list[str], list[str], int | None]] = {
     "all keys decide, of the module": (TWO, BOTH, BOTH, 0),
     "either": (TWO, BOTH, ["layers.1.a"], None),
     "a key that means the same in both is no question": (
-        LAST, ["layers.0.a", "embedding"], ["embedding"], 0),
-}  # fmt: skip
+        LAST,
+        ["layers.0.a", "embedding"],
+        ["embedding"],
+        0,
+    ),
+}
 """Names of a checkpoint, the module's keys, those that are given, and which form they are of."""
 
 
@@ -56,7 +61,8 @@ FORMS: dict[str, tuple[Any, list[str], list[str], int | None]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_is_known_by_its_keys(name: str, depth: str) -> None:
     names, own, given, number = FORMS[name]
-    forms, asked = (module_form(own), checkpoint_form(own, names)), [depth + key for key in given]
+    forms = (module_form(own), checkpoint_form(own, names))
+    asked = [depth + key for key in given]
     if number is None:
         with pytest.raises(ValueError, match="fit both names"):
             chosen_form(forms, asked)
@@ -89,10 +95,12 @@ def test_a_layer_whose_slices_do_not_join_is_refused_under_tensor_parallelism(
 
 
 def _chunk(*keys: str) -> Any:
-    return mock.Mock(**{
-        "state_dict_for_save_checkpoint.return_value": dict.fromkeys(keys, 0),
-        "checkpoint_keys.return_value": frozenset(keys),
-    })  # fmt: skip
+    return mock.Mock(
+        **{
+            "state_dict_for_save_checkpoint.return_value": dict.fromkeys(keys, 0),
+            "checkpoint_keys.return_value": frozenset(keys),
+        }
+    )
 
 
 def test_keys_of_no_chunk_or_of_several_are_refused() -> None:
@@ -138,7 +146,8 @@ def test_a_vocabulary_has_a_size_and_no_more_rows_than_its_table(one_rank: None)
 def test_halves_of_optimizer_state_are_both_there_and_sharded(one_rank: None) -> None:
     value, ref = _fc(0)
     params = {"fc": SimpleNamespace(fsdp_layout_ref=ref)}
-    own, halved = {"fc": {"exp_avg": value}}, frozenset({"fc"})
+    own = {"fc": {"exp_avg": value}}
+    halved = frozenset({"fc"})
     cut = in_pieces(own, params, halved)
     assert list(cut) == ["fc_w", "fc_v"]
     assert joined(cut, own, params, halved)["fc"]["exp_avg"] is value
@@ -151,7 +160,8 @@ def test_halves_of_optimizer_state_are_both_there_and_sharded(one_rank: None) ->
 
 
 def test_a_load_keeps_how_this_run_splits_the_model() -> None:
-    dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    dense = nn.Parameter(torch.zeros(1))
+    expert = nn.Parameter(torch.zeros(1))
     groups = [
         {"params": [dense], "is_expert_parallel": False, "lr": 1.0},
         {"params": [expert], "is_expert_parallel": True, "lr": 1.0},

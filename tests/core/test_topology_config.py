@@ -77,9 +77,12 @@ def test_an_outer_axis_and_the_mesh_over_it():
     with pretended_world(8, rank=5):
         shard, outer, tensor = (dist.new_group(ranks) for ranks in ([5, 7], [1, 5], [4, 5]))
         index = index_of(
-            shard, outer_fsdp_group=outer, tp_group=tensor, dp_group=dist.new_group([1, 3, 5, 7]),
+            shard,
+            outer_fsdp_group=outer,
+            tp_group=tensor,
+            dp_group=dist.new_group([1, 3, 5, 7]),
             hsdp_outer_dp_shard=True,
-        )  # fmt: skip
+        )
         domain = index.domain(DENSE)
         assert domain.outer == Axis("outer_fsdp_dp", outer, (1, 5), 1) and domain.outer_size == 2
         assert index.get_outer_fsdp_group() is index.hybrid_fsdp_group is outer
@@ -92,7 +95,8 @@ def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
     """As with several modules of one model, or two models in a process."""
     halves = dist.new_group([0, 2]), dist.new_group([2, 3])
     outer = dist.new_group([0, 2])
-    one, other = index_of(halves[0]), index_of(halves[1], outer_fsdp_group=outer)
+    one = index_of(halves[0])
+    other = index_of(halves[1], outer_fsdp_group=outer)
     again = index_of(halves[0])
     meshes = [index.domain(DENSE).mesh for index in (one, other, again)]
     assert meshes[0].mesh.tolist() == [0, 2] == meshes[2].mesh.tolist()
@@ -104,7 +108,10 @@ def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
 
 def domain_of(world, ranks=(0, 1, 2, 3), outer=None):
     axis = dataclasses.replace(Axis.of("dp_cp", world), ranks=ranks)
-    outer = None if outer is None else Axis("outer_fsdp_dp", world, outer, 0)
+    if outer is None:
+        outer = None
+    else:
+        outer = Axis("outer_fsdp_dp", world, outer, 0)
     mesh = index_of(world).domain(DENSE).mesh
     return ShardDomain(DENSE, axis, world, world, mesh, 1.0, outer)
 
@@ -115,7 +122,8 @@ BAD = {
         r"outer group .*\[2, 3\].*\[0, 1, 2, 3\].*no other",
     ),
     "ranks come in the order of the group": (
-        lambda world: domain_of(world, ranks=(1, 0, 2, 3)), "same ranks in the same order",
+        lambda world: domain_of(world, ranks=(1, 0, 2, 3)),
+        "same ranks in the same order",
     ),
     "groups make a mesh": (
         lambda world: index_of(world, tp_group=dist.new_group([2, 3])),
@@ -130,7 +138,8 @@ BAD = {
     },
     **{
         f"a gradient scale of {scale}": (
-            lambda world, scale=scale: index_of(world, grad_scale=scale), "grad_scale",
+            lambda world, scale=scale: index_of(world, grad_scale=scale),
+            "grad_scale",
         )
         for scale in (0.0, -1.0, float("nan"))
     },
@@ -142,7 +151,7 @@ BAD = {
         lambda world: build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=float),
         r"pg_collection\.dp_cp is missing",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -166,9 +175,10 @@ def test_groups_are_read_where_they_are_set(world):
 
 def good(**changes) -> DistributedDataParallelConfig:
     config = DistributedDataParallelConfig(
-        use_megatron_fsdp=True, use_distributed_optimizer=True,
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
         data_parallel_sharding_strategy="optim_grads_params",
-    )  # fmt: skip
+    )
     for name, value in changes.items():
         setattr(config, name, value)
     return config
@@ -197,7 +207,8 @@ def test_accepted_options_change_nothing(strategy, option):
     assert engine_config(config) == engine_config(plain)
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(
@@ -208,16 +219,26 @@ CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         for strategy, row in STRATEGIES.items()
     ),
     *(
-        ({"gradient_reduce_div_fusion": fusion, "average_in_collective": average},
-         {"scale_before_sum": not fusion and not average})
+        (
+            {"gradient_reduce_div_fusion": fusion, "average_in_collective": average},
+            {"scale_before_sum": not fusion and not average},
+        )
         for fusion, average in itertools.product((False, True), repeat=2)
     ),
     *(
-        ({"data_parallel_sharding_strategy": strategy, "megatron_fsdp_main_grads_dtype": grads,
-          "reduce_scatter_with_fp32_accumulation": True, "megatron_fsdp_grad_comm_dtype": BF16},
-         {"reduce_scatter": ALL_TO_ALL_SUM})
+        (
+            {
+                "data_parallel_sharding_strategy": strategy,
+                "megatron_fsdp_main_grads_dtype": grads,
+                "reduce_scatter_with_fp32_accumulation": True,
+                "megatron_fsdp_grad_comm_dtype": BF16,
+            },
+            {"reduce_scatter": ALL_TO_ALL_SUM},
+        )
         for strategy, grads in (
-            ("optim", None), ("optim_grads", FP32), ("optim_grads_params", None),
+            ("optim", None),
+            ("optim_grads", FP32),
+            ("optim_grads_params", None),
         )
     ),
     # Any dtypes, with any strategy.
@@ -232,7 +253,7 @@ CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             MixedPrecisionPolicy, itertools.product((None, FP32, BF16), repeat=3)
         )
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "expected"), CONFIGS)
@@ -248,33 +269,50 @@ def test_what_the_engine_is_told(changes, expected):
 SUMS = "reduce_scatter=all_to_all_sum with"
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
     *(
-        (f"{option}=False with {strategy}.*Set {option}=True",
-         partial(EngineConfig, STRATEGIES[strategy], **{option: False}))
+        (
+            f"{option}=False with {strategy}.*Set {option}=True",
+            partial(EngineConfig, STRATEGIES[strategy], **{option: False}),
+        )
         for strategy, option in (
-            ("optim_grads", OVERLAPS[0]), *(("optim_grads_params", one) for one in OVERLAPS),
+            ("optim_grads", OVERLAPS[0]),
+            *(("optim_grads_params", one) for one in OVERLAPS),
         )
     ),
     *(
-        (SUMS, partial(
-            EngineConfig, STRATEGIES[strategy],
-            MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm),
-            reduce_scatter=ALL_TO_ALL_SUM,
-        ))
+        (
+            SUMS,
+            partial(
+                EngineConfig,
+                STRATEGIES[strategy],
+                MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm),
+                reduce_scatter=ALL_TO_ALL_SUM,
+            ),
+        )
         for strategy, comm, grads in (
-            ("no_shard", BF16, None), ("optim", None, None), ("optim", BF16, BF16),
+            ("no_shard", BF16, None),
+            ("optim", None, None),
+            ("optim", BF16, BF16),
         )
     ),
-    ("grad_comm_dtype=torch.float16: unsupported. Use one of",
-     partial(MixedPrecisionPolicy, grad_comm_dtype=torch.float16)),
+    (
+        "grad_comm_dtype=torch.float16: unsupported. Use one of",
+        partial(MixedPrecisionPolicy, grad_comm_dtype=torch.float16),
+    ),
     ("device=meta: only 'cuda' and 'cpu'", partial(make_runtime, torch.device("meta"))),
     ("data_parallel_sharding_strategy='zero3': unknown", partial(strategy_named, "zero3")),
-    ("strategy new: shard_weights=True with shard_grads=False",
-     partial(Strategy, "new", shard_weights=True, shard_grads=False, shard_main=True)),
-    ("strategy optim of a unit of a model with no_shard: one of them shards main weights",
-     partial(EngineConfig(STRATEGIES["no_shard"]).for_unit, STRATEGIES["optim"])),
-    ("bucket_size=5 and num_buckets=2 are mutually exclusive",
-     partial(OurConfig, bucket_size=5, num_buckets=2)),
-]  # fmt: skip
+    (
+        "strategy new: shard_weights=True with shard_grads=False",
+        partial(Strategy, "new", shard_weights=True, shard_grads=False, shard_main=True),
+    ),
+    (
+        "strategy optim of a unit of a model with no_shard: one of them shards main weights",
+        partial(EngineConfig(STRATEGIES["no_shard"]).for_unit, STRATEGIES["optim"]),
+    ),
+    (
+        "bucket_size=5 and num_buckets=2 are mutually exclusive",
+        partial(OurConfig, bucket_size=5, num_buckets=2),
+    ),
+]
 
 
 @pytest.mark.parametrize(("message", "make"), REFUSED)
@@ -317,9 +355,11 @@ def test_the_older_names_map_onto_the_policy_and_warn_once(make, changes, expect
 )  # fmt: skip
 def test_contradictions_of_old_and_new_names_are_refused(changes, refused):
     config = OurConfig(
-        use_megatron_fsdp=True, use_distributed_optimizer=True,
-        data_parallel_sharding_strategy="optim_grads_params", **changes,
-    )  # fmt: skip
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        **changes,
+    )
     found = [line.split("=")[0] for line in problems(config, DDP_CONFIG_RULES)]
     assert found == ([] if refused is None else [refused])
 

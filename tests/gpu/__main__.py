@@ -51,10 +51,22 @@ class Running:
 
 def command_of(shard: Shard, options: argparse.Namespace) -> list[str]:
     return [
-        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.lib.gpu.journal",
-        "--journal", str(options.results), "--failures", str(options.log / "failures.txt"),
-        "-rA", "--tb=short", "--full", *(shard.unreached or [shard.path]),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.lib.gpu.journal",
+        "--journal",
+        str(options.results),
+        "--failures",
+        str(options.log / "failures.txt"),
+        "-rA",
+        "--tb=short",
+        "--full",
+        *(shard.unreached or [shard.path]),
+    ]
 
 
 def start(shard: Shard, options: argparse.Namespace) -> Running:
@@ -62,15 +74,20 @@ def start(shard: Shard, options: argparse.Namespace) -> Running:
     log = options.log / f"{shard.name}.log"
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command_of(shard, options), cwd=shards.ROOT,
+            command_of(shard, options),
+            cwd=shards.ROOT,
             env={
-                **os.environ, strays.VARIABLE: value,
+                **os.environ,
+                strays.VARIABLE: value,
                 STACKS: str(options.log / f"{shard.name}.stacks"),
             },
-            stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
-    now, lines = time.monotonic(), lines_of(shard, options)
+        )
+    now = time.monotonic()
+    lines = lines_of(shard, options)
     return Running(shard, process, mark, now, now, lines, lines)
 
 
@@ -134,9 +151,14 @@ def ended(one: Running, options: argparse.Namespace, why: str) -> None:
     idle = not why and lines_of(one.shard, options) == one.lines_before
     status = one.process.returncode
     journal.note(
-        options.results, shard=one.shard.name, ended=status, seconds=seconds, idle=idle,
-        beside=one.beside, gib=one.gib,
-    )  # fmt: skip
+        options.results,
+        shard=one.shard.name,
+        ended=status,
+        seconds=seconds,
+        idle=idle,
+        beside=one.beside,
+        gib=one.gib,
+    )
     counts = state(options)[one.shard.name].counts()
     said = ", ".join(f"{count} {name}" for name, count in counts.items())
     print(f"{seconds:6.0f} s  {one.shard.name}: {said}{why and f' ({why})'}", flush=True)
@@ -186,9 +208,10 @@ def memory_of_the_device() -> float:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.gpu", description=__doc__,
+        prog="python -m tests.gpu",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--results", type=Path, default=Path("runs/gpu/results.jsonl"))
     parser.add_argument("--log", type=Path, help="folder; beside the results if not given")
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds of this call")
@@ -211,7 +234,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         for shard in shards.in_order(found.values()):
             alone = "alone" if shard.gib >= shards.ALONE else f"{shard.gib} GiB"
-            left = f"{len(shard.unreached)} tests" if shard.listed else "all its tests"
+            if shard.listed:
+                left = f"{len(shard.unreached)} tests"
+            else:
+                left = "all its tests"
             print(f"{shard.name:32} {left:14} {alone:>8}, some {shard.expected_s:.0f} s")
         return 0
     for folder in (options.log, options.results.parent):

@@ -80,7 +80,8 @@ def exported(rank: int, world: int, strategy: str, options: str) -> str:
 def released(rank: int, world: int, strategy: str, options: str) -> str:
     """What goes away is gone from the device, and what returns is what it was."""
     trainer, device = _trained(SMALL_MODEL, strategy, options)
-    model, optimizer = trainer.wrapper, trainer.optimizer
+    model = trainer.wrapper
+    optimizer = trainer.optimizer
     before = trainer.params()
     moments = [state.clone() for state in _states(trainer)]
     torch.cuda.synchronize()
@@ -123,9 +124,11 @@ CHECKS = {
     **{f"release, {name}": Check(released, (name, "plain")) for name in STRATEGIES},
     **{
         f"{check.__name__}, {options}": Check(check, (ZERO_3, options))
-        for options in OPTIONS if options != "plain" for check in (exported, released)
+        for options in OPTIONS
+        if options != "plain"
+        for check in (exported, released)
     },
-}  # fmt: skip
+}
 OUTCOMES = Outcomes(CHECKS, timeout_s=600.0)
 
 test_on_two_gpus = expecting(OUTCOMES)

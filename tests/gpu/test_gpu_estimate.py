@@ -44,8 +44,10 @@ LAYERS = int(os.environ.get("ESTIMATE_LAYERS", "32"))
 STEPS = 3
 STRATEGY = "optim_grads_params"
 RECOMPUTE = (
-    "--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1",
-)  # fmt: skip
+    "--recompute-granularity=full",
+    "--recompute-method=uniform",
+    "--recompute-num-layers=1",
+)
 BESIDE = 64 * 2**20
 """Bytes beside the formula between steps: batches, rotary angles, scales of blocks, workspaces."""
 
@@ -53,7 +55,10 @@ BESIDE = 64 * 2**20
 def estimated(rank: int, world: int, words: list[str], precision: str, again: bool) -> Any:
     """Of ZeRO-3. `words`: options of the model that both commands have."""
     recipe = precision.partition("_")[2]
-    more = [f"--fp8-recipe={recipe}", "--fp8-format=hybrid"] if recipe else []
+    if recipe:
+        more = [f"--fp8-recipe={recipe}", "--fp8-format=hybrid"]
+    else:
+        more = []
     more += ["--fp8-param-gather"] if precision.startswith("fp8w") else []
     more += ["--recompute-granularity=full"] if again else []
     run = [f"--data-parallel-size={world}", f"--rank={rank}", "--json", "--params-dtype=bf16"]
@@ -94,7 +99,9 @@ def measured(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     runner = trained(options.num_layers)
-    peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else None
+    peak = None
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(device) - before
     runner.zero()
     runner.model.engine.gather.reshard_all()
     gc.collect()
@@ -131,7 +138,10 @@ CHECKS = {
 
 # Starts on the meta device.
 
-NEOX_LAYERS, HIDDEN, HEADS, VOCAB = 44, 6144, 64, 50432
+NEOX_LAYERS = 44
+HIDDEN = 6144
+HEADS = 64
+VOCAB = 50432
 """The shape of GPT-NeoX-20B."""
 ROOM = 60 * 2**30
 SLACK = 512 * 2**20
@@ -143,18 +153,26 @@ def build(layers: int, meta: bool, **options: Any) -> torch.nn.Module:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
-        num_layers=layers, hidden_size=HIDDEN, num_attention_heads=HEADS,
-        ffn_hidden_size=4 * HIDDEN, bf16=True, params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16, init_model_with_meta_device=meta,
-    )  # fmt: skip
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        init_model_with_meta_device=meta,
+    )
     for name, value in options.items():
         setattr(config, name, value)
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = GPTModel(
-            config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=VOCAB,
-            max_sequence_length=2048, share_embeddings_and_output_weights=False,
+            config,
+            get_gpt_layer_with_transformer_engine_spec(),
+            vocab_size=VOCAB,
+            max_sequence_length=2048,
+            share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
-        )  # fmt: skip
+        )
     if not meta:
         model.cuda()
     return Float16Module(config, model)
@@ -169,14 +187,16 @@ def allowed(engine: FsdpEngine) -> tuple[int, int]:
     """Bytes of the shards, and of the largest unit with everything that it has while in use."""
     policy = engine.config.policy
     precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
-    shards, largest = 0, 0
+    shards = 0
+    largest = 0
     for unit in engine.units:
         held = unit_bytes(
             [group.held.layout for group in unit.groups], engine.config.strategy, precision, 0
         )
         passing = [n for k, n in held.items() if LIFE[k] in (UNIT_IN_USE, BACKWARD_TO_STEP)]
         kept = sum(held.values()) - sum(passing) - held.get(OPTIMIZER_STATE, 0)
-        shards, largest = shards + kept, max(largest, sum(passing))
+        shards = shards + kept
+        largest = max(largest, sum(passing))
     return shards, largest
 
 

@@ -55,7 +55,9 @@ from tests.lib.gpt.topologies import local_of
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes, expecting
 from tests.lib.gpu.runs import NONE, Fields
 
-EXPERTS, EP, STEPS = 4, 2, 3
+EXPERTS = 4
+EP = 2
+STEPS = 3
 HAS_TE = NEEDS["te"][0]()
 HAS_DEEP_EP = importlib.util.find_spec("deep_ep") is not None
 DISPATCHERS: Mapping[str, Fields] = {
@@ -95,8 +97,10 @@ DISPATCHERS: Mapping[str, Fields] = {
 a Transformer Engine that have them."""
 OVERLAPS = "overlap_moe_expert_parallel_comm"
 ORDER_ONLY = (
-    OVERLAPS, "delay_wgrad_compute", "gradient_accumulation_fusion",
-)  # fmt: skip
+    OVERLAPS,
+    "delay_wgrad_compute",
+    "gradient_accumulation_fusion",
+)
 """Fields that change when things are computed, and not what: the reference goes without."""
 HAS_OPERATIONS = "use_transformer_engine_op_fuser" in TransformerConfig.__dataclass_fields__ and (
     is_te_min_version("2.14.0")
@@ -132,15 +136,16 @@ KINDS: Mapping[str, Kind] = {
 
 
 def init_experts(expert_parallel: int = EP) -> torch.device:
-    """Groups with experts shared out over so many ranks, once in a process; CPU mode without a GPU.
-    """
+    """Groups with experts over so many ranks, once in a process; CPU mode without a GPU."""
     on_gpu = torch.cuda.is_available()
     patches.install(FUSED_WGRAD)
     if not on_gpu:
         cpu_mode.enable_cpu_mode()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _config(case: Case, kind: Kind, chosen: Fields) -> TransformerConfig:
@@ -177,17 +182,22 @@ REFERENCE = {
 
 
 def trainer_of(
-    kind: Kind, fields: Fields, strategy: str | None, device: torch.device, ddp: Fields = NONE,
+    kind: Kind,
+    fields: Fields,
+    strategy: str | None,
+    device: torch.device,
+    ddp: Fields = NONE,
     case: Case | None = None,
-) -> Trainer:  # fmt: skip
+) -> Trainer:
     """Of the same weights each time, from the seed of the case, by default of `CASE`, and the place
     among the expert ranks. `fields`: of the model's config."""
     case = (CASE if case is None else case).but(bf16=kind.bf16)
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
-    spec_of = (
-        get_gpt_layer_with_transformer_engine_spec if kind.grouped else get_gpt_layer_local_spec
-    )
+    if kind.grouped:
+        spec_of = get_gpt_layer_with_transformer_engine_spec
+    else:
+        spec_of = get_gpt_layer_local_spec
     if strategy is None and OVERLAPS in fields:
         fields = {name: value for name, value in fields.items() if name not in ORDER_ONLY}
     config = _config(case, kind, fields)
@@ -226,9 +236,13 @@ class Outcome:
 
 
 def _run(
-    kind: Kind, dispatcher: str, strategy: str | None, rank: int, device: torch.device,
+    kind: Kind,
+    dispatcher: str,
+    strategy: str | None,
+    rank: int,
+    device: torch.device,
     ddp: Fields = NONE,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     trainer = trainer_of(kind, DISPATCHERS[dispatcher], strategy, device, ddp)
     scalars = tuple(
         train_step(trainer, batches(trainer.case, step, rank, device)) for step in range(STEPS)
@@ -277,12 +291,11 @@ def can_run(kind: Kind, fields: Fields) -> bool:
     return HAS_TE or not kind.grouped
 
 
-def trains_like_ddp(
-    rank: int, world: int, name: str, dispatcher: str, ddp: Fields = NONE
-) -> str:
+def trains_like_ddp(rank: int, world: int, name: str, dispatcher: str, ddp: Fields = NONE) -> str:
     """Three steps give the losses, norms and weights of stock DDP, under every strategy. Failures
     are raised at the end: a rank that left early would leave the others in a collective."""
-    kind, device = KINDS[name], init_experts()
+    kind = KINDS[name]
+    device = init_experts()
     reference = _run(kind, dispatcher, None, rank, device)
     found = {
         strategy: _errors(_run(kind, dispatcher, strategy, rank, device, ddp), reference)
@@ -310,9 +323,7 @@ def _tensors(root: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def split_trainer(
-    name: str, expert_parallel: int, strategy: str
-) -> tuple[Trainer, torch.device]:
+def split_trainer(name: str, expert_parallel: int, strategy: str) -> tuple[Trainer, torch.device]:
     """Of a model whose experts are shared out over so many ranks."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -381,9 +392,11 @@ MOVES = {
 # Core asks for the second before it fuses SwiGLU.
 ENVIRONMENT = {**DETERMINISTIC, "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
 OUTCOMES = Outcomes(
-    CHECKS, timeout_s=240.0, world=4 if torch.cuda.device_count() >= 4 else 2,
+    CHECKS,
+    timeout_s=240.0,
+    world=4 if torch.cuda.device_count() >= 4 else 2,
     environment=ENVIRONMENT,
-)  # fmt: skip
+)
 MOVE_OUTCOMES = Outcomes(MOVES, timeout_s=120.0, environment=ENVIRONMENT)
 
 test_experts_on_gpus = expecting(OUTCOMES)

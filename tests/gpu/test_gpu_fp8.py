@@ -59,7 +59,8 @@ def computes_in_fp8(rank: int, world: int) -> str:
 def keeps_no_fp8_model(rank: int, world: int) -> str:
     """Between steps a sharded model in FP8 holds what it holds in bf16 and TE's amax histories,
     not the bytes of its weights in FP8; no layer has a workspace of quantized weights."""
-    device, held = init_megatron(), []
+    device = init_megatron()
+    held = []
     for fields in (NONE, fp8("delayed")):
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         trainer = with_te_layers(WIDE, ZERO_3, device, fields)
@@ -177,11 +178,10 @@ def trained(
 
 def trains_as_ddp(rank: int, world: int, name: str, recipe: str, strategy: str) -> str:
     """With an evaluation behind each step, which computes with the step's weights."""
-    device, kind = init_megatron(), KINDS[name]
+    device = init_megatron()
+    kind = KINDS[name]
     case = QUANTIZED_CASE.but(**kind.case)
-    theirs, ours = (
-        trained(case, recipe, one, device, kind, rank) for one in (None, strategy)
-    )
+    theirs, ours = (trained(case, recipe, one, device, kind, rank) for one in (None, strategy))
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         label = f"{name}, {recipe}, {strategy}, after {step} steps"
         assert mine.losses == other.losses, (label, mine.losses, other.losses)
@@ -214,7 +214,8 @@ def compare(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], label
 
 
 def resumes(rank: int, world: int, recipe: str, quantized: bool) -> str:
-    device, case = init_megatron(), QUANTIZED_CASE
+    device = init_megatron()
+    case = QUANTIZED_CASE
     forget_scaling()
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
@@ -236,7 +237,8 @@ def resumes(rank: int, world: int, recipe: str, quantized: bool) -> str:
     losses = steps(first, 2)
     end = bits_of(first)
     for strategy in (ZERO_3, ZERO_1):
-        second, label = made(strategy, 77), f"{recipe}, {strategy}"
+        second = made(strategy, 77)
+        label = f"{recipe}, {strategy}"
         state = training_state([second.wrapper], second.optimizer, is_loading=True)
         _, state = load_checkpoint(folder[0], state)
         load_training_state([second.wrapper], state, second.optimizer)

@@ -33,9 +33,20 @@ from tests.lib.gpu.runs import fp8, te_trainer
 from tests.lib.quantized.te_checks import same
 
 CASE = Case(
-    num_layers=2, hidden=256, heads=4, ffn=640, vocab=256, seq=64, batch=2, bf16=True, swiglu=True,
-    bias=False, microbatches=1, clip=0.0, overlap=False,
-)  # fmt: skip
+    num_layers=2,
+    hidden=256,
+    heads=4,
+    ffn=640,
+    vocab=256,
+    seq=64,
+    batch=2,
+    bf16=True,
+    swiglu=True,
+    bias=False,
+    microbatches=1,
+    clip=0.0,
+    overlap=False,
+)
 RECIPES = ("delayed", "tensorwise", "blockwise")
 STEPS = 5
 BOUND = 2e-2
@@ -46,9 +57,7 @@ Weights = tuple[Mapping[str, tuple[torch.Tensor, torch.Tensor]], Mapping[str, to
 """Quantized weights and main weights."""
 
 
-def trainer_of(
-    case: Case, recipe: str, strategy: str | None, device: torch.device
-) -> Trainer:
+def trainer_of(case: Case, recipe: str, strategy: str | None, device: torch.device) -> Trainer:
     """A GPT whose weights are quantized from the start."""
     return te_trainer(case, strategy, device, fp8(recipe, fp8_param=True))
 
@@ -83,7 +92,8 @@ def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
 
 def same_weights(mine: Weights, other: Weights, label: str, count: int) -> None:
     """Bits of all quantized weights, by bytes and scales, and of main weights."""
-    (ours, mains), (theirs, reference) = mine, other
+    (ours, mains) = mine
+    (theirs, reference) = other
     assert ours.keys() == theirs.keys() and len(ours) == count, (label, sorted(ours))
     for name, (data, scales) in ours.items():
         same(data, theirs[name][0], f"{label}, bytes of {name}")
@@ -118,16 +128,20 @@ def no_transposes(trainer: Trainer) -> list[str]:
 
 
 def trains_as_ddp(rank: int, world: int, recipe: str, strategy: str, microbatches: int) -> str:
-    device, case = init_megatron(), CASE.but(microbatches=microbatches)
+    device = init_megatron()
+    case = CASE.but(microbatches=microbatches)
     theirs = trainer_of(case, recipe, None, device)
     ours = trainer_of(case, recipe, strategy, device)
-    derived, label, losses = no_transposes(ours), f"{recipe}, {strategy}", []
+    derived = no_transposes(ours)
+    label = f"{recipe}, {strategy}"
+    losses = []
     # Sharded gradients are added up over ranks first, and over microbatches then.
     exact = microbatches == 1 or strategy in ("no_shard", "optim")
     checked = compare(ours, theirs, f"{label}, made")
     for step in range(STEPS):
         data = batches(case, step, rank, device)
-        mine, other = train_step(ours, data)[0], train_step(theirs, data)[0]
+        mine = train_step(ours, data)[0]
+        other = train_step(theirs, data)[0]
         losses.append(mine)
         if exact:
             assert mine == other, (label, step, mine, other)
@@ -151,14 +165,16 @@ def fused_trains_as_ddp(
     writers = {p.managed.writer for p in ours.wrapper.engine.pairs if p.group.key.quantized}
     assert WgradProtocol.AUTOGRAD not in writers, writers
     compare(ours, theirs, f"{recipe}, {strategy}, made")
-    furthest, is_exact = 0.0, True
+    furthest = 0.0
+    is_exact = True
     for step in range(STEPS):
         data = batches(case, step, rank, device)
         pairs = zip(train_step(ours, data), train_step(theirs, data), strict=True)
         for what, (mine, other) in zip(("loss", "norm"), pairs, strict=True):
             off = abs(mine - other) / other
             assert off < BOUND, (recipe, strategy, step, what, mine, other)
-            furthest, is_exact = max(furthest, off), is_exact and mine == other
+            furthest = max(furthest, off)
+            is_exact = is_exact and mine == other
     for name, main in ours.params().items():
         assert bool(main.isfinite().all()), name
     said = "/".join(sorted(writer.value for writer in writers))

@@ -33,11 +33,20 @@ from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, NONE, SLOTS, ZERO_1, ZERO_3, Fields
 
 CASE = Case(
-    num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,
-    bf16=True, microbatches=2,
-)  # fmt: skip
+    num_layers=5,
+    hidden=256,
+    heads=4,
+    ffn=640,
+    vocab=1000,
+    seq=128,
+    batch=2,
+    swiglu=True,
+    bf16=True,
+    microbatches=2,
+)
 SMALL = CASE.but(num_layers=3, hidden=128, ffn=320, vocab=500, seq=64)
-STEPS, WARMUP = 6, 2
+STEPS = 6
+WARMUP = 2
 MANY = WARMUP + 21
 """Steps of which at least 20 are replays: elsewhere it was the sixth that failed."""
 INSTANCES = 2
@@ -103,7 +112,8 @@ def train(
 @contextlib.contextmanager
 def on_another_stream() -> Iterator[None]:
     """A stream of its own, behind the present one, which continues behind it."""
-    side, outside = torch.cuda.Stream(), torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    outside = torch.cuda.current_stream()
     side.wait_stream(outside)
     with torch.cuda.stream(side):
         yield

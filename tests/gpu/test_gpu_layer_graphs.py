@@ -41,9 +41,18 @@ from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
 
 CASE = Case(
-    num_layers=4, hidden=256, heads=4, ffn=640, vocab=1024, seq=128, batch=2, swiglu=True,
-    bias=False, bf16=True, microbatches=2,
-)  # fmt: skip
+    num_layers=4,
+    hidden=256,
+    heads=4,
+    ffn=640,
+    vocab=1024,
+    seq=128,
+    batch=2,
+    swiglu=True,
+    bias=False,
+    bf16=True,
+    microbatches=2,
+)
 STEPS = 6
 EXPERTS = {
     "num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 256,
@@ -92,11 +101,15 @@ CELLS = {
 def layers_captured(parts: tuple[str, ...]) -> dict[str, Any]:
     """Fields of the model's config that ask for it."""
     known = TransformerConfig.__dataclass_fields__
-    named = "cuda_graph_modules" if "cuda_graph_modules" in known else "cuda_graph_scope"
+    if "cuda_graph_modules" in known:
+        named = "cuda_graph_modules"
+    else:
+        named = "cuda_graph_scope"
     return {
-        "cuda_graph_impl": "local", "cuda_graph_warmup_steps": 2,
+        "cuda_graph_impl": "local",
+        "cuda_graph_warmup_steps": 2,
         named: [_Part(part) for part in parts],
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -110,11 +123,15 @@ def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
     patches.install(FUSED_WGRAD)
     asked = layers_captured(cell.parts) if captured else {}
     return te_trainer(
-        CASE.but(**cell.case), cell.strategy, device, {**cell.options, **asked},
+        CASE.but(**cell.case),
+        cell.strategy,
+        device,
+        {**cell.options, **asked},
         lambda model: torch.cuda.manual_seed(4321),  # dropout draws from here on
         {"check_for_nan_in_grad": True, **cell.ddp},
-        use_cudagraphable_rng=True, force_reset_rng=True,
-    )  # fmt: skip
+        use_cudagraphable_rng=True,
+        force_reset_rng=True,
+    )
 
 
 def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[Any]:
@@ -133,7 +150,8 @@ def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[An
 
 
 def same_bits(rank: int, world: int, name: str) -> str:
-    cell, device = CELLS[name], init_megatron()
+    cell = CELLS[name]
+    device = init_megatron()
     eager = _trainer(cell, device, captured=False)
     *expected, weights = _train(eager, cell.lengths, rank)
     del eager
@@ -162,8 +180,14 @@ def pipeline_same_bits(rank: int, world: int, name: str) -> str:
     init_topology(topology)
     model_parallel_cuda_manual_seed(7, use_cudagraphable_rng=True, force_reset_rng=True)
     case = case_for(
-        topology, num_layers=8, hidden=128, ffn=256, vocab=256, seq=64, microbatches=4,
-    )  # fmt: skip
+        topology,
+        num_layers=8,
+        hidden=128,
+        ffn=256,
+        vocab=256,
+        seq=64,
+        microbatches=4,
+    )
 
     def run(captured: bool) -> tuple[Any, Any]:
         def change(model: torch.nn.Module) -> None:
@@ -172,9 +196,13 @@ def pipeline_same_bits(rank: int, world: int, name: str) -> str:
                 vars(model.config).update(layers_captured(()))
 
         trainer = build_topology_trainer(
-            topology, case, "optim_grads_params", change, SLOTS,
+            topology,
+            case,
+            "optim_grads_params",
+            change,
+            SLOTS,
             fields={"use_cpu_initialization": True},
-        )  # fmt: skip
+        )
         return _topology_numbers(trainer), [chunk._layers for chunk in trainer.chunks]
 
     (expected, weights), _ = run(captured=False)
@@ -191,8 +219,10 @@ def pipeline_same_bits(rank: int, world: int, name: str) -> str:
 
 def flat_memory(rank: int, world: int, steps: int) -> str:
     """Bytes allocated and reserved after the tenth of the steps and after the last."""
-    device, cell = init_megatron(), CELLS["fused weight gradients"]
-    trainer, seen = _trainer(cell, device, captured=True), []
+    device = init_megatron()
+    cell = CELLS["fused weight gradients"]
+    trainer = _trainer(cell, device, captured=True)
+    seen = []
     for step in range(steps):
         train_step(trainer, batches(trainer.case, step % 7, rank, device))
         if step in (9, steps - 1):

@@ -30,9 +30,16 @@ from tests.lib.gpt.gpt import (
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 
 WIDE = Case(
-    num_layers=4, hidden=512, heads=8, ffn=2048, vocab=8192, seq=512, batch=2, microbatches=2,
+    num_layers=4,
+    hidden=512,
+    heads=8,
+    ffn=2048,
+    vocab=8192,
+    seq=512,
+    batch=2,
+    microbatches=2,
     bf16=True,
-)  # fmt: skip
+)
 SMALL = 64 * 1024
 """Bytes beside the formula: rotary frequencies, Adam's step counts, flags of fused kernels."""
 
@@ -86,7 +93,8 @@ def held_bytes(rank: int, world: int, strategy: str) -> str:
     torch.cuda.synchronize()
     RotaryEmbedding.forward.cache_clear()
     expected = bytes_between_steps(formula(trainer, rank, Precision()))
-    held, allocated = _requested() - before, torch.cuda.memory_allocated()
+    held = _requested() - before
+    allocated = torch.cuda.memory_allocated()
     del trainer
     gc.collect()
     torch.cuda.synchronize()
@@ -141,7 +149,8 @@ class _Bare(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self.module, self.config = module, module.config
+        self.module = module
+        self.config = module.config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -173,7 +182,8 @@ def peak_bytes(rank: int, world: int) -> str:
 
 def _within_peaks(trainer: Trainer, rank: int, tally: Tally, peak: int, activations: int) -> str:
     units = trainer.wrapper.engine.units
-    root, others = units[-1], units[:-1]
+    root = units[-1]
+    others = units[:-1]
     sizes = sorted(unit.weight_bytes for unit in others)
     gather_bound = root.weight_bytes + others[-1].weight_bytes + sum(sizes[-2:])
     buckets = sorted(sum(group.bucket.nbytes for group in unit.groups) for unit in units)

@@ -76,9 +76,7 @@ def same_run_twice(rank: int, world: int, strategy: str) -> str:
 def strategies_agree(rank: int, world: int) -> None:
     """One microbatch on two ranks: all strategies add the same two numbers, so all agree."""
     case = WIDE.but(microbatches=1, clip=0.0)
-    first, *others = (
-        run_of(case, strategy, rank, 3)[0][-1].weights for strategy in STRATEGIES
-    )
+    first, *others = (run_of(case, strategy, rank, 3)[0][-1].weights for strategy in STRATEGIES)
     for strategy, weights in zip(STRATEGIES[1:], others, strict=True):
         check_same_bits(weights, first, strategy)
 
@@ -88,7 +86,8 @@ def _checks() -> dict[str, Check]:
     return {
         **{
             row.name: Check(check_row, (numerics.__name__, "ROWS", row.name, seed))
-            for row in numerics.ROWS if row.world == 2
+            for row in numerics.ROWS
+            if row.world == 2
         },
         **{
             f"twice, {strategy}": Check(same_run_twice, (strategy,))
@@ -100,7 +99,7 @@ def _checks() -> dict[str, Check]:
             for strategy in ("optim", "optim_grads_params")
             for roles in ((GATHER,), (REDUCE,), (COMPUTE,))
         },
-    }  # fmt: skip
+    }
 
 
 CHECKS = _checks()

@@ -49,9 +49,18 @@ from tests.lib.gpu.runs import ZERO_1, ZERO_3, local_run, te_layers
 from tests.megatron.layers.test_activation_offload import CONTIGUOUS, storages
 
 WIDE = Case(
-    num_layers=4, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=256, batch=1, microbatches=2,
-    bf16=True, swiglu=True, bias=False,
-)  # fmt: skip
+    num_layers=4,
+    hidden=4096,
+    heads=32,
+    ffn=11008,
+    vocab=8192,
+    seq=256,
+    batch=1,
+    microbatches=2,
+    bf16=True,
+    swiglu=True,
+    bias=False,
+)
 UNEVEN = Case(num_layers=3, hidden=264, heads=4, ffn=680, vocab=1003, seq=64, bf16=True)
 STREAMED = {"chunked_optimizer_state_offload": True}
 LEFT = 8 << 20
@@ -59,7 +68,8 @@ LEFT = 8 << 20
 
 def same_bits(rank: int, world: int, strategy: str, wide: bool) -> None:
     """Transformer Engine's FusedAdam, one step for all weights and one for each unit."""
-    device, case = init_megatron(), WIDE if wide else UNEVEN
+    device = init_megatron()
+    case = WIDE if wide else UNEVEN
     runs = []
     for ddp in ({}, STREAMED):
         trainer = build_trainer(case, strategy, device, ddp=ddp)
@@ -88,7 +98,8 @@ def memory(rank: int, world: int, strategy: str) -> str:
     trainer.wrapper.stop_communication()  # the last step's updates are over
     trainer.wrapper.engine.gather.reshard_all()
     torch.cuda.synchronize()
-    found, expected = _requested() - before, bytes_between_steps(held)
+    found = _requested() - before
+    expected = bytes_between_steps(held)
     # What the last step of an earlier check has left goes with a step of this one.
     assert -LEFT <= found - expected <= SMALL + expected // 1000, (found, expected)
     on_host = 0
@@ -100,8 +111,10 @@ def memory(rank: int, world: int, strategy: str) -> str:
     torch.cuda.reset_peak_memory_stats()
     _steps(trainer, rank, 1, device)
     peak = torch.cuda.max_memory_allocated() - before
-    return f"{strategy}: {expected:,} between steps, at most {peak:,} of {most_bytes(held):,} and "\
+    return (
+        f"{strategy}: {expected:,} between steps, at most {peak:,} of {most_bytes(held):,} and "
         f"activations, {on_host:,} on the host"
+    )
 
 
 MANY_TOKENS = WIDE.but(seq=512, batch=64, microbatches=1)
@@ -155,7 +168,8 @@ def copies_beside_compute(rank: int, world: int) -> str:
     trainer = build_trainer(WIDE, ZERO_3, device, ddp=STREAMED)
     _steps(trainer, rank, 2, device)
     spans = spans_of(trainer, rank, 1, device)
-    both, one = _shared(spans["HtoD"], spans["DtoH"]), _total(spans["DtoH"])
+    both = _shared(spans["HtoD"], spans["DtoH"])
+    one = _total(spans["DtoH"])
     assert both > 0.3 * one, (both, one)
     return f"{both / one:.0%} of the time of copies to the host there are copies to the device"
 
@@ -168,8 +182,10 @@ def updates_beside_the_next_forward(rank: int, world: int) -> str:
     _steps(trainer, rank, 2, device)
     torch.cuda.synchronize()
     spans = spans_of(trainer, rank, 3, device)
-    copies, products = spans["HtoD"] + spans["DtoH"], spans["products"]
-    copied, both = _total(copies), _shared(copies, products)
+    copies = spans["HtoD"] + spans["DtoH"]
+    products = spans["products"]
+    copied = _total(copies)
+    both = _shared(copies, products)
     report = (
         f"3 steps: copies {copied / 3e3:.0f} ms a step, products {_total(products) / 3e3:.0f}, at "
         f"one time {both / 3e3:.0f}: {both / copied:.0%} of the copies"
@@ -181,17 +197,36 @@ def updates_beside_the_next_forward(rank: int, world: int) -> str:
 # Activations.
 
 ACTIVATIONS = Case(
-    num_layers=4, hidden=512, heads=8, ffn=1024, vocab=512, seq=1024, batch=2, bf16=True,
-    swiglu=True, bias=False, microbatches=2,
-)  # fmt: skip
+    num_layers=4,
+    hidden=512,
+    heads=8,
+    ffn=1024,
+    vocab=512,
+    seq=1024,
+    batch=2,
+    bf16=True,
+    swiglu=True,
+    bias=False,
+    microbatches=2,
+)
 LONG = Case(
-    num_layers=6, hidden=4096, heads=32, ffn=14336, vocab=8192, seq=4096, batch=1, bf16=True,
-    swiglu=True, bias=False, microbatches=1,
-)  # fmt: skip
+    num_layers=6,
+    hidden=4096,
+    heads=32,
+    ffn=14336,
+    vocab=8192,
+    seq=4096,
+    batch=1,
+    bf16=True,
+    swiglu=True,
+    bias=False,
+    microbatches=1,
+)
 FINE_GRAINED = {
-    "fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1024,
+    "fine_grained_activation_offloading": True,
+    "min_offloaded_tensor_size": 1024,
     "offload_modules": list(CONTIGUOUS),
-}  # fmt: skip
+}
 
 
 def layers_offloaded(number: int) -> dict[str, Any]:
@@ -202,7 +237,9 @@ def layers_offloaded(number: int) -> dict[str, Any]:
 def no_buffer_is_copied(trainer: Trainer) -> Iterator[list[tuple[int, ...]]]:
     """Every copy of torch's from the device to the host is looked at; the list has the shapes of
     what lay in a buffer of the wrapper."""
-    owned, found, copy = storages(trainer.wrapper), [], torch.Tensor.copy_
+    owned = storages(trainer.wrapper)
+    found = []
+    copy = torch.Tensor.copy_
 
     def seen(target: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> Any:
         leaves = source.is_cuda and not target.is_cuda and type(source) is torch.Tensor
@@ -215,7 +252,11 @@ def no_buffer_is_copied(trainer: Trainer) -> Iterator[list[tuple[int, ...]]]:
 
 
 def run(
-    case: Case, strategy: str, rank: int, options: dict[str, Any], on_cpu: bool = False,
+    case: Case,
+    strategy: str,
+    rank: int,
+    options: dict[str, Any],
+    on_cpu: bool = False,
     weights: bool = True,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, norms and, unless they are many, weights of a few steps."""
@@ -260,7 +301,8 @@ def memory_of_activations_falls(rank: int, world: int) -> str:
     """MiB that are allocated when the last layer's forward has returned, with 0, half and all
     layers but the last. What a layer saves is some 500 MiB, of which at least a half has to go. The
     peak of a step says less: while backward runs, gradients grow as activations go."""
-    device, held = init_megatron(), {}
+    device = init_megatron()
+    held = {}
     for number in (0, 3, 5):
         with te_layers():
             trainer = build_trainer(LONG.but(fields=layers_offloaded(number)), ZERO_3, device)

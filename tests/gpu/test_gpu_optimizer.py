@@ -39,15 +39,30 @@ from tests.lib.gpu.gpu_ranks import NEEDS, Check, Outcomes, expecting
 from tests.lib.gpu.runs import ZERO_3, Fields, local_run, run_of
 
 SIZES = (1_000_003, 4096 * 33, 7, 65536 * 2 + 1, 1, CHUNK * 3)
-FLOAT32, BF16 = torch.float32, torch.bfloat16
+FLOAT32 = torch.float32
+BF16 = torch.bfloat16
 CLIPPED = Case(
-    num_layers=2, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=4096, batch=1, microbatches=1,
-    bf16=True, swiglu=True, bias=False, recompute="full-1", clip=0.05,
-)  # fmt: skip
+    num_layers=2,
+    hidden=4096,
+    heads=32,
+    ffn=11008,
+    vocab=8192,
+    seq=4096,
+    batch=1,
+    microbatches=1,
+    bf16=True,
+    swiglu=True,
+    bias=False,
+    recompute="full-1",
+    clip=0.05,
+)
 DTYPES = [
-    (FLOAT32, FLOAT32, FLOAT32), (BF16, FLOAT32, FLOAT32), (BF16, FLOAT32, BF16),
-    (FLOAT32, BF16, FLOAT32), (BF16, BF16, BF16),
-]  # fmt: skip
+    (FLOAT32, FLOAT32, FLOAT32),
+    (BF16, FLOAT32, FLOAT32),
+    (BF16, FLOAT32, BF16),
+    (FLOAT32, BF16, FLOAT32),
+    (BF16, BF16, BF16),
+]
 
 
 def _refuse(*arguments: Any) -> None:
@@ -70,13 +85,20 @@ def _equal(rows: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> 
 
 
 def _tensors(
-    grads: torch.dtype, weights: torch.dtype, moments: torch.dtype, sizes: tuple[int, ...],
-    scale: float, skip: int,
-) -> list[list[torch.Tensor]]:  # fmt: skip
+    grads: torch.dtype,
+    weights: torch.dtype,
+    moments: torch.dtype,
+    sizes: tuple[int, ...],
+    scale: float,
+    skip: int,
+) -> list[list[torch.Tensor]]:
     made = []
     for dtype, width in (
-        (grads, 1e-3 * scale), (weights, 1.0), (moments, 1e-3 * scale), (moments, 1e-6 * scale**2)
-    ):  # fmt: skip
+        (grads, 1e-3 * scale),
+        (weights, 1.0),
+        (moments, 1e-3 * scale),
+        (moments, 1e-6 * scale**2),
+    ):
         found = [(torch.randn(n + skip, device="cuda") * width).to(dtype)[skip:] for n in sizes]
         made.append(found)
     made[3] = [tensor.abs() for tensor in made[3]]
@@ -129,18 +151,24 @@ def trains_alike(rank: int, world: int, strategy: str, ddp: Fields) -> str:
 
 # Muon.
 
-UNEVEN = Case(num_layers=3, hidden=264, heads=4, ffn=680, vocab=1003, seq=64, bf16=True,
-              swiglu=True)  # fmt: skip
+UNEVEN = Case(
+    num_layers=3, hidden=264, heads=4, ffn=680, vocab=1003, seq=64, bf16=True, swiglu=True
+)
 
 
 def as_written_down(rank: int, world: int, strategy: str) -> str:
     """Megatron's optimizer, with the gradients that it had."""
-    device, case = init_megatron(), UNEVEN.but(clip=0.1)
+    device = init_megatron()
+    case = UNEVEN.but(clip=0.1)
     trainer = build_trainer(case, strategy, device, optimizer={"optimizer": "muon"})
     reference = Reference(
-        trainer.wrapper.config, case.lr, case.weight_decay, case.adam_eps, case.clip,
+        trainer.wrapper.config,
+        case.lr,
+        case.weight_decay,
+        case.adam_eps,
+        case.clip,
         torch.bfloat16,
-    )  # fmt: skip
+    )
     worst = 0.0
     for step in range(3):
         before = trainer.params()
@@ -186,8 +214,10 @@ def products(rank: int, world: int, shape: tuple[int, int]) -> str:
     decades = torch.logspace(0, -4, small, device="cuda")[:, None]
     found = []
     for kind, matrix in {
-        "noise": noise, "four decades": turned @ (noise * decades), "one": noise[:, :1] @ noise[:1],
-    }.items():  # fmt: skip
+        "noise": noise,
+        "four decades": turned @ (noise * decades),
+        "one": noise[:, :1] @ noise[:1],
+    }.items():
         x = matrix.bfloat16()
         wanted = exact(x.double())
         norm = wanted.norm()
@@ -199,7 +229,10 @@ def products(rank: int, world: int, shape: tuple[int, int]) -> str:
         assert ours <= max(1.1 * theirs, 3e-3), (kind, ours, theirs)
         found.append(f"{kind} off by {ours:.5f}, plain bf16 by {theirs:.5f}")
         del wanted
-    given = noise.bfloat16() if shape == (small, large) else noise.T.contiguous().bfloat16()
+    if shape == (small, large):
+        given = noise.bfloat16()
+    else:
+        given = noise.T.contiguous().bfloat16()
     both = orthogonalized(torch.stack([given, given.flip(0)]), QUINTIC)
     alone = orthogonalized(given[None], QUINTIC)
     found.append(f"same bits in a batch: {torch.equal(both[:1], alone)}")

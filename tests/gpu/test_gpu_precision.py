@@ -37,11 +37,21 @@ from tests.lib.gpt.precision import check_cell, pairwise
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, ZERO_3, local_run, run_of
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 CASE = Case(
-    num_layers=2, hidden=256, heads=4, ffn=640, vocab=512, seq=64, batch=2, bf16=True, swiglu=True,
-    microbatches=2, lr=1e-3,
-)  # fmt: skip
+    num_layers=2,
+    hidden=256,
+    heads=4,
+    ffn=640,
+    vocab=512,
+    seq=64,
+    batch=2,
+    bf16=True,
+    swiglu=True,
+    microbatches=2,
+    lr=1e-3,
+)
 STEPS = 20
 
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -91,7 +101,8 @@ def trains(rank: int, world: int, strategy: str, name: str) -> str:
     for policy in ("defaults", name):
         trainer = _trainer(strategy, policy, device)
         losses[policy] = [train_step(trainer, data)[0] for _ in range(STEPS)]
-    first, last = losses[name][0], losses[name][-1]
+    first = losses[name][0]
+    last = losses[name][-1]
     fallen = first - last
     expected = losses["defaults"][0] - losses["defaults"][-1]
     assert abs(first - losses["defaults"][0]) <= 2e-3 * first, losses
@@ -123,7 +134,8 @@ def one_reduction(rank: int, world: int) -> str:
     size = grads.double().abs()
     dist.all_reduce(exact)
     dist.all_reduce(size)
-    own, scale = exact.view(world, -1)[rank], size.view(world, -1)[rank]
+    own = exact.view(world, -1)[rank]
+    scale = size.view(world, -1)[rank]
     output = torch.empty(grads.numel() // world, device=device)
     assert reduce_scatter(communicator, [(output, grads)]) == []
     torch.cuda.synchronize()
@@ -158,9 +170,19 @@ def sums_of_rows(rank: int, world: int) -> str:
 # Narrow buckets of copy engines: the bits of float32 pieces.
 
 RECOMPUTED = Case(
-    num_layers=3, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=4096, batch=1, microbatches=2,
-    bf16=True, swiglu=True, bias=False, recompute="full-1",
-)  # fmt: skip
+    num_layers=3,
+    hidden=4096,
+    heads=32,
+    ffn=11008,
+    vocab=8192,
+    seq=4096,
+    batch=1,
+    microbatches=2,
+    bf16=True,
+    swiglu=True,
+    bias=False,
+    recompute="full-1",
+)
 """Recomputed, as the local attention of the tests keeps all its scores."""
 
 
@@ -169,7 +191,9 @@ def narrow_buckets_have_the_same_bits(rank: int, world: int, fused: bool) -> str
     their products end in float32."""
     if fused:
         patches.install(FUSED_WGRAD)
-    case, runs, received = RECOMPUTED.but(fused=fused), [], []
+    case = RECOMPUTED.but(fused=fused)
+    runs = []
+    received = []
 
     def look(trainer: Trainer) -> tuple[set[torch.dtype], int]:
         engine = trainer.wrapper.engine

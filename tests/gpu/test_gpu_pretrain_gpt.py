@@ -60,21 +60,38 @@ pytestmark = [
 def log_of(graphs: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--standalone", "--no-python", *SAME_DEVICE, sys.executable, "-m",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            "--no-python",
+            *SAME_DEVICE,
+            sys.executable,
+            "-m",
             "megatron_fsdp_adapter",
-            f"{CHECKOUT}/pretrain_gpt.py", *MODEL, "--data-cache-path", f"{folder}/cache",
-            "--cuda-graph-impl", GRAPHS[graphs], "--cuda-graph-warmup-steps", "2",
-        ]  # fmt: skip
+            f"{CHECKOUT}/pretrain_gpt.py",
+            *MODEL,
+            "--data-cache-path",
+            f"{folder}/cache",
+            "--cuda-graph-impl",
+            GRAPHS[graphs],
+            "--cuda-graph-warmup-steps",
+            "2",
+        ]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
         log = Path(folder) / "log"
         with log.open("w") as file:
             status = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment,
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
                 timeout=150 * shared_device.PATIENCE,
                 check=False,
-            ).returncode  # fmt: skip
+            ).returncode
         text = log.read_text()
     assert status == 0, text[-6000:]
     return text
@@ -82,7 +99,8 @@ def log_of(graphs: str) -> str:
 
 @pytest.mark.parametrize("graphs", SAID)
 def test_pretrain_gpt_prints_what_it_does_without_graphs(graphs: str) -> None:
-    plain, found = lm_log.read(log_of("none")), lm_log.read(log_of(graphs))
+    plain = lm_log.read(log_of("none"))
+    found = lm_log.read(log_of(graphs))
     assert SAID[graphs] in log_of(graphs)
     assert len([key for key in plain if key[1] == "lm loss"]) == STEPS
     assert lm_log.differences(plain, found, last_digit=1) == []

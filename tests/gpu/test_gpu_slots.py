@@ -15,9 +15,17 @@ from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
 
 WIDE = Case(
-    num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,
-    bf16=True, microbatches=2,
-)  # fmt: skip
+    num_layers=5,
+    hidden=256,
+    heads=4,
+    ffn=640,
+    vocab=1000,
+    seq=128,
+    batch=2,
+    swiglu=True,
+    bf16=True,
+    microbatches=2,
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "double buffer": SLOTS,
     "registered": {"nccl_ub": True},

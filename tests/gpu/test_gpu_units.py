@@ -102,9 +102,19 @@ def begins_on_the_host(rank: int, world: int) -> str:
 
 
 WIDE = Case(
-    num_layers=2, hidden=4096, heads=32, ffn=14336, vocab=8192, seq=4096, batch=1, swiglu=True,
-    bias=False, bf16=True, lr=1e-5, microbatches=3,
-)  # fmt: skip
+    num_layers=2,
+    hidden=4096,
+    heads=32,
+    ffn=14336,
+    vocab=8192,
+    seq=4096,
+    batch=1,
+    swiglu=True,
+    bias=False,
+    bf16=True,
+    lr=1e-5,
+    microbatches=3,
+)
 KEPT = 6
 """Steps after which a budget that is found is in use."""
 AGREED = 3
@@ -115,7 +125,8 @@ def _take_all_memory(device: torch.device) -> None:
     """Asks for memory until there is none, in a process that may have no more than it has."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(device) / total)
-    before, taken = failed_allocations(device), []
+    before = failed_allocations(device)
+    taken = []
     try:
         while failed_allocations(device) == before:
             taken.append(torch.empty(GIB, dtype=torch.uint8, device=device))
@@ -129,7 +140,9 @@ def gives_memory_back(rank: int, world: int) -> str:
     """Units are kept in memory that is free, until one rank has had too little of it: then half
     as much is kept on all ranks. Losses are those without a budget."""
     device = init_megatron()
-    data, losses, used = batches(WIDE, 0, rank, device), {}, []
+    data = batches(WIDE, 0, rank, device)
+    losses = {}
+    used = []
     for budget in (0.0, AUTO):
         trainer = build_trainer(WIDE, ZERO_3, device, ddp={BUDGET: budget})
         losses[budget] = [train_step(trainer, data)[0] for _ in range(KEPT)]

@@ -35,16 +35,18 @@ WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
 """The same recipes, and weights that are quantized from the start. Training with them:
 test_gpu_fp8_params.py."""
 CLASSES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-SIZE, TOKENS = 256, 128
+SIZE = 256
+TOKENS = 128
 
 
 def _recipe(name: str) -> Any:
     from transformer_engine.common import recipe
 
     return {
-        "tensorwise": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling,
+        "tensorwise": recipe.Float8CurrentScaling,
+        "blockwise": recipe.Float8BlockScaling,
         "delayed": functools.partial(recipe.DelayedScaling, reduce_amax=False),
-    }[name]()  # fmt: skip
+    }[name]()
 
 
 def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -69,15 +71,22 @@ class Pair(nn.Module):
         import transformer_engine.pytorch as te
 
         sizes = (2, SIZE, SIZE) if name == "GroupedLinear" else (SIZE, SIZE)
-        self.name, self.calls = name, calls
+        self.name = name
+        self.calls = calls
         self.layer = getattr(te, name)(
-            *sizes, bias=False, params_dtype=torch.bfloat16, device="cuda",
+            *sizes,
+            bias=False,
+            params_dtype=torch.bfloat16,
+            device="cuda",
             fuse_wgrad_accumulation=True,
-        )  # fmt: skip
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.calls):
-            x = self.layer(x, [TOKENS, 0]) if self.name == "GroupedLinear" else self.layer(x)
+            if self.name == "GroupedLinear":
+                x = self.layer(x, [TOKENS, 0])
+            else:
+                x = self.layer(x)
         return x
 
 
@@ -140,9 +149,7 @@ def _ours(
     model, context, row = _model(name, calls), context_of(recipe), STRATEGIES[strategy]
     device = torch.device("cuda", torch.cuda.current_device())
     group: Any = dist.group.WORLD
-    index = FSDPDistributedIndex(
-        group, device_type="cuda", grad_scale=1.0 / dist.get_world_size()
-    )
+    index = FSDPDistributedIndex(group, device_type="cuda", grad_scale=1.0 / dist.get_world_size())
     precisions = [Precision("weights")]
     if recipe != "bf16":
         precisions.append(Precision(recipe, context))
@@ -151,10 +158,11 @@ def _ours(
     )
     names = {f"units.{i}": unit for i, unit in enumerate(model.units)}
     plans = partition(
-        model, unit_modules(model, lambda child: child in names.values()),
+        model,
+        unit_modules(model, lambda child: child in names.values()),
         domain_of=lambda param, fqn: DENSE,
         writer_of=lambda managed: fused_wgrad.grad_writer(managed, observe),
-    )  # fmt: skip
+    )
     config = EngineConfig(
         row, MixedPrecisionPolicy(), weight_slots=slots, bucket_slots=slots, poison_buffers=True
     )
@@ -209,9 +217,12 @@ def guarantee_removed_is_seen(rank: int, world: int) -> str:
 def is_run_with_quantized_weights(rank: int, world: int, name: str, recipe: str) -> str:
     """Its protocol is seen, not taken to be "adds" for want of a run, and it keeps to one."""
     seen = wgrad_probe.observe(
-        MAKERS[f"transformer_engine.{name}"], precision_of(recipe), torch.bfloat16, torch.float32,
+        MAKERS[f"transformer_engine.{name}"],
+        precision_of(recipe),
+        torch.bfloat16,
+        torch.float32,
         torch.device("cuda", torch.cuda.current_device()),
-    )  # fmt: skip
+    )
     assert seen.adds or seen.overwrites_in_backward or seen.overwrites_in_forward, seen
     return str(seen)
 

@@ -28,13 +28,30 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from lib.bench_trace import budget, budget_text, read_events
 
 LONG_KERNELS = Case(
-    num_layers=4, hidden=4096, heads=32, ffn=16384, vocab=8192, seq=4096, batch=1, microbatches=2,
+    num_layers=4,
+    hidden=4096,
+    heads=32,
+    ffn=16384,
+    vocab=8192,
+    seq=4096,
+    batch=1,
+    microbatches=2,
     bf16=True,
-)  # fmt: skip
+)
 CASE = Case(
-    num_layers=2, hidden=4096, heads=32, ffn=14336, vocab=1000, seq=1024, batch=1, swiglu=True,
-    bias=False, bf16=True, microbatches=3, lr=1e-4,
-)  # fmt: skip
+    num_layers=2,
+    hidden=4096,
+    heads=32,
+    ffn=14336,
+    vocab=1000,
+    seq=1024,
+    batch=1,
+    swiglu=True,
+    bias=False,
+    bf16=True,
+    microbatches=3,
+    lr=1e-4,
+)
 KIND = moe.KINDS["TEGroupedMLP, bf16"]
 FUSED = "alltoall, fused"
 FIELDS: Mapping[str, Fields] = {
@@ -65,7 +82,8 @@ def _run(rank: int, dispatcher: str, strategy: str, ddp: Fields) -> Run:
     engine.to_sharded()
     weights = {
         pair.managed.fqns[0]: pair.sharded._local_tensor.cpu().clone()
-        for pair in engine.pairs if pair.group.key.domain == EXPERT
+        for pair in engine.pairs
+        if pair.group.key.domain == EXPERT
     }
     peak = torch.cuda.max_memory_allocated() / 2**30
     del trainer, engine, experts
@@ -124,16 +142,29 @@ def overlap(rank: int, world: int, strategy: str) -> str:
 # shapes hid that buckets were added to which nothing had cleared.
 
 NORMS = Case(
-    num_layers=2, hidden=4096, heads=32, ffn=14336, vocab=8192, seq=4096, batch=1, swiglu=True,
-    bias=False, bf16=True, lr=1e-5, weight_decay=0.0, fused=True,
-)  # fmt: skip
+    num_layers=2,
+    hidden=4096,
+    heads=32,
+    ffn=14336,
+    vocab=8192,
+    seq=4096,
+    batch=1,
+    swiglu=True,
+    bias=False,
+    bf16=True,
+    lr=1e-5,
+    weight_decay=0.0,
+    fused=True,
+)
 BOUND = 1e-2
 
 
 NORMS_OF: Mapping[str, Fields] = {
-    "plain": {}, "slots": SLOTS, "copy engines": COPY_ENGINES, "a budget that is found":
-    {OPTION: AUTO},
-}  # fmt: skip
+    "plain": {},
+    "slots": SLOTS,
+    "copy engines": COPY_ENGINES,
+    "a budget that is found": {OPTION: AUTO},
+}
 
 
 def norms(case: Case, strategy: str | None, recipe: str, ddp: Fields) -> list[float]:
@@ -153,7 +184,8 @@ def norms(case: Case, strategy: str | None, recipe: str, ddp: Fields) -> list[fl
 def norms_are_ddps(rank: int, world: int, recipe: str, microbatches: int) -> str:
     patches.install(FUSED_WGRAD)
     case = NORMS.but(microbatches=microbatches)
-    expected, told = norms(case, None, recipe, {}), []
+    expected = norms(case, None, recipe, {})
+    told = []
     for name, ddp in NORMS_OF.items():
         found = norms(case, ZERO_3, recipe, ddp)
         off = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))

@@ -28,7 +28,8 @@ CASE = Case(
     num_layers=3, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True, clip=0.1
 )
 SLOTS = {"fsdp_double_buffer": True, "check_for_nan_in_grad": False}
-WARMUP, STEPS = 2, 6
+WARMUP = 2
+STEPS = 6
 ZERO_3 = "optim_grads_params"
 
 
@@ -38,7 +39,8 @@ class HostIterations(FullCudaGraphWrapper):
 
     def __init__(self, host: HostTorch) -> None:
         self.forward_backward_func = get_forward_backward_func()
-        self.cuda_graph_warmup_steps, self.use_single_mempool = WARMUP, False
+        self.cuda_graph_warmup_steps = WARMUP
+        self.use_single_mempool = False
         self.kept: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         self.static_loader = self._load
         host.autograd = torch.autograd
@@ -65,12 +67,16 @@ def host_torch() -> Any:
         for name in ("get_graph_pool", "get_shared_capture_stream")
         if hasattr(full_cuda_graph, name)
     }
-    return host, mock.patch.multiple(
-        full_cuda_graph, torch=host, get_all_rng_states=dict, **more
-    ), mock.patch.multiple(
-        FullCudaGraphWrapper, cuda_graph=dict(nothing), result=dict(nothing),
-        curr_iteration={"training": 0, "validation": 0},
-    )  # fmt: skip
+    return (
+        host,
+        mock.patch.multiple(full_cuda_graph, torch=host, get_all_rng_states=dict, **more),
+        mock.patch.multiple(
+            FullCudaGraphWrapper,
+            cuda_graph=dict(nothing),
+            result=dict(nothing),
+            curr_iteration={"training": 0, "validation": 0},
+        ),
+    )
 
 
 def run(trainer: Trainer, schedule: Any, number: int, training: bool) -> float:
@@ -94,10 +100,12 @@ def between(trainer: Trainer, schedule: Any, number: int) -> list[float]:
         found = [run(trainer, schedule, 70, training=True), evaluate()]
         state = trainer.wrapper.state_dict()
         with torch.no_grad():
-            trainer.wrapper.load_state_dict({
-                name: value * 0.75 if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-            })
+            trainer.wrapper.load_state_dict(
+                {
+                    name: value * 0.75 if isinstance(value, torch.Tensor) else value
+                    for name, value in state.items()
+                }
+            )
         return found
     if number == 4:  # the program writes what is shown
         trainer.wrapper.synchronize_param_gather()
@@ -164,8 +172,9 @@ def _trains_alike(
     check_same_bits(found[1], expected[1], str(changes))
     return [
         [unit for _, unit in group]
-        for is_captured, group in itertools.groupby(launches, lambda one: one[0]) if is_captured
-    ]  # fmt: skip
+        for is_captured, group in itertools.groupby(launches, lambda one: one[0])
+        if is_captured
+    ]
 
 
 FIRST = ["root", "embedding"]
@@ -173,12 +182,11 @@ FIRST = ["root", "embedding"]
 
 @on_ranks(2)
 def test_replays_train_like_eager_steps_and_a_graph_has_every_gather(rank: int) -> None:
-    layers, head = ["0", "1", "2"], ["output_layer"]
+    layers = ["0", "1", "2"]
+    head = ["output_layer"]
     backward = [*head, *layers[::-1]]
     training, evaluation = _trains_alike({}, SLOTS)
-    assert training == [
-        *FIRST, *layers, *backward, "embedding", *layers, *backward
-    ], training
+    assert training == [*FIRST, *layers, *backward, "embedding", *layers, *backward], training
     assert evaluation == [*FIRST, *layers, *head, *FIRST, *layers, *head], evaluation
 
 

@@ -59,8 +59,11 @@ def in_process(body: str) -> str:
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(prelude) + textwrap.dedent(body)],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -94,7 +97,8 @@ def test_recipe_trains_as_with_ddp(stock: lm_log.Values, strategy: str) -> None:
     assert lm_log.differences(stock, run.values, last_digit=1) == []
 
 
-OLDER, FROM_0_6 = "", (
+OLDER = ""
+FROM_0_6 = (
     "b.importlib.import_module('megatron.bridge.training.config').CheckpointConfig.async_strategy"
 )
 ASYNC = ("checkpoint.async_save=true", "checkpoint.save_interval=1")
@@ -118,8 +122,13 @@ def test_a_run_that_saves_trains_and_resumes_as_one_that_does_not(
     strategy, overrides, needs = RESUMES[name]
     need_bridge(needs)
     root = tmp_path / "saved"
-    saving = ["--strategy", strategy, "checkpoint.save_interval=2", *overrides,
-              f"checkpoint.save={root}"]  # fmt: skip
+    saving = [
+        "--strategy",
+        strategy,
+        "checkpoint.save_interval=2",
+        *overrides,
+        f"checkpoint.save={root}",
+    ]
     whole = train_recipe(EXAMPLE, saving)
     assert lm_log.differences(stock, whole.values, last_digit=1) == []
     saved = (1, 2, 3, 4) if overrides is ASYNC else (2, 4)
@@ -136,9 +145,14 @@ def test_resumes_where_tensor_parallelism_splits_the_model(tmp_path: Path) -> No
     """Losses are those of the run that was not interrupted, but for the order of sums."""
     saving = [f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2"]
     whole = train_recipe(EXAMPLE, saving)
-    resumed = train_recipe(EXAMPLE, [f"checkpoint.load={tmp_path / 'saved'}",
-                                     "checkpoint.ckpt_step=2",
-                                     "model.tensor_model_parallel_size=2"])  # fmt: skip
+    resumed = train_recipe(
+        EXAMPLE,
+        [
+            f"checkpoint.load={tmp_path / 'saved'}",
+            "checkpoint.ckpt_step=2",
+            "model.tensor_model_parallel_size=2",
+        ],
+    )
     assert (2, "grad norm") not in resumed.values
     for step in (3, 4):
         losses = [float(run.values[step, "lm loss"]) for run in (whole, resumed)]

@@ -29,10 +29,23 @@ def bridge() -> None:
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoints of equal weights, by format."""
     root = tmp_path_factory.mktemp("bases")
-    sharded, plain = root / "fsdp_dtensor", root / "torch_dist"
+    sharded = root / "fsdp_dtensor"
+    plain = root / "torch_dist"
     train_recipe(EXAMPLE, [f"checkpoint.save={sharded}", "train.train_iters=1", "rng.seed=7"])
-    assert convert.main([str(sharded), str(plain), "--to", "torch_dist",
-                         "--transformer-impl", "local", "--weights-only"]) == 0  # fmt: skip
+    assert (
+        convert.main(
+            [
+                str(sharded),
+                str(plain),
+                "--to",
+                "torch_dist",
+                "--transformer-impl",
+                "local",
+                "--weights-only",
+            ]
+        )
+        == 0
+    )
     return {"fsdp_dtensor": str(sharded), "torch_dist": str(plain)}
 
 
@@ -79,8 +92,12 @@ def test_adapters_alone_are_saved_and_resumed(bases: dict[str, str], tmp_path: P
     resumed = start(bases["fsdp_dtensor"], f"checkpoint.load={saved}", "checkpoint.ckpt_step=2")
     assert (2, "grad norm") not in resumed
     assert lm_log.differences(whole, resumed, start=3) == []
-    split = start(bases["fsdp_dtensor"], f"checkpoint.load={saved}", "checkpoint.ckpt_step=2",
-                  "model.tensor_model_parallel_size=2")  # fmt: skip
+    split = start(
+        bases["fsdp_dtensor"],
+        f"checkpoint.load={saved}",
+        "checkpoint.ckpt_step=2",
+        "model.tensor_model_parallel_size=2",
+    )
     assert (2, "grad norm") not in split
     for step in (3, 4):
         assert abs(float(split[step, "lm loss"]) - float(whole[step, "lm loss"])) < 2e-5

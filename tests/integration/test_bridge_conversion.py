@@ -94,8 +94,11 @@ def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
     (tmp_path / "my_texts").mkdir()
     for name, text in texts.items():
         (tmp_path / "my_texts" / name).write_text(text)
-    export, use = [block.text for block in BLOCKS if block.document == "docs/tutorial.md"
-                   and "transformers" in block.marks]  # fmt: skip
+    export, use = [
+        block.text
+        for block in BLOCKS
+        if block.document == "docs/tutorial.md" and "transformers" in block.marks
+    ]
     (tmp_path / "export.py").write_text(ON_CPU + export)
     (tmp_path / "use.py").write_text(use + USED)
     model = f"--num-layers=2 --padded-vocab-size=257 --seq-length={length}"
@@ -115,9 +118,13 @@ def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
         ["use.py"],
     ):  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", *command], cwd=tmp_path, text=True, timeout=600,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        )  # fmt: skip
+            [sys.executable, "-W", "ignore", *command],
+            cwd=tmp_path,
+            text=True,
+            timeout=600,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/mine.jsonl").read_text().splitlines()]
     [expected] = [line["validation_loss"] for line in lines if "validation_loss" in line]

@@ -143,9 +143,10 @@ def _programs(folder: Path) -> Path:
     """`python`, `torchrun` and this package's command, of this environment, for PATH."""
     folder.mkdir()
     for name, words in {
-        "python": "", "torchrun": " -m torch.distributed.run",
+        "python": "",
+        "torchrun": " -m torch.distributed.run",
         "megatron-fsdp-adapter": " -m megatron_fsdp_adapter",
-    }.items():  # fmt: skip
+    }.items():
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
         program.chmod(0o755)
@@ -156,14 +157,20 @@ def run_bash(text: str, folder: Path, timeout: float = 900.0) -> None:
     """Runs a block as if pasted into a shell; an AssertionError with what it printed if any of
     its commands fails."""
     environment = {
-        **os.environ, "PATH": f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        **os.environ,
+        "PATH": f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    }
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environment, timeout=timeout,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert done.returncode == 0, f"{text}\nended with {done.returncode}:\n{done.stdout[-6000:]}"
 
 
@@ -206,7 +213,9 @@ def run_block(block: Block, folder: Path) -> None:
         script = Path(os.environ.get("MEGATRON_LM_PATH", "."), "pretrain_gpt.py").resolve()
         text = block.text.replace("path/to/pretrain_gpt.py", str(script))
         text = re.sub(r"\s\.\.\.(?=\s)", f" {MODEL}", text)
-        return run_on_nodes(text, folder) if "nodes" in block.marks else run_bash(text, folder)
+        if "nodes" in block.marks:
+            return run_on_nodes(text, folder)
+        return run_bash(text, folder)
     (folder / "meeting").unlink(missing_ok=True)
     before = "".join(BEFORE[mark] for mark in block.marks)
     (folder / "block.py").write_text(f"{before}{block.text}{AFTER if before else ''}")

@@ -37,8 +37,11 @@ print(*parser._option_string_actions, sep="\\n")
 def test_every_flag_that_concerns_the_wrapper_is_in_the_document(megatron_lm: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _PRINT, str(megatron_lm)],
-        capture_output=True, text=True, timeout=300, env=os.environ,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ,
+    )
     assert done.returncode == 0, done.stderr
     flags = {line for line in done.stdout.splitlines() if CONCERNS.search(line)}
     flags = {flag for flag in flags if not ELSEWHERE.search(flag)}

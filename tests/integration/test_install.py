@@ -251,8 +251,11 @@ BODIES = {
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, start: Start) -> Mapping[str, Callable[[], None]]:
     """Of the cases that were chosen, all at the same time."""
-    chosen = [item.callspec.params.get("case") for item in request.session.items
-              if item.path == Path(__file__)]  # fmt: skip
+    chosen = [
+        item.callspec.params.get("case")
+        for item in request.session.items
+        if item.path == Path(__file__)
+    ]
     return {name: start(name, BODIES[name]) for name in chosen if name in BODIES}
 
 

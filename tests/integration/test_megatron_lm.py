@@ -36,11 +36,15 @@ from tests.lib.integration.lm_runs import ROOT, STEPS, Run, launch, train
 
 pytestmark = pytest.mark.full
 
-GPT, HYBRID = "pretrain_gpt.py", "pretrain_hybrid.py"
-MOE = ("--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
-       "--moe-ffn-hidden-size 48 --disable-bias-linear")  # fmt: skip
+GPT = "pretrain_gpt.py"
+HYBRID = "pretrain_hybrid.py"
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--moe-ffn-hidden-size 48 --disable-bias-linear"
+)
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
 STOCK = "--use-distributed-optimizer --no-gradient-accumulation-fusion"
 SWIGLU = "--swiglu --position-embedding-type rope"
 LAYERS = "--spec hybrid_cpu STACK --hybrid-layer-pattern"
@@ -51,8 +55,10 @@ LION_STOCK = "--no-gradient-accumulation-fusion"
 # 255 tokens (and one for the end of a document until 0.17): the same padded vocabulary for every
 # split.
 FOUR_LAYERS = f"{SWIGLU} --num-layers 4 --disable-bias-linear --vocab-size 255"
-LLAMA = f"{SWIGLU} --normalization RMSNorm --group-query-attention --num-query-groups 2 " \
-    "--disable-bias-linear --train-iters 4"  # fmt: skip
+LLAMA = (
+    f"{SWIGLU} --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+    "--disable-bias-linear --train-iters 4"
+)
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,17 @@ MODELS = {
     # microbatches then, DDP the other way round, and both add up squares in the order of shards.
     "accumulating and clipping": Model("--global-batch-size 8 --clip-grad 0.5", last_digit=1),
     "swiglu": Model(SWIGLU),
-    "recompute": Model("--recompute-granularity full --recompute-method uniform "
-                       "--recompute-num-layers 1"),
+    "recompute": Model(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
     "experts": Model(MOE),
     "experts-ep2": Model(f"{MOE} {EP2}"),
     "tp2-dp2": Model(TP2, world=4),
     "pp2-dp2": Model(PP2, world=4),
-    "real data": Model("--train-data-path {text}_train --valid-data-path {text}_valid "
-                       "--test-data-path {text}_valid"),
+    "real data": Model(
+        "--train-data-path {text}_train --valid-data-path {text}_valid "
+        "--test-data-path {text}_valid"
+    ),
     "hybrid": Model(f"{LAYERS} *-*-", script=HYBRID),
     "hybrid, older name": Model(f"{LAYERS} *-*-", script="pretrain_mamba.py"),
     "hybrid experts-ep2": Model(f"{LAYERS} *-*E {MOE} {EP2}", script=HYBRID),
@@ -97,7 +106,7 @@ MODELS = {
     "four layers": Model(FOUR_LAYERS),
     "four layers, experts": Model(f"{FOUR_LAYERS} {MOE}"),
     "257 tokens": Model(f"{FOUR_LAYERS} --vocab-size 257"),
-}  # fmt: skip
+}
 
 OURS = "--use-megatron-fsdp"
 ZERO1, ZERO2, ZERO0 = (
@@ -108,18 +117,32 @@ OVERLAP = "--overlap-grad-reduce"
 FOUR = (OURS, ZERO2, ZERO1, ZERO0)
 
 LIKE_DDP = [
-    ("dense", OURS), ("dense", f"{OURS} {OVERLAP} --overlap-param-gather"), ("dense", ZERO2),
-    ("dense", ZERO1), ("dense", f"{ZERO1} {OVERLAP}"), ("dense", ZERO0),
+    ("dense", OURS),
+    ("dense", f"{OURS} {OVERLAP} --overlap-param-gather"),
+    ("dense", ZERO2),
+    ("dense", ZERO1),
+    ("dense", f"{ZERO1} {OVERLAP}"),
+    ("dense", ZERO0),
     ("dense", f"{ZERO0} {OVERLAP}"),
-    ("accumulating and clipping", OURS), ("accumulating and clipping", f"{ZERO1} {OVERLAP}"),
+    ("accumulating and clipping", OURS),
+    ("accumulating and clipping", f"{ZERO1} {OVERLAP}"),
     *((name, OURS) for name in ("swiglu", "recompute", "experts", "real data")),
-    *((name, flags) for name in ("experts-ep2", "tp2-dp2", "pp2-dp2")
-      for flags in (OURS, ZERO2, f"{ZERO1} {OVERLAP}", ZERO0)),
-    *((name, flags) for name in ("hybrid", "hybrid experts-ep2", "hybrid pp2-dp2")
-      for flags in FOUR),
+    *(
+        (name, flags)
+        for name in ("experts-ep2", "tp2-dp2", "pp2-dp2")
+        for flags in (OURS, ZERO2, f"{ZERO1} {OVERLAP}", ZERO0)
+    ),
+    *(
+        (name, flags)
+        for name in ("hybrid", "hybrid experts-ep2", "hybrid pp2-dp2")
+        for flags in FOUR
+    ),
     ("hybrid, older name", OURS),
-    ("lion", OURS), ("lion", ZERO1), ("lion experts-ep2", OURS), ("lion pp2-dp2", ZERO2),
-]  # fmt: skip
+    ("lion", OURS),
+    ("lion", ZERO1),
+    ("lion experts-ep2", OURS),
+    ("lion pp2-dp2", ZERO2),
+]
 """Model and flags of a run that prints what Megatron-LM's own DDP does."""
 
 RESUMES = {
@@ -132,11 +155,15 @@ RESUMES = {
 
 REFUSED = {
     "--ckpt-format torch_dist --use-torch-fsdp2 --optimizer dist_muon": (
-        "ckpt_format='torch_dist'", "use_torch_fsdp2=True", "optimizer='dist_muon'",
+        "ckpt_format='torch_dist'",
+        "use_torch_fsdp2=True",
+        "optimizer='dist_muon'",
     ),
-    **{f"--optimizer {kind}": (f"optimizer='{kind}'",)
-       for kind in ("soap", "dist_muon", "lion", "adaptive_muon")},
-}  # fmt: skip
+    **{
+        f"--optimizer {kind}": (f"optimizer='{kind}'",)
+        for kind in ("soap", "dist_muon", "lion", "adaptive_muon")
+    },
+}
 """Flags, and the options that the one error names."""
 
 Trained = Callable[..., Run]
@@ -151,10 +178,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, path in enumerate(sorted(Path(functools.__file__).parent.glob("*.py"))[:40]):
         (source / f"{number}.py").write_bytes(path.read_bytes()[:20000])
     subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "--input", str(source),
-         "--output-prefix", str(folder / "text")],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "scripts" / "prepare_data.py"),
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(folder / "text"),
+        ],
+        check=True,
+        capture_output=True,
+    )
     return folder / "text"
 
 
@@ -191,10 +225,15 @@ def trained(megatron_lm: Path, text: Path, makes_every_optimizer: bool) -> Train
 @pytest.mark.parametrize(("name", "flags"), LIKE_DDP, ids=map(" ".join, LIKE_DDP))
 def test_losses_and_norms_are_those_of_ddp(trained: Trained, name: str, flags: str) -> None:
     """In fp32, in every printed digit: training, evaluation while training and at the end."""
-    stock, run = trained(name, MODELS[name].stock).values, trained(name, flags).values
+    stock = trained(name, MODELS[name].stock).values
+    run = trained(name, flags).values
     assert sum(what == "grad norm" for _, what in run) == STEPS
-    assert {what for _, what in run} >= {"periodic evaluation", "validation evaluation",
-                                         "test evaluation", "lm loss"}  # fmt: skip
+    assert {what for _, what in run} >= {
+        "periodic evaluation",
+        "validation evaluation",
+        "test evaluation",
+        "lm loss",
+    }
     assert lm_log.differences(stock, run, last_digit=MODELS[name].last_digit) == []
 
 
@@ -216,9 +255,10 @@ def test_a_resumed_run_is_one_that_never_stopped(
     trained(name, f"{saving} --exit-interval 2")
     assert (tmp_path / "iter_0000002" / ".metadata").is_file()
     assert_resumed(whole, trained(name, f"{saving} --load {tmp_path}"))
-    assert whole.values[STEPS, "test evaluation"] == trained(
-        name, f"{OURS} --load {tmp_path} --skip-train"
-    ).values[STEPS, "test evaluation"]
+    assert (
+        whole.values[STEPS, "test evaluation"]
+        == trained(name, f"{OURS} --load {tmp_path} --skip-train").values[STEPS, "test evaluation"]
+    )
 
 
 @pytest.fixture
@@ -256,7 +296,9 @@ def test_a_run_that_saves_asynchronously_trains_and_resumes_as_one_that_does_not
 
 def _tracked(root: Path) -> int:
     """The iteration that the tracker names; 0 without one."""
-    return folders.read_tracker(root) if (root / folders.TRACKER).is_file() else 0
+    if (root / folders.TRACKER).is_file():
+        return folders.read_tracker(root)
+    return 0
 
 
 @pytest.mark.parametrize("way", ["", "--async-save"])
@@ -267,16 +309,18 @@ def test_a_killed_save_is_never_the_one_that_is_loaded(
     left; Megatron-LM's own tracker, folders and reader are what is tested."""
     if way:
         request.getfixturevalue("saves_asynchronously")
-    root, chance, found = tmp_path / "saved", random.Random(len(way)), [0]
-    common = f"--mock-data {OURS} {way} --save {root} --load {root} --save-interval 1 " \
-        f"--train-iters 10000 --data-cache-path {tmp_path / 'cache'}"  # fmt: skip
+    root = tmp_path / "saved"
+    chance = random.Random(len(way))
+    found = [0]
+    common = (
+        f"--mock-data {OURS} {way} --save {root} --load {root} --save-interval 1 "
+        f"--train-iters 10000 --data-cache-path {tmp_path / 'cache'}"
+    )
     for number in range(4):
         killed = launch(megatron_lm, common.split(), tmp_path / f"log{number}")
         deadline = time.monotonic() + 240
         while (
-            _tracked(root) <= found[-1]
-            and time.monotonic() < deadline
-            and killed[0].poll() is None
+            _tracked(root) <= found[-1] and time.monotonic() < deadline and killed[0].poll() is None
         ):
             time.sleep(0.01)
         time.sleep(chance.uniform(0.0, 0.3))
@@ -294,9 +338,12 @@ def test_a_killed_save_is_never_the_one_that_is_loaded(
 
 def test_flags_of_main_reach_the_wrapper(trained: Trained) -> None:
     """0.16.1's parser lacks them; bf16 gradients on the wire show in what the wrapper prints."""
-    run = trained("dense", f"{OURS} --megatron-fsdp-main-params-dtype fp32 "
-                  "--megatron-fsdp-grad-comm-dtype=bf16 --outer-dp-sharding-strategy no_shard "
-                  "--train-iters 2 --bf16")  # fmt: skip
+    run = trained(
+        "dense",
+        f"{OURS} --megatron-fsdp-main-params-dtype fp32 "
+        "--megatron-fsdp-grad-comm-dtype=bf16 --outer-dp-sharding-strategy no_shard "
+        "--train-iters 2 --bf16",
+    )
     assert "gradients reduced in torch.bfloat16" in run.log
 
 
@@ -328,14 +375,20 @@ FORMATS = {
 @pytest.mark.parametrize("name", ["llama", "llama, experts"])
 @pytest.mark.parametrize(("saved", "other"), [tuple(FORMATS), tuple(FORMATS)[::-1]])
 def test_what_is_converted_goes_on_with_the_same_losses(
-    trained: Trained, megatron_lm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    name: str, saved: str, other: str,
+    trained: Trained,
+    megatron_lm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    saved: str,
+    other: str,
 ) -> None:
     """Ours with stock DDP, and stock's with ours: what a resume without the conversion prints, in
     every printed digit. (An uninterrupted run of stock prints other losses where its optimizer does
     not keep its steps.)"""
     monkeypatch.setattr(sys, "path", [*sys.path, str(megatron_lm)])  # saved arguments: its classes
-    source, target = tmp_path / saved, tmp_path / other
+    source = tmp_path / saved
+    target = tmp_path / other
     trained(name, f"{FORMATS[saved]} --save {source} --save-interval 2")
     convert(source, target, other, iteration=2)
     folders.write_atomically(source / folders.TRACKER, "2")
@@ -354,10 +407,13 @@ def saved(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     @functools.cache
     def save(name: str, flags: str, source: Path | None = None) -> Path:
         root = tmp_path_factory.mktemp("saved")
-        ends = "--save-interval 2 --exit-interval 2" if source is None else (
-            f"--load {source.parent} --train-iters 2 --save-interval 100 --eval-iters 0 "
-            "--use-checkpoint-opt_param-scheduler"
-        )  # fmt: skip
+        if source is None:
+            ends = "--save-interval 2 --exit-interval 2"
+        else:
+            ends = (
+                f"--load {source.parent} --train-iters 2 --save-interval 100 --eval-iters 0 "
+                "--use-checkpoint-opt_param-scheduler"
+            )
         trained(name, f"{OURS} {flags} --save {root} {ends}")
         return root / "iter_0000002"
 
@@ -377,11 +433,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 SPLITS = [
-    ("four layers", "", TP2), ("four layers", "", PP2),
+    ("four layers", "", TP2),
+    ("four layers", "", PP2),
     ("four layers", "", f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
     ("four layers", "", "--data-parallel-sharding-strategy optim"),
-    ("four layers, experts", EP2, ""), ("257 tokens", "", TP2),
-]  # fmt: skip
+    ("four layers, experts", EP2, ""),
+    ("257 tokens", "", TP2),
+]
 """Model, and the flags of the runs between which a checkpoint goes there and back."""
 
 

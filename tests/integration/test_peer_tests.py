@@ -81,16 +81,51 @@ def _run(
     checkout = megatron_lm.resolve()
     (path,) = (p for p in (checkout / FOLDER).glob(f"*/{file}"))
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run",
-         "--nproc_per_node", str(ranks), "--standalone",
-         "-m", "pytest", "-c", os.devnull, "--rootdir", str(checkout),
-         "--confcutdir", str(path.parent), "--import-mode=importlib", "-p", "no:cacheprovider",
-         "-p", plugin, "-q", "-s", "-k", test, str(path)],
-        cwd=checkout, env={
-            **os.environ, "MEGATRON_LM_PATH": str(checkout), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(checkout), str(ROOT), str(HARNESSES),
-                                           *filter(None, [os.environ.get("PYTHONPATH")])]),
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(ranks),
+            "--standalone",
+            "-m",
+            "pytest",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(checkout),
+            "--confcutdir",
+            str(path.parent),
+            "--import-mode=importlib",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            plugin,
+            "-q",
+            "-s",
+            "-k",
+            test,
+            str(path),
+        ],
+        cwd=checkout,
+        env={
+            **os.environ,
+            "MEGATRON_LM_PATH": str(checkout),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [
+                    str(checkout),
+                    str(ROOT),
+                    str(HARNESSES),
+                    *filter(None, [os.environ.get("PYTHONPATH")]),
+                ]
+            ),
             "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         },
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )

@@ -31,9 +31,12 @@ def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
     args = parsed_arguments()
     changes = megatron_lm.complete(args, FSDP)
     assert {change.option for change in changes} >= {
-        "--use-distributed-optimizer", "--ckpt-format", "--data-parallel-sharding-strategy",
-        "--overlap-grad-reduce", "--overlap-param-gather",
-    }  # fmt: skip
+        "--use-distributed-optimizer",
+        "--ckpt-format",
+        "--data-parallel-sharding-strategy",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    }
     assert args.data_parallel_sharding_strategy == "optim_grads_params"
     assert args.ckpt_format == "fsdp_dtensor" and args.use_distributed_optimizer
     assert args.overlap_grad_reduce and args.overlap_param_gather
@@ -55,23 +58,38 @@ OFFLOAD = {
 """As a user of Megatron-LM gives it, with what Megatron-LM asks for beside it."""
 SET_RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16 reduction is the dtype on the wire": (
-        {"grad_reduce_in_bf16": True}, {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
+        {"grad_reduce_in_bf16": True},
+        {"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+    ),
     # With --bf16 Megatron otherwise asks the DDP config for gradients in float32. Of the flag that
     # is added, and of 0.17's own.
-    **{f"gradients in bf16 are told to Megatron too, {option} {given}": (
-        {"bf16": True, f"megatron_fsdp_{option}_dtype": given}, {"grad_reduce_in_bf16": True})
-       for option in ("grad_comm", "main_grads") for given in (torch.bfloat16, "bf16")},
+    **{
+        f"gradients in bf16 are told to Megatron too, {option} {given}": (
+            {"bf16": True, f"megatron_fsdp_{option}_dtype": given},
+            {"grad_reduce_in_bf16": True},
+        )
+        for option in ("grad_comm", "main_grads")
+        for given in (torch.bfloat16, "bf16")
+    },
     "core's flag for offload of the optimizer is ours": (
         {**OFFLOAD, "optimizer_offload_fraction": 1.0},
-        {"chunked_optimizer_state_offload": True, **dict.fromkeys(OFFLOAD, False)}),
+        {"chunked_optimizer_state_offload": True, **dict.fromkeys(OFFLOAD, False)},
+    ),
     "split models may be saved": (
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "save": "x"}, {}),
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "save": "x"},
+        {},
+    ),
     # 0.19 fills these fields with the tensor-parallel sizes.
     "weights that tensor parallelism alone splits": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
-         "tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_num_weight_shards": 1},
-        {}),
-}  # fmt: skip
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "tensor_parallel_num_weight_shards": 2,
+            "expert_tensor_parallel_num_weight_shards": 1,
+        },
+        {},
+    ),
+}
 """What is given, and what arguments are then."""
 
 

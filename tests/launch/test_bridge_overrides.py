@@ -29,7 +29,8 @@ def nothing_is_installed() -> Any:
 
 
 def test_a_recipe_is_set_right(nothing_is_installed: mock.Mock, capsys: Any) -> None:
-    cfg, environment = recipe(), dict[str, str]()
+    cfg = recipe()
+    environment = dict[str, str]()
     changes = apply_fsdp_overrides(cfg, environment=environment)
     assert cfg.dist.use_megatron_fsdp and cfg.ddp.use_megatron_fsdp
     assert cfg.ddp.data_parallel_sharding_strategy == "optim_grads_params"
@@ -46,31 +47,52 @@ def test_a_recipe_is_set_right(nothing_is_installed: mock.Mock, capsys: Any) -> 
 
 
 BF16_REDUCTION = {
-    "ddp.megatron_fsdp_grad_comm_dtype": torch.bfloat16, "ddp.grad_reduce_in_fp32": False,
+    "ddp.megatron_fsdp_grad_comm_dtype": torch.bfloat16,
+    "ddp.grad_reduce_in_fp32": False,
     # Mixed precision would set it again when training starts.
     "mixed_precision.grad_reduce_in_fp32": False,
-}  # fmt: skip
+}
 SET: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "as asked for": (
-        {}, {"strategy": "optim_grads", "outer_strategy": "optim", "num_optimizer_instances": 2,
-             "grad_comm_dtype": torch.bfloat16},
-        {"ddp.data_parallel_sharding_strategy": "optim_grads",
-         "ddp.outer_dp_sharding_strategy": "optim", "ddp.num_distributed_optimizer_instances": 2,
-         **BF16_REDUCTION}, ""),
+        {},
+        {
+            "strategy": "optim_grads",
+            "outer_strategy": "optim",
+            "num_optimizer_instances": 2,
+            "grad_comm_dtype": torch.bfloat16,
+        },
+        {
+            "ddp.data_parallel_sharding_strategy": "optim_grads",
+            "ddp.outer_dp_sharding_strategy": "optim",
+            "ddp.num_distributed_optimizer_instances": 2,
+            **BF16_REDUCTION,
+        },
+        "",
+    ),
     "core's offload of the optimizer is ours": (
         {"optimizer__optimizer_cpu_offload": True, "optimizer__optimizer_offload_fraction": 1.0},
-        {}, {"ddp.chunked_optimizer_state_offload": True, "optimizer.optimizer_cpu_offload": False},
-        "optimizer.optimizer_cpu_offload"),
+        {},
+        {"ddp.chunked_optimizer_state_offload": True, "optimizer.optimizer_cpu_offload": False},
+        "optimizer.optimizer_cpu_offload",
+    ),
     # As some of Megatron-Bridge's own recipes: the wire dtype is set, and float32 left on.
     "a recipe that reduces in bf16 itself": (
-        {"ddp__megatron_fsdp_grad_comm_dtype": torch.bfloat16}, {}, BF16_REDUCTION,
-        "mixed_precision.grad_reduce_in_fp32"),
+        {"ddp__megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+        {},
+        BF16_REDUCTION,
+        "mixed_precision.grad_reduce_in_fp32",
+    ),
     # One of the two switches is completed.
-    **{f"{one}.use_megatron_fsdp": (
-        {f"{one}__use_megatron_fsdp": True}, {},
-        {"dist.use_megatron_fsdp": True, "ddp.use_megatron_fsdp": True},
-        f"{other}.use_megatron_fsdp") for one, other in (("dist", "ddp"), ("ddp", "dist"))},
-}  # fmt: skip
+    **{
+        f"{one}.use_megatron_fsdp": (
+            {f"{one}__use_megatron_fsdp": True},
+            {},
+            {"dist.use_megatron_fsdp": True, "ddp.use_megatron_fsdp": True},
+            f"{other}.use_megatron_fsdp",
+        )
+        for one, other in (("dist", "ddp"), ("ddp", "dist"))
+    },
+}
 """What a recipe has, what is asked for, what the recipe has then, and what is printed."""
 
 
@@ -115,9 +137,7 @@ SET_RIGHT = {"dist.use_megatron_fsdp", "checkpoint.ckpt_format"}
 
 
 @pytest.mark.parametrize("option", BREAKING)
-def test_what_cannot_be_set_right_is_named(
-    option: str, nothing_is_installed: mock.Mock
-) -> None:
+def test_what_cannot_be_set_right_is_named(option: str, nothing_is_installed: mock.Mock) -> None:
     with pytest.raises(ValueError, match=f"  - {option}="):
         apply_fsdp_overrides(recipe(**BREAKING[option]), environment={})
     nothing_is_installed.assert_not_called()
@@ -176,8 +196,11 @@ def test_every_rule_of_a_recipe_has_its_case() -> None:
 
 
 def test_all_problems_are_one_error() -> None:
-    cfg = recipe(dist__use_torch_fsdp2=True, dist__use_tp_pp_dp_mapping=True,
-                 ddp__megatron_fsdp_main_params_dtype=torch.float16)
+    cfg = recipe(
+        dist__use_torch_fsdp2=True,
+        dist__use_tp_pp_dp_mapping=True,
+        ddp__megatron_fsdp_main_params_dtype=torch.float16,
+    )
     with pytest.raises(ValueError) as caught:
         apply_fsdp_overrides(cfg, "zero3", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert str(caught.value).count("\n  - ") == 5
@@ -199,6 +222,7 @@ def test_the_yaml_file_says_what_the_function_sets() -> None:
     before = {name: dict(vars(getattr(cfg, name))) for name in sections}
     apply_fsdp_overrides(cfg, environment={})
     for section in sections:
-        given, after = overrides[section], vars(getattr(cfg, section))
+        given = overrides[section]
+        after = vars(getattr(cfg, section))
         assert {name: after[name] for name in given} == given
         assert {name for name in after if after[name] != before[section].get(name)} <= set(given)

@@ -98,8 +98,11 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 RUNNER = ("-m", "megatron_fsdp_adapter")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *RUNNER)
-BESIDE_ANOTHER = ("-c", "import megatron.core; from megatron_fsdp_adapter.__main__ import main; "
-                  "raise SystemExit(main())")  # fmt: skip
+BESIDE_ANOTHER = (
+    "-c",
+    "import megatron.core; from megatron_fsdp_adapter.__main__ import main; "
+    "raise SystemExit(main())",
+)
 """The runner in a process that has imported a core."""
 
 
@@ -109,9 +112,12 @@ def run(
     inherited = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     return subprocess.run(
         [sys.executable, "-W", "ignore", *python, *argv],
-        capture_output=True, text=True, timeout=180, cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=cwd,
         env={**inherited, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment},
-    )  # fmt: skip
+    )
 
 
 OWN = (
@@ -200,8 +206,13 @@ def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     with ThreadPoolExecutor(2) as pool:
         started = {
             "flag": pool.submit(
-                run, str(script), "--use-megatron-fsdp", "--megatron-fsdp-grad-comm-dtype", "bf16",
-                "--outer-dp-sharding-strategy", "no_shard",
+                run,
+                str(script),
+                "--use-megatron-fsdp",
+                "--megatron-fsdp-grad-comm-dtype",
+                "bf16",
+                "--outer-dp-sharding-strategy",
+                "no_shard",
             ),
             "no flag": pool.submit(run, str(script)),
             "first rank": pool.submit(run, str(script), *CONTRADICTIONS, **one, RANK="0"),
@@ -210,12 +221,20 @@ def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
             "elsewhere": pool.submit(run, alone, PYTHONPATH=path),
             "elsewhere, flag": pool.submit(run, alone, "--use-megatron-fsdp", PYTHONPATH=path),
             "no GPU": pool.submit(
-                run, str(script), "--use-megatron-fsdp", "--fp8-format", "hybrid", **one,
+                run,
+                str(script),
+                "--use-megatron-fsdp",
+                "--fp8-format",
+                "hybrid",
+                **one,
                 NO_GPU="1",
             ),
             # Two ranks, of which the second is ready to end before the first.
             "under torchrun": pool.submit(
-                run, str(script), *MISSPELT, python=TORCHRUN,
+                run,
+                str(script),
+                *MISSPELT,
+                python=TORCHRUN,
                 SECOND_RANK_IS_HERE=str(tmp_path_factory.mktemp("meeting") / "here"),
             ),
             "as python": pool.submit(run, facts, str(current / "a"), cwd=current),
@@ -223,7 +242,7 @@ def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
             # Neither installed nor on PYTHONPATH: it is found in the current folder alone.
             "only here": pool.submit(run, str(tail), python=("-S", *RUNNER), PYTHONPATH=packages),
             "another core": pool.submit(run, str(core / "train.py"), python=BESIDE_ANOTHER),
-        }  # fmt: skip
+        }
         yield lambda name: started[name].result()
 
 
@@ -297,7 +316,8 @@ def test_an_argument_that_is_misspelt_is_one_line_on_one_rank(runs: Runs) -> Non
 def test_a_script_is_what_it_is_to_python(runs: Runs) -> None:
     """Module, path, workers of multiprocessing; and after its last line threads, functions of
     atexit and a save in the background still find its names."""
-    ours, pythons = runs("as python"), runs("python")
+    ours = runs("as python")
+    pythons = runs("python")
     assert ours.returncode == pythons.returncode == 5, ours.stderr
     roots = [Path(done.args[-1]) for done in (ours, pythons)]
     assert ours.stdout.replace(str(roots[0]), str(roots[1])) == pythons.stdout

@@ -17,8 +17,11 @@ OF_LATER_FIELDS = (
     "a norm that is too large, clip 1.0",
 )  # fmt: skip
 OF_DISPATCHERS = (
-    "HybridEP", "expert bias", "flex dispatcher beside shared experts", "shared experts overlapped",
-)  # fmt: skip
+    "HybridEP",
+    "expert bias",
+    "flex dispatcher beside shared experts",
+    "shared experts overlapped",
+)
 OF_AXES = ("tp2-sp", "cp2 swiglu=True", "ep2-etp2", "pp2-vpp2")
 AGAIN = (
     # What is asked of core, replaced in it, and read of its configs and arguments.

@@ -40,9 +40,7 @@ def marked(mark: str) -> Mapping[int, str]:
     return {pid: words for pid, words in found.items() if words and pid != os.getpid()}
 
 
-def left_behind(
-    mark: str, grace_s: float, spared: Callable[[int, str], bool]
-) -> Mapping[int, str]:
+def left_behind(mark: str, grace_s: float, spared: Callable[[int, str], bool]) -> Mapping[int, str]:
     """Command lines of processes that have the mark and are there after `grace_s` seconds, by
     process id; as soon as there are none, none. `spared(pid, command line)`: whether one is left
     out."""

@@ -45,7 +45,8 @@ def test_cell(cell: Cell) -> None:
 # What the comparison would see. FP8 and experts have the widest bounds.
 
 
-PLAIN, WIDE = "cpu microbatches=3", "cpu precision=bf16 layers=moe wire=bf16"
+PLAIN = "cpu microbatches=3"
+WIDE = "cpu precision=bf16 layers=moe wire=bf16"
 
 
 @on_ranks(2)

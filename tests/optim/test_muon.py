@@ -32,7 +32,8 @@ from tests.lib.gpt.topologies import (
 from tests.lib.plain.plain import Block, Side, net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
-LR, DECAY = 1e-2, 0.1
+LR = 1e-2
+DECAY = 0.1
 FP32 = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
 BF16 = {"optimizer": "muon"}
 UNCLIPPED = 1e9
@@ -59,9 +60,13 @@ def built(cell: Cell, strategy: str, tied: bool) -> TopologyTrainer:
     )
     groups = case.heads if cell.topology.cp > 1 else 2  # the tests' attention over ranks
     return build_topology_trainer(
-        cell.topology, case, strategy, ddp=cell.ddp, fields={"num_query_groups": groups},
+        cell.topology,
+        case,
+        strategy,
+        ddp=cell.ddp,
+        fields={"num_query_groups": groups},
         optimizer_options=cell.options,
-    )  # fmt: skip
+    )
 
 
 def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
@@ -72,11 +77,16 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
         assert_matrices_are_muons(built(cell, strategy, tied=True))
     dtype = torch.bfloat16 if cell.options is BF16 else torch.float32
     reference = Reference(
-        trainer.chunks[0].config, LR, DECAY, trainer.case.adam_eps, cell.clip, dtype,
+        trainer.chunks[0].config,
+        LR,
+        DECAY,
+        trainer.case.adam_eps,
+        cell.clip,
+        dtype,
         # One matrix by itself. That it becomes orthogonal: tests/optim/test_newton_schulz.py.
         orthogonalize=lambda matrix, numbers: orthogonalized(matrix[None], numbers)[0],
         coefficients=coefficients_of("quintic", 5),
-    )  # fmt: skip
+    )
     params = {name: pair.unsharded for name, pair in trainer._pairs()}
     wanted = trainer.params()
     for number in range(steps):
@@ -107,7 +117,8 @@ def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
 
 HYBRID = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
 REPLICAS = {**HYBRID, "outer_dp_sharding_strategy": "no_shard"}
-DP, EXPERTS = Topology("dp"), Topology("experts", experts=4)
+DP = Topology("dp")
+EXPERTS = Topology("experts", experts=4)
 
 BUDGET = "fsdp_unsharded_budget_gib"
 AXES: Mapping[int, tuple[tuple[Topology, Mapping[str, Any]], ...]] = {
@@ -116,12 +127,17 @@ AXES: Mapping[int, tuple[tuple[Topology, Mapping[str, Any]], ...]] = {
     3: (),
     4: (
         *((topology, {}) for topology in TOPOLOGIES.values()),  # of ep4 a domain of one rank
-        *((topology, ddp) for topology in (DP, EXPERTS, TOPOLOGIES["tp2"])
-          for ddp in (HYBRID, REPLICAS)),
-        (DP, {BUDGET: 1.0}), (DP, {BUDGET: 3e-5}), (DP, {"fsdp_double_buffer": True}),
+        *(
+            (topology, ddp)
+            for topology in (DP, EXPERTS, TOPOLOGIES["tp2"])
+            for ddp in (HYBRID, REPLICAS)
+        ),
+        (DP, {BUDGET: 1.0}),
+        (DP, {BUDGET: 3e-5}),
+        (DP, {"fsdp_double_buffer": True}),
         (TOPOLOGIES["ep2"], {"megatron_fsdp_enable_fine_grained_param_gather": True}),
     ),
-}  # fmt: skip
+}
 """By the number of ranks, beside data parallelism and experts alone."""
 
 

@@ -36,9 +36,7 @@ def test_what_is_costly_in_a_unit_lies_on_different_ranks() -> None:
 
 
 @pytest.mark.parametrize(("rows", "heights"), [(7, (2, 1, 1)), (4, ()), (4, (4, 0))])
-def test_heights_that_do_not_make_the_rows_are_refused(
-    rows: int, heights: tuple[int, ...]
-) -> None:
+def test_heights_that_do_not_make_the_rows_are_refused(rows: int, heights: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parts of .* rows do not make"):
         row_blocks(rows, heights)
 
@@ -74,22 +72,34 @@ def stages(draw: st.DrawFn) -> tuple[list[MuonParam], tuple[Member, ...], list[l
     """Parameters with any heights, cut by tensor-parallel ranks and into shards, or not."""
     parts, shards = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     copies = draw(st.integers(1, 2))
-    fused = draw(st.lists(
-        st.tuples(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3),
-                  st.integers(1, 9), st.sampled_from([None, 0, 1])),
-        min_size=1, max_size=4,
-    ))  # fmt: skip
+    fused = draw(
+        st.lists(
+            st.tuples(
+                st.lists(st.integers(1, 4), min_size=1, max_size=4),
+                st.integers(1, 3),
+                st.integers(1, 9),
+                st.sampled_from([None, 0, 1]),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
     shapes = [(sum(heights) * times, columns) for heights, times, columns, _ in fused]
     layout = plan_group(specs_of(shapes), shards)
     params = [
-        MuonParam(layout, index, split, parts,
-                  tuple(heights) if len(heights) > 1 else (shapes[index][0] * (
-                      parts if split == 0 else 1),))
+        MuonParam(
+            layout,
+            index,
+            split,
+            parts,
+            tuple(heights)
+            if len(heights) > 1
+            else (shapes[index][0] * (parts if split == 0 else 1),),
+        )
         for index, (heights, _, _, split) in enumerate(fused)
-    ]  # fmt: skip
+    ]
     members = tuple(
-        (shard, part) for _ in range(copies) for shard in range(shards)
-        for part in range(parts)
+        (shard, part) for _ in range(copies) for shard in range(shards) for part in range(parts)
     )
     ranks = st.integers(0, len(members) - 1)
     return params, members, [[draw(ranks) for _ in param.shapes] for param in params]
@@ -122,7 +132,7 @@ def piece(run: Run) -> tuple[int, int, int, int, int]:
 @settings(max_examples=150, deadline=None)
 @given(stages())
 def test_matrices_arrive_whole_and_every_holder_gets_their_updates(
-    case: tuple[list[MuonParam], tuple[Member, ...], list[list[int]]]
+    case: tuple[list[MuonParam], tuple[Member, ...], list[list[int]]],
 ) -> None:
     params, members, of = case
     plans = [plan_stage(params, of, members, me) for me in range(len(members))]

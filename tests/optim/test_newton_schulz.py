@@ -1,5 +1,4 @@
-"""Newton-Schulz in half precision, beside the same polynomials in float64, and symmetric products.
-"""
+"""Newton-Schulz in half precision, beside the same polynomials in float64; symmetric products."""
 
 from __future__ import annotations
 
@@ -37,10 +36,11 @@ def inputs(rows: int, columns: int) -> dict[str, torch.Tensor]:
         "singular values over four decades": turned @ (noise * decades),
         "four directions and noise": low_rank + 1e-3 * noise,
         "one direction": low_rank[:, :1] @ noise[:1],
-        "one element": torch.zeros(rows, columns).index_put((torch.tensor(3), torch.tensor(5)),
-                                                            torch.tensor(1e-5)),
+        "one element": torch.zeros(rows, columns).index_put(
+            (torch.tensor(3), torch.tensor(5)), torch.tensor(1e-5)
+        ),
         "large": 1e15 * noise,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", sorted(COEFFICIENTS))
@@ -88,7 +88,8 @@ def test_a_matrix_has_the_same_result_in_every_batch(
 
 def test_what_is_given_is_kept_unless_its_memory_may_be_written() -> None:
     torch.manual_seed(2)
-    x, steps = torch.randn(2, 9, 20).bfloat16(), coefficients_of("simple", 5)
+    x = torch.randn(2, 9, 20).bfloat16()
+    steps = coefficients_of("simple", 5)
     kept = x.clone()
     found = orthogonalized(x, steps)
     assert torch.equal(x, kept)
@@ -97,7 +98,8 @@ def test_what_is_given_is_kept_unless_its_memory_may_be_written() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(dtype: torch.dtype) -> None:
-    x, steps = torch.zeros(1, 4, 6, dtype=dtype), coefficients_of("simple", 5)
+    x = torch.zeros(1, 4, 6, dtype=dtype)
+    steps = coefficients_of("simple", 5)
     assert not orthogonalized(x, steps).any()
     x[0, 1, 1] = float("nan")
     assert orthogonalized(x, steps).isnan().any()

@@ -70,7 +70,8 @@ def _call(adam: FusedAdamStep, lists: Any, step: int = 1) -> None:
 
 def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_has() -> None:
     kernel = HostKernel()
-    adam, lists = FusedAdamStep(multi_tensor_adam, lambda _: kernel), _tensors(3)
+    adam = FusedAdamStep(multi_tensor_adam, lambda _: kernel)
+    lists = _tensors(3)
     for step in (1, 2):
         _call(adam, lists, step)
     lists[0][1] = torch.rand(6)
@@ -85,7 +86,8 @@ def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_
 def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own() -> None:
     kernel = HostKernel()
     adam = FusedAdamStep(multi_tensor_adam, lambda _: kernel)
-    half, wide = torch.float16, _tensors(2)
+    half = torch.float16
+    wide = _tensors(2)
     mixed = [[wide[0][0], wide[0][1].bfloat16()], *wide[1:]]
     apart = [[torch.rand(10)[::2], wide[0][1]], *wide[1:]]
     for lists in (_tensors(2, half), mixed, apart):
@@ -116,7 +118,8 @@ def _off_by_a_hundredth(kernel: Any, at: int, table: Any, lists: Any, update: Up
 
 def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:
     """Triton is not where the tests run: a module stands for the kernel's."""
-    name, kernel = "megatron_fsdp_adapter.optim.triton_adam", HostKernel()
+    name = "megatron_fsdp_adapter.optim.triton_adam"
+    kernel = HostKernel()
     tried = fused_adam.tried
     with mock.patch.dict(sys.modules, {name: SimpleNamespace(update=kernel)}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel
@@ -140,7 +143,8 @@ def test_gradients_are_clipped_in_the_pass_that_updates(rank: int) -> None:
     """In the bits of clipping first, also where updates go on behind the step."""
     device = init_megatron()
     for strategy, ddp in (("optim", {}), ("optim_grads_params", {}), ("optim_grads", OFFLOAD)):
-        runs, told = [], list[Update]()
+        runs = []
+        told = list[Update]()
         for kernel in (None, HostKernel()):
             with (
                 transformer_engine_optimizer(),

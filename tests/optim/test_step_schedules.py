@@ -78,11 +78,19 @@ def steps_were_counted(ours: Any, reference: Any, strategy: str) -> None:
 
 
 def _row(name: str, case: Any = None, ddp: Any = None, **more: Any) -> Variant:
-    return Variant(name, **{
-        "case": {**SMALL, **(case or {})}, "ddp": {**(ddp or {}), **OFFLOAD}, "steps": 5,
-        "compare": "bits", "drive": read_now_and_then, "expect": nothing_is_on_the_device,
-        "reference": {"strategy": "own", "ddp": ddp or {}}, **more,
-    })  # fmt: skip
+    return Variant(
+        name,
+        **{
+            "case": {**SMALL, **(case or {})},
+            "ddp": {**(ddp or {}), **OFFLOAD},
+            "steps": 5,
+            "compare": "bits",
+            "drive": read_now_and_then,
+            "expect": nothing_is_on_the_device,
+            "reference": {"strategy": "own", "ddp": ddp or {}},
+            **more,
+        },
+    )
 
 
 def _split(name: str, strategy: str, world: int = 4, **more: Any) -> Variant:
@@ -98,13 +106,19 @@ ROWS = (
     # An Adam that counts a step in each call and does not see empty shards.
     _row(
         "fused, bf16 gradients and moments, frozen parameters",
-        ddp={"megatron_fsdp_main_grads_dtype": BF16}, around=transformer_engine_optimizer,
-        change=freeze("module.decoder.layers.0.mlp"), expect=steps_were_counted,
+        ddp={"megatron_fsdp_main_grads_dtype": BF16},
+        around=transformer_engine_optimizer,
+        change=freeze("module.decoder.layers.0.mlp"),
+        expect=steps_were_counted,
         optimizer=partial(precision_aware, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16),
     ),
     *(
-        _row(f"instances, outer {outer}", ddp={"outer_dp_sharding_strategy": outer}, instances=2,
-             strategies=("optim", "optim_grads_params"))
+        _row(
+            f"instances, outer {outer}",
+            ddp={"outer_dp_sharding_strategy": outer},
+            instances=2,
+            strategies=("optim", "optim_grads_params"),
+        )
         for outer in ("no_shard", "optim")
     ),
     _split("pp2-vpp2", "optim_grads_params", 2),
@@ -118,9 +132,10 @@ ROWS = (
             ("bf16 on the wire", {}, {"megatron_fsdp_grad_comm_dtype": BF16}),
         )
     ),
-    _split("ep2-etp2", "optim", full=True), _split("ep2-pp2", "optim_grads_params", full=True),
+    _split("ep2-etp2", "optim", full=True),
+    _split("ep2-pp2", "optim_grads_params", full=True),
     _split("tp2-sp", "optim_grads", full=True),
-)  # fmt: skip
+)
 
 
 # What a loop does around steps whose updates go on.
@@ -153,7 +168,8 @@ def _overflows(trainer: Trainer, number: int) -> Any:
 
 
 def _norm_is_large(trainer: Trainer, number: int) -> Any:
-    found, config = _step(trainer, number), distributed_optimizer(trainer).config
+    found = _step(trainer, number)
+    config = distributed_optimizer(trainer).config
     config.grad_norm_skip_threshold = 0.0
     forward_backward(trainer, _data(trainer, number + 10))
     left_out = trainer.optimizer.step()
@@ -164,13 +180,16 @@ def _norm_is_large(trainer: Trainer, number: int) -> Any:
 
 def _goes_back(trainer: Trainer, number: int) -> Any:
     """To what was saved right after a step, from one step later."""
-    found, inner = _step(trainer, number), distributed_optimizer(trainer)
+    found = _step(trainer, number)
+    inner = distributed_optimizer(trainer)
     saved = inner.sharded_param_state_fsdp_dtensor()
     state = {
-        name: {key: v.detach().clone() if isinstance(v, torch.Tensor) else v
-               for key, v in entry.items()}
+        name: {
+            key: v.detach().clone() if isinstance(v, torch.Tensor) else v
+            for key, v in entry.items()
+        }
         for name, entry in saved["state"].items()
-    }  # fmt: skip
+    }
     meta = {name: dict(options) for name, options in saved["param_to_group_meta"].items()}
     weights = {name: value.clone() for name, value in trainer.params().items()}
     _step(trainer, number + 10)
@@ -180,8 +199,7 @@ def _goes_back(trainer: Trainer, number: int) -> Any:
 
 
 def _exports(trainer: Trainer, number: int) -> Any:
-    """Exported tensors are the main weights: after a step, after a load, and after memory was away.
-    """
+    """Exported tensors are the main weights: after a step, a load, and memory that was away."""
     found = _step(trainer, number)
     _check_export(trainer)
     trainer.load({name: value * 0.5 for name, value in trainer.params().items()})
@@ -210,7 +228,8 @@ def _steps_twice(trainer: Trainer, number: int) -> Any:
 
 def _cores_offload(trainer: Trainer, number: int) -> Any:
     """Of state and gradients, for reinforcement learning."""
-    found, inner = _step(trainer, number), distributed_optimizer(trainer)
+    found = _step(trainer, number)
+    inner = distributed_optimizer(trainer)
     inner.offload_to_cpu()
     trainer.wrapper.offload_grad_buffers()
     trainer.wrapper.restore_grad_buffers()
@@ -234,10 +253,14 @@ def _around(habit: Habit, trainer: Any, number: int, rank: int) -> Step:
 def _habit(habit: Habit, world: int, **changes: Any) -> Variant:
     """On one rank under ZeRO-3; on two where gathered weights stay and where they are freed."""
     return _row(
-        f"{habit.__name__.strip('_')}, {world} ranks", {"clip": 0.05, **changes}, world=world,
-        strategies=STRATEGIES[-1:] if world == 1 else STRATEGIES[1::2], steps=4,
-        around=pretended_streams, drive=partial(_around, habit),
-    )  # fmt: skip
+        f"{habit.__name__.strip('_')}, {world} ranks",
+        {"clip": 0.05, **changes},
+        world=world,
+        strategies=STRATEGIES[-1:] if world == 1 else STRATEGIES[1::2],
+        steps=4,
+        around=pretended_streams,
+        drive=partial(_around, habit),
+    )
 
 
 HABITS = (
@@ -355,10 +378,13 @@ CORES = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 """Megatron's own option, which asks for the same."""
 REFUSED = (
     ("Set chunked_optimizer_state_offload=True in the DDP", {}, CORES),
-    ("optimizer_offload_fraction=0.5: .* Use 1.0", OFFLOAD,
-     {**CORES, "optimizer_offload_fraction": 0.5}),
+    (
+        "optimizer_offload_fraction=0.5: .* Use 1.0",
+        OFFLOAD,
+        {**CORES, "optimizer_offload_fraction": 0.5},
+    ),
     ("optimizer='sgd' with chunked_optimizer_state_offload", OFFLOAD, {"optimizer": "sgd"}),
-)  # fmt: skip
+)
 
 
 @on_ranks(1)

@@ -115,25 +115,32 @@ class Rule:
 
 
 def _lions_state(name: str, weight: torch.Tensor) -> list[str]:
-    return ["exp_avg"] if is_lions(name, weight) else ["exp_avg", "exp_avg_sq", "step"]
+    if is_lions(name, weight):
+        return ["exp_avg"]
+    return ["exp_avg", "exp_avg_sq", "step"]
 
 
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 RULES: Mapping[str, Rule] = {
     "SGD with momentum": Rule(SGD, of_sgd, lambda *unused: ["momentum_buffer"], {"lr": 0.05}),
     "SGD": Rule({**SGD, "sgd_momentum": 0.0}, of_sgd, lambda *unused: [], {"lr": 0.05}),
-    **{name: Rule({**SGD, "sgd_momentum": momentum}, of_sgd,
-                  lambda *unused: ["momentum_buffer"], {"lr": 0.05}, FusedSGD)
-       for name, momentum in (("a fused SGD", 0.9), ("a fused SGD without momentum", 0.0))},
+    **{
+        name: Rule(
+            {**SGD, "sgd_momentum": momentum},
+            of_sgd,
+            lambda *unused: ["momentum_buffer"],
+            {"lr": 0.05},
+            FusedSGD,
+        )
+        for name, momentum in (("a fused SGD", 0.9), ("a fused SGD without momentum", 0.0))
+    },
     "Lion": Rule(LION, of_lion, _lions_state),
     "Lion in bf16": Rule(LION, of_lion, _lions_state, {"bf16": True}),
-}  # fmt: skip
+}
 WITHOUT = {"use_distributed_optimizer": False}
 """In both configs: wrapper and optimizer switch it on, and a checkpoint has their form."""
 
-OF_LATER_CORE = pytest.mark.skipif(
-    not LION_IN_CORE, reason="this release has no optimizer 'lion'"
-)
+OF_LATER_CORE = pytest.mark.skipif(not LION_IN_CORE, reason="this release has no optimizer 'lion'")
 OF_CORE = ("SGD", pytest.param("Lion", marks=OF_LATER_CORE))
 
 
@@ -253,19 +260,21 @@ def _taken_out(trainer: Trainer, rank: int, again: bool = False) -> None:
     trainer.wrapper.stop_communication()
     inner = distributed_optimizer(trainer).optimizer
     for group in list(inner.param_groups):
-        taken, group["params"] = group["params"][1::2], group["params"][::2]
+        taken = group["params"][1::2]
+        group["params"] = group["params"][::2]
         if again:
             inner.add_param_group({**group, "params": taken, "lr": 0.0})
 
 
 ALIKE: Mapping[str, tuple[Act, Act]] = {
-    "a step that raises at once, as one that does nothing": (
-        _adam_does(MemoryError), _adam_does()),
+    "a step that raises at once, as one that does nothing": (_adam_does(MemoryError), _adam_does()),
     "a step that raises half way": (_adam_does(None, MemoryError), _adam_does()),
     "cleared state, as zeros": (lambda trainer, _: trainer.optimizer.state.clear(), _zeroed),
     "unclipped, parameters that are taken out of groups": (
-        _taken_out, partial(_taken_out, again=True)),
-}  # fmt: skip
+        _taken_out,
+        partial(_taken_out, again=True),
+    ),
+}
 """What is done, and what has the same bits afterwards. On all ranks; where Adam raises, what Muon
 and Lion have updated before stays so."""
 
@@ -280,7 +289,10 @@ def test_what_is_done_to_the_inner_optimizer_has_its_effect(
     init_megatron()
     # Without clipping gradients are not copied; where Adam raises that matters. A norm is of what
     # is in groups.
-    clips = (0.0, 0.05) if "at once" in what and kind == "muon" else (0.05,)
+    if "at once" in what and kind == "muon":
+        clips = (0.0, 0.05)
+    else:
+        clips = (0.05,)
     for clip in (0.0,) if "unclipped" in what else clips:
         found, expected = (_run(kind, clip, act, rank) for act in ALIKE[what])
         check_run_bits(found, expected, f"clip {clip}")

@@ -58,16 +58,22 @@ from tests.lib.plain.plain import Block, Net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
 BF16 = torch.bfloat16
-STEPS, MICROBATCHES = 3, 2
+STEPS = 3
+MICROBATCHES = 2
 
 
 def train(
-    made: Any, optimizer: Any, rank: int, accumulate: bool = False, first: int = 0,
+    made: Any,
+    optimizer: Any,
+    rank: int,
+    accumulate: bool = False,
+    first: int = 0,
     most: float = 100.0,
 ) -> tuple[list[float], list[float]]:
     """Losses, and norms of gradients, which are scaled to at most `most`. A norm adds up what each
     rank has, which is other rows under torch's: it differs in the last bits."""
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(first, first + STEPS):
         for microbatch in range(MICROBATCHES if accumulate else 1):
             made.set_requires_gradient_sync(not accumulate or microbatch == MICROBATCHES - 1)
@@ -109,7 +115,8 @@ def test_loops_written_for_fsdp2_give_its_numbers(rank: int, name: str) -> None:
     shape, options = CASES[name]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    one, other = shape(theirs, model(), **options), shape(ours, model(), **options)
+    one = shape(theirs, model(), **options)
+    other = shape(ours, model(), **options)
     sides = [(one, adam(one)), (other, adam(other))]
     if shape is in_host_memory:
         sides[1] = (other, fully_shard_optimizer(sides[1][1]))
@@ -171,10 +178,13 @@ def test_meshes_of_fsdp2(rank: int) -> None:
         assert shown.mesh_dim_names == dims and (len(dims) == 1 or shown == mesh), names
         near(train(other, adam(other), rank), expected, names)
         assert _held(other) < 0.7, names
-    for wrapped, (names, message) in itertools.product((ours, fully_shard_model), (
-        ("dp tp", "its dim 'tp' has 2 ranks.*Pass the data-parallel"),
-        ("", "its dims have no names.*Give init_device_mesh mesh_dim_names"),
-    )):  # fmt: skip
+    for wrapped, (names, message) in itertools.product(
+        (ours, fully_shard_model),
+        (
+            ("dp tp", "its dim 'tp' has 2 ranks.*Pass the data-parallel"),
+            ("", "its dims have no names.*Give init_device_mesh mesh_dim_names"),
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
             wrapped(model(), mesh=_mesh((2, 2), *names.split()))
 
@@ -200,35 +210,40 @@ def test_gradients_of_several_backwards_are_summed_over_replicas(rank: int) -> N
 
 def _cut_by_hand(made: Any, optimizer: Any, moments: Any, options: StateDictOptions) -> None:
     """Loads unsharded moments as torch's FSDP2 tutorial does: by `distribute_tensor`."""
-    optimizer.load_state_dict({
-        "param_groups": optimizer.state_dict()["param_groups"],
-        "state": {
-            number: {
-                key: value if key == "step" else distribute_tensor(
-                    value, param.device_mesh, param.placements
-                )
-                for key, value in moments["state"][name].items()
-            }
-            for number, (name, param) in enumerate(made.named_parameters())
-        },
-    })  # fmt: skip
+    optimizer.load_state_dict(
+        {
+            "param_groups": optimizer.state_dict()["param_groups"],
+            "state": {
+                number: {
+                    key: value
+                    if key == "step"
+                    else distribute_tensor(value, param.device_mesh, param.placements)
+                    for key, value in moments["state"][name].items()
+                }
+                for number, (name, param) in enumerate(made.named_parameters())
+            },
+        }
+    )
 
 
 @on_ranks(2)
 def test_what_either_has_after_some_steps_goes_on_in_the_other(rank: int) -> None:
     options = StateDictOptions(full_state_dict=True)
     for first, second, load in (
-        (theirs, ours, set_optimizer_state_dict), (theirs, ours, _cut_by_hand),
+        (theirs, ours, set_optimizer_state_dict),
+        (theirs, ours, _cut_by_hand),
         (ours, theirs, set_optimizer_state_dict),
-    ):  # fmt: skip
+    ):
         made = sharded(first, model())
         optimizer = adam(made)
         train(made, optimizer, rank)
         # Copies: torch's functions change what they are given, and share step counts.
-        weights, moments = copy.deepcopy((
-            get_model_state_dict(made, options=options),
-            get_optimizer_state_dict(made, optimizer, options=options),
-        ))
+        weights, moments = copy.deepcopy(
+            (
+                get_model_state_dict(made, options=options),
+                get_optimizer_state_dict(made, optimizer, options=options),
+            )
+        )
         other = sharded(second, model())
         resumed = adam(other)
         set_model_state_dict(other, dict(weights), options=options)
@@ -275,7 +290,8 @@ def test_a_start_on_the_meta_device(rank: int) -> None:
             nn.init.ones_(made.head.weight)
             assert whole(made)["head.weight"].eq(1).all()
         set_model_state_dict(
-            made, dict(values) if rank == 0 else {},
+            made,
+            dict(values) if rank == 0 else {},
             options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
         )
         check_same_bits(whole(made), values, "loaded")
@@ -321,9 +337,9 @@ def test_a_parameter_that_some_ranks_read_has_a_gradient_on_all(rank: int, world
     made = with_spare_layer(ours, model(), **(_replicas() if world == 4 else {}))
     one = model()
     one.features(tokens(0, 0, 0)).mean().backward()
-    made.forward = lambda tokens: made.features(tokens) if rank == 0 else (
-        made.head(made.hidden(tokens)).square()
-    )  # fmt: skip
+    made.forward = lambda tokens: (
+        made.features(tokens) if rank == 0 else (made.head(made.hidden(tokens)).square())
+    )
     for zeroed in (False, True):
         made.set_reduce_scatter_unused_params(zeroed)
         made(tokens(0, 0, 0)).mean().backward()
@@ -375,7 +391,8 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
         with pytest.raises(KeyError):
             getattr(each, raises)(x)
         hook.remove()
-        found, expected = getattr(each, trains)(x), model().features(x)
+        found = getattr(each, trains)(x)
+        expected = model().features(x)
         assert torch.equal(found, expected)
         assert each.blocks[0].up.weight.untyped_storage().nbytes() > 0, "stays, also after an error"
         found.mean().backward()
@@ -393,7 +410,8 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "twice": ("called with it before", lambda made: ours(ours(made))),
     "a list": ("no forward", lambda made: ours(nn.ModuleList([made]))),
     "columns": (
-        r"Shard\(1\)", lambda made: ours(made, shard_placement_fn=lambda param: Shard(1)),
+        r"Shard\(1\)",
+        lambda made: ours(made, shard_placement_fn=lambda param: Shard(1)),
     ),
     "late": (
         "sharded already",
@@ -433,8 +451,11 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "gradient kept aside": (
         "whose memory was released.*keep grad.clone",
         lambda made: (
-            _step(adam(ours(made)), made), (kept := made.temperature.grad), made.zero_grad(),
-            made(tokens(0, 0, 0)), kept + 1,
+            _step(adam(ours(made)), made),
+            (kept := made.temperature.grad),
+            made.zero_grad(),
+            made(tokens(0, 0, 0)),
+            kept + 1,
         ),
     ),
     "factor of a part": (
@@ -442,9 +463,10 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda made: (ours(made.blocks[0]).set_gradient_divide_factor(2.0), ours(made)),
     ),
     "factor": (
-        "sharded already", lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
+        "sharded already",
+        lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
     ),
-}  # fmt: skip
+}
 
 
 def _two_dtypes(made: Any) -> Any:

@@ -25,7 +25,9 @@ def test_it_takes_the_place_of_torchs_wherever_that_was_imported(monkeypatch: An
     library.shard = theirs
     monkeypatch.setitem(sys.modules, library.__name__, library)
     places = use_as_fsdp2()
-    found, again, left = _places(library), use_as_fsdp2(), leave_fsdp2()
+    found = _places(library)
+    again = use_as_fsdp2()
+    left = leave_fsdp2()
     own = {f"{library.__name__}.shard", f"{__name__}.theirs"}
     assert {"torch.distributed.fsdp.fully_shard", *own} <= {*places} == {*left} and again == []
     assert found == {ours} and _places(library) == {theirs} != {ours}
@@ -55,8 +57,11 @@ def test_the_environment_has_it_take_that_place(
     code = "import torch.distributed.fsdp as f, sys; print(f.fully_shard.__module__)"
     paths = [str(pyproject.parent), str(tmp_path), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, VARIABLE: value, "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
+    )
     assert (done.stdout.strip(), bool(done.returncode)) == (printed, not printed), done.stderr
     assert f"{VARIABLE}{said}" in done.stderr if said else VARIABLE not in done.stderr

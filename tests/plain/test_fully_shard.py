@@ -91,29 +91,48 @@ OFFLOAD = "chunked_optimizer_state_offload=True with optimizer="
 REFUSED: tuple[tuple[str, type[Exception], Callable[[Any], Any]], ...] = (
     (WRAPPED, ValueError, fully_shard_model),
     (WRAPPED, ValueError, lambda model: fully_shard_model(model.module)),
-    ("5 of its 5 parameters are not from a sharded model", ValueError,
-     lambda _: sgd(list(Block().parameters())[:5])),
-    ("sharded already", ValueError,
-     lambda model: fully_shard_optimizer(sgd(model.parameters()))),
-    ("Adafactor: its step needs whole tensors", ValueError,
-     lambda model: fully_shard_optimizer(torch.optim.Adafactor(model.parameters()))),
+    (
+        "5 of its 5 parameters are not from a sharded model",
+        ValueError,
+        lambda _: sgd(list(Block().parameters())[:5]),
+    ),
+    ("sharded already", ValueError, lambda model: fully_shard_optimizer(sgd(model.parameters()))),
+    (
+        "Adafactor: its step needs whole tensors",
+        ValueError,
+        lambda model: fully_shard_optimizer(torch.optim.Adafactor(model.parameters())),
+    ),
     ("Convert the module before wrapping", RuntimeError, lambda model: model.half()),
-    ("no module of Net is a Conv2d", ValueError,
-     lambda _: fully_shard_model(net(), None, [nn.Conv2d])),
-    ("there is no outer axis", ValueError,
-     lambda _: fully_shard_model(net(), outer_dp_sharding_strategy="optim")),
-    ("parameter temperature is torch.float32", ValueError, lambda _: fully_shard_model(
-        net(), mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=BF16))),
+    (
+        "no module of Net is a Conv2d",
+        ValueError,
+        lambda _: fully_shard_model(net(), None, [nn.Conv2d]),
+    ),
+    (
+        "there is no outer axis",
+        ValueError,
+        lambda _: fully_shard_model(net(), outer_dp_sharding_strategy="optim"),
+    ),
+    (
+        "parameter temperature is torch.float32",
+        ValueError,
+        lambda _: fully_shard_model(
+            net(), mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=BF16)
+        ),
+    ),
     ("requires_grad of head.weight was set to True.*frozen", RuntimeError, _frozen_when_wrapped),
     ("register_hook on parameter head.weight", RuntimeError, _hook_on_a_parameter),
     ("1 of its .* parameters are not from a sharded model", ValueError, _foreign_group),
     ("norm_type=0", ValueError, lambda model: model.clip_grad_norm_(1.0, 0)),
     (f"{OFFLOAD}SGD", ValueError, lambda model: _offloaded(model, torch.optim.SGD)),
     (f"{OFFLOAD}NAdam", ValueError, lambda model: _offloaded(model, torch.optim.NAdam)),
-    ("add_param_group with chunked_optimizer_state_offload", ValueError,
-     _group_of_an_offloaded_optimizer),
+    (
+        "add_param_group with chunked_optimizer_state_offload",
+        ValueError,
+        _group_of_an_offloaded_optimizer,
+    ),
     ("True for some models", ValueError, _offload_of_one_of_two),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -190,7 +209,8 @@ def test_memory_of_cleared_gradients(rank: int, strategy: str) -> None:
     `zero_grad`, with the next forward otherwise."""
     model = sharded(strategy)
     params = list(model.parameters())
-    first, second = sgd(params[::2]), sgd(params[1::2])
+    first = sgd(params[::2])
+    second = sgd(params[1::2])
     buffers = [group.grad for group in model.engine.groups]
     model(tokens(0, 0, rank)).backward()
     assert all(buffer.allocated for buffer in buffers)
@@ -234,7 +254,8 @@ def test_units_of_classes_that_are_not_given_or_given_as_strings(rank: int, name
 def test_attributes_that_a_user_has_put_on_parameters_stay_on_them(one_rank: None) -> None:
     """Parameter groups are made by them."""
     module = net()
-    module.head.weight._no_weight_decay, module.temperature.lr_scale = True, 0.5
+    module.head.weight._no_weight_decay = True
+    module.temperature.lr_scale = 0.5
     params = dict(sharded("optim", module).named_parameters())
     assert params["module.head.weight"]._no_weight_decay is True
     assert params["module.temperature"].lr_scale == 0.5

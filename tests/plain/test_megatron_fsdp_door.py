@@ -99,9 +99,10 @@ def test_loops_written_for_megatron_fsdp(rank: int, world: int, number: int, nam
     known = Side(rank, world, None)
     microbatched(known, adam, MICROBATCHES)
     for strategy, around in (
-        (number, _last_syncs), (name, _never),
+        (number, _last_syncs),
+        (name, _never),
         (name, lambda model, is_last: nullcontext() if is_last else model.no_sync()),
-    ):  # fmt: skip
+    ):
         model, optimizer = sharded(world, zero_dp_strategy=strategy)
         assert model.data_parallel_sharding_strategy == name
         losses = everyones(train(model, optimizer, rank, around))
@@ -127,8 +128,11 @@ def test_sums_and_scales(rank: int, world: int) -> None:
 @on_ranks(2)
 def test_dtypes_of_gradients(rank: int, world: int) -> None:
     """Gradients in the parameters' dtype, unless it is asked for another."""
-    for module, grads, expected in ((net(), None, torch.float32), (net(BF16), None, BF16),
-                                    (net(BF16), torch.float32, torch.float32)):  # fmt: skip
+    for module, grads, expected in (
+        (net(), None, torch.float32),
+        (net(BF16), None, BF16),
+        (net(BF16), torch.float32, torch.float32),
+    ):
         policy = door.MixedPrecisionPolicy(main_grads_dtype=grads)
         model, _ = sharded(world, module, mixed_precision_policy=policy)
         model(tokens(0, 0, rank)).backward()
@@ -158,8 +162,15 @@ def test_checkpoints_by_torch(rank: int, world: int, root: Path) -> None:
 @on_ranks(2)
 def test_state_of_optimizers(rank: int, world: int) -> None:
     """State from the start, of all of torch's that step on rows."""
-    for make in (torch.optim.Adam, torch.optim.RAdam, torch.optim.NAdam, torch.optim.RMSprop,
-                 torch.optim.Adadelta, torch.optim.Adamax, torch.optim.Adagrad):  # fmt: skip
+    for make in (
+        torch.optim.Adam,
+        torch.optim.RAdam,
+        torch.optim.NAdam,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+    ):
         model = door.fully_shard_model(net(), fsdp_unit_modules=[Block])
         optimizer = door.fully_shard_optimizer(make(model.parameters(), lr=1e-2))
         kept = [{*state} for state in optimizer.state_dict()["state"].values()]
@@ -180,8 +191,13 @@ def test_members(rank: int, world: int) -> None:
     with model.sync():
         assert model.model_auto_sync
     assert not model.model_auto_sync and not model.is_last_microbatch
-    for name in ("start_param_sync", "start_grad_sync", "broadcast_params",
-                 "synchronize_param_gather", "install_optimized_model_weights"):  # fmt: skip
+    for name in (
+        "start_param_sync",
+        "start_grad_sync",
+        "broadcast_params",
+        "synchronize_param_gather",
+        "install_optimized_model_weights",
+    ):
         getattr(model, name)()
     with model.mixed_precision_context(door.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):
         compiled = torch.compile(model, backend="eager")
@@ -227,13 +243,14 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda m: _on(mixed_precision_policy=door.MixedPrecisionPolicy(torch.float64))(m),
     ),
     "foreign": (
-        "2 of its parameters", lambda m: door.fully_shard(m, adam(Block().up.parameters()))
+        "2 of its parameters",
+        lambda m: door.fully_shard(m, adam(Block().up.parameters())),
     ),
     "buffer": (
         "zero_grad_buffer=False",
         lambda m: door.fully_shard(m, adam(m.parameters()))[1].zero_grad(zero_grad_buffer=False),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -275,14 +292,23 @@ CALL = "import megatron_fsdp_adapter as a; a.use_as_megatron_fsdp(); a.use_as_me
     [
         (CALL + IMPORTS, "", "done"),
         (IMPORTS, str(FOLDER), "done"),
-        ("import sys, types; sys.modules['megatron_fsdp'] = types.ModuleType('x')\n" + CALL, "",
-         "RuntimeError: use_as_megatron_fsdp: megatron_fsdp was imported already"),
+        (
+            "import sys, types; sys.modules['megatron_fsdp'] = types.ModuleType('x')\n" + CALL,
+            "",
+            "RuntimeError: use_as_megatron_fsdp: megatron_fsdp was imported already",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_name_is_ours_when_asked_for(program: str, in_front: str, said: str) -> None:
-    begin = f"import sys; sys.path.insert(0, {in_front!r})\n" if in_front else ""
+    if in_front:
+        begin = f"import sys; sys.path.insert(0, {in_front!r})\n"
+    else:
+        begin = ""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", begin + program], capture_output=True, text=True,
-        timeout=120, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", begin + program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
     assert said in done.stdout + done.stderr, done.stdout + done.stderr

@@ -38,7 +38,11 @@ ALL_STRATEGIES = ("microbatches_and_clipping",)
 
 
 def check_loops(
-    rank: int, world: int, names: Iterable[str], outer: int = 0, every: bool = True,
+    rank: int,
+    world: int,
+    names: Iterable[str],
+    outer: int = 0,
+    every: bool = True,
     **options: Any,
 ) -> None:
     """Every strategy against the unsharded side; without `every`, the one that shards most and one
@@ -76,11 +80,17 @@ def test_loops_train_to_the_same_weights(rank: int, world: int, every: bool) -> 
 CLIPPED = [name for name in LOOPS if "clipped_by_norm" in name]
 
 
-@pytest.mark.parametrize(("world", "names"), [
-    (1, (*ALL_STRATEGIES, *LATE_LOOPS)),  # a read of released memory is seen at once
-    pytest.param(3, ("a_rank_without_data", "some_gradients_taken_away", *CLIPPED),
-                 marks=pytest.mark.full),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        (1, (*ALL_STRATEGIES, *LATE_LOOPS)),  # a read of released memory is seen at once
+        pytest.param(
+            3,
+            ("a_rank_without_data", "some_gradients_taken_away", *CLIPPED),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 @on_ranks(seconds=400)
 def test_loops_on_other_numbers_of_ranks(rank: int, world: int, names: tuple[str, ...]) -> None:
     check_loops(rank, world, names)
@@ -97,9 +107,12 @@ def test_loops_with_an_outer_axis(rank: int, world: int, strategy: str) -> None:
 # The same bits.
 
 OFFLOADED = (
-    "scheduled_and_clipped", "clamped", "steps_that_raise", "state_changed_by_hand",
+    "scheduled_and_clipped",
+    "clamped",
+    "steps_that_raise",
+    "state_changed_by_hand",
     "layers_frozen_in_turn",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -155,21 +168,23 @@ class Compiled(Side):
 COMPILED: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any], dict[str, Any]]] = {
     "as torchtitan does": (partial(_in_place, fullgraph=True), _unchanged, {}),
     "ZeRO-2": (
-        partial(_in_place, fullgraph=True), _unchanged,
+        partial(_in_place, fullgraph=True),
+        _unchanged,
         {"data_parallel_sharding_strategy": "optim_grads"},
     ),
     "by a function": (partial(_by_function, fullgraph=True), _unchanged, {}),
     "by a function, units inside": (
-        _by_function, _unchanged, {"fsdp_unit_modules": [Block, nn.Embedding]},
+        _by_function,
+        _unchanged,
+        {"fsdp_unit_modules": [Block, nn.Embedding]},
     ),
     "with recomputation": (partial(_in_place, again=True), _unchanged, {}),
     "layers of one unit": (_in_place, _unchanged, {"fsdp_unit_modules": []}),
     "after wrapping": (_unchanged, _in_place, {}),
     "by a function after wrapping": (_unchanged, _by_function, {}),
     "the whole model": (partial(torch.compile, backend="aot_eager"), _unchanged, {}),
-}  # fmt: skip
+}
 """What is done before wrapping, and after, and options of wrapping."""
-
 
 
 @on_ranks(2, seconds=400)

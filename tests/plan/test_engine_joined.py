@@ -34,9 +34,10 @@ def lists(*widths: tuple[int, ...]) -> nn.Module:
 def plans_of(model: nn.Module) -> Any:
     kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, Pair)
     return partition(
-        model, unit_modules(model, lambda child: isinstance(child, kinds)),
+        model,
+        unit_modules(model, lambda child: isinstance(child, kinds)),
         domain_of=lambda param, fqn: "dense",
-    )  # fmt: skip
+    )
 
 
 class Pair(nn.Sequential):

@@ -62,8 +62,9 @@ BF16 = {
 FP32 = {
     name: {kind: count for kind, count in held.items() if kind != "main weights"}
     | {"compute weights": 512}
-    for name, held in BF16.items() if name != "optim_grads_params"
-} | {"optim_grads_params": BF16["optim_grads_params"] | {"gathered weights": 512}}  # fmt: skip
+    for name, held in BF16.items()
+    if name != "optim_grads_params"
+} | {"optim_grads_params": BF16["optim_grads_params"] | {"gathered weights": 512}}
 """Main weights of their own only where weights are sharded."""
 FROZEN = {key: {"compute weights": 256} for key in BF16} | {
     "optim_grads_params": {"gathered weights": 256, "main weights": 64}

@@ -90,7 +90,8 @@ def expected_points(
         life: sum(count for kind, count in held.items() if LIFE[kind] == life)
         for life in (PERSISTENT, BACKWARD_TO_STEP)
     }
-    at_rest, grads = lives[PERSISTENT], lives[BACKWARD_TO_STEP]
+    at_rest = lives[PERSISTENT]
+    grads = lives[BACKWARD_TO_STEP]
     assert at_rest == report["strategies"][strategy]["between_steps"]
     gathers = report["num_shards"] > 1 and STRATEGIES[strategy].shard_weights
     assert (ahead > 0) == (gathers and not ddp) and ahead <= held.get(GATHERED_WEIGHTS, 0)
@@ -179,7 +180,8 @@ def test_deleting_a_trained_gpt_and_its_optimizer_frees_the_engines_storage(rank
             for name, flat in buffers_of(trainer.wrapper.engine)
         }
         config = trainer.wrapper.config
-        config.no_sync_func = config.grad_scale_func = None
+        config.no_sync_func = None
+        config.grad_scale_func = None
         del trainer
         left = still_there(storages)
         assert not left, (strategy, left)

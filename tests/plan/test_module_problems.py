@@ -66,9 +66,10 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ("module 1: max_norm=2.0", "between steps"),
     ),
     "sparse gradients of a bag": (
-        lambda: nn.EmbeddingBag(7, 3, sparse=True), ("module EmbeddingBag", "Use sparse=False")
+        lambda: nn.EmbeddingBag(7, 3, sparse=True),
+        ("module EmbeddingBag", "Use sparse=False"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -144,11 +145,13 @@ def _layers(count: int, width: int = 4) -> list[nn.Module]:
 
 REPEATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "classes that the model names, also inside of another": (
-        _named_layers, ["base.layers.0", "base.layers.1"]
+        _named_layers,
+        ["base.layers.0", "base.layers.1"],
     ),
     "a list, and not the experts in it, nor a few small heads": (
         lambda: _model(
-            layers=nn.ModuleList(_layers(2, 30)), head=nn.Linear(4, 4),
+            layers=nn.ModuleList(_layers(2, 30)),
+            head=nn.Linear(4, 4),
             heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
         ),
         ["layers.0", "layers.1"],
@@ -161,15 +164,18 @@ REPEATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ["encoder.0", "encoder.1", "decoder.a", "decoder.b"],
     ),
     "a Sequential of layers": (
-        lambda: _model(layers=nn.Sequential(*_layers(2), nn.ReLU())), ["layers.0", "layers.1"]
+        lambda: _model(layers=nn.Sequential(*_layers(2), nn.ReLU())),
+        ["layers.0", "layers.1"],
     ),
     "no layer: a Sequential of operations": (
-        lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), []
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
+        [],
     ),
     "no layer: one of each class": (
-        lambda: _model(parts=nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)])), []
+        lambda: _model(parts=nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)])),
+        [],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REPEATED)

@@ -42,10 +42,18 @@ def tower_is_left_alone(ours: Any, reference: Any, strategy: str) -> None:
 
 def _left(world: int, strategies: tuple[str, ...], **more: Any) -> Variant:
     return Variant(
-        f"{world} ranks, {strategies[0]}", strategies, world, random=True, case=SIZES,
-        build=_towers, wrapper={"module_placements": LEFT}, compare="free",
-        reference={"change": unchanged}, expect=tower_is_left_alone, **more,
-    )  # fmt: skip
+        f"{world} ranks, {strategies[0]}",
+        strategies,
+        world,
+        random=True,
+        case=SIZES,
+        build=_towers,
+        wrapper={"module_placements": LEFT},
+        compare="free",
+        reference={"change": unchanged},
+        expect=tower_is_left_alone,
+        **more,
+    )
 
 
 ROWS = (
@@ -99,14 +107,16 @@ LINEAR = "decoder.layers.0.mlp.linear_fc1.weight"
 AFTERWARDS: dict[str, tuple[Change, str, Callable[[Any], Any], str]] = {
     "frozen": (unchanged, LINEAR, lambda p: p.requires_grad_(False), "requires_grad of"),
     "trained": (
-        freeze_part, "embedding.word_embeddings.weight", lambda p: p.requires_grad_(True),
+        freeze_part,
+        "embedding.word_embeddings.weight",
+        lambda p: p.requires_grad_(True),
         "requires_grad of",
     ),
     **{
         hook: (unchanged, LINEAR, lambda p, hook=hook: getattr(p, hook)(print), "gradient hooks on")
         for hook in ("register_hook", "register_post_accumulate_grad_hook")
     },
-}  # fmt: skip
+}
 """What is done before wrapping; to which parameter, and what, behind it; what the error says."""
 
 

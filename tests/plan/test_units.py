@@ -66,7 +66,8 @@ FINE = {"megatron_fsdp_enable_fine_grained_param_gather": True}
 FINE_SLOTS = {**FINE, **SLOTS}
 CLASSES = [TransformerLayer, MLP]
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-FOUR, TWELVE = Topology("4 experts", experts=4), Topology("12 experts", experts=12)
+FOUR = Topology("4 experts", experts=4)
+TWELVE = Topology("12 experts", experts=12)
 EP2 = Topology("ep2", ep=2, experts=4)
 
 # Rows.
@@ -74,9 +75,16 @@ EP2 = Topology("ep2", ep=2, experts=4)
 
 def _parts(name: str, strategy: str = ZERO_3, fields: Any = None, **more: Any) -> Variant:
     return Variant(
-        name, (strategy,), topology=FOUR, case={"num_layers": 4}, fields=fields or {},
-        reference={"fields": {}}, compare="free", steps=2, **more,
-    )  # fmt: skip
+        name,
+        (strategy,),
+        topology=FOUR,
+        case={"num_layers": 4},
+        fields=fields or {},
+        reference={"fields": {}},
+        compare="free",
+        steps=2,
+        **more,
+    )
 
 
 PARTS = (
@@ -87,11 +95,19 @@ PARTS = (
     _parts("parts in slots, recomputed", fields=RECOMPUTED, ddp=FINE_SLOTS),
     _parts("classes of modules", wrapper={"fsdp_unit_modules": CLASSES}),
     *(
-        _parts(f"{strategy}, parts, {ddp is FINE_SLOTS=}, {bool(fields)=}", strategy, fields,
-               ddp=ddp, world=3, full=True)
-        for strategy in STRATEGIES for ddp in (FINE, FINE_SLOTS) for fields in ({}, RECOMPUTED)
+        _parts(
+            f"{strategy}, parts, {ddp is FINE_SLOTS=}, {bool(fields)=}",
+            strategy,
+            fields,
+            ddp=ddp,
+            world=3,
+            full=True,
+        )
+        for strategy in STRATEGIES
+        for ddp in (FINE, FINE_SLOTS)
+        for fields in ({}, RECOMPUTED)
     ),
-)  # fmt: skip
+)
 
 
 def layers_of(trainer: Trainer) -> list[str]:
@@ -128,7 +144,9 @@ JOINED = (
 )
 
 KEPT_CASE = {"num_layers": 4, "bf16": True, "microbatches": 3, "positions": "learned_absolute"}
-WEIGHTS_GIB, SOME_GIB, ALL_GIB = 39_200 / GIB, 60_000 / GIB, 1.0
+WEIGHTS_GIB = 39_200 / GIB
+SOME_GIB = 60_000 / GIB
+ALL_GIB = 1.0
 
 
 def _near(ours: Step, reference: Step, label: str) -> None:
@@ -144,9 +162,12 @@ def _kept(name: str, gib: float, ddp: Options, reference: str = "own", **more: A
     there is one order."""
     of = {"strategy": reference, "ddp": ddp if reference == "own" else {}}
     return Variant(
-        f"kept, {name}{', slots' if ddp else ''}", (ZERO_3,), ddp={**ddp, BUDGET: gib}, steps=3,
+        f"kept, {name}{', slots' if ddp else ''}",
+        (ZERO_3,),
+        ddp={**ddp, BUDGET: gib},
+        steps=3,
         **{"case": KEPT_CASE, "compare": "bits", "reference": of, **more},
-    )  # fmt: skip
+    )
 
 
 KEPT = (
@@ -154,13 +175,13 @@ KEPT = (
         row
         for ddp in ({}, SLOTS)
         for row in (
-            _kept("weights", WEIGHTS_GIB, ddp), _kept("some", SOME_GIB, ddp, ZERO_1, compare=NEAR),
+            _kept("weights", WEIGHTS_GIB, ddp),
+            _kept("some", SOME_GIB, ddp, ZERO_1, compare=NEAR),
         )
     ),
     _kept("all", ALL_GIB, {}, ZERO_1),
     _kept("some, one microbatch", SOME_GIB, {}, case={**KEPT_CASE, "microbatches": 1}),
-)  # fmt: skip
-
+)
 
 
 def _experts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -183,24 +204,40 @@ WHOLE = (
     # Dense gradients are summed in another order, so each step starts from the same weights.
     *(
         Variant(
-            f"experts on one rank, {strategy}, {next(iter(ddp), 'plain')}", (strategy,),
-            topology=EP2, case=EP2_CASE, ddp=ddp, steps=2, expect=experts_have_no_bucket,
+            f"experts on one rank, {strategy}, {next(iter(ddp), 'plain')}",
+            (strategy,),
+            topology=EP2,
+            case=EP2_CASE,
+            ddp=ddp,
+            steps=2,
+            expect=experts_have_no_bucket,
             compare=Comparison(*[_each_step_and_bits_of_experts] * 2, each_step=True),
         )
         for strategy, ddp in ((ZERO_2, {}), (ZERO_3, {}), (ZERO_3, SLOTS), (ZERO_3, FINE))
     ),
     Variant(
-        "experts on one rank, everything else kept", (ZERO_3,), topology=EP2, case=EP2_CASE,
-        ddp={BUDGET: ALL_GIB}, steps=2, compare="bits but norm", reference={"strategy": ZERO_1},
+        "experts on one rank, everything else kept",
+        (ZERO_3,),
+        topology=EP2,
+        case=EP2_CASE,
+        ddp={BUDGET: ALL_GIB},
+        steps=2,
+        compare="bits but norm",
+        reference={"strategy": ZERO_1},
     ),
-)  # fmt: skip
+)
 
 # Where weights are tied, or gradients divided by the tokens, Adam's kernels round otherwise on flat
 # buffers of other lengths: then the reference is `optim`.
 ALONE = tuple(
     Variant(
-        f"a world of one, {name}", (ZERO_2, ZERO_3), 1, case=case, ddp=ddp,
-        compare="bits but norm", reference=reference,
+        f"a world of one, {name}",
+        (ZERO_2, ZERO_3),
+        1,
+        case=case,
+        ddp=ddp,
+        compare="bits but norm",
+        reference=reference,
     )
     for name, case, reference, ddp in (
         ("bf16", {"bf16": True}, {}, {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
@@ -208,7 +245,7 @@ ALONE = tuple(
         ("fused", {"bf16": True, "fused": True}, {}, {}),
         ("fp16", {"fp16": True}, {}, {}),
     )
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", marked((*PARTS, *JOINED, *KEPT, *WHOLE)))
@@ -250,11 +287,14 @@ def nbytes(unit: Unit) -> int:
 def test_experts_are_gathered_one_after_the_other(rank: int) -> None:
     """With the root, the layer around them, and what is gathered ahead."""
     init_topology(TWELVE)
-    case, found = case_for(TWELVE, num_layers=4), {}
+    case = case_for(TWELVE, num_layers=4)
+    found = {}
     for name, options in (
-        ("layers", {}), ("parts", {"ddp": FINE}), ("classes", {"fsdp_unit_modules": CLASSES}),
+        ("layers", {}),
+        ("parts", {"ddp": FINE}),
+        ("classes", {"fsdp_unit_modules": CLASSES}),
         ("recomputed parts", {"ddp": FINE, "fields": RECOMPUTED}),
-    ):  # fmt: skip
+    ):
         trainer = build_topology_trainer(TWELVE, case, ZERO_3, **options)
         topology_step(trainer, 0)
         with gathered_bytes(trainer) as taken:
@@ -282,8 +322,9 @@ class Layer(BaseMoELayer):
 def test_grouped_experts_are_units_by_what_is_called() -> None:
     each, fused = (nn.Sequential(Layer(fused)) for fused in (False, True))
     assert [*chosen_units(each, None, parts=True)] == [
-        "0.experts.linear_fc1", "0.experts.linear_fc2"
-    ]  # fmt: skip
+        "0.experts.linear_fc1",
+        "0.experts.linear_fc2",
+    ]
     assert [*chosen_units(fused, None, parts=True)] == ["0.experts"]
     assert not chosen_units(each, None)
 
@@ -378,7 +419,8 @@ def _told(gib: float) -> str:
 
 @on_ranks(2)
 def test_budgets_take_what_estimate_says(rank: int, world: int) -> None:
-    case, found = Case(**KEPT_CASE), []
+    case = Case(**KEPT_CASE)
+    found = []
     points = measure(rank, world, case, ZERO_3, ddp={BUDGET: SOME_GIB})
     assert "unsharded over a step" not in _told(0.0)
     for gib in (WEIGHTS_GIB, SOME_GIB, ALL_GIB):

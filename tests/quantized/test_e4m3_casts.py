@@ -32,8 +32,11 @@ def test_exponents_are_of_the_smallest_power_of_two_that_is_not_below() -> None:
 def test_columns_of_mxfp8_that_were_left_out_are_made_of_the_value():
     """As Transformer Engine leaves them out where no gradients are recorded."""
     param: Any = emulated_parameter(torch.randn(96, 160).bfloat16(), "mxfp8")
-    expected, value = KNOWS.fields(param), param._high_precision_init_val
-    param._columnwise_data = param._columnwise_scale_inv = param._high_precision_init_val = None
+    expected = KNOWS.fields(param)
+    value = param._high_precision_init_val
+    param._columnwise_data = None
+    param._columnwise_scale_inv = None
+    param._high_precision_init_val = None
     with pytest.raises(ValueError, match="without columns.*preserve_high_precision_init_val=True"):
         KNOWS.fields(param)
     param._high_precision_init_val = value
@@ -67,7 +70,8 @@ def test_a_table_is_made_anew_when_memory_has_moved():
     assert cast.table() is not table and not cast.table().aligned
 
 
-MAIN, DATA = torch.randn(64), torch.zeros(64, dtype=torch.uint8)
+MAIN = torch.randn(64)
+DATA = torch.zeros(64, dtype=torch.uint8)
 BAD = {
     "not rows of a matrix": lambda: BlockCast(
         [OwnRows((4, 32), 8, MAIN, (DATA,))], torch.bfloat16
@@ -75,7 +79,7 @@ BAD = {
     "one dtype and device": lambda: TensorCast(
         [OwnRows((4, 16), 0, one, (DATA,)) for one in (MAIN, MAIN.bfloat16())], torch.bfloat16
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", BAD)

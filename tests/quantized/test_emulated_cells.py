@@ -31,14 +31,19 @@ def stand_for_quantized(trainer: Any, recipe: str, values: dict[str, torch.Tenso
             param: Any = module._parameters["weight"]
             key = f"{number}.{training.plain_name(name)}.weight"
             main = getattr(param, "main_param", None)
-            value = values.setdefault(key, param.detach().clone()) if main is None else main
+            if main is None:
+                value = values.setdefault(key, param.detach().clone())
+            else:
+                value = main
             param.data.copy_(whole_weight(value, recipe, param.dtype).dequantize())
 
 
 @contextlib.contextmanager
 def emulated(recipe: str) -> Iterator[None]:
     """Inside, `training.check_cell` trains such weights, beside what they stand for."""
-    make, build, step = training.chunk_of, training.build, training._updated
+    make = training.chunk_of
+    build = training.build
+    step = training._updated
     mains = training._main_weights
     frozen: dict[str, torch.Tensor] = {}
     is_ours = [False]
@@ -74,9 +79,11 @@ def emulated(recipe: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name, function in (
-            ("chunk_of", chunk_of), ("build", built), ("_updated", updated),
+            ("chunk_of", chunk_of),
+            ("build", built),
+            ("_updated", updated),
             ("_main_weights", main_weights),
-        ):  # fmt: skip
+        ):
             stack.enter_context(mock.patch.object(training, name, function))
         yield
 
@@ -84,9 +91,7 @@ def emulated(recipe: str) -> Iterator[None]:
 Problems = dict[tuple[str, str], list[str]]
 
 
-def check(
-    rank: int, world: int, cells: Sequence[str], recipes: Sequence[str]
-) -> Problems:
+def check(rank: int, world: int, cells: Sequence[str], recipes: Sequence[str]) -> Problems:
     """(cell, recipe) -> the measures that do not hold."""
     found: Problems = {}
     for name in cells:
@@ -154,5 +159,3 @@ def test_weights_of_te_train_as_what_they_stand_for(ranks: int) -> None:
         assert not [name for name in names if broken_rules(cell_named(name))]
         for outcome in run_te(FOLDERS[0], check, ranks, names, [recipe], timeout=500):
             assert len(outcome) == len(names) and not any(outcome.values()), outcome
-
-

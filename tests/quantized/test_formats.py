@@ -88,26 +88,25 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no planes": (lambda: mine(planes=()), "not a format"),
     "two of a name": (lambda: mine(planes=(Plane("a", BYTES), Plane("a", BYTES))), "not a format"),
     "no rows": (lambda: mine(rows=0), "not a format"),
-    "cut": (
-        lambda: mine(planes=(Plane("a", BYTES, (32, 1)),), rows=16, align=512), "cut block"
-    ),
+    "cut": (lambda: mine(planes=(Plane("a", BYTES, (32, 1)),), rows=16, align=512), "cut block"),
     "unaligned": (lambda: mine(align=8), "not aligned to 16 bytes"),
     "blocks across shards": (lambda: mine(planes=(BLOCKS,)), "not aligned"),
     "no plane": (lambda: Plane("a", BYTES, (0, 1)), "not a plane"),
     "elements that cut blocks": (lambda: BLOCKS.numel(33), "33 elements are no whole blocks"),
-    "a shape that cuts blocks": (
-        lambda: BLOCKS.shape((4, 5, 32)), "no whole blocks of 1 x 32"
-    ),
+    "a shape that cuts blocks": (lambda: BLOCKS.shape((4, 5, 32)), "no whole blocks of 1 x 32"),
     "a layout of two formats": (
-        lambda: plan_group([spec_in(MXFP8), spec_in(BLOCK128, 1)], 2), "one format"
+        lambda: plan_group([spec_in(MXFP8), spec_in(BLOCK128, 1)], 2),
+        "one format",
     ),
     "a layout of another alignment": (
-        lambda: plan_group([spec_in(MXFP8)], 2, align=16), "aligned to 16 elements, not as mxfp8"
+        lambda: plan_group([spec_in(MXFP8)], 2, align=16),
+        "aligned to 16 elements, not as mxfp8",
     ),
     "a granule that is cut": (
-        lambda: spec_in(MXFP8, granularity=32), "cuts granules of format mxfp8"
+        lambda: spec_in(MXFP8, granularity=32),
+        "cuts granules of format mxfp8",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

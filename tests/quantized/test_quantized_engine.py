@@ -128,7 +128,10 @@ def test_main_weights_are_what_bytes_stand_for_where_nothing_else_was_kept(two_r
     monkeypatch.setattr(CountingParams, "high_precision", lambda self, param: None)
     rig = build(Setup("no_shard", recipe="block128", dtype=torch.float32))
     for name, param in make_net(rig.setup).named_parameters():
-        value = param.dequantize() if isinstance(param, EmulatedTensor) else param
+        if isinstance(param, EmulatedTensor):
+            value = param.dequantize()
+        else:
+            value = param
         assert torch.equal(rig.weights()[name], value)
 
 

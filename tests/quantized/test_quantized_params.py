@@ -118,15 +118,18 @@ def test_live_storages_are_those_of_the_formula(strategy, recipe, frozen):
     """With shards of quantized weights where their format keeps them."""
     with pretended_world(4, 2):
         rig = build(Setup(strategy, recipe=recipe, world=4, rank=2, layers=3, frozen=frozen))
-        row, precision = STRATEGIES[strategy], Precision(state_bytes=0)
+        row = STRATEGIES[strategy]
+        precision = Precision(state_bytes=0)
         by_group = [group_bytes(g.layout, row, precision, 2) for g in rig.engine.groups]
         rig.step(sync=False)
         rig.zero()
         rig.engine.gather.reshard_all()
         expected = sum(
-            count for held in by_group for kind, count in held.items()
+            count
+            for held in by_group
+            for kind, count in held.items()
             if LIFE[kind] == PERSISTENT and kind != OPTIMIZER_STATE
-        )  # fmt: skip
+        )
         assert live_bytes(rig) == expected
         if row.shard_weights:
             unit = rig.engine.units[1]
@@ -149,8 +152,10 @@ def live_bytes(rig: Rig) -> int:
     found = {}
     for group in rig.engine.groups:
         flats = [buffer.tensor for buffer in (*group.weights, *group.weight_shards)]
-        flats += [group.main.tensor, *(
-            (group.grad.tensor, group.bucket.tensor) if group.key.requires_grad else ())]
+        flats += [
+            group.main.tensor,
+            *((group.grad.tensor, group.bucket.tensor) if group.key.requires_grad else ()),
+        ]
         for flat in flats:
             found[flat.untyped_storage()._cdata] = storage_bytes(flat)
     return sum(found.values())

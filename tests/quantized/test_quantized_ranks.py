@@ -56,8 +56,9 @@ def whole_mains(engine: FsdpEngine, is_split: bool) -> dict[str, torch.Tensor]:
         own.append((pair.managed.fqns[0], rows.start, local))
     sharing = {
         pair.managed.fqns[0]: engine.gather.communicators[pair.group.key.domain].ranks
-        for pair in engine.pairs if is_split
-    }  # fmt: skip
+        for pair in engine.pairs
+        if is_split
+    }
     found = {pair.managed.fqns[0]: torch.empty(pair.unsharded.shape) for pair in engine.pairs}
     for rank, pieces in enumerate(everyones(own)):
         for name, start, values in pieces:
@@ -68,7 +69,8 @@ def whole_mains(engine: FsdpEngine, is_split: bool) -> dict[str, torch.Tensor]:
 
 
 def compare(engine: FsdpEngine, plain: PlainQuantizedRig, when: Any) -> None:
-    mains, expected = whole_mains(engine, plain.setup.split), plain.weights()
+    mains = whole_mains(engine, plain.setup.split)
+    expected = plain.weights()
     assert mains.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(mains[name], value), (when, name)
@@ -89,8 +91,10 @@ def scales_of(plain: PlainQuantizedRig) -> list[list[float]]:
 def train(setup: Setup, rank: int, when: Any) -> None:
     """Steps of two microbatches; evaluations in the middle of one and after another; a load; a
     step that is skipped."""
-    ranks, row = setup.world, STRATEGIES[setup.strategy]
-    rig, plain = made(setup), PlainQuantizedRig(setup, ranks, separately=row.shard_grads)
+    ranks = setup.world
+    row = STRATEGIES[setup.strategy]
+    rig = made(setup)
+    plain = PlainQuantizedRig(setup, ranks, separately=row.shard_grads)
     before = scales_of(plain)
     compare(rig.engine, plain, (*when, "wrapped"))
     for step in range(5):
@@ -237,7 +241,8 @@ def _plain(rank: int, world: int, strategy: str) -> None:
             same(exported[name].float(), value.float(), f"{label}, {name}, exported")
         if recipe != "te delayed":  # no module of TE's has its scale here
             other = fully_shard_model(
-                make_net(setup), fsdp_unit_modules=[Layer],
+                make_net(setup),
+                fsdp_unit_modules=[Layer],
                 data_parallel_sharding_strategy="optim_grads_params",
             )
             weights = model.full_state_dict()

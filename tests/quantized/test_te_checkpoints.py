@@ -153,13 +153,22 @@ def made(topology: Topology, recipe: str, seed: int) -> TopologyTrainer:
     init_topology(topology)
     experts = topology.experts is not None
     case = Case(
-        num_layers=2, hidden=64, heads=4, ffn=64, vocab=54, seq=8, batch=2, seed=seed,
-        tied=not experts, swiglu=experts, bias=not experts,
-    )  # fmt: skip
-    change = (
-        scale_layers if recipe == "delayed"
-        else partial(quantize_layers, recipe=f"te {recipe}")
-    )  # fmt: skip
+        num_layers=2,
+        hidden=64,
+        heads=4,
+        ffn=64,
+        vocab=54,
+        seq=8,
+        batch=2,
+        seed=seed,
+        tied=not experts,
+        swiglu=experts,
+        bias=not experts,
+    )
+    if recipe == "delayed":
+        change = scale_layers
+    else:
+        change = partial(quantize_layers, recipe=f"te {recipe}")
     return build_topology_trainer(topology, case, SAVED, change)
 
 
@@ -188,10 +197,12 @@ def records_of(trainer: TopologyTrainer) -> dict[str, torch.Tensor]:
 
 
 def check_bytes(trainer: TopologyTrainer, recipe: str, where: str) -> int:
-    weights, checked = trainer.params(), 0
+    weights = trainer.params()
+    checked = 0
     for number, chunk in enumerate(trainer.chunks):
         for name, param in gathered(chunk.engine):
-            main, label = weights[f"{number}.{name}"], f"{where}, {name}"
+            main = weights[f"{number}.{name}"]
+            label = f"{where}, {name}"
             if recipe == "delayed":
                 rows = KNOWS.fields(param)["rowwise"]
                 same(rows, e4m3(main * param._quantizer.scale), label)

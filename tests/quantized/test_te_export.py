@@ -37,7 +37,8 @@ pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 def check_weights(trainer: Trainer, recipe: str, label: str) -> int:
     """Gathered bytes and scales, against TE's function over whole main weights."""
-    mains, checked = trainer.params(), 0
+    mains = trainer.params()
+    checked = 0
     for name, param in gathered(trainer.wrapper.engine):
         same_planes(param, te_whole(recipe, mains[name]), f"{label}, {name}")
         # cuBLAS refuses a scale that begins elsewhere.
@@ -78,9 +79,7 @@ def _exported(rank: int, world: int, strategy: str) -> None:
                 dict(export_weights(trainer.wrapper, quantized=True))
             release_memory(trainer.wrapper, trainer.optimizer)
             return_memory(trainer.wrapper, trainer.optimizer)
-        mine, theirs = (
-            computed_with(one.wrapper.engine, recipe) for one in (trainer, plain)
-        )
+        mine, theirs = (computed_with(one.wrapper.engine, recipe) for one in (trainer, plain))
         for name, value in mine.items():
             same(value.float(), theirs[name].float(), f"{recipe} {name}")
         forward_backward(trainer, batches(CASE, 3, rank, device))
@@ -112,7 +111,5 @@ def _check(trainer: Trainer, recipe: str, label: str) -> None:
     [pytest.param(s, marks=pytest.mark.full if s in STRATEGIES[:2] else ()) for s in STRATEGIES],
 )
 @pytest.mark.parametrize("folder", RELEASES)
-def test_bytes_and_scales_are_those_that_modules_compute_with(
-    folder: Path, strategy: str
-) -> None:
+def test_bytes_and_scales_are_those_that_modules_compute_with(folder: Path, strategy: str) -> None:
     run_te(folder, _exported, 2, strategy, timeout=900)

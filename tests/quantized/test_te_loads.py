@@ -107,7 +107,8 @@ def others(weights: Weights, number: int) -> Weights:
 
 
 def check_mains(trainer: Trainer, expected: Weights, path: str) -> None:
-    found, checked = trainer.params(), 0
+    found = trainer.params()
+    checked = 0
     for name, value in expected.items():
         if path != "one layer" or name.startswith(LAYER):
             same(found[name], value, f"{path}, {name}")
@@ -208,22 +209,25 @@ def _left_alone(rank: int, world: int, root: str) -> None:
         quantize_layers(model, "te delayed")
         model.module.decoder.layers[1].requires_grad_(False)
         for param in model.parameters():
-            param.small_lr = param._mine = True
+            param.small_lr = True
+            param._mine = True
 
     trainer = build_trainer(
-        CASE, "optim_grads_params", device, change,
+        CASE,
+        "optim_grads_params",
+        device,
+        change,
         module_placements={"decoder.layers.1": "leave"},
     )
     train_step(trainer, batches(CASE, 0, rank, device))
     for pair in trainer.wrapper.engine.pairs:
         assert pair.sharded.small_lr
-        private = {
-            n for n in vars(pair.sharded) if n.startswith("_") and n in vars(pair.unsharded)
-        }
+        private = {n for n in vars(pair.sharded) if n.startswith("_") and n in vars(pair.unsharded)}
         assert private - OF_WRAPPER == {"_mine"}, f"of TE: {private}"
     state = trainer.wrapper.state_dict_for_save_checkpoint()
     alone: dict[str, Any] = {
-        name: param for name, param in model_of(trainer).named_parameters()
+        name: param
+        for name, param in model_of(trainer).named_parameters()
         if name.startswith(LAYER) and hasattr(param, "_quantizer")
     }
     assert len(alone) == 4

@@ -60,7 +60,8 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: None, re
 
 def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: None) -> None:
     """NCCL refuses others."""
-    param, axis = make("mxfp8", (96, 160)), mock.MagicMock()
+    param = make("mxfp8", (96, 160))
+    axis = mock.MagicMock()
     axis.broadcast.side_effect = lambda tensor: tensor.fill_(7)
     param._high_precision_init_val = torch.zeros(96, 160)
     key = GroupKey("dense", torch.bfloat16, True, RECIPES["mxfp8"])

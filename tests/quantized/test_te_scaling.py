@@ -39,10 +39,12 @@ def base_class(folder: Path) -> type:
 
     source = (folder / "transformer_engine/pytorch/module/base.py").read_text()
     found = next(
-        node for node in ast.parse(source).body
+        node
+        for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name == "TransformerEngineBaseModule"
     )
-    found.bases, found.decorator_list = [ast.Name("Module", ast.Load())], []
+    found.bases = [ast.Name("Module", ast.Load())]
+    found.decorator_list = []
     found.body = [
         node for node in found.body if isinstance(node, ast.FunctionDef) and node.name in METHODS
     ]
@@ -68,8 +70,11 @@ def make_linear(folder: Path) -> Any:
     made.weight = nn.Parameter(torch.randn(32, 32).bfloat16())
     made.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=Index())}
     made.fp8_meta = {"fp8_checkpoint": False}
-    made.fp8 = made.fp8_parameters = made.fp8_calibration = False
-    made.fp8_initialized = made.fp8_meta_tensors_initialized = False
+    made.fp8 = False
+    made.fp8_parameters = False
+    made.fp8_calibration = False
+    made.fp8_initialized = False
+    made.fp8_meta_tensors_initialized = False
     made.quantizers = {"scaling_fwd": {}, "scaling_bwd": {}}
     made._fp8_workspaces = {}
     made._get_weight_tensors = lambda: [made.weight]
@@ -104,9 +109,10 @@ pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 def scaling(linear: Any) -> Scaling:
     key = SimpleNamespace(requires_grad=True)
     pair: Any = SimpleNamespace(
-        managed=SimpleNamespace(slots=((linear, "weight"),)), unsharded=linear.weight,
+        managed=SimpleNamespace(slots=((linear, "weight"),)),
+        unsharded=linear.weight,
         group=SimpleNamespace(key=key),
-    )  # fmt: skip
+    )
     found = scaling_of(pair)
     assert found is not None
     return found
@@ -141,7 +147,8 @@ def test_the_first_forward_keeps_what_was_loaded(
         assert len(found) == 2 + lengths[1]
         torch.testing.assert_close(found[:rows], record[:rows], rtol=0, atol=0)
         assert not found[rows:].any()
-        state, quantizers = linear.fp8_meta["scaling_fwd"], linear.quantizers["scaling_fwd"]
+        state = linear.fp8_meta["scaling_fwd"]
+        quantizers = linear.quantizers["scaling_fwd"]
         for number, quantizer in enumerate(quantizers):
             assert quantizer.scale.data_ptr() == state.scale[number].data_ptr()
             assert quantizer.amax.data_ptr() == state.amax_history[0, number].data_ptr()
@@ -158,7 +165,8 @@ def test_a_weight_that_the_module_does_not_show_gets_the_quantizer_of_a_longer_h
         linear = make_linear(folder)
         with computing(DelayedScaling(amax_history_len=4), parameters=True):
             linear.init_fp8_metadata(num_gemms=1)
-        found, before = scaling(linear), linear.quantizers["scaling_fwd"][1]
+        found = scaling(linear)
+        before = linear.quantizers["scaling_fwd"][1]
         linear.weight._quantizer = before
         linear.weight._fsdp_last_scale = before.scale.view(1)
         linear.adjust_amax_history_length(6)

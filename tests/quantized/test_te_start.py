@@ -49,12 +49,11 @@ class Linear(nn.Module):
     def reset_parameters(self) -> None:
         assert not self.weight.is_meta
         nn.init.normal_(self.weight)
-        found = te_parameter(
-            self.weight, quantizer(self._recipe, torch.tensor([100.0, 0.0]))
-        )
+        found = te_parameter(self.weight, quantizer(self._recipe, torch.tensor([100.0, 0.0])))
         found.partition_dim = 0
         if self._recipe == "mxfp8" and not torch.is_grad_enabled():
-            found._columnwise_data = found._columnwise_scale_inv = None
+            found._columnwise_data = None
+            found._columnwise_scale_inv = None
         self.weight = found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,9 +110,9 @@ def _same_start(rank: int, world: int) -> None:
             said = _quantized(ours.engine.groups, ours.config)
             assert f"({numel} of them quantized: {RECIPES[recipe].name})" in said, label
             for pair in ours.engine.pairs:
-                assert not [
-                    name for name in vars(pair.unsharded) if "high_precision" in name
-                ], label
+                assert not [name for name in vars(pair.unsharded) if "high_precision" in name], (
+                    label
+                )
                 assert pair.unsharded.ndim == 1 or pair.unsharded.partition_dim == 0, label
             same_planes(held(ours), held(other), label)
             if strategy == "no_shard":  # main weights are what was drawn, not what bytes stand for

@@ -53,9 +53,12 @@ def test_a_call_goes_on_where_one_before_was_ended(options: Any, tmp_path: Path)
     found = gpu.state(one)["test_gpu_a"]
     states = {name.rpartition("::")[2]: known.state for name, known in found.tests.items()}
     assert states == {
-        "test_passes": PASSED, "test_fails": FAILED, "test_skipped": SKIPPED, "test_hangs": HUNG,
+        "test_passes": PASSED,
+        "test_fails": FAILED,
+        "test_skipped": SKIPPED,
+        "test_hangs": HUNG,
         "test_behind": PASSED,
-    }  # fmt: skip
+    }
     told = shards.table([found])
     assert "test_fails: AssertionError: one is not two" in told
     assert "skipped   1  test_gpu_a: no reason" in told

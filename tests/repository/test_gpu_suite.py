@@ -40,7 +40,8 @@ def suite(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         monkeypatch.setitem(sys.modules, name, module)
-    found, before = {}, set(sys.modules)
+    found = {}
+    before = set(sys.modules)
     for name in MODULES:
         try:
             found[name] = importlib.import_module(f"tests.gpu.{name}")
@@ -63,7 +64,8 @@ def checks_of(module: types.ModuleType) -> dict[str, Check]:
 
 
 def test_every_check_fits_what_it_calls(suite: Mapping[str, types.ModuleType]) -> None:
-    wrong, count = [], 0
+    wrong = []
+    count = 0
     for name, module in suite.items():
         for label, check in checks_of(module).items():
             count += 1

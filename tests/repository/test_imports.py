@@ -56,7 +56,8 @@ are in none, import what they like, when it is asked for."""
 MEGATRON_IMPORTERS = ("megatron/", "launch/", "tools/prove/", "tools/models/local_spec.py")
 """Folders and files that may import Megatron."""
 
-MAX_FILE, MAX_FUNCTION = 500, 60
+MAX_FILE = 500
+MAX_FUNCTION = 60
 BUDGETS = {
     "build": 4_700,
     "checkpoint": 17_100,
@@ -109,7 +110,10 @@ def _imported(path: str, source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
+            if node.level:
+                base = package[: len(package) - node.level + 1]
+            else:
+                base = []
             stem = ".".join(base + ([node.module] if node.module else []))
             yield from (f"{stem}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
@@ -120,7 +124,8 @@ def _imported(path: str, source: str) -> Iterator[str]:
 
 def import_problems(path: str, source: str) -> list[str]:
     """What is wrong with the imports of a file of the package. `path` relative to its folder."""
-    part, found = part_of(path), []
+    part = part_of(path)
+    found = []
     for name in imported(f"{PACKAGE}/{path}", source):
         words = name.split(".")
         if words[0] == PACKAGE and len(words) > 1:
@@ -148,8 +153,11 @@ PACKAGE_SOURCES = sources(PACKAGE)
 def test_every_file_is_in_a_part_and_every_part_has_files():
     found = {path: part_of(path) for path in PACKAGE_SOURCES}
     assert {path for path, part in found.items() if not part} == {
-        "__init__.py", "__main__.py", "core/__init__.py", "megatron/__init__.py",
-    }  # fmt: skip
+        "__init__.py",
+        "__main__.py",
+        "core/__init__.py",
+        "megatron/__init__.py",
+    }
     assert set(found.values()) == {*PARTS, ""}
 
 
@@ -173,11 +181,12 @@ def import_cycle(files: dict[str, str]) -> list[str]:
     }
     edges = {
         path: {
-            other for name in imported(f"{PACKAGE}/{path}", text)
+            other
+            for name in imported(f"{PACKAGE}/{path}", text)
             if (other := _file_of(name, known)) is not None and other != path
         }
         for path, text in files.items()
-    }  # fmt: skip
+    }
     try:
         graphlib.TopologicalSorter(edges).prepare()
     except graphlib.CycleError as error:
@@ -272,10 +281,12 @@ def strings(source: str) -> list[str]:
     """All but docstrings."""
     documents = {id(n.value) for n in nodes_of(source) if isinstance(n, ast.Expr)}
     return [
-        node.value for node in nodes_of(source)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value
+        for node in nodes_of(source)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
         and id(node) not in documents
-    ]  # fmt: skip
+    ]
 
 
 def names_bundled_engine(source: str) -> bool:
@@ -312,22 +323,32 @@ def test_errors_of_the_engine_say_what_users_of_either_wrapper_can_do():
 
 def test_no_file_and_no_function_is_too_long():
     files = {
-        f"{folder}/{path}": text for folder in (PACKAGE, "scripts")
+        f"{folder}/{path}": text
+        for folder in (PACKAGE, "scripts")
         for path, text in sources(folder, ".py", ".sh").items()
     }
     assert [path for path, text in files.items() if text.count("\n") > MAX_FILE] == []
     functions = [
-        (path, node.name) for path, text in files.items() if path.endswith(".py")
-        for node in nodes_of(text) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        (path, node.name)
+        for path, text in files.items()
+        if path.endswith(".py")
+        for node in nodes_of(text)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.end_lineno - node.lineno >= MAX_FUNCTION
     ]
     assert functions == []
 
 
 NOT_READ = (
-    ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
-    ast.alias, ast.Import, ast.ImportFrom,
-)  # fmt: skip
+    ast.expr_context,
+    ast.operator,
+    ast.unaryop,
+    ast.boolop,
+    ast.cmpop,
+    ast.alias,
+    ast.Import,
+    ast.ImportFrom,
+)
 """Nodes that are not counted: imports, and what is a part of the node above."""
 
 
@@ -373,6 +394,9 @@ def test_files_that_share_ranks_go_to_one_process_of_a_run() -> None:
     shares = {path: share_of(REPOSITORY, path) for path in sharing}
     assert len(sharing) > 20 and set(shares.values()) == {"on ranks"}, shares
     assert share_of(REPOSITORY, "tests/launch/test_runner.py") == "tests/launch/test_runner.py"
-    fixtures = [path for path in (REPOSITORY / "tests").rglob("conftest.py")
-                if "shared_ranks" in path.read_text()]  # fmt: skip
+    fixtures = [
+        path
+        for path in (REPOSITORY / "tests").rglob("conftest.py")
+        if "shared_ranks" in path.read_text()
+    ]
     assert fixtures == [REPOSITORY / "tests" / "conftest.py"]

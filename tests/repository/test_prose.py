@@ -17,7 +17,8 @@ PAGES = sorted(
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
 )
 SOURCES = sorted((*ROOT.glob("megatron_fsdp_adapter/**/*.py"), *ROOT.glob("scripts/**/*.py")))
-MAX_LINE, MAX_WORDS = 250, 2_500
+MAX_LINE = 250
+MAX_WORDS = 2_500
 
 IMPERSONAL = r"who|whom|whoever|nobody|somebody|someone|anybody|told|said"
 ODD = r"mended|anew|matrix products?"
@@ -68,9 +69,12 @@ def texts_of(source: str) -> Iterator[tuple[int, str, str]]:
     nodes = list(ast.walk(ast.parse(source)))
     documents = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     parts = {
-        id(part) for node in nodes if isinstance(node, ast.JoinedStr)
-        for part in ast.walk(node) if part is not node
-    }  # fmt: skip
+        id(part)
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+        for part in ast.walk(node)
+        if part is not node
+    }
     for node in nodes:
         if id(node) in parts or not isinstance(node, (ast.JoinedStr, ast.Constant)):
             continue
@@ -105,14 +109,16 @@ def test_prose_of_a_page_is_short_and_plain(page: str) -> None:
 
 def test_docstrings_comments_and_messages_are_plain() -> None:
     found = {
-        str(path.relative_to(ROOT)): problems for path in SOURCES
+        str(path.relative_to(ROOT)): problems
+        for path in SOURCES
         if (problems := source_problems(path.read_text()))
-    }  # fmt: skip
+    }
     in_tests = [
-        f"{path.relative_to(ROOT)}:{line}: {words}" for path in (ROOT / "tests").rglob("*.py")
+        f"{path.relative_to(ROOT)}:{line}: {words}"
+        for path in (ROOT / "tests").rglob("*.py")
         for line, kind, text in texts_of(path.read_text())
         if kind != "message" and (words := words_of(text))
-    ]  # fmt: skip
+    ]
     assert (found, in_tests) == ({}, [])
 
 
@@ -130,5 +136,7 @@ def test_what_is_not_plain_is_found() -> None:
     )
     assert [problem.split(": ", 1)[0] for problem in source_problems(source)] == list("13452")
     assert words_of("modelled neighbours anew, promise, raised") == [
-        "modelled", "neighbours", "anew",
-    ]  # fmt: skip
+        "modelled",
+        "neighbours",
+        "anew",
+    ]

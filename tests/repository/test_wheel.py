@@ -16,23 +16,32 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def test_a_wheel_has_its_command_its_types_and_its_license(tmp_path: Path) -> None:
-    source, site = tmp_path / "source", tmp_path / "site"
+    source = tmp_path / "source"
+    site = tmp_path / "site"
     source.mkdir()
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     subprocess.run(
         [*PIP, "install", "-q", "--no-deps", "--no-build-isolation", "--target", site, source],
-        check=True, timeout=120,
-    )  # fmt: skip
+        check=True,
+        timeout=120,
+    )
     installed = {str(path.relative_to(site)) for path in site.rglob("*")}
     info = f"megatron_fsdp_adapter-{__version__}.dist-info"
     assert {
-        "megatron_fsdp_adapter/py.typed", f"{info}/licenses/LICENSE", f"{info}/entry_points.txt",
-    } <= installed  # fmt: skip
+        "megatron_fsdp_adapter/py.typed",
+        f"{info}/licenses/LICENSE",
+        f"{info}/entry_points.txt",
+    } <= installed
     assert not {"tests", "scripts"} & installed
     said = subprocess.run(
-        [site / "bin/megatron-fsdp-adapter", "--version"], capture_output=True, text=True,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}, check=True, timeout=60,
-    )  # fmt: skip
+        [site / "bin/megatron-fsdp-adapter", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        check=True,
+        timeout=60,
+    )
     assert said.stdout == f"megatron_fsdp_adapter {__version__}\n"

@@ -81,8 +81,11 @@ class Tied(Net):
 def sharded(strategy: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(5)
     model = fully_shard_model(
-        Tied().to(dtype), options.pop("mesh", None), [Block],
-        data_parallel_sharding_strategy=strategy, **options,
+        Tied().to(dtype),
+        options.pop("mesh", None),
+        [Block],
+        data_parallel_sharding_strategy=strategy,
+        **options,
     )
     return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
 
@@ -140,7 +143,8 @@ def test_two_units_exist_at_a_time() -> None:
     most = 2 * max(sizes)
     assert sum(sizes) > 1.5 * most
     gc.collect()
-    before, held = live_bytes(), []
+    before = live_bytes()
+    held = []
     for _, tensor in export_weights(model):
         held.append(live_bytes() - before)
         del tensor
@@ -191,9 +195,18 @@ def test_a_module_that_is_not_wrapped_is_named() -> None:
 # Megatron models.
 
 CASE = Case(
-    num_layers=2, hidden=24, heads=4, ffn=44, vocab=54, seq=8, batch=2, microbatches=2,
-    swiglu=True, bias=False, adam_eps=1e-3,
-)  # fmt: skip
+    num_layers=2,
+    hidden=24,
+    heads=4,
+    ffn=44,
+    vocab=54,
+    seq=8,
+    batch=2,
+    microbatches=2,
+    swiglu=True,
+    bias=False,
+    adam_eps=1e-3,
+)
 TWO = (
     Topology("dp2"), Topology("dp2-experts", experts=4), Topology("tp2", tp=2),
     Topology("tp2-experts", tp=2, sp=True, experts=2, dispatcher="allgather"),
@@ -206,17 +219,18 @@ FOUR = (
 )  # fmt: skip
 
 
-def gpt(
-    topology: Topology, strategy: str, tied: bool = False, **options: Any
-) -> TopologyTrainer:
+def gpt(topology: Topology, strategy: str, tied: bool = False, **options: Any) -> TopologyTrainer:
     """A Llama, or a Mixtral of which every second layer has experts, with an optimizer."""
     init_topology(topology)
     layers = max(2, topology.pp * topology.num_chunks)
     case = CASE.but(num_layers=layers, tied=tied or topology.pp > 1)
     return build_topology_trainer(
-        topology, case, strategy, fields={"normalization": "RMSNorm", "num_query_groups": 2},
+        topology,
+        case,
+        strategy,
+        fields={"normalization": "RMSNorm", "num_query_groups": 2},
         **options,
-    )  # fmt: skip
+    )
 
 
 def whole_model(run: TopologyTrainer) -> dict[str, torch.Tensor]:
@@ -239,7 +253,10 @@ def common(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 def _check(run: TopologyTrainer, label: str) -> None:
     """Whole tensors and blocks. Those of a stage, and with instances: cells of the matrix."""
     whole = whole_model(run)
-    given = run.chunks if len(run.chunks) > 1 else run.chunks[0]
+    if len(run.chunks) > 1:
+        given = run.chunks
+    else:
+        given = run.chunks[0]
     for dtype in (BF16, torch.float32):
         wanted = {name: value.to(dtype) for name, value in whole.items()}
         listed = list(export_weights(given, dtype=dtype))
@@ -251,12 +268,15 @@ def _check(run: TopologyTrainer, label: str) -> None:
 
 CELLS = [
     pytest.param(
-        world, topology, strategy,
+        world,
+        topology,
+        strategy,
         marks=pytest.mark.full if world > 2 or not row.shard_grads else (),
     )
     for world, topologies in ((2, TWO), (4, FOUR))
-    for topology in topologies for strategy, row in STRATEGIES.items()
-]  # fmt: skip
+    for topology in topologies
+    for strategy, row in STRATEGIES.items()
+]
 
 
 @pytest.mark.parametrize(("world", "topology", "strategy"), CELLS)

@@ -175,11 +175,14 @@ def test_host_memory_is_taken_once(one_rank: None) -> None:
         (lambda *both: release_memory(*both, keep="weights"), "keep='weights'"),
         (lambda *both: release_memory(*both, keep=["slots", "x"]), "keep='x'"),
         (lambda *both: return_memory(*both, only="weights"), "only='weights'"),
-        (lambda model, _: release_memory(
-            model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)),
-         "SGD is not over a wrapped model"),
+        (
+            lambda model, _: release_memory(
+                model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+            ),
+            "SGD is not over a wrapped model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_kind_or_optimizer_is_named(one_rank: None, use: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         use(*sharded("optim"))
@@ -236,7 +239,8 @@ def slots_of(model: Any) -> list[torch.Tensor]:
 
 
 def by_ours(trainer: Trainer, data: Any) -> None:
-    model, optimizer = trainer.wrapper, trainer.optimizer
+    model = trainer.wrapper
+    optimizer = trainer.optimizer
     release_memory(model, optimizer, keep=["main_weights"])
     sum(tensor.float().sum() for _, tensor in export_weights(model))
     assert release_memory(model, optimizer)["main_weights"] > 0
@@ -244,17 +248,20 @@ def by_ours(trainer: Trainer, data: Any) -> None:
     left = [param for param in left if not hasattr(param, "_local_tensor")]
     moments = states(distributed_optimizer(trainer).optimizer)
     assert not any(map(storage_bytes, [*buffers(model), *moments, *slots_of(model), *left]))
-    assert_named({
-        "evaluation": lambda: forward_backward(trainer, data, forward_only=True),
-        "step": trainer.optimizer.step,
-        "checkpoint": model.state_dict_for_save_checkpoint,
-        "state dict of the optimizer": trainer.optimizer.state_dict,
-    })  # fmt: skip
+    assert_named(
+        {
+            "evaluation": lambda: forward_backward(trainer, data, forward_only=True),
+            "step": trainer.optimizer.step,
+            "checkpoint": model.state_dict_for_save_checkpoint,
+            "state dict of the optimizer": trainer.optimizer.state_dict,
+        }
+    )
     return_memory(model, optimizer)
 
 
 def by_core(trainer: Trainer, data: Any) -> None:
-    model, optimizer = trainer.wrapper, trainer.optimizer
+    model = trainer.wrapper
+    optimizer = trainer.optimizer
     model.offload_grad_buffers()
     optimizer.offload_to_cpu()
     assert not any(map(storage_bytes, states(distributed_optimizer(trainer).optimizer)))
@@ -274,7 +281,8 @@ def by_core(trainer: Trainer, data: Any) -> None:
 def _verl() -> ModuleType:
     """Names and parameters of `verl.utils.megatron_utils` (checked against 0.9.1, and the real one
     by tests/integration/test_verl.py). None is to be called for what is sharded here."""
-    module, own = ModuleType(VERL), "verl's own: parameters would lose their buffers"
+    module = ModuleType(VERL)
+    own = "verl's own: parameters would lose their buffers"
     vars(module).update(
         offload_megatron_model_to_cpu=lambda models: pytest.fail(own),
         load_megatron_model_to_gpu=lambda models, load_grad=True, load_frozen_params=True: (
@@ -288,7 +296,8 @@ def _verl() -> ModuleType:
 
 
 def by_verl(trainer: Trainer, data: Any) -> None:
-    model, optimizer = trainer.wrapper, trainer.optimizer
+    model = trainer.wrapper
+    optimizer = trainer.optimizer
     sys.modules[VERL] = utils = _verl()
     patches.install(FRAMEWORKS)
     try:
@@ -312,13 +321,16 @@ def by_verl(trainer: Trainer, data: Any) -> None:
 WAYS = (by_ours, by_core, by_verl)
 CELLS = [
     (world, strategy, name)
-    for world in (2, 1) for strategy in STRATEGIES for name in VARIANTS
+    for world in (2, 1)
+    for strategy in STRATEGIES
+    for name in VARIANTS
     if name != "slots" or strategy == "optim_grads_params"
-]  # fmt: skip
+]
 RUN = [
     *((2, strategy, "plain") for strategy in STRATEGIES),
-    (2, "optim_grads_params", "slots"), (1, "optim_grads_params", "left alone"),
-]  # fmt: skip
+    (2, "optim_grads_params", "slots"),
+    (1, "optim_grads_params", "left alone"),
+]
 """Cells that run without --full."""
 
 

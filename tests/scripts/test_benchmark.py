@@ -32,7 +32,9 @@ TINY = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
     "--repeats=2", "--steps=1", "--warmup=1",
 ]  # fmt: skip
-FLOOR, DDP, OURS = Subject("floor"), Subject("ddp"), Subject("ours", "optim")
+FLOOR = Subject("floor")
+DDP = Subject("ddp")
+OURS = Subject("ours", "optim")
 CPU = Machine(world_size=1, cuda=False, transformer_engine=False)
 GPU = Machine(world_size=2, cuda=True, transformer_engine=True)
 
@@ -208,10 +210,18 @@ def test_time_budget_of_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     found = budget(read_events(path))
-    assert found == pytest.approx({
-        "span": 10, "compute": 6, "exposed": 3, "exposed AllGather": 1,
-        "exposed ReduceScatter": 2, "idle": 1, "beside": 2, "together": 0.5,
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "span": 10,
+            "compute": 6,
+            "exposed": 3,
+            "exposed AllGather": 1,
+            "exposed ReduceScatter": 2,
+            "idle": 1,
+            "beside": 2,
+            "together": 0.5,
+        }
+    )
     traced = result(OURS, [1.0], [1.0], trace=found)
     text = bench_report.table_text(table_of([traced]))
     assert budget_text("ours:optim", found) in text and "idle 1.00 ms" in text
@@ -313,8 +323,9 @@ def test_a_row_that_hangs_or_dies_takes_no_other_with_it(
     assert "bundled:optim_grads_params: not measured: rank 1 ended with status 1; " in text
     assert "MemoryError: no room left" in text
     assert {line.split()[0] for line in text.splitlines() if " 150.0 " in line} == {
-        "ddp", "ours:optim",
-    }  # fmt: skip
+        "ddp",
+        "ours:optim",
+    }
 
 
 def test_a_row_ends_with_the_script_that_began_it(tmp_path: Path) -> None:
@@ -364,17 +375,27 @@ RUNS = {
     # Every wrapper that runs on gloo; one that fails in its first backward takes nothing with it.
     "interleaved": (
         "--wrappers=bundled,floor,ddp,ours:optim,ours:optim_grads_params,fsdp2 "
-        "--num-microbatches=2 --bf16", "", {"bundled:optim_grads_params": "PREMUL_SUM"}, set()),
+        "--num-microbatches=2 --bf16",
+        "",
+        {"bundled:optim_grads_params": "PREMUL_SUM"},
+        set(),
+    ),
     # The table marks a wrapper that trains differently, and the status says so.
     "isolated, of which one is faulty": (
         "--wrappers=ddp,bundled,ours:optim_grads,floor --isolated --calculate-per-token-loss",
-        FAULT, {}, {"ours:optim_grads"}),
+        FAULT,
+        {},
+        {"ours:optim_grads"},
+    ),
     # Without bundled, whose norm is another one where experts have one data-parallel rank.
     "experts of their own": (
         "--wrappers=ddp,ours:optim_grads_params,ours-ag:optim_grads_params,fsdp2,floor "
         "--calculate-per-token-loss --num-experts=4 --expert-model-parallel-size=2 "
-        "--disable-bias-linear --moe-aux-loss-coeff=0.01 --moe-token-dispatcher-type=alltoall", "",
-        {"fsdp2": "one mesh for all parameters"}, set()),
+        "--disable-bias-linear --moe-aux-loss-coeff=0.01 --moe-token-dispatcher-type=alltoall",
+        "",
+        {"fsdp2": "one mesh for all parameters"},
+        set(),
+    ),
 }
 """Options, what is put into the processes, errors by wrapper, and wrappers that are marked."""
 

@@ -39,7 +39,10 @@ def first_number(cell: str) -> float:
 def is_reference(name: str, kind: str) -> bool:
     """True for the row of DDP, or of the floor, behind the name of a run or a precision."""
     own = name.split(": ")[-1]
-    pattern = r"(?:ddp|DDP|Megatron's DDP)\b(?!,)" if kind == "ddp" else r"floor\b(?!-)"
+    if kind == "ddp":
+        pattern = r"(?:ddp|DDP|Megatron's DDP)\b(?!,)"
+    else:
+        pattern = r"floor\b(?!-)"
     return re.match(pattern, own) is not None
 
 
@@ -84,7 +87,8 @@ def test_ratios_follow_from_the_times_beside_them(page: Path) -> None:
 
 def test_a_wrong_ratio_is_found() -> None:
     page = "| | ms/step | x ddp |\n|---|---|---|\n| {} |\n| DDP | 98.7 | 1.000 |\n"
-    right, wrong = ("FSDP2 | 127.3 (126.2-129.3) | 1.290", "FSDP2 | 127.3 (126.2-129.3) | 1.281")
+    right = "FSDP2 | 127.3 (126.2-129.3) | 1.290"
+    wrong = "FSDP2 | 127.3 (126.2-129.3) | 1.281"
     assert wrong_ratios(next(tables(page.format(right)))) == []
     assert len(wrong_ratios(next(tables(page.format(wrong))))) == 1
 

@@ -56,8 +56,12 @@ def test_table_has_every_module_of_core_that_asks_cuda() -> None:
     assert not [name for name in names if not f"{name}.".startswith(other)]
 
 
-PRESENT = [row for row in cpu_mode.VIEWS if importlib.util.find_spec(row.module.rpartition(".")[0])
-           and importlib.util.find_spec(row.module)]  # fmt: skip
+PRESENT = [
+    row
+    for row in cpu_mode.VIEWS
+    if importlib.util.find_spec(row.module.rpartition(".")[0])
+    and importlib.util.find_spec(row.module)
+]
 
 
 def test_only_modules_that_came_later_may_be_absent() -> None:

@@ -72,8 +72,11 @@ BAD = (
     (["--num-experts=4", "--moe-grouped-gemm"], "--moe-grouped-gemm needs --transformer-impl"),
     (["--num-experts=4", "--moe-permute-fusion"], "--moe-permute-fusion needs a GPU"),
     (["--num-experts=0"], "--num-experts 0 must be at least 1"),
-    (["--num-experts=4", "--overlap-moe-expert-parallel-comm"],
-     "needs --expert-model-parallel-size above 1", "needs --bf16"),
+    (
+        ["--num-experts=4", "--overlap-moe-expert-parallel-comm"],
+        "needs --expert-model-parallel-size above 1",
+        "needs --bf16",
+    ),
     (["--num-experts=4", "--delay-wgrad-compute"], "needs --overlap-moe-expert-parallel-comm"),
     (["--separate-all-gather-groups"], "groups without --use-megatron-fsdp"),
     (["--init-model-with-meta-device"], "device without --use-megatron-fsdp"),
@@ -191,7 +194,10 @@ PRESETS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if "bridge" not 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.name)
 def test_presets_parse_and_break_no_rule(path: Path) -> None:
-    machine = CPU if path.name.startswith("cpu") else dataclasses.replace(GPU, world_size=8)
+    if path.name.startswith("cpu"):
+        machine = CPU
+    else:
+        machine = dataclasses.replace(GPU, world_size=8)
     for more in ([], ["--use-megatron-fsdp"]):
         options, _ = validated(parse([f"--config={path}", "--mock-data", *more]), machine)
         assert options.use_megatron_fsdp is bool(more)

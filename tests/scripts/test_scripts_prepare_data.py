@@ -13,11 +13,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Twenty text files in nested folders, and what must be left out."""
+    accented = "\N{LATIN SMALL LETTER E WITH ACUTE}"
     files = {
-        f"part{number % 3}/file{number:02d}.txt":
-            f"text {number} \N{LATIN SMALL LETTER E WITH ACUTE}\r\n".encode() * 9
+        f"part{number % 3}/file{number:02d}.txt": f"text {number} {accented}\r\n".encode() * 9
         for number in range(20)
-    }  # fmt: skip
+    }
     left_out = {
         "empty.txt": b"", "binary.txt": b"a\0b", "other.log": b"not matched",
         "site-packages/x.txt": b"not ours",
@@ -41,16 +41,22 @@ def _run(*arguments: object) -> int:
 
 def test_bytes_in_are_bytes_out(folder: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out" / "d"
-    assert _run("--input", folder, "--pattern", "*.txt", "--output-prefix", prefix,
-                "--valid-share", 0.2) == 0  # fmt: skip
+    assert (
+        _run(
+            "--input", folder, "--pattern", "*.txt", "--output-prefix", prefix, "--valid-share", 0.2
+        )
+        == 0
+    )
     expected = [path.read_bytes() for path in sorted(folder.rglob("file*.txt"))]
     written = {split: _documents(prefix, split) for split in ("train", "valid")}
     assert (len(written["train"]), len(written["valid"])) == (16, 4)
     for documents in written.values():
         assert all(ids.dtype == np.uint16 and ids[-1] == 256 for ids in documents)
         assert all((ids[:-1] < 256).all() for ids in documents)
-    back = {split: [bytes(ids[:-1].astype(np.uint8)) for ids in documents]
-            for split, documents in written.items()}  # fmt: skip
+    back = {
+        split: [bytes(ids[:-1].astype(np.uint8)) for ids in documents]
+        for split, documents in written.items()
+    }
     assert back["valid"] == expected[4::5]
     assert back["train"] == [text for number, text in enumerate(expected) if number % 5 != 4]
     assert not [path for path in prefix.parent.iterdir() if "unfinished" in path.name]

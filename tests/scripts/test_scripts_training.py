@@ -29,7 +29,8 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     train: Train, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     name = f"{tmp_path.name}-"
-    save, load = f"--save={tmp_path / 'saved'}", f"--load={tmp_path / 'saved'}"
+    save = f"--save={tmp_path / 'saved'}"
+    load = f"--load={tmp_path / 'saved'}"
     whole = train(name + "whole", *flags, processes=2)
     first = train(name + "parts", *flags, save, load, "--exit-interval=7", processes=2)
     assert first.keys() == set(range(1, 8))

@@ -22,8 +22,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         pytest.importorskip(name)
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fully_shard_optimizer" in (tmp_path / "api.html").read_text()
 

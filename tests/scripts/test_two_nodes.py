@@ -37,15 +37,23 @@ def test_a_slurm_job_is_one_launcher_a_node(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").write_text(PROGRAM)
     environment = {
-        **os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "n[0-1]", "PYTHON": sys.executable, "PROCESSES": "1",
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[0-1]",
+        "PYTHON": sys.executable,
+        "PROCESSES": "1",
         "MAX_RESTARTS": "2",
-    }  # fmt: skip
+    }
     done = subprocess.run(
-        ["bash", str(SCRIPTS / "slurm.sh"), "train.py", "--save", "a folder"], cwd=tmp_path,
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        ["bash", str(SCRIPTS / "slurm.sh"), "train.py", "--save", "a folder"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"{rank} 2 2 {os.getpid()} --save a folder" for rank in range(2)
@@ -68,16 +76,27 @@ def nodes(folder: Path, place: Mapping[str, str], *arguments: str) -> Iterator[L
     """A function that starts a node of a name, whose log is in `folder`; those that are left are
     ended."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
-        "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=two",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=two",
         f"--rdzv-endpoint=127.0.0.1:{place['MASTER_PORT']}",
-        "--rdzv-conf=is_host=0,last_call_timeout=20", str(SCRIPTS / "pretrain_gpt.py"), *arguments,
-    ]  # fmt: skip
+        "--rdzv-conf=is_host=0,last_call_timeout=20",
+        str(SCRIPTS / "pretrain_gpt.py"),
+        *arguments,
+    ]
     environment = {
-        **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "",
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }  # fmt: skip
+    }
     started: list[psutil.Popen] = []
 
     def launch(name: str) -> psutil.Popen:
@@ -104,14 +123,23 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
 
     flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy=optim_grads_params")
     whole: Log = train("two-nodes-whole", *flags, "--train-iters=24", processes=2)
-    log, root = tmp_path / "log.jsonl", tmp_path / "saved"
+    log = tmp_path / "log.jsonl"
+    root = tmp_path / "saved"
     arguments = (
-        *TINY, *flags, "--train-iters=24", f"--train-data-path={corpus}_train",
-        f"--valid-data-path={corpus}_valid", f"--data-cache-path={corpus.parent / 'cache'}",
-        f"--loss-log-file={log}", f"--save={root}", f"--load={root}", "--save-interval=3",
-    )  # fmt: skip
+        *TINY,
+        *flags,
+        "--train-iters=24",
+        f"--train-data-path={corpus}_train",
+        f"--valid-data-path={corpus}_valid",
+        f"--data-cache-path={corpus.parent / 'cache'}",
+        f"--loss-log-file={log}",
+        f"--save={root}",
+        f"--load={root}",
+        "--save-interval=3",
+    )
     with rendezvous(2) as place, nodes(tmp_path, place, *arguments) as launch:
-        first, second = launch("first"), launch("second")
+        first = launch("first")
+        second = launch("second")
         deadline = time.monotonic() + 240
         while not (root / "iter_0000006").is_dir() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -37,8 +37,12 @@ def _moe(indices: list[int], grouped: bool, gated: bool) -> nn.Module:
         experts = _mlp(gated, _params(*numbered), _params(*numbered))
     else:
         experts = _module(local_experts=nn.ModuleList(_mlp(gated) for _ in indices))
-    return _module(local_expert_indices=indices, router=nn.Linear(2, 4),
-                   shared_experts=_mlp(gated), experts=experts)  # fmt: skip
+    return _module(
+        local_expert_indices=indices,
+        router=nn.Linear(2, 4),
+        shared_experts=_mlp(gated),
+        experts=experts,
+    )
 
 
 def _stage(numbers: list[int], mlp: nn.Module) -> nn.Module:
@@ -58,7 +62,8 @@ def test_layers_are_counted_over_stages_whatever_wraps_the_model() -> None:
     wrapped = _module(module=_module(module=model))
     assert _keys(wrapped) == [f"module.module.{key}" for key in _keys(model)]
     # One MLP in two layers, which several names reach.
-    names, last = global_names(_stage([3, 4], _mlp(gated=False))), "mlp.linear_fc2.bias"
+    names = global_names(_stage([3, 4], _mlp(gated=False)))
+    last = "mlp.linear_fc2.bias"
     for own, number in ((0, 2), (1, 3)):
         assert names.of(f"decoder.layers.{own}.{last}") == f"decoder.layers.{number}.{last}"
 
@@ -71,7 +76,10 @@ def test_experts_are_counted_over_expert_parallel_ranks(grouped: bool, gated: bo
     experts = [{key for key in part if ".experts." in key} for part in keys]
     assert not experts[0] & experts[1]
     assert {*keys[0], *keys[1]} == set(whole)
-    name = "linear_fc1.weight3" if grouped else "local_experts.3.linear_fc1.weight"
+    if grouped:
+        name = "linear_fc1.weight3"
+    else:
+        name = "local_experts.3.linear_fc1.weight"
     assert f"decoder.layers.1.mlp.experts.{name}" + "_v" * gated in whole
     assert not any(key.endswith(("_w", "_v")) for key in whole) or gated
 
@@ -91,30 +99,61 @@ def _tied(**more: nn.Module) -> nn.Module:
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
-MLP, MTP = "decoder.layers.0.mlp.linear_fc", "mtp.layers.0.transformer_layer.mlp.linear_fc"
+MLP = "decoder.layers.0.mlp.linear_fc"
+MTP = "mtp.layers.0.transformer_layer.mlp.linear_fc"
 KEYS: dict[str, tuple[nn.Module, list[str]]] = {
     "the first linear layer of a gated MLP has halves, and not its norm": (
         _stage([1], _mlp(True, _params("weight", "bias", "layer_norm_weight"))),
-        [*(f"{MLP}1.{name}_{half}" for name in ("weight", "bias") for half in "wv"),
-         f"{MLP}1.layer_norm_weight", f"{MLP}2.weight", f"{MLP}2.bias"]),
+        [
+            *(f"{MLP}1.{name}_{half}" for name in ("weight", "bias") for half in "wv"),
+            f"{MLP}1.layer_norm_weight",
+            f"{MLP}2.weight",
+            f"{MLP}2.bias",
+        ],
+    ),
     "an adapter beside it has halves as that has": (
         _stage([1], _mlp(True, _adapted(), _adapted())),
-        [f"{MLP}1.to_wrap.weight_w", f"{MLP}1.to_wrap.weight_v", f"{MLP}1.adapter.linear_in.weight",
-         f"{MLP}1.adapter.linear_out.weight_w", f"{MLP}1.adapter.linear_out.weight_v",
-         *(f"{MLP}2.{name}.weight" for name in
-           ("to_wrap", "adapter.linear_in", "adapter.linear_out"))]),
+        [
+            f"{MLP}1.to_wrap.weight_w",
+            f"{MLP}1.to_wrap.weight_v",
+            f"{MLP}1.adapter.linear_in.weight",
+            f"{MLP}1.adapter.linear_out.weight_w",
+            f"{MLP}1.adapter.linear_out.weight_v",
+            *(
+                f"{MLP}2.{name}.weight"
+                for name in ("to_wrap", "adapter.linear_in", "adapter.linear_out")
+            ),
+        ],
+    ),
     "prediction layers go by their own number and not by what is in them": (
-        _module(mtp=_module(layers=nn.ModuleList([_module(layer_number=1, transformer_layer=_module(
-            layer_number=17, mlp=_mlp(True, _params("weight"), _params("weight"))))]))),
-        [f"{MTP}1.weight_w", f"{MTP}1.weight_v", f"{MTP}2.weight"]),
+        _module(
+            mtp=_module(
+                layers=nn.ModuleList(
+                    [
+                        _module(
+                            layer_number=1,
+                            transformer_layer=_module(
+                                layer_number=17,
+                                mlp=_mlp(True, _params("weight"), _params("weight")),
+                            ),
+                        )
+                    ]
+                )
+            )
+        ),
+        [f"{MTP}1.weight_w", f"{MTP}1.weight_v", f"{MTP}2.weight"],
+    ),
     "an output layer": (_module(output_layer=nn.Linear(2, 4, bias=False)), ["output_layer.weight"]),
     "a copy of a tied embedding": (_tied(), [EMBEDDING]),
     "beside the embedding itself": (
         _tied(embedding=_module(word_embeddings=nn.Linear(2, 4, bias=False))),
-        ["output_layer.weight", EMBEDDING]),
+        ["output_layer.weight", EMBEDDING],
+    ),
     "a model without Megatron's numbers": (
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, False)), ["0.weight", "0.bias", "1.weight"]),
-}  # fmt: skip
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, False)),
+        ["0.weight", "0.bias", "1.weight"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -119,7 +119,8 @@ def _whole_tensors(strategy: str, root: Path) -> None:
 def _whole_state_dicts_load(strategy: str, root: Path) -> None:
     """`set_model_state_dict` writes into local tensors where it takes its rows to be."""
     for seed, from_first in ((1, False), (2, True)):
-        sharded, values = model(strategy), other_values(seed)
+        sharded = model(strategy)
+        values = other_values(seed)
         given = {f"module.{name}": value for name, value in values.items()}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
         told = given if dist.get_rank() == 0 or not from_first else {}
@@ -146,7 +147,8 @@ def _foreign_values_load(strategy: str, root: Path) -> None:
     that has not. Ours had 2 and 0 rows of the tail where torch's have 1 and 1. What no rank knows
     the rows of, or has another shape, is refused before anything is written."""
     for steps, form in itertools.product((False, True), (None, Shard(0), Shard(1), Replicate())):
-        sharded, values = model(strategy), other_values()
+        sharded = model(strategy)
+        values = other_values()
         optimizer = momentum(sharded, steps)
         whole = {n: v if n in PLAIN else split(v, form) for n, v in values.items()}
         assert not any(sharded.load_state_dict(whole))
@@ -171,15 +173,27 @@ def _foreign_values_load(strategy: str, root: Path) -> None:
         return {**given, "state": {**others, of_head: {"momentum_buffer": value}}}
 
     for load, wrong, said in (
-        (sharded.load_state_dict, {**twice, "head.weight": of_unknown_rows()},
-         r"module.head.weight \(1 in all\) are DTensors without chunks"),
-        (sharded.load_state_dict, {**twice, "head.weight": [1.0]},
-         r"head.weight: a list, expected a tensor"),
-        (optimizer.load_state_dict, with_head(of_unknown_rows()),
-         r"momentum_buffer of parameter \d+ \(1 in all\) are DTensors with"),
-        (optimizer.load_state_dict, with_head(torch.ones(3, 2)),
-         r"momentum_buffer of parameter \d+: \(3, 2\) for \(19, 10\)"),
-    ):  # fmt: skip
+        (
+            sharded.load_state_dict,
+            {**twice, "head.weight": of_unknown_rows()},
+            r"module.head.weight \(1 in all\) are DTensors without chunks",
+        ),
+        (
+            sharded.load_state_dict,
+            {**twice, "head.weight": [1.0]},
+            r"head.weight: a list, expected a tensor",
+        ),
+        (
+            optimizer.load_state_dict,
+            with_head(of_unknown_rows()),
+            r"momentum_buffer of parameter \d+ \(1 in all\) are DTensors with",
+        ),
+        (
+            optimizer.load_state_dict,
+            with_head(torch.ones(3, 2)),
+            r"momentum_buffer of parameter \d+: \(3, 2\) for \(19, 10\)",
+        ),
+    ):
         with pytest.raises(ValueError, match=said):
             load(wrong)
         check_same_bits(sharded.full_state_dict(), values, said)
@@ -202,7 +216,8 @@ def _assert_moments(
 
 def _keys_are_told(strategy: str, root: Path) -> None:
     """What `load_state_dict` returns is what torch's does for the whole module."""
-    sharded, values = model(strategy), other_values()
+    sharded = model(strategy)
+    values = other_values()
     given = {name: value for name, value in values.items() if "head" not in name}
     given["other"] = torch.ones(1)
     given.pop("counter")
@@ -217,7 +232,8 @@ def _modules_below_load(strategy: str, root: Path) -> None:
     """Plain tensors into any module, also after an evaluation, which leaves the raw parameters
     shown: they were written, and lost with the next gather."""
     for dtype in (torch.float32, torch.bfloat16):
-        sharded, values = model(strategy, dtype), other_values()
+        sharded = model(strategy, dtype)
+        values = other_values()
         expected = sharded.full_state_dict()
         with torch.no_grad():
             sharded(batch())
@@ -242,7 +258,8 @@ def _modules_below_load(strategy: str, root: Path) -> None:
 def _copies_and_files(strategy: str, root: Path) -> None:
     """Copies are of this rank's rows, not of its flat buffers, and load again. Modules are not
     copied."""
-    sharded, values = model(strategy), other_values()
+    sharded = model(strategy)
+    values = other_values()
     sharded.load_state_dict(values)
     best = copy.deepcopy(sharded.state_dict())
     file = io.BytesIO()
@@ -256,12 +273,15 @@ def _copies_and_files(strategy: str, root: Path) -> None:
         assert sharded.load_state_dict(state) == ([], [])
         check_same_bits(sharded.full_state_dict(), values, "read again")
     of_model = r"FullyShardedModel: .* save model.state_dict\(\)"
-    weight, of_weight = sharded.module.head.weight, "a parameter of a sharded model"
+    weight = sharded.module.head.weight
+    of_weight = "a parameter of a sharded model"
     for copied, thing, said in (
-        (copy.deepcopy, sharded, of_model), (AveragedModel, sharded, of_model),
-        (pickle.dumps, sharded, of_model), (copy.deepcopy, weight, of_weight),
+        (copy.deepcopy, sharded, of_model),
+        (AveragedModel, sharded, of_model),
+        (pickle.dumps, sharded, of_model),
+        (copy.deepcopy, weight, of_weight),
         (pickle.dumps, weight, of_weight),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RuntimeError, match=said):
             copied(thing)
 
@@ -287,7 +307,8 @@ def _weights_replaced_afterwards(strategy: str, root: Path) -> None:
 
 def _dcp(strategy: str, root: Path) -> None:
     """torch DCP: saved by one strategy, loaded in place by another."""
-    source, values = model(strategy), other_values()
+    source = model(strategy)
+    values = other_values()
     source.load_state_dict(values)
     dcp.save(get_model_state_dict(source), checkpoint_id=root)
     sharded = model(OTHERS[strategy])
@@ -297,10 +318,19 @@ def _dcp(strategy: str, root: Path) -> None:
     check_same_bits(sharded.full_state_dict(), values, "by another strategy")
 
 
-@pytest.mark.parametrize("check", (
-    _whole_tensors, _whole_state_dicts_load, _foreign_values_load, _keys_are_told,
-    _modules_below_load, _copies_and_files, _weights_replaced_afterwards, _dcp,
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "check",
+    (
+        _whole_tensors,
+        _whole_state_dicts_load,
+        _foreign_values_load,
+        _keys_are_told,
+        _modules_below_load,
+        _copies_and_files,
+        _weights_replaced_afterwards,
+        _dcp,
+    ),
+)
 @pytest.mark.parametrize(
     "strategy", (*ENDS, *(pytest.param(s, marks=pytest.mark.full) for s in list(STRATEGIES)[1:3]))
 )
@@ -328,12 +358,14 @@ def test_whole_values_of_a_weight_go_in_and_out_bit_for_bit(
     for strategy in STRATEGIES:
         ddp = {**number, "outer_dp_sharding_strategy": outer}
         trainer = build_trainer(CASE, strategy, device, ddp=ddp)
-        engine, inner = trainer.wrapper.engine, trainer.wrapper.module
+        engine = trainer.wrapper.engine
+        inner = trainer.wrapper.module
         before = _tensors_of(inner)
         torch.manual_seed(4)  # the same values on all ranks
         values = {name: torch.randn(value.shape) for name, value in before.items()}
         for pair in engine.pairs:
-            weight, name = ModuleWeight(pair, engine), pair.managed.fqns[0]
+            weight = ModuleWeight(pair, engine)
+            name = pair.managed.fqns[0]
             assert (weight.shape, weight.dtype) == (pair.unsharded.shape, pair.unsharded.dtype)
             assert torch.equal(weight.gather(), before[name])
             weight.data.copy_(values[name].double())

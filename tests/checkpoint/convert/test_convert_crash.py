@@ -33,8 +33,9 @@ def test_an_error_on_the_way_leaves_nothing_and_progress_is_by_block(
     assert max(done) <= 500
     assert not list(tmp_path.glob("b/*")) and not list(tmp_path.glob("*tmp*"))
     done.clear()
-    report = convert(source, tmp_path / "b", "torch_dist",
-                     progress=lambda nbytes, total: done.append(nbytes))  # fmt: skip
+    report = convert(
+        source, tmp_path / "b", "torch_dist", progress=lambda nbytes, total: done.append(nbytes)
+    )
     assert sum(done) == report["nbytes"] and (tmp_path / "b" / folders.TRACKER).exists()
 
 
@@ -42,7 +43,8 @@ def test_what_a_killed_conversion_left_is_no_result_of_another(
     source: Path, tmp_path: Path
 ) -> None:
     """Between the tracker's text and the name of its folder, as a kill at any later point."""
-    target, tracker = tmp_path / "b", f"tmp.{folders.TRACKER}.7e61d24f"
+    target = tmp_path / "b"
+    tracker = f"tmp.{folders.TRACKER}.7e61d24f"
     (target / "tmp.iter_0000003.8917dcc5").mkdir(parents=True)
     (target / tracker).write_text("3")
     convert(source, target, "torch_dist")

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
 
-ITERATION, TRACKER = "iter_0000003", "latest_checkpointed_iteration.txt"
+ITERATION = "iter_0000003"
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def fsdp(root: Path, change: Callable[[dict[str, Any]], Any] = lambda state: None) -> Path:
@@ -127,77 +128,178 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     ("nothing there", lambda r: r, "torch_dist", "does not exist"),
     ("a file", a_file, "torch_dist", "is a file"),
     ("empty folder", lambda r: r.mkdir() or r, "torch_dist", "latest_checkpointed_iteration.txt"),
-    ("tracker of nothing", lambda r: rewritten(fsdp(r) / TRACKER, "9", 0), "torch_dist",
-     "complete in .*: iteration 3"),
-    ("tracker without number", lambda r: rewritten(fsdp(r) / TRACKER, "x", 0), "torch_dist",
-     "should hold an iteration number"),
-    ("legacy format", lambda r: filled(r, TRACKER, f"{ITERATION}/mp_rank_00/x.pt"), "torch_dist",
-     "legacy format.*--ckpt-format torch_dist"),
-    ("another DCP folder", lambda r: save_fsdp(r, {"net": {"w": torch.ones(2)}}), "torch_dist",
-     "no fsdp_dtensor checkpoint.*net.w"),
+    (
+        "tracker of nothing",
+        lambda r: rewritten(fsdp(r) / TRACKER, "9", 0),
+        "torch_dist",
+        "complete in .*: iteration 3",
+    ),
+    (
+        "tracker without number",
+        lambda r: rewritten(fsdp(r) / TRACKER, "x", 0),
+        "torch_dist",
+        "should hold an iteration number",
+    ),
+    (
+        "legacy format",
+        lambda r: filled(r, TRACKER, f"{ITERATION}/mp_rank_00/x.pt"),
+        "torch_dist",
+        "legacy format.*--ckpt-format torch_dist",
+    ),
+    (
+        "another DCP folder",
+        lambda r: save_fsdp(r, {"net": {"w": torch.ones(2)}}),
+        "torch_dist",
+        "no fsdp_dtensor checkpoint.*net.w",
+    ),
     # half-written, truncated, corrupt
     ("no .metadata", lambda r: without(fsdp(r), ".metadata"), "torch_dist", "no .metadata file"),
-    ("damaged .metadata", lambda r: rewritten(fsdp(r) / ITERATION / ".metadata", "x"),
-     "torch_dist", ".metadata cannot be read"),
+    (
+        "damaged .metadata",
+        lambda r: rewritten(fsdp(r) / ITERATION / ".metadata", "x"),
+        "torch_dist",
+        ".metadata cannot be read",
+    ),
     ("no data file", lambda r: without(fsdp(r), "__0_0.distcp"), "torch_dist", "distcp is missing"),
     ("short data file", lambda r: data(fsdp(r), lambda b: b[:-100]), "torch_dist", "bytes"),
-    ("zeros in data file", lambda r: data(fsdp(r), lambda b: bytes(len(b))), "torch_dist",
-     "args cannot be read|weight cannot be read"),
-    ("no common.pt", lambda r: without(torch_dist(r), "common.pt"), "fsdp_dtensor",
-     "has no common.pt"),
-    ("damaged common.pt", lambda r: rewritten(torch_dist(r) / ITERATION / "common.pt", "x"),
-     "fsdp_dtensor", "common.pt cannot be read"),
-    ("no metadata.json", lambda r: without(torch_dist(r), "metadata.json"), "fsdp_dtensor",
-     "it has no metadata.json"),
-    ("damaged metadata.json", lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json", "{"),
-     "fsdp_dtensor", "metadata.json is damaged"),
-    ("overlapping blocks", lambda r: metadata_of(fsdp(r), stored_twice), "torch_dist",
-     "stored blocks of .*output_layer.weight overlap, or leave a gap"),
-    ("a path of another key", lambda r: metadata_of(
-        fsdp(r), lambda m: m.planner_data.update(iteration=("step",))), "torch_dist",
-     "iteration is stored under another path.*damaged"),
+    (
+        "zeros in data file",
+        lambda r: data(fsdp(r), lambda b: bytes(len(b))),
+        "torch_dist",
+        "args cannot be read|weight cannot be read",
+    ),
+    (
+        "no common.pt",
+        lambda r: without(torch_dist(r), "common.pt"),
+        "fsdp_dtensor",
+        "has no common.pt",
+    ),
+    (
+        "damaged common.pt",
+        lambda r: rewritten(torch_dist(r) / ITERATION / "common.pt", "x"),
+        "fsdp_dtensor",
+        "common.pt cannot be read",
+    ),
+    (
+        "no metadata.json",
+        lambda r: without(torch_dist(r), "metadata.json"),
+        "fsdp_dtensor",
+        "it has no metadata.json",
+    ),
+    (
+        "damaged metadata.json",
+        lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json", "{"),
+        "fsdp_dtensor",
+        "metadata.json is damaged",
+    ),
+    (
+        "overlapping blocks",
+        lambda r: metadata_of(fsdp(r), stored_twice),
+        "torch_dist",
+        "stored blocks of .*output_layer.weight overlap, or leave a gap",
+    ),
+    (
+        "a path of another key",
+        lambda r: metadata_of(fsdp(r), lambda m: m.planner_data.update(iteration=("step",))),
+        "torch_dist",
+        "iteration is stored under another path.*damaged",
+    ),
     # too new, or of another backend
-    ("newer DCP", lambda r: metadata_of(fsdp(r), lambda m: setattr(m, "version", "2.0.0")),
-     "torch_dist", "version 2.0.0 .* is newer"),
-    ("newer torch_dist",
-     lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json", json.dumps(
-         {"sharded_backend": "torch_dist", "sharded_backend_version": 2,
-          "common_backend": "torch", "common_backend_version": 1})),
-     "fsdp_dtensor", "sharded_backend_version=2, only 1 can be read. A newer"),
-    ("zarr", lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json",
-                                 json.dumps({"sharded_backend": "zarr"})),
-     "fsdp_dtensor", "sharded_backend='zarr'"),
+    (
+        "newer DCP",
+        lambda r: metadata_of(fsdp(r), lambda m: setattr(m, "version", "2.0.0")),
+        "torch_dist",
+        "version 2.0.0 .* is newer",
+    ),
+    (
+        "newer torch_dist",
+        lambda r: rewritten(
+            torch_dist(r) / ITERATION / "metadata.json",
+            json.dumps(
+                {
+                    "sharded_backend": "torch_dist",
+                    "sharded_backend_version": 2,
+                    "common_backend": "torch",
+                    "common_backend_version": 1,
+                }
+            ),
+        ),
+        "fsdp_dtensor",
+        "sharded_backend_version=2, only 1 can be read. A newer",
+    ),
+    (
+        "zarr",
+        lambda r: rewritten(
+            torch_dist(r) / ITERATION / "metadata.json", json.dumps({"sharded_backend": "zarr"})
+        ),
+        "fsdp_dtensor",
+        "sharded_backend='zarr'",
+    ),
     # complete, but does not fit together
-    ("half a gated weight", lambda r: fsdp(r, lambda s: pop_one(s, "weight_v")), "torch_dist",
-     "weight_w is stored without"),
-    ("local layer numbers", lambda r: fsdp(r, local_layer_numbers), "torch_dist",
-     "start at 0 on each pipeline stage|which has no weight"),
-    ("moment of another shape", lambda r: fsdp(r, transposed_moment), "torch_dist",
-     "exp_avg of .* has shape"),
+    (
+        "half a gated weight",
+        lambda r: fsdp(r, lambda s: pop_one(s, "weight_v")),
+        "torch_dist",
+        "weight_w is stored without",
+    ),
+    (
+        "local layer numbers",
+        lambda r: fsdp(r, local_layer_numbers),
+        "torch_dist",
+        "start at 0 on each pipeline stage|which has no weight",
+    ),
+    (
+        "moment of another shape",
+        lambda r: fsdp(r, transposed_moment),
+        "torch_dist",
+        "exp_avg of .* has shape",
+    ),
     ("steps differ", lambda r: fsdp(r, two_steps), "torch_dist", "one step count"),
     ("optimizer in buckets", buckets, "fsdp_dtensor", "--dist-ckpt-optim-fully-reshardable"),
     ("group not told", lambda r: common(r, add_group), "fsdp_dtensor", "2 parameter groups"),
-    ("no groups", lambda r: common(r, lambda held: held.pop("optimizer")), "fsdp_dtensor",
-     "no parameter groups"),
-    ("no arguments", lambda r: common(r, no_arguments), "fsdp_dtensor",
-     "no training arguments.*run_config.yaml"),
+    (
+        "no groups",
+        lambda r: common(r, lambda held: held.pop("optimizer")),
+        "fsdp_dtensor",
+        "no parameter groups",
+    ),
+    (
+        "no arguments",
+        lambda r: common(r, no_arguments),
+        "fsdp_dtensor",
+        "no training arguments.*run_config.yaml",
+    ),
     # Megatron-Bridge's
-    ("from Hugging Face", lambda r: filled(r, "model.safetensors"), "fsdp_dtensor",
-     "safetensors.*AutoBridge.import_ckpt"),
-    *((f"run_config.yaml: {text}", lambda r, t=text: rewritten(
-        bridge_checkpoint(r, Model(), {}) / ITERATION / "run_config.yaml", t), "torch_dist",
-       rf"run_config\.yaml:? {message}") for text, message in (
-        ("model: [", "not valid YAML"), ("train: {}", "has no section `model`"),
-        ("!!python/object/apply:os.getcwd []", "not valid YAML"),
-    )),
-)  # fmt: skip
+    (
+        "from Hugging Face",
+        lambda r: filled(r, "model.safetensors"),
+        "fsdp_dtensor",
+        "safetensors.*AutoBridge.import_ckpt",
+    ),
+    *(
+        (
+            f"run_config.yaml: {text}",
+            lambda r, t=text: rewritten(
+                bridge_checkpoint(r, Model(), {}) / ITERATION / "run_config.yaml", t
+            ),
+            "torch_dist",
+            rf"run_config\.yaml:? {message}",
+        )
+        for text, message in (
+            ("model: [", "not valid YAML"),
+            ("train: {}", "has no section `model`"),
+            ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+        )
+    ),
+)
 
 
 @pytest.mark.parametrize(("name", "make", "to", "message"), CASES, ids=[c[0] for c in CASES])
 def test_unusable_input_is_one_clear_error(
     tmp_path: Path, name: str, make: Callable[[Path], Path], to: str, message: str
 ) -> None:
-    source, target = make(tmp_path / "source"), tmp_path / "target"
+    source = make(tmp_path / "source")
+    target = tmp_path / "target"
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}") as caught:
         convert(source, target, to)
     assert not list(tmp_path.glob("target*/iter*")) and not list(tmp_path.glob("target*/*.json"))
@@ -207,7 +309,8 @@ def test_unusable_input_is_one_clear_error(
 
 
 def test_a_target_that_is_taken_is_left_alone(tmp_path: Path) -> None:
-    source, file = fsdp(tmp_path / "a"), a_file(tmp_path / "b")
+    source = fsdp(tmp_path / "a")
+    file = a_file(tmp_path / "b")
     for target, message in ((source, "is not empty"), (file, "is a file")):
         with pytest.raises(ValueError, match=message):
             convert(source, target, "torch_dist")

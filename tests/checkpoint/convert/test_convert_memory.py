@@ -40,7 +40,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     """Format -> (a small checkpoint, one with two tensors of 64 MiB in chunks of 2 MiB)."""
     root = tmp_path_factory.mktemp("large")
     model = Model()  # in bf16: what torch_dist gets is cast
-    small, large = save_fsdp(root / "small", fsdp_state(model)), root / "large"
+    small = save_fsdp(root / "small", fsdp_state(model))
+    large = root / "large"
     folder = large / "iter_0000003"
     folder.mkdir(parents=True)
     tensors = {}
@@ -74,8 +75,11 @@ def run(
     exact = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
     return subprocess.run(
         [*command, str(block), str(BOUND + SLACK)],
-        capture_output=True, text=True, timeout=240, env={**os.environ, **exact},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, **exact},
+    )
 
 
 @pytest.mark.parametrize(

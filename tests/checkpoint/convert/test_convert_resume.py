@@ -96,7 +96,8 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     _steps(ours, case, 0, rank, device)
     saved(ours, root / "ours", STEPS, iteration=STEPS)
     kept = gpt.full_weights(ours)
-    source, plain = root / "ours", root / "td"
+    source = root / "ours"
+    plain = root / "td"
     _on_first(lambda: convert(source, plain, "torch_dist", block_bytes=1000))
     expected = _steps(ours, case, STEPS, rank, device)
 
@@ -128,7 +129,8 @@ def test_stock_and_ours_go_on_from_each_others_checkpoints(tmp_path: Path, name:
         assert losses[1] == pytest.approx(found["expected"][1], rel=bound), found
     # Through stock and back, optimizer state and all but what stock's groups add is the same.
     first, last = (load_all(tmp_path / part / "iter_0000002") for part in ("ours", "back"))
-    tensors = [{k: v for k, v in each.items() if isinstance(v, torch.Tensor)}
-               for each in (first, last)]  # fmt: skip
+    tensors = [
+        {k: v for k, v in each.items() if isinstance(v, torch.Tensor)} for each in (first, last)
+    ]
     assert len(tensors[0]) > 50 and differences(*tensors) == []
     assert any(bool(value.any()) for key, value in tensors[0].items() if "exp_avg" in key)

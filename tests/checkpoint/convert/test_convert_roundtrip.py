@@ -63,7 +63,8 @@ def _check_torch_dist(
     biases = [value for key, value in found.items() if key.endswith("expert_bias")]
     assert all(value.dtype == torch.float32 for value in biases)
     assert bool(biases) == bool(model.experts)
-    qkv, fc2 = "self_attention.linear_qkv.weight", "mlp.experts.experts.linear_fc2.weight"
+    qkv = "self_attention.linear_qkv.weight"
+    fc2 = "mlp.experts.experts.linear_fc2.weight"
     for layer in range(model.layers):
         at, place = (f"{layer}.", ()) if model.dense_layers else ("", (layer,))
         expected = weights[f"module.decoder.layers.{layer}.{qkv}"]
@@ -72,11 +73,12 @@ def _check_torch_dist(
         assert torch.equal(found[f"optimizer.state.param.{key}"][place], expected)
         if not model.experts or layer < model.dense_layers:
             continue
-        named = "linear_fc2.weight1" if model.grouped else "local_experts.1.linear_fc2.weight"
+        if model.grouped:
+            named = "linear_fc2.weight1"
+        else:
+            named = "local_experts.1.linear_fc2.weight"
         expected = weights[f"module.decoder.layers.{layer}.mlp.experts.{named}"]
         assert torch.equal(found[f"decoder.layers.{at}{fc2}"][(*place, 1)], expected.to(dtype))
-
-
 
 
 def test_weights_only_leaves_out_optimizer_scheduler_and_generators(tmp_path: Path) -> None:

@@ -28,9 +28,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace())
-    monkeypatch.setattr(
-        torch.cuda, "use_mem_pool", lambda pool, device: contextlib.nullcontext()
-    )
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     calls = ["mem_allocator", "register_mem_pool", "deregister_mem_pool"]
     backends = [mock.Mock(spec_set=calls) for _ in range(2)]

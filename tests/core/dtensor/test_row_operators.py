@@ -35,7 +35,9 @@ def _counted(p: Any) -> torch.Tensor:
 
 def _norm(order: float, foreach: bool | None, p: Any, *unused: Whole) -> torch.Tensor:
     """Of a tensor, or of two, by torch's function."""
-    return p.norm(order) if foreach is None else get_total_norm([p, p * 2], order, foreach=foreach)
+    if foreach is None:
+        return p.norm(order)
+    return get_total_norm([p, p * 2], order, foreach=foreach)
 
 
 NORMS = (2.0, 3.5, 0.0, -1.0, float("inf"), -float("inf"))

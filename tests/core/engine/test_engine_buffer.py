@@ -16,9 +16,11 @@ from tests.core.kernels.test_sums import DTYPES
 
 
 @given(
-    st.lists(st.integers(0, 9), max_size=6), st.integers(1, 10),
-    st.sampled_from(DTYPES), st.sampled_from(DTYPES),
-)  # fmt: skip
+    st.lists(st.integers(0, 9), max_size=6),
+    st.integers(1, 10),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+)
 def test_small_and_large_tensors_are_cast_alike(sizes, large, given_dtype, wanted):
     """With the border between the two anywhere."""
     inputs = [torch.randn(size).to(given_dtype) for size in sizes]

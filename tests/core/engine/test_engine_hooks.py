@@ -29,10 +29,12 @@ class Answer:
 
 class Plain:
     def __init__(self, hidden: Any) -> None:
-        self.hidden, self.me = hidden, self
+        self.hidden = hidden
+        self.me = self
 
 
-Slim, Named = make_dataclass("Slim", ["hidden"], slots=True), namedtuple("Named", "x, y")
+Slim = make_dataclass("Slim", ["hidden"], slots=True)
+Named = namedtuple("Named", "x, y")
 
 
 def made(kind: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, Any]:
@@ -50,7 +52,8 @@ OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
     "a view that is changed in place": (lambda hidden: hidden.view(-1).add_(1), True),
     # It has weights, on which hooks would stay for life.
     "a module that an object refers to": (
-        lambda hidden: Plain(nn.ParameterList([nn.Parameter(hidden.detach())])), False
+        lambda hidden: Plain(nn.ParameterList([nn.Parameter(hidden.detach())])),
+        False,
     ),
 }
 
@@ -58,14 +61,17 @@ OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_gradients_of_outputs_that_pytree_does_not_see_are_noticed(kind: str) -> None:
     make, expected = OUTPUTS[kind]
-    (hidden, output), seen = made(make), []
+    (hidden, output) = made(make)
+    seen = []
     assert has_grad_output(output) is expected
     on_outputs_needed(output, seen.append)
     (output if isinstance(output, torch.Tensor) else hidden).sum().backward()
     assert len(seen) == expected
 
 
-REPLACED, WATCHED, LEFT = "replaced", "watched", "left"
+REPLACED = "replaced"
+WATCHED = "watched"
+LEFT = "left"
 INPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a tensor": (lambda hidden: hidden, REPLACED),
     "a tuple": (lambda hidden: (1, hidden), REPLACED),
@@ -93,8 +99,11 @@ def test_inputs_are_replaced_or_watched_or_left(kind: str) -> None:
 
 
 def test_the_end_comes_when_the_gradients_of_all_inputs_are_known() -> None:
-    leaf, done = torch.ones(3, requires_grad=True), []
-    x, y, z = leaf * 2, leaf * 3, leaf * 4
+    leaf = torch.ones(3, requires_grad=True)
+    done = []
+    x = leaf * 2
+    y = leaf * 3
+    z = leaf * 4
     (first, pair, found), cache = on_inputs_done(
         (x, (x, 1), [y]), {"cache": {"z": z}}, lambda *_: done.append(1)
     )
@@ -117,9 +126,11 @@ BACKWARDS: dict[str, tuple[Callable[[Any, Any, Any], Any], bool]] = {
 @pytest.mark.parametrize("kind", BACKWARDS)
 def test_which_backwards_accumulate(kind: str) -> None:
     run, expected = BACKWARDS[kind]
-    weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    weight = nn.Parameter(torch.ones(3))
+    unused = nn.Parameter(torch.ones(3))
     group: Any = SimpleNamespace(params=[unused, weight], key=SimpleNamespace(requires_grad=True))
-    x, told = torch.ones(3, requires_grad=True), []
+    x = torch.ones(3, requires_grad=True)
+    told = []
     hidden = x * 2
     hidden.register_hook(lambda grad: told.append(accumulates([group])))
     run((hidden * weight).sum(), x, weight)

@@ -24,7 +24,9 @@ class Played:
     size = 2
 
     def __init__(self, number: int, other: Callable[[], tuple[str | None, Launched]]) -> None:
-        self.ranks, self.other, self.asked = [0, number], other, 0
+        self.ranks = [0, number]
+        self.other = other
+        self.asked = 0
 
     def all_reduce_max(self, pair: torch.Tensor) -> list[Any]:
         number = self.other()[1].folded - (1 << 63)
@@ -144,9 +146,7 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
         rig.mark = reported.append  # type: ignore[method-assign]
         rig.step()
         reported.clear()
-        with mock.patch.object(
-            rig.engine.launches, "note", wraps=rig.engine.launches.note
-        ) as note:
+        with mock.patch.object(rig.engine.launches, "note", wraps=rig.engine.launches.note) as note:
             rig.step(microbatches=2, sync=False)
     noted = [group.name.split("/")[0] for call in note.call_args_list for group in call.args[1]]
     times = 1 + (setup.outer > 1) + setup.split

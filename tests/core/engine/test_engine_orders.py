@@ -30,35 +30,46 @@ Place = tuple[str, ...]
 
 SOURCES = [
     *Path(inspect.getfile(FsdpEngine)).parent.glob("*.py"),
-    Path(residency.__file__), Path(unit_copies.__file__), Path(weights.__file__),
-]  # fmt: skip
+    Path(residency.__file__),
+    Path(unit_copies.__file__),
+    Path(weights.__file__),
+]
 LOOKED_AT = [
-    (ZERO_3, "steps", "steps"), (ZERO_1, "steps", "steps"), (ZERO_2, "steps", "steps"),
+    (ZERO_3, "steps", "steps"),
+    (ZERO_1, "steps", "steps"),
+    (ZERO_2, "steps", "steps"),
     (ZERO_1, "gradients_late", "gradients_late"),
     (ZERO_3, "evaluations_before_the_step", "evaluations_before_the_step"),
     (ZERO_3, "layers_skipped", "layers_skipped"),
     (ZERO_3, "weights_written", "weights_written"),
     (ZERO_1, "fp32", "weights_loaded"),
     (ZERO_3, "exports", "exports"),
-    (ZERO_3, "offload", "steps"), (ZERO_3, "offload", "weights_loaded"),
-    (ZERO_3, "offload", "layers_left_out"), (ZERO_3, "offload", "no_step_follows"),
+    (ZERO_3, "offload", "steps"),
+    (ZERO_3, "offload", "weights_loaded"),
+    (ZERO_3, "offload", "layers_left_out"),
+    (ZERO_3, "offload", "no_step_follows"),
     (ZERO_3, "two_instances", "microbatches"),
     (ZERO_3, "alone_scaled", "further_backwards"),
-    (ZERO_3, "mxfp8", "exports"), (ZERO_3, "mxfp8_shown", "gathered_while_shown"),
-]  # fmt: skip
+    (ZERO_3, "mxfp8", "exports"),
+    (ZERO_3, "mxfp8_shown", "gathered_while_shown"),
+]
 
 
 def calls(*methods: str) -> list[tuple[Place, str]]:
     """Where the engine calls one of these methods of its runtime, and its first argument."""
-    return sorted({
-        ((path.stem, function.name), ast.unparse(node.args[0]))
-        for path in SOURCES
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function) if isinstance(node, ast.Call)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in methods
-        and ast.unparse(node.func.value).endswith("runtime")
-    })  # fmt: skip
+    return sorted(
+        {
+            ((path.stem, function.name), ast.unparse(node.args[0]))
+            for path in SOURCES
+            for function in ast.walk(ast.parse(path.read_text()))
+            if isinstance(function, ast.FunctionDef)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call)
+            if isinstance(node.func, ast.Attribute)
+            and node.func.attr in methods
+            and ast.unparse(node.func.value).endswith("runtime")
+        }
+    )
 
 
 ELSEWHERE = [
@@ -89,7 +100,9 @@ class Faulty(RecordingRuntime):
         self, kind: str = "", place: Place = (), to: str = "", which: slice = slice(0)
     ) -> None:
         super().__init__(SIDE)
-        self.fault, self.to, self.which = (kind, place), to, which
+        self.fault = (kind, place)
+        self.to = to
+        self.which = which
         self.seen: set[tuple[str, Place]] = set()
         self.before: dict[str, Any] = {}
 
@@ -172,11 +185,17 @@ def test_every_event_covers_what_was_submitted_last(place):
     assert place in NEEDLESS or is_seen("record", place)
 
 
-@pytest.mark.parametrize(("place", "to"), [
-    (place, to)
-    for place, role in calls("submit", "launch", "free") if place not in ELSEWHERE
-    for to in (COMPUTE, GATHER, REDUCE) if to != role.lower()
-], ids=lambda one: one if isinstance(one, str) else "-".join(one))  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "to"),
+    [
+        (place, to)
+        for place, role in calls("submit", "launch", "free")
+        if place not in ELSEWHERE
+        for to in (COMPUTE, GATHER, REDUCE)
+        if to != role.lower()
+    ],
+    ids=lambda one: one if isinstance(one, str) else "-".join(one),
+)
 def test_work_on_another_stream_is_a_race(place, to):
     """The first of several tasks, or the last one, or all."""
     parts = (slice(1), slice(-1, None), slice(None))
@@ -195,7 +214,8 @@ def test_memory_that_is_not_there_or_not_written_yet_is_not_read_nor_given_back_
         with pytest.raises(RaceError, match="read of b, which is released"):
             flat + 1
         runtime.allocate(flat)
-        flat[:3] = flat[5:] = 2.0
+        flat[:3] = 2.0
+        flat[5:] = 2.0
         assert flat[:3].sum() == 6.0
         with pytest.raises(RaceError, match="not written yet"):
             flat + 1

@@ -27,7 +27,10 @@ class Block(nn.Module):
 
 
 def plans_of(module: nn.Module, units: dict[str, nn.Module] | None = None, **options):
-    units = unit_modules(module, lambda child: isinstance(child, Block)) if units is None else units
+    if units is None:
+        units = unit_modules(module, lambda child: isinstance(child, Block))
+    else:
+        units = units
     plans = partition(module, units, domain_of=lambda param, name: "d", **options)
     return {
         plan.name: [list(entry.fqns) for managed in plan.groups.values() for entry in managed]

@@ -36,18 +36,22 @@ def _careless(self: FusedWgrad, empty: bool) -> None:
     self.is_open, self.written = True, set(self._adding)
 
 
-REDUCTION_OF, TAKE_GRADS = ReducePipeline._reduction_of, ParamGroup.take_grads
+REDUCTION_OF = ReducePipeline._reduction_of
+TAKE_GRADS = ParamGroup.take_grads
 REDUCTION = (
-    ReducePipeline, "_reduction_of",
+    ReducePipeline,
+    "_reduction_of",
     lambda self, group: replace(REDUCTION_OF(self, group), adds=True),
-)  # fmt: skip
+)
 KEPT = (ParamGroup, "take_grads", lambda self, accumulate: TAKE_GRADS(self, accumulate=True))
 FAULTS: dict[str, tuple[Setup, tuple[Any, str, Any]]] = {
     "a module adds to a bucket that was not cleared": (
-        Setup(fused=WgradProtocol.ACCUMULATES), (FusedWgrad, "open", _careless),
+        Setup(fused=WgradProtocol.ACCUMULATES),
+        (FusedWgrad, "open", _careless),
     ),
     "a module adds to a slot that was not cleared": (
-        Setup(fused=WgradProtocol.ACCUMULATES, slots=True), (FusedWgrad, "open", _careless),
+        Setup(fused=WgradProtocol.ACCUMULATES, slots=True),
+        (FusedWgrad, "open", _careless),
     ),
     "the first reduction of a step is taken for a later one": (Setup(), REDUCTION),
     # Their memory may have been lent between two steps: what is in it then is not a gradient.
@@ -57,7 +61,7 @@ FAULTS: dict[str, tuple[Setup, tuple[Any, str, Any]]] = {
         Setup(adam=True, offload=True),
         (ShardedBuffer, "load", lambda self: self.allocate()),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -58,12 +58,16 @@ def test_slots_and_received_pieces_are_those_of_the_formula(changes):
     with pretended_world(3, 1):
         engine = build(setup, HostRuntime(), PretendCommunicator).engine
     held = with_slots(
-        {REDUCE_BUCKET: 0}, [unit.name.split(".")[0] for unit in engine.units],
+        {REDUCE_BUCKET: 0},
+        [unit.name.split(".")[0] for unit in engine.units],
         [[group.layout for group in unit.groups] for unit in engine.units],
-        setup.config.strategy, Precision(),
+        setup.config.strategy,
+        Precision(),
         [unit.groups[0].config.strategy for unit in engine.units],
-        weight_slots=True, bucket_slots=True, reduce_scatter=FIXED_ALL_TO_ALL_SUM,
-    )  # fmt: skip
+        weight_slots=True,
+        bucket_slots=True,
+        reduce_scatter=FIXED_ALL_TO_ALL_SUM,
+    )
     slots = [group.bucket_slot for group in engine.groups if group.bucket_slot.memory is not None]
     assert held[BUCKET_SLOTS] == sum({slot.number: slot.memory.numel() for slot in slots}.values())
     assert held[RECEIVED_PIECES] == engine.reduce.domains[DENSE].received.nbytes

@@ -54,9 +54,11 @@ def test_what_is_expected_after_a_request(name):
     made, steps = ORDERS[name]
     order = PrefetchOrder(*made)
     ask = {
-        FORWARD: lambda: order.begin(FORWARD), BACKWARD: lambda: order.begin(BACKWARD),
-        "first": order.first, "last": lambda: [i for i in range(made[0]) if order.is_last(i)],
-    }  # fmt: skip
+        FORWARD: lambda: order.begin(FORWARD),
+        BACKWARD: lambda: order.begin(BACKWARD),
+        "first": order.first,
+        "last": lambda: [i for i in range(made[0]) if order.is_last(i)],
+    }
     for step in steps:
         asked, expected = step if isinstance(step, tuple) else (step, None)
         found = ask[asked]() if asked in ask else order.request(asked)
@@ -72,7 +74,8 @@ def test_with_a_forward_in_flight_its_backward_comes_next(two_ranks):
     rig.step()
     rig.zero()
     rig.last(False)
-    one, other = rig.loss(0), rig.loss(1)
+    one = rig.loss(0)
+    other = rig.loss(1)
     rig.runtime.log.clear()
     one.backward()
     rig.last(True)

@@ -132,10 +132,12 @@ def test_a_pass_that_raises_leaves_the_users_hooks_as_they_were(name: str, goes_
         inside = layer.forward
         with copies.hooks():
             users = top_hooks()
-            rig.model.explode, layer.forward = explode, forward or inside
+            rig.model.explode = explode
+            layer.forward = forward or inside
             with pytest.raises(error):
                 rig.forward_backward()
-            rig.model.explode, layer.forward = None, inside
+            rig.model.explode = None
+            layer.forward = inside
             if goes_on:
                 rig.step()
             assert error is KeyboardInterrupt or top_hooks() == users
@@ -164,7 +166,8 @@ def test_the_engine_keeps_no_activation_alive_that_is_offloaded() -> None:
 
 
 def test_whose_a_storage_is_is_told_by_any_view_and_by_what_is_made_of_it() -> None:
-    ours, other = torch.zeros(4, 6), torch.zeros(4, 6)
+    ours = torch.zeros(4, 6)
+    other = torch.zeros(4, 6)
     mark_owned(ours)
     gc.collect()
     param = torch.nn.Parameter(torch.empty(0))

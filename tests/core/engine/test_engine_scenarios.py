@@ -47,7 +47,10 @@ Weights = dict[str, torch.Tensor]
 
 def ended(setup: Setup, event: str, communicator: Any = PretendCommunicator) -> Weights:
     """Weights, and what the model then gives."""
-    runtime = HostRuntime() if setup.side is None else RecordingRuntime(SIDE)
+    if setup.side is None:
+        runtime = HostRuntime()
+    else:
+        runtime = RecordingRuntime(SIDE)
     with built(setup, runtime, communicator) as rig:
         EVENTS[event](rig)
         return rig.weights() | {"output": rig.evaluate()}
@@ -90,21 +93,31 @@ def test_values(strategy, scenario):
 
 @pytest.mark.parametrize(
     ("strategy", "scenario"),
-    cells(*(
-        name for name, row in SCENARIOS.items()
-        if row.apart is not None and not row.options.keys() & {"comm_dtype", "main_grads", "outer"}
-    )),
-)  # fmt: skip
+    cells(
+        *(
+            name
+            for name, row in SCENARIOS.items()
+            if row.apart is not None
+            and not row.options.keys() & {"comm_dtype", "main_grads", "outer"}
+        )
+    ),
+)
 def test_values_are_those_of_autograd_alone(strategy, scenario):
     row = SCENARIOS[scenario]
     setup = row.setup(strategy, world=1, rank=0, dtype=FP32)
     for event in row.events:
-        plain = Loop(setup) if setup.recipe is None else PlainQuantizedRig(setup, rolls=False)
+        if setup.recipe is None:
+            plain = Loop(setup)
+        else:
+            plain = PlainQuantizedRig(setup, rolls=False)
         before = plain.weights()
         EVENTS[event](plain)
         expected, found = plain.weights(), ended(setup, event, LateCommunicator)
         assert any(not torch.equal(before[name], expected[name]) for name in expected)
-        bound = {"rtol": 1e-6, "atol": 1e-7} if event in row.apart else {"rtol": 0, "atol": 0}
+        if event in row.apart:
+            bound = {"rtol": 1e-6, "atol": 1e-7}
+        else:
+            bound = {"rtol": 0, "atol": 0}
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, **bound)
 
@@ -113,9 +126,7 @@ BOUNDED = (*ONE_AFTER_ANOTHER, "tied", "many_layers", "reentrant", "selective", 
            "joined", "two_domains", "kept", "scheduled", "dispatched", "offload")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("strategy", "scenario"), cells(*BOUNDED, strategies=SHARDED)
-)
+@pytest.mark.parametrize(("strategy", "scenario"), cells(*BOUNDED, strategies=SHARDED))
 def test_alive_bytes(strategy, scenario):
     """The root unit, the one that computes and the next one have weights; two have buckets."""
     row = SCENARIOS[scenario]
@@ -128,8 +139,9 @@ def test_alive_bytes(strategy, scenario):
             for unit in rig.engine.units
         }
         for kind, sizes, units, besides in (
-            ("weight", weights, 2 + row.weights, root), ("bucket", buckets, 2, {}),
-        ):  # fmt: skip
+            ("weight", weights, 2 + row.weights, root),
+            ("bucket", buckets, 2, {}),
+        ):
             most = sum(sorted(sizes.values())[-units:]) + sum(besides.values())
             for now in alive(rig.runtime, kind):
                 names = {name.split("#")[0] for name in now}
@@ -189,9 +201,22 @@ def step_cost(setup: Setup) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("strategy", "scenario"),
-    cells("steps", "no_overlap", "checked", "slots", "exchange", "fp32_sums", "two_domains",
-          "two_instances", "whole", "kept", "overwrites", "scheduled", "offload"),
-)  # fmt: skip
+    cells(
+        "steps",
+        "no_overlap",
+        "checked",
+        "slots",
+        "exchange",
+        "fp32_sums",
+        "two_domains",
+        "two_instances",
+        "whole",
+        "kept",
+        "overwrites",
+        "scheduled",
+        "offload",
+    ),
+)
 def test_host_cost(strategy, scenario):
     """It is by unit and not by parameter."""
     few, many = (step_cost(SCENARIOS[scenario].setup(strategy, width=width)) for width in (0, 20))
@@ -201,10 +226,26 @@ def test_host_cost(strategy, scenario):
 
 @pytest.mark.parametrize(
     ("strategy", "scenario"),
-    cells("steps", "tied", "no_overlap", "reentrant", "non_reentrant", "overwrites", "slots",
-          "exchange", "two_domains", "two_instances", "whole", "kept", "joined", "offload",
-          "dispatched", "current", "mxfp8"),
-)  # fmt: skip
+    cells(
+        "steps",
+        "tied",
+        "no_overlap",
+        "reentrant",
+        "non_reentrant",
+        "overwrites",
+        "slots",
+        "exchange",
+        "two_domains",
+        "two_instances",
+        "whole",
+        "kept",
+        "joined",
+        "offload",
+        "dispatched",
+        "current",
+        "mxfp8",
+    ),
+)
 def test_recovers(strategy, scenario):
     """From passes that raise, one of them the first of all: nothing is left of them when gradients
     are zeroed, and the steps between are those that they would have been."""
@@ -220,8 +261,12 @@ def test_recovers(strategy, scenario):
     found = []
     for raises in (False, True):
         with pretended_world(setup.world, setup.rank):
-            runtime = HostRuntime() if setup.side is None else RecordingRuntime(SIDE)
-            rig, rest = build(setup, runtime, LateCommunicator), None
+            if setup.side is None:
+                runtime = HostRuntime()
+            else:
+                runtime = RecordingRuntime(SIDE)
+            rig = build(setup, runtime, LateCommunicator)
+            rest = None
             for explode in ("backward 1", "forward 2"):
                 if raises:
                     rig.model.explode = explode

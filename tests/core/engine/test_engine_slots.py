@@ -85,7 +85,8 @@ def test_a_backward_whose_beginning_is_not_seen_is_an_error(monkeypatch):
 def test_a_unit_inside_another_of_its_slot_is_an_error():
     """Layer 2 is called by layer 0, which computes meanwhile."""
     with built(Setup(slots=True, root_norm=False)) as rig:
-        inner, outer = rig.model.layers[2], rig.model.layers[0]
+        inner = rig.model.layers[2]
+        outer = rig.model.layers[0]
         plain = Layer._inner
         outer._inner = lambda x: inner(plain(outer, x))
         with pytest.raises(RuntimeError, match="layers.2 is called inside unit layers.0"):
@@ -109,9 +110,12 @@ def test_kept_gradients_are_not_received_in_memory_of_slots():
     exchange is registered and the other one is not."""
     setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
     plain = PretendCommunicator.all_to_all
-    with built(setup) as rig, mock.patch.object(
-        PretendCommunicator, "all_to_all", autospec=True, side_effect=plain
-    ) as exchanged:
+    with (
+        built(setup) as rig,
+        mock.patch.object(
+            PretendCommunicator, "all_to_all", autospec=True, side_effect=plain
+        ) as exchanged,
+    ):
         memory = [group.bucket_slot.memory for group in rig.engine.groups]
         slots = {one.data_ptr() for one in memory if one is not None}
         slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())

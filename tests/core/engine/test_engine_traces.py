@@ -45,9 +45,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize(
-    ("strategy", "end"), [(s, end) for s in STRATEGIES for end in ENDS
-                          if end != "no_overlap" or s in (ZERO_0, ZERO_1)],
-)  # fmt: skip
+    ("strategy", "end"),
+    [(s, end) for s in STRATEGIES for end in ENDS if end != "no_overlap" or s in (ZERO_0, ZERO_1)],
+)
 def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, end):
     """That of the last backward that came to its end, in which layers ran in another order than
     they are listed in."""
@@ -85,10 +85,13 @@ def test_evaluations_before_and_after_a_forward_delay_no_reduction():
             if evaluates:
                 rig.evaluate()
             rig.backward()
-        found.append([
-            line for line in schedule(rig.runtime)
-            if line.startswith(("reduce ", "compute backward "))
-        ])  # fmt: skip
+        found.append(
+            [
+                line
+                for line in schedule(rig.runtime)
+                if line.startswith(("reduce ", "compute backward "))
+            ]
+        )
     assert found[0] == found[1]
 
 

@@ -28,7 +28,8 @@ from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.launch import settle_ranks
 from tests.lib.ranks.shared_ranks import on_ranks
 
-STEPS, LR = 4, 0.05
+STEPS = 4
+LR = 0.05
 
 Path = Sequence[int]
 """The blocks that a rank runs, in order; those with a minus sign (~number) for nothing."""
@@ -147,8 +148,11 @@ def test_ranks_along_the_outer_axis_are_compared(rank: int, strategy: str) -> No
     path = UNLIKE["another order"]
     sides = Side(rank, world, None), Side(rank, world, strategy, {"mesh": mesh})
     for side in sides:
-        trained(side, Chosen, lambda model, step, rank, _: loss_of(
-            model, step, rank, path(rank, step)).backward())  # fmt: skip
+        trained(
+            side,
+            Chosen,
+            lambda model, step, rank, _: loss_of(model, step, rank, path(rank, step)).backward(),
+        )
     check_weights(sides[1].weights(), sides[0].weights(), "without ranks", 1e-5)
     model, optimizer = sharded(strategy, mesh)
     model.engine.is_last_microbatch = True

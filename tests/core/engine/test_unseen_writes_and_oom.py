@@ -25,6 +25,7 @@ from tests.lib.ranks.shared_ranks import on_ranks
 STEPS = 3
 FROZEN = "blocks.0.norm.weight"
 
+
 def plainly(
     model: Any, optimizer: torch.optim.Optimizer, behind: Callable[[Any, int], None] | None = None
 ) -> None:
@@ -118,7 +119,8 @@ PRECISIONS = {
 def test_a_write_is_an_error_that_names_the_parameter_or_counts(
     rank: int, world: int, what: str, strategy: str, precision: str
 ) -> None:
-    program, side = PROGRAMS[what], Side(rank, world, strategy)
+    program = PROGRAMS[what]
+    side = Side(rank, world, strategy)
     if program.is_lost(strategy, precision):
         with pytest.raises(RuntimeError, match=f"parameter {program.name}"):
             program.run(side, precision)
@@ -140,8 +142,12 @@ def _no_room(flat: torch.Tensor) -> None:
 def _fails(run: Callable[[], Any], said: str, strategy: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         run()
-    for text in (f"rank 0: no memory for {said}", "can't allocate memory", f"strategy {strategy}:",
-                 "fsdp_unit_modules"):  # fmt: skip
+    for text in (
+        f"rank 0: no memory for {said}",
+        "can't allocate memory",
+        f"strategy {strategy}:",
+        "fsdp_unit_modules",
+    ):
         assert text in str(caught.value), (text, str(caught.value))
 
 
@@ -156,7 +162,10 @@ def test_the_message_names_buffer_unit_and_strategy(one_rank: None) -> None:
         model = fully_shard_model(
             made, fsdp_unit_modules=[nn.Linear], data_parallel_sharding_strategy=strategy
         )
-        run = functools.partial(model, x) if "gathered" in what else model(x).sum().backward
+        if "gathered" in what:
+            run = functools.partial(model, x)
+        else:
+            run = model(x).sum().backward
         with mock.patch.object(model.engine.runtime, "allocate", _no_room):
             _fails(run, f"{what} (", strategy)
         model.zero_grad()

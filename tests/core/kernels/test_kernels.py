@@ -13,28 +13,33 @@ import pytest
 
 from megatron_fsdp_adapter.quantized import tables
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 CASES = 18 + 16 + 2 * 11 + 5
 """Of casts, of sums, of symmetric products and of their tiles."""
 
 
 def test_interpreted_they_compute_what_torch_computes() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lib.quantized.interpreted"], cwd=Path(__file__).parents[3],
-        capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "tests.lib.quantized.interpreted"],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"},
-    )  # fmt: skip
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == CASES, done.stderr or done.stdout
     assert not [line for line in lines if not line.endswith(": True")]
 
 
 def compiled(
-    kernel: Any, known: dict[str, str], fixed: dict[str, Any], capability: int,
-    aligned: int = 0, **options: int,
-) -> Any:  # fmt: skip
+    kernel: Any,
+    known: dict[str, str],
+    fixed: dict[str, Any],
+    capability: int,
+    aligned: int = 0,
+    **options: int,
+) -> Any:
     """known: types of arguments; fixed: values of the others; aligned: how many are multiples of
     16."""
     from triton.backends.compiler import GPUTarget
@@ -45,9 +50,10 @@ def compiled(
     places = {(at,): fixed[name] for at, name in enumerate(names) if name not in known}
     multiples = {(at,): [["tt.divisibility", 16]] for at in range(aligned)}
     return compile(
-        ASTSource(kernel, signature, places, multiples), target=GPUTarget("cuda", capability, 32),
+        ASTSource(kernel, signature, places, multiples),
+        target=GPUTarget("cuda", capability, 32),
         options=options,
-    )  # fmt: skip
+    )
 
 
 needs_compiler = pytest.mark.skipif(
@@ -63,9 +69,12 @@ def test_casts_compile_to_arithmetic_that_rounds_once(capability: int) -> None:
     from megatron_fsdp_adapter.quantized import triton_e4m3
 
     fixed = {
-        "MAIN": tl.float32, "ROUNDED": tl.bfloat16, "ALIGNED": True, "INVERSE": 1.0 / tables.MAX,
+        "MAIN": tl.float32,
+        "ROUNDED": tl.bfloat16,
+        "ALIGNED": True,
+        "INVERSE": 1.0 / tables.MAX,
         **{name: getattr(tables, name) for name in dir(tables) if name.isupper()},
-    }  # fmt: skip
+    }
     known = {"lines": "*i64", "work": "*i32"}
     made = compiled(triton_e4m3._groups, known, fixed, capability, num_warps=4)
     ptx = made.asm["ptx"]
@@ -85,9 +94,14 @@ def test_symmetric_products_compile_to_tensor_cores(tall: bool, capability: int)
     known = dict.fromkeys((n for n in kernels._product.arg_names if n not in fixed), "fp32")
     known |= dict.fromkeys(("x", "y", "added", "out"), "*fp16") | {"n": "i32", "k": "i32"}
     made = compiled(
-        kernels._product, known, fixed, capability, 6, num_warps=kernels.WARPS,
+        kernels._product,
+        known,
+        fixed,
+        capability,
+        6,
+        num_warps=kernels.WARPS,
         num_stages=kernels.STAGES,
-    )  # fmt: skip
+    )
     ptx = made.asm["ptx"]
     assert "wgmma" in ptx or "tcgen05.mma" in ptx
     assert "cp.async" in ptx and "st.global.v4.b32" in ptx, "tiles are not moved in vectors"

@@ -16,9 +16,11 @@ def is_rounded_once(
     rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
 ) -> bool:
     """Sums `rows` into `output`, and compares with the sum in float64."""
-    expected, size = rows.double().sum(0) * scale, rows.double().abs().sum(0) * abs(scale)
+    expected = rows.double().sum(0) * scale
+    size = rows.double().abs().sum(0) * abs(scale)
     if accumulate:
-        expected, size = expected + output.double(), size + output.double().abs()
+        expected = expected + output.double()
+        size = size + output.double().abs()
     kept = output.dtype
     sum_rows(rows, output, scale, accumulate)
     of_sums, of_output = (torch.finfo(dtype).eps / 2 for dtype in (torch.float32, kept))
@@ -27,9 +29,14 @@ def is_rounded_once(
 
 
 @given(
-    st.integers(1, 9), st.integers(0, 33), st.sampled_from(DTYPES), st.sampled_from(DTYPES),
-    st.sampled_from([1.0, 0.5, 1 / 3]), st.booleans(), st.integers(0, 1 << 30),
-)  # fmt: skip
+    st.integers(1, 9),
+    st.integers(0, 33),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1.0, 0.5, 1 / 3]),
+    st.booleans(),
+    st.integers(0, 1 << 30),
+)
 def test_a_sum_is_rounded_once(count, numel, sent, kept, scale, accumulate, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, numel, generator=generator).to(sent)

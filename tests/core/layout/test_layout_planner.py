@@ -48,7 +48,8 @@ from tests.lib.layout.layout_cases import (
 def test_items_are_disjoint_and_inside_their_segment(layout: GroupLayout) -> None:
     owner = np.full(layout.total_numel, -1)
     for index, placement in enumerate(layout.placements):
-        extent, segment = layout.item_range(index), layout.segments[placement.segment]
+        extent = layout.item_range(index)
+        segment = layout.segments[placement.segment]
         assert extent.numel == layout.specs[index].numel
         assert segment.offset <= extent.start
         assert extent.stop <= segment.offset + segment.numel
@@ -68,9 +69,11 @@ def test_ranks_hold_whole_granules_and_together_every_item(layout: GroupLayout) 
     shards = scatter(layout, items)
     assert all((shard != -2).all() for shard in shards)
     for index, (spec, item) in enumerate(zip(layout.specs, items, strict=True)):
-        gathered, count = np.full(item.shape, -3), 0
+        gathered = np.full(item.shape, -3)
+        count = 0
         for rank, shard in enumerate(shards):
-            piece, where = layout.shard_range(index, rank), in_shard(layout, index, rank)
+            piece = layout.shard_range(index, rank)
+            where = in_shard(layout, index, rank)
             shape = layout.local_shape(index, rank)
             assert piece.start % spec.granularity == piece.stop % spec.granularity == 0
             assert where.numel == piece.numel == math.prod(shape)
@@ -83,11 +86,13 @@ def test_ranks_hold_whole_granules_and_together_every_item(layout: GroupLayout) 
 
 @given(layouts())
 def test_shards_are_equal_and_aligned(layout: GroupLayout) -> None:
-    end = shard_end = 0
+    end = 0
+    shard_end = 0
     for number, segment in enumerate(layout.segments):
         assert (segment.offset, segment.shard_offset) == (end, shard_end)
         assert segment.shard_numel * layout.num_shards == segment.numel
-        end, shard_end = end + segment.numel, shard_end + segment.shard_numel
+        end = end + segment.numel
+        shard_end = shard_end + segment.shard_numel
         for rank in range(layout.num_shards):
             full, shard = layout.segment_shards(rank)[number]
             assert full.numel == shard.numel == segment.shard_numel
@@ -132,9 +137,7 @@ def set_partitions(values: list[int]) -> Iterator[list[list[int]]]:
 @given(row_specs(), st.integers(2, 64), st.integers(1, 4))
 @example(specs_of(PUBLISHED["DeepSeek-V3 dense layer"]), 512, 4)
 @example(specs_of(PUBLISHED["small layer with biases, h=2880"]), 64, 4)
-def test_fewest_segments_within_the_bound(
-    specs: list, num_shards: int, max_segments: int
-) -> None:
+def test_fewest_segments_within_the_bound(specs: list, num_shards: int, max_segments: int) -> None:
     """Against every partition of the granularities, each block packed by LCM in input order."""
     layout = plan_group(specs, num_shards, max_segments=max_segments, padding_bound=0.01)
     granularities = sorted({spec.granularity for spec in specs})
@@ -181,10 +184,11 @@ FAST: dict[str, tuple[list[list[ParamSpec]], int, float]] = {
     "Llama 3 405B": (
         [specs_of(LLAMA3_405B_LAYER) for _ in range(126)]
         + [specs_of([shape]) for shape in ((128256, 16384), (16384,), (128256, 16384))],
-        16384, 2.0,
+        16384,
+        2.0,
     ),
     "60 granularities": ([specs_of([(64 + k, 16 * (k + 1)) for k in range(60)])], 64, 5.0),
-}  # fmt: skip
+}
 """Groups, shards, and seconds in which they are planned."""
 
 
@@ -244,9 +248,16 @@ def hand_made(**changes) -> GroupLayout:
 
 
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    *((spec, changes, r"w|parameter") for changes in (
-        {"fqns": ()}, {"index": -1}, {"shape": (0, 8)}, {"granularity": 5}, {"granularity": 0},
-    )),
+    *(
+        (spec, changes, r"w|parameter")
+        for changes in (
+            {"fqns": ()},
+            {"index": -1},
+            {"shape": (0, 8)},
+            {"granularity": 5},
+            {"granularity": 0},
+        )
+    ),
     (plan, {"num_shards": 0}, "num_shards=0"),
     (plan, {"align": 0}, "align=0"),
     (plan, {"max_segments": 0}, "max_segments=0"),
@@ -264,20 +275,38 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (hand_made, {"segments": (Segment(0, 64, 8, 4),)}, "with 2 shards"),
     (hand_made, {"align": 64}, "shards of .* are not aligned to 64"),
     (hand_made, {"specs": (spec(), spec(index=5))}, "index 5, but position 1"),
-    (hand_made, {
-        "specs": (spec((6, 8), granularity=24), spec((2, 8), index=1)),
-        "placements": (Placement(0, 16), Placement(0, 0)),
-    }, "cuts a granule"),
-    *((lambda number: plan(num_shards=4).with_shards(number), {"number": number},
-       f"4 shards do not make {number} larger ones") for number in (0, -1, 3, 5, 8)),
+    (
+        hand_made,
+        {
+            "specs": (spec((6, 8), granularity=24), spec((2, 8), index=1)),
+            "placements": (Placement(0, 16), Placement(0, 0)),
+        },
+        "cuts a granule",
+    ),
+    *(
+        (
+            lambda number: plan(num_shards=4).with_shards(number),
+            {"number": number},
+            f"4 shards do not make {number} larger ones",
+        )
+        for number in (0, -1, 3, 5, 8)
+    ),
     *((FlatRange, {"start": start, "stop": 2}, "not a range") for start in (3, -1)),
-    *((split_evenly, {"whole": FlatRange(0, numel), "num_parts": parts, "part": part}, "parts")
-      for numel, parts, part in ((7, 2, 0), (8, 2, 2), (8, 0, 0))),
+    *(
+        (split_evenly, {"whole": FlatRange(0, numel), "num_parts": parts, "part": part}, "parts")
+        for numel, parts, part in ((7, 2, 0), (8, 2, 2), (8, 0, 0))
+    ),
     (nested_shard_rank, {"inner_rank": 0, "outer_rank": 2, "outer_size": 2}, "of 2 do not exist"),
     (flat_range_to_boxes, {"part": FlatRange(0, 7), "shape": (2, 3)}, ""),
-    *((Segment, dict(zip(("offset", "numel", "granularity", "num_shards"), bad, strict=True)), ".")
-      for bad in ((0, 64, 24, 2), (0, 64, 8, 0), (1, 64, 8, 2), (0, 0, 1, 1))),
-]  # fmt: skip
+    *(
+        (
+            Segment,
+            dict(zip(("offset", "numel", "granularity", "num_shards"), bad, strict=True)),
+            ".",
+        )
+        for bad in ((0, 64, 24, 2), (0, 64, 8, 0), (1, 64, 8, 2), (0, 0, 1, 1))
+    ),
+]
 """What is made, by which arguments that are unlike good ones, and what the error says."""
 
 

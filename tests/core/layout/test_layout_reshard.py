@@ -20,7 +20,8 @@ def test_chunks_of_all_ranks_tile_the_parameter_with_what_each_holds(layout: Gro
     items = [np.arange(spec.numel) for spec in layout.specs]
     shards = scatter(layout, items)
     for index, spec in enumerate(layout.specs):
-        whole, seen = items[index].reshape(spec.layout_shape), np.zeros(spec.layout_shape, int)
+        whole = items[index].reshape(spec.layout_shape)
+        seen = np.zeros(spec.layout_shape, int)
         origin = tuple(range(7, 7 + seen.ndim))
         for rank in range(layout.num_shards):
             blocks = [
@@ -41,7 +42,8 @@ def test_chunks_of_all_ranks_tile_the_parameter_with_what_each_holds(layout: Gro
 def test_a_larger_shard_holds_what_its_parts_hold(layout: GroupLayout) -> None:
     """Of every item, in the same order, for every number of shards that divides the finest."""
     for number in divisors(layout.num_shards):
-        coarse, parts = layout.with_shards(number), layout.num_shards // number
+        coarse = layout.with_shards(number)
+        parts = layout.num_shards // number
         assert (coarse.specs, coarse.placements) == (layout.specs, layout.placements)
         assert coarse.shard_numel == parts * layout.shard_numel
         for rank in range(number):

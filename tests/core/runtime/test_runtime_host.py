@@ -129,7 +129,8 @@ def test_a_task_that_raises_is_raised_where_it_is_waited_for():
 
 
 def test_a_wait_that_is_interrupted_starts_nothing_twice():
-    diary, late = Diary(), mock.Mock(side_effect=[KeyboardInterrupt, None])
+    diary = Diary()
+    late = mock.Mock(side_effect=[KeyboardInterrupt, None])
     task = mock.Mock(return_value=[SimpleNamespace(wait=late)])
     diary.runtime.submit(GATHER, task)
     diary.submit(GATHER, "b")
@@ -172,7 +173,8 @@ def test_a_group_of_one_launches_nothing(monkeypatch):
     monkeypatch.setattr(comm, "is_stream_ordered", lambda group, device: False)
     with pretended_world(1):
         one = Communicator(dist.group.WORLD, torch.device("cpu"))
-    source, target = torch.arange(3.0), torch.zeros(2, 3)
+    source = torch.arange(3.0)
+    target = torch.zeros(2, 3)
     for collective, output in zip((one.all_gather, one.reduce_scatter), target, strict=True):
         assert collective([(output, source)]) == []
     assert one.all_reduce([source]) == [] and one.all_gather([(source, source)]) == []
@@ -202,7 +204,10 @@ def test_gloo_gives_works_and_nccl_coalesces_in_the_order_of_the_stream(
     monkeypatch.setattr(comm, "_coalescing_manager", told.coalesced)
     with pretended_world(2):
         two = Communicator(dist.group.WORLD, torch.device("cpu"))
-        one = torch.zeros(4) if method == "all_reduce" else (torch.zeros(4), torch.zeros(4))
+        if method == "all_reduce":
+            one = torch.zeros(4)
+        else:
+            one = (torch.zeros(4), torch.zeros(4))
         assert len(getattr(two, method)([one, one])) == returned
         assert [name for name, _, _ in told.mock_calls] == launched
         getattr(two, method)([one])
@@ -220,7 +225,10 @@ def test_a_warning_is_said_by_one_rank(is_known, rank, local, of_host, expected,
     """With a process group, and before there is one."""
     monkeypatch.setenv("RANK", str(0 if is_known else rank))
     monkeypatch.setenv("LOCAL_RANK", str(local))
-    world = pretended_world(16, rank) if is_known else contextlib.nullcontext()
+    if is_known:
+        world = pretended_world(16, rank)
+    else:
+        world = contextlib.nullcontext()
     with world, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         warn("slower", of_host=of_host)

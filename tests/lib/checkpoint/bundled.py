@@ -26,7 +26,9 @@ _PACKAGE = "megatron.core.distributed.fsdp"
 
 
 def _device(*args: Any) -> torch.device:
-    return torch.device("cpu") if str(args[0]).startswith("cuda") else torch.device(*args)
+    if str(args[0]).startswith("cuda"):
+        return torch.device("cpu")
+    return torch.device(*args)
 
 
 def run_on_cpu() -> None:
@@ -36,11 +38,14 @@ def run_on_cpu() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE) and vars(module).get("torch") is torch:
             vars(module)["torch"] = view
-    mcore_fsdp_adapter.DeviceMesh = ModuleView(DeviceMesh, {
-        "from_group": lambda groups, device_type, **options: DeviceMesh.from_group(
-            groups, device_type="cpu", **options
-        )
-    })  # fmt: skip
+    mcore_fsdp_adapter.DeviceMesh = ModuleView(
+        DeviceMesh,
+        {
+            "from_group": lambda groups, device_type, **options: DeviceMesh.from_group(
+                groups, device_type="cpu", **options
+            )
+        },
+    )
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
 
 

@@ -53,16 +53,24 @@ def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     seed = int.from_bytes(hashlib.sha256(f"{name}{dtype}".encode()).digest()[:4], "big")
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(-1000, 1000, shape or (1,), generator=generator)
-    return raw.to(dtype) if dtype != torch.bool else raw % 2 == 0
+    if dtype != torch.bool:
+        return raw.to(dtype)
+    return raw % 2 == 0
 
 
 def uneven_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int],
-    stride: Sequence[int], boxes: tuple[Box, ...],
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    boxes: tuple[Box, ...],
 ) -> UnevenDTensor:
     """Of blocks. A scalar is a row of one, as with sharded parameters."""
     if not shape:
-        local, shape, stride = local.reshape(-1), (1,), (1,)
+        local = local.reshape(-1)
+        shape = (1,)
+        stride = (1,)
     return UnevenDTensor.over(local, mesh, placements, shape, stride, Chunks(boxes))
 
 
@@ -72,9 +80,7 @@ def shard(ref: LayoutRef, mesh: DeviceMesh, full: torch.Tensor) -> DTensor:
     local = full.reshape(-1)[held.start : held.stop].clone()
     local = local.view(ref.layout.local_shape(ref.index, ref.rank))
     shape = ref.layout.specs[ref.index].shape
-    return uneven_dtensor(
-        local, mesh, [Shard(0)], shape, torch.empty(shape).stride(), ref.chunks()
-    )
+    return uneven_dtensor(local, mesh, [Shard(0)], shape, torch.empty(shape).stride(), ref.chunks())
 
 
 def sharded_tensors(
@@ -101,7 +107,8 @@ def numbered_state(rank: int, size: int, number: float) -> dict[str, Any]:
 
 def nested_state(rank: int, size: int, poison: bool = False, cut: int = 0) -> dict[str, Any]:
     """A state in the shape of Megatron's, DTensors of every dtype, plain tensors and objects."""
-    layout, mesh = plan(size, cut=cut), data_mesh(size)
+    layout = plan(size, cut=cut)
+    mesh = data_mesh(size)
     state: dict[str, Any] = {
         "model": {
             f"module.{str(dtype).removeprefix('torch.')}.{name}": tensor

@@ -70,12 +70,18 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
         at = f"decoder.layers.{layer}."
         moe = model.experts and layer >= model.dense_layers
         qkv = "self_attention.linear_qkv."
-        norm = f"{qkv}layer_norm_weight" if model.te else "input_layernorm.weight"
+        if model.te:
+            norm = f"{qkv}layer_norm_weight"
+        else:
+            norm = "input_layernorm.weight"
         found[at + norm] = (HIDDEN,)
         found[f"{at}{qkv}weight"] = ((HEADS + 2 * GROUPS) * HEAD, HIDDEN)
         found[f"{at}self_attention.linear_proj.weight"] = (HIDDEN, HEADS * HEAD)
         fused = model.te and not moe
-        norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+        if fused:
+            norm = "mlp.linear_fc1.layer_norm_weight"
+        else:
+            norm = "pre_mlp_layernorm.weight"
         found[at + norm] = (HIDDEN,)
         if not moe:
             found[f"{at}mlp.linear_fc1.weight"] = (up, HIDDEN)
@@ -83,7 +89,10 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
             continue
         found[f"{at}mlp.router.weight"] = (model.experts, HIDDEN)
         for e in range(model.experts):
-            pattern = "{}.weight" + str(e) if model.grouped else f"local_experts.{e}." + "{}.weight"
+            if model.grouped:
+                pattern = "{}.weight" + str(e)
+            else:
+                pattern = f"local_experts.{e}." + "{}.weight"
             found[f"{at}mlp.experts.{pattern.format('linear_fc1')}"] = (up, HIDDEN)
             found[f"{at}mlp.experts.{pattern.format('linear_fc2')}"] = (HIDDEN, FFN)
     found["decoder.final_layernorm.weight"] = (HIDDEN,)
@@ -95,17 +104,32 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
 def arguments(model: Model) -> Namespace:
     """What Megatron-LM saves of its command line, as far as anyone reads it."""
     return Namespace(
-        num_layers=model.layers, hidden_size=HIDDEN, num_attention_heads=HEADS,
-        group_query_attention=True, num_query_groups=GROUPS, kv_channels=HEAD,
-        ffn_hidden_size=FFN, padded_vocab_size=VOCAB, normalization="RMSNorm",
-        position_embedding_type="rope", max_position_embeddings=32, norm_epsilon=1e-5,
-        swiglu=model.swiglu, bf16=model.bf16, fp16=False, world_size=2,
+        num_layers=model.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        group_query_attention=True,
+        num_query_groups=GROUPS,
+        kv_channels=HEAD,
+        ffn_hidden_size=FFN,
+        padded_vocab_size=VOCAB,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        max_position_embeddings=32,
+        norm_epsilon=1e-5,
+        swiglu=model.swiglu,
+        bf16=model.bf16,
+        fp16=False,
+        world_size=2,
         transformer_impl="transformer_engine" if model.te else "local",
-        num_experts=model.experts or None, moe_grouped_gemm=model.grouped, moe_router_topk=2,
-        moe_ffn_hidden_size=FFN if model.experts else None, tensor_model_parallel_size=1,
+        num_experts=model.experts or None,
+        moe_grouped_gemm=model.grouped,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=FFN if model.experts else None,
+        tensor_model_parallel_size=1,
         moe_layer_freq=[int(i >= model.dense_layers) for i in range(model.layers)]
-        if model.dense_layers else 1,
-    )  # fmt: skip
+        if model.dense_layers
+        else 1,
+    )
 
 
 def halves(name: str, tensor: torch.Tensor, model: Model) -> dict[str, torch.Tensor]:
@@ -172,9 +196,10 @@ def load_all(folder: Path) -> dict[str, Any]:
     metadata = FileSystemReader(folder).read_metadata()
     loaded = {
         key: torch.full(stored.size, 77, dtype=stored.properties.dtype)
-        if isinstance(stored, TensorStorageMetadata) else None
+        if isinstance(stored, TensorStorageMetadata)
+        else None
         for key, stored in metadata.state_dict_metadata.items()
-    }  # fmt: skip
+    }
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)
     return loaded
 

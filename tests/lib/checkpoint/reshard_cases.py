@@ -128,7 +128,10 @@ def _whole_of(everyones: list[Any], gated: bool) -> Whole:
 
 def differences(ours: Whole, expected: Whole) -> list[str]:
     """What is not the same bits."""
-    found = [f"names: {sorted(set(ours) ^ set(expected))}"] if set(ours) != set(expected) else []
+    if set(ours) != set(expected):
+        found = [f"names: {sorted(set(ours) ^ set(expected))}"]
+    else:
+        found = []
     return found + [
         f"{what} of {name}"
         for name in sorted(set(ours) & set(expected))

@@ -57,7 +57,9 @@ class Rig(Loop):
     _reported: tuple[str, int] = ("", 0)
 
     def watch(self) -> Any:
-        return self.runtime.watch() if isinstance(self.runtime, RecordingRuntime) else nullcontext()
+        if isinstance(self.runtime, RecordingRuntime):
+            return self.runtime.watch()
+        return nullcontext()
 
     def mark(self, text: str) -> None:
         if isinstance(self.runtime, RecordingRuntime):
@@ -67,13 +69,17 @@ class Rig(Loop):
         """What `view`, the output of a gather, held at the beginning; zeros for that of an export,
         which is made for it."""
         found = self.initial.get(id(view))
-        return torch.zeros(view.shape, dtype=view.dtype) if found is None else found
+        if found is None:
+            return torch.zeros(view.shape, dtype=view.dtype)
+        return found
 
     def report(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """A line a launch; one for the all-to-alls of a bucket's segments."""
         units = dict.fromkeys(self._unit_of(tensor) for tensor in tensors)
-        line, place = f"{name} {' '.join(units)}", int(tensors[0].storage_offset())
-        before, self._reported = self._reported, (line, place)
+        line = f"{name} {' '.join(units)}"
+        place = int(tensors[0].storage_offset())
+        before = self._reported
+        self._reported = (line, place)
         if name != "all_to_all" or line != before[0] or place <= before[1]:
             self.mark(line)
 
@@ -269,10 +275,17 @@ def build(
         turn = itertools.cycle(setup.own)
         plans = [replace(plan, strategy=STRATEGIES[next(turn)]) for plan in plans]
     domains = domains_of(setup)
-    config = with_single_rank_domains(setup.config, domains) if setup.whole else setup.config
+    if setup.whole:
+        config = with_single_rank_domains(setup.config, domains)
+    else:
+        config = setup.config
     with rig.watch():
         rig.engine = FsdpEngine(
-            model, plans, domains, config, runtime,
+            model,
+            plans,
+            domains,
+            config,
+            runtime,
             lambda group, device: communicator(group, rig.initial_part, rig.report),
             None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
             quantized=rig.quantized,

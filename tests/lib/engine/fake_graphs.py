@@ -147,7 +147,9 @@ class FakeGraphs:
     running = False
 
     def __init__(self, around: Callable[[], None] = lambda: None) -> None:
-        self.captures, self.pools, self.around = 0, 0, around
+        self.captures = 0
+        self.pools = 0
+        self.around = around
         self.replays: list[tuple[int, int]] = []
         self._in_pool: dict[int, int] = {}
 
@@ -158,9 +160,7 @@ class FakeGraphs:
     def pool_bytes(self, pool: int) -> int:
         return pool * 2**29
 
-    def capture(
-        self, function: Callable[[], Any], pool: int
-    ) -> tuple[Callable[[], None], Any]:
+    def capture(self, function: Callable[[], Any], pool: int) -> tuple[Callable[[], None], Any]:
         self.captures += 1
         number = self._in_pool[pool] = self._in_pool.get(pool, 0) + 1
         self.running = True

@@ -12,7 +12,9 @@ from torch import nn
 
 def main_of(weight: Any) -> Any:
     """The main gradient that a weight has at present."""
-    return weight.get_main_grad() if hasattr(weight, "get_main_grad") else weight.main_grad
+    if hasattr(weight, "get_main_grad"):
+        return weight.get_main_grad()
+    return weight.main_grad
 
 
 HABITS: dict[str, Callable[[Any], tuple[Any, bool] | None]] = {
@@ -20,18 +22,21 @@ HABITS: dict[str, Callable[[Any], tuple[Any, bool] | None]] = {
     "asks what it saved": lambda weight: None,
     "asks in forward": lambda weight: (
         (weight.get_main_grad, getattr(weight, "overwrite_main_grad", False))
-        if hasattr(weight, "get_main_grad") else None
+        if hasattr(weight, "get_main_grad")
+        else None
     ),
     "asks for the flag in forward": lambda weight: (
-        functools.partial(main_of, weight), getattr(weight, "overwrite_main_grad", False)
+        functools.partial(main_of, weight),
+        getattr(weight, "overwrite_main_grad", False),
     ),
     "asks the quantized weight": lambda weight: (functools.partial(main_of, weight), False),
     "adds": lambda weight: (functools.partial(main_of, weight), False),
     "always overwrites": lambda weight: (
-        getattr(weight, "get_main_grad", lambda: weight.main_grad), True
+        getattr(weight, "get_main_grad", lambda: weight.main_grad),
+        True,
     ),
     "writes nothing": lambda weight: None,
-}  # fmt: skip
+}
 """What a module takes from a weight in forward, for its backward: the function that gives the main
 gradient, and whether it overwrites that."""
 
@@ -79,13 +84,16 @@ class FusedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str = "") -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.habit = weight, habit
+        ctx.weight = weight
+        ctx.habit = habit
         ctx.early = HABITS[habit](weight) if habit else taken_early(weight)
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x, saved), weight, early = ctx.saved_tensors, ctx.weight, ctx.early
+        (x, saved) = ctx.saved_tensors
+        weight = ctx.weight
+        early = ctx.early
         left = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         if ctx.habit == "asks what it saved":
             main = main_of(weight)
@@ -111,4 +119,5 @@ class Operation(FusedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias

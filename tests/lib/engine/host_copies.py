@@ -30,7 +30,8 @@ class HostCopies:
     """
 
     def __init__(self, forbidden: set[int] | None = None, spoils: bool = True) -> None:
-        self.forbidden, self.spoils = forbidden or set(), spoils
+        self.forbidden = forbidden or set()
+        self.spoils = spoils
         self.packed, self.found = 0, list[tuple[int, ...]]()
         self._originals = list[torch.Tensor]()
 
@@ -52,7 +53,8 @@ class HostCopies:
 
     def _unpack(self, copied: torch.Tensor) -> torch.Tensor:
         """The first one of a backward: nothing that was computed before is of use now."""
-        originals, self._originals = self._originals, []
+        originals = self._originals
+        self._originals = []
         for original in originals:
             if self.spoils and original.is_floating_point():
                 original.fill_(float("nan"))

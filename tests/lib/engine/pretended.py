@@ -49,7 +49,8 @@ class PretendCommunicator(Communicator):
     ) -> None:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self.initial, self.report = initial, report
+        self.initial = initial
+        self.report = report
 
     def launch(self, name: str, pairs: Sequence[Pair], **options: Any) -> list[Any]:
         if name in REPORTED:

@@ -41,8 +41,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, ROLES, Works, storage_bytes
 
-READ, WRITE, ALLOCATE, RELEASE = "read", "write", "allocate", "release"
-RECORD, WAIT, MARK = "record", "wait", "mark"
+READ = "read"
+WRITE = "write"
+ALLOCATE = "allocate"
+RELEASE = "release"
+RECORD = "record"
+WAIT = "wait"
+MARK = "mark"
 
 METADATA_ONLY = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
@@ -80,7 +85,8 @@ Span = tuple[int, int]
 def _span(tensor: torch.Tensor) -> Span:
     """From the first to the last byte of a tensor that is not empty."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
-    first, itemsize = int(tensor.storage_offset()), tensor.element_size()
+    first = int(tensor.storage_offset())
+    itemsize = tensor.element_size()
     last = first + sum((size - 1) * stride for size, stride in axes)
     return first * itemsize, (last + 1) * itemsize
 
@@ -114,8 +120,9 @@ class _Tracked:
         """Adds `use`, which is ordered behind those it conflicts with, and forgets what it
         stands for: all inside a write; for a read, the same read before."""
         if use.action == READ:
-            self.uses = [u for u in self.uses if (u.action, u.role, u.span)
-                         != (READ, use.role, use.span)]
+            self.uses = [
+                u for u in self.uses if (u.action, u.role, u.span) != (READ, use.role, use.span)
+            ]
         else:
             start, stop = use.span
             self.uses = [u for u in self.uses if not (start <= u.span[0] and u.span[1] <= stop)]
@@ -129,9 +136,7 @@ class _Watcher(TorchDispatchMode):
         super().__init__()
         self.runtime = runtime
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper: it comes back here with the tensors it wraps
         kwargs = kwargs or {}
@@ -165,7 +170,10 @@ def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], li
     writes: list[torch.Tensor] = []
     collective = func.namespace == "c10d"
     for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if position < len(args):
+            value = args[position]
+        else:
+            value = kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         if collective:
             written = position == 0 and "send" not in func._schema.name
@@ -186,7 +194,8 @@ class RecordingRuntime:
     host_waits = False  # as on CUDA
 
     def __init__(self, *others: str) -> None:
-        self.device, self.poison = torch.device("cpu"), False
+        self.device = torch.device("cpu")
+        self.poison = False
         self.log: list[Entry] = []
         roles = (*ROLES, *others)
         self._clocks = {role: {name: int(name == role) for name in roles} for role in roles}
@@ -197,7 +206,8 @@ class RecordingRuntime:
     # Runtime.
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
-        outer, self._role = self._role, role
+        outer = self._role
+        self._role = role
         try:
             for task in tasks:
                 for work in task() or ():
@@ -287,7 +297,8 @@ class RecordingRuntime:
     def label(self, flat: torch.Tensor, name: str) -> None:
         """Gives the storage of `flat` a name in the log and in errors."""
         tracked = self._track(flat)
-        tracked.label, tracked.named = name, True
+        tracked.label = name
+        tracked.named = True
 
     def mark(self, what: str) -> None:
         """Writes a line of the test's own, on the present role."""
@@ -344,9 +355,7 @@ class RecordingRuntime:
         if use.action == WRITE:
             tracked.undefined = _without(tracked.undefined, use.span)
         if tracked.named:
-            self._note(
-                use.role, use.action, tracked.label, use.op, use.span[1] - use.span[0]
-            )
+            self._note(use.role, use.action, tracked.label, use.op, use.span[1] - use.span[0])
 
     def _ended(self, key: int) -> None:
         """A storage was freed. This runs in a destructor, where an exception would be lost."""

@@ -19,7 +19,8 @@ from tests.lib.engine.small_model import Setup
 from tests.lib.quantized.emulated import RECIPES
 
 ZERO_0, ZERO_1, ZERO_2, ZERO_3, *_ = STRATEGIES
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 
 
 MIXED = ("microbatches", "evaluation_between", "layer_twice", "backward_raises")
@@ -87,8 +88,9 @@ SCENARIOS: dict[str, Scenario] = {
         event: Scenario(events=(event,), weights=MORE_AT_ONCE.get(event, 0))
         for event in ONE_AFTER_ANOTHER
     },
-    "further_backwards": Scenario(events=("further_backwards",), strategies=SHARDED, weights=1,
-                                  apart=("further_backwards",)),
+    "further_backwards": Scenario(
+        events=("further_backwards",), strategies=SHARDED, weights=1, apart=("further_backwards",)
+    ),
     # models
     "tied": Scenario({"tied": True}),
     "no_root": Scenario({"root_norm": False}, MIXED[:2]),
@@ -103,33 +105,40 @@ SCENARIOS: dict[str, Scenario] = {
     "accumulates": Scenario(ADDING, apart=TWICE),
     **{
         f"operations{name}": Scenario(
-            options | {"operations": True}, ("microbatches", "evaluation_between"),
-            like={"operations": False}, rare=bool(name),
+            options | {"operations": True},
+            ("microbatches", "evaluation_between"),
+            like={"operations": False},
+            rare=bool(name),
         )
         for name, options in (
-            ("", FUSED), ("_adding", ADDING),
+            ("", FUSED),
+            ("_adding", ADDING),
             ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}),
         )
     },
     "fused_recompute": Scenario(FUSED | {"recompute": "non_reentrant"}, apart=TWICE, rare=True),
     # With one microbatch a step, so that gradients are added up in one order.
-    "any_strategy": Scenario({}, ("steps", "layers_skipped", "weights_loaded"), REDUCED,
-                             like={"strategy": ZERO_3}),
+    "any_strategy": Scenario(
+        {}, ("steps", "layers_skipped", "weights_loaded"), REDUCED, like={"strategy": ZERO_3}
+    ),
     # when things are launched, and where
     "far_prefetch": Scenario({"prefetch_bytes": 1 << 20}, like={"prefetch_bytes": 0}, weights=4),
     "no_overlap": Scenario({"overlap": False}, like={"overlap": True}),
     "checked": Scenario({"check_by": "parameter"}, MIXED[:1], like={"check_by": None}),
     "slots": Scenario({"slots": True}, (*MIXED, "forwards_in_flight"), like={"slots": False}),
-    "slots_far_prefetch": Scenario({"slots": True, "prefetch_bytes": 1 << 20}, weights=4,
-                                   rare=True),
+    "slots_far_prefetch": Scenario(
+        {"slots": True, "prefetch_bytes": 1 << 20}, weights=4, rare=True
+    ),
     "slots_fused": Scenario({"slots": True} | FUSED, apart=TWICE, rare=True),
     "slots_recompute": Scenario({"slots": True, "recompute": "non_reentrant"}, rare=True),
     "slots_two_domains": Scenario({"slots": True} | TWO_DOMAINS, rare=True),
     "joined": Scenario({"joined": 150, "layers": 5}, (*MIXED, "layers_skipped"), weights=2),
-    "joined_slots": Scenario({"joined": 150, "layers": 5, "slots": True, "comm_dtype": BF16},
-                             rare=True),
-    "joined_recompute": Scenario({"joined": 150, "layers": 5, "recompute": "reentrant"},
-                                 apart=TWICE, rare=True),
+    "joined_slots": Scenario(
+        {"joined": 150, "layers": 5, "slots": True, "comm_dtype": BF16}, rare=True
+    ),
+    "joined_recompute": Scenario(
+        {"joined": 150, "layers": 5, "recompute": "reentrant"}, apart=TWICE, rare=True
+    ),
     # dtypes
     "bf16_comm": Scenario({"comm_dtype": BF16}, MIXED[:1]),
     "bf16_grads": Scenario({"main_grads": BF16}, MIXED[:1]),
@@ -137,125 +146,218 @@ SCENARIOS: dict[str, Scenario] = {
     "own_main": Scenario({"main_params": None}, MIXED[:1]),
     "fp32": Scenario({"dtype": FP32, "world": 3}, (*MIXED, "weights_loaded")),
     "fp32_sums": Scenario({"comm_dtype": BF16, "fp32_sums": True}, strategies=REDUCED),
-    "fp32_sums_instances": Scenario({"comm_dtype": BF16, "fp32_sums": True, "outer": 2,
-                                     "world": 4, "rank": 1}, strategies=REDUCED, rare=True),
-    "scaled_before": Scenario({"scale_before_sum": True, "world": 4, "dtype": FP32}, MIXED[:1],
-                              like={"scale_before_sum": False}),
+    "fp32_sums_instances": Scenario(
+        {"comm_dtype": BF16, "fp32_sums": True, "outer": 2, "world": 4, "rank": 1},
+        strategies=REDUCED,
+        rare=True,
+    ),
+    "scaled_before": Scenario(
+        {"scale_before_sum": True, "world": 4, "dtype": FP32},
+        MIXED[:1],
+        like={"scale_before_sum": False},
+    ),
     # copy engines, whose buckets are as narrow as the gradients
-    "exchange": Scenario({"slots": True, "exchange": True}, (*MIXED, "gradients_late"), SHARDED,
-                         like={"exchange": False}),
-    "exchange_fused": Scenario({"slots": True, "exchange": True} | FUSED, strategies=SHARDED,
-                               like={"exchange": False}, apart=TWICE, rare=True),
-    "exchange_tied": Scenario({"slots": True, "exchange": True, "tied": True}, strategies=SHARDED,
-                              like={"exchange": False}, rare=True),
+    "exchange": Scenario(
+        {"slots": True, "exchange": True},
+        (*MIXED, "gradients_late"),
+        SHARDED,
+        like={"exchange": False},
+    ),
+    "exchange_fused": Scenario(
+        {"slots": True, "exchange": True} | FUSED,
+        strategies=SHARDED,
+        like={"exchange": False},
+        apart=TWICE,
+        rare=True,
+    ),
+    "exchange_tied": Scenario(
+        {"slots": True, "exchange": True, "tied": True},
+        strategies=SHARDED,
+        like={"exchange": False},
+        rare=True,
+    ),
     "exchange_bf16_grads": Scenario(
         {"slots": True, "exchange": True, "main_grads": BF16, "comm_dtype": FP32},
-        strategies=SHARDED, like={"exchange": False}, rare=True,
+        strategies=SHARDED,
+        like={"exchange": False},
+        rare=True,
     ),
-    "exchange_two_domains": Scenario({"slots": True, "exchange": True} | TWO_DOMAINS,
-                                     strategies=SHARDED, like={"exchange": False}, rare=True),
+    "exchange_two_domains": Scenario(
+        {"slots": True, "exchange": True} | TWO_DOMAINS,
+        strategies=SHARDED,
+        like={"exchange": False},
+        rare=True,
+    ),
     # ranks
     "alone": Scenario({"world": 1, "whole": True}, (*TOGETHER, "weights_written"), SHARDED),
-    "alone_scaled": Scenario({"world": 1, "whole": True, "grad_scale": 0.5, "one_unit": True},
-                             ("further_backwards",), SHARDED, apart=None),
+    "alone_scaled": Scenario(
+        {"world": 1, "whole": True, "grad_scale": 0.5, "one_unit": True},
+        ("further_backwards",),
+        SHARDED,
+        apart=None,
+    ),
     "two_domains": Scenario(TWO_DOMAINS),
     "fused_two_domains": Scenario(FUSED | TWO_DOMAINS, apart=TWICE, rare=True),
     "two_instances": Scenario({"outer": 2, "world": 4, "rank": 1}),
     "sharded_instances": Scenario({"outer": 2, "shard_outer": True, "world": 6, "rank": 4}),
-    "instances_far_prefetch": Scenario(INSTANCES | {"prefetch_bytes": 2560},
-                                       ("evaluation_between", "weights_loaded"), weights=1),
-    "shared_instances": Scenario({"split": True, "outer": 2, "shard_outer": True, "world": 8,
-                                  "rank": 6}),
-    "whole": Scenario(ONE_RANK_EACH, (*TOGETHER, "further_backwards"), SHARDED,
-                      like={"whole": False}, apart=("further_backwards",)),
-    "whole_scaled_before": Scenario(ONE_RANK_EACH | {"scale_before_sum": True}, TOGETHER, SHARDED,
-                                    like={"whole": False}, rare=True),
-    "whole_slots": Scenario(ONE_RANK_EACH | {"slots": True, "comm_dtype": BF16},
-                            strategies=SHARDED, rare=True),
-    "whole_exchange": Scenario(ONE_RANK_EACH | {"slots": True, "exchange": True},
-                               strategies=SHARDED, rare=True),
+    "instances_far_prefetch": Scenario(
+        INSTANCES | {"prefetch_bytes": 2560}, ("evaluation_between", "weights_loaded"), weights=1
+    ),
+    "shared_instances": Scenario(
+        {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6}
+    ),
+    "whole": Scenario(
+        ONE_RANK_EACH,
+        (*TOGETHER, "further_backwards"),
+        SHARDED,
+        like={"whole": False},
+        apart=("further_backwards",),
+    ),
+    "whole_scaled_before": Scenario(
+        ONE_RANK_EACH | {"scale_before_sum": True},
+        TOGETHER,
+        SHARDED,
+        like={"whole": False},
+        rare=True,
+    ),
+    "whole_slots": Scenario(
+        ONE_RANK_EACH | {"slots": True, "comm_dtype": BF16}, strategies=SHARDED, rare=True
+    ),
+    "whole_exchange": Scenario(
+        ONE_RANK_EACH | {"slots": True, "exchange": True}, strategies=SHARDED, rare=True
+    ),
     "whole_fused": Scenario(ONE_RANK_EACH | ADDING, strategies=SHARDED, apart=TWICE, rare=True),
     "whole_overwrites": Scenario(ONE_RANK_EACH | FUSED, strategies=SHARDED, apart=TWICE, rare=True),
-    "whole_recompute": Scenario(ONE_RANK_EACH | {"recompute": "non_reentrant"}, strategies=SHARDED,
-                                rare=True),
+    "whole_recompute": Scenario(
+        ONE_RANK_EACH | {"recompute": "non_reentrant"}, strategies=SHARDED, rare=True
+    ),
     "whole_kept": Scenario(ONE_RANK_EACH | KEPT, strategies=(ZERO_3,), rare=True),
     "whole_instances": Scenario(ONE_RANK_EACH | INSTANCES, strategies=SHARDED, rare=True),
-    "whole_replicas": Scenario(ONE_RANK_EACH | {"outer": 2, "world": 4, "rank": 1},
-                               strategies=SHARDED, rare=True),
+    "whole_replicas": Scenario(
+        ONE_RANK_EACH | {"outer": 2, "world": 4, "rank": 1}, strategies=SHARDED, rare=True
+    ),
     # units that keep weights, or gradients too
     "kept": Scenario(KEPT, (*MIXED, "gradients_late"), (ZERO_3,)),
     "kept_weights": Scenario({"own": (ZERO_2, ZERO_3)}, strategies=(ZERO_3,), like={"own": ()}),
-    "kept_weights_slots": Scenario({"own": (ZERO_2,), "slots": True}, strategies=(ZERO_3,),
-                                   like={"own": ()}),
-    "kept_gradients": Scenario({"own": (ZERO_1,), "slots": True, "exchange": True},
-                               ("microbatches", "evaluation_between"), (ZERO_3,),
-                               like={"own": (), "strategy": ZERO_1, "exchange": False}),
+    "kept_weights_slots": Scenario(
+        {"own": (ZERO_2,), "slots": True}, strategies=(ZERO_3,), like={"own": ()}
+    ),
+    "kept_gradients": Scenario(
+        {"own": (ZERO_1,), "slots": True, "exchange": True},
+        ("microbatches", "evaluation_between"),
+        (ZERO_3,),
+        like={"own": (), "strategy": ZERO_1, "exchange": False},
+    ),
     "kept_untold": Scenario(KEPT | {"told": False}, strategies=(ZERO_3,), like={"told": True}),
     "kept_slots": Scenario(KEPT | {"slots": True}, strategies=(ZERO_3,), rare=True),
     "kept_bf16_comm": Scenario(KEPT | {"slots": True, "comm_dtype": BF16}, strategies=(ZERO_3,)),
-    "kept_exchange": Scenario(KEPT | {"slots": True, "exchange": True}, strategies=(ZERO_3,),
-                              like={"exchange": False}, rare=True),
+    "kept_exchange": Scenario(
+        KEPT | {"slots": True, "exchange": True},
+        strategies=(ZERO_3,),
+        like={"exchange": False},
+        rare=True,
+    ),
     "kept_fused": Scenario(KEPT | ADDING, strategies=(ZERO_3,), apart=TWICE, rare=True),
     # units that are to keep them once the engine is made
-    "found_weights": Scenario({"found": (ZERO_2, ZERO_3)}, (*MIXED, "gradients_late"), (ZERO_3,),
-                              like={"found": ()}),
-    "found_gradients": Scenario({"found": (ZERO_1,)}, ("microbatches", "evaluation_between"),
-                                (ZERO_3,), like={"found": (), "strategy": ZERO_1}),
+    "found_weights": Scenario(
+        {"found": (ZERO_2, ZERO_3)}, (*MIXED, "gradients_late"), (ZERO_3,), like={"found": ()}
+    ),
+    "found_gradients": Scenario(
+        {"found": (ZERO_1,)},
+        ("microbatches", "evaluation_between"),
+        (ZERO_3,),
+        like={"found": (), "strategy": ZERO_1},
+    ),
     **{
-        f"found{name}": Scenario({"found": KEPT["own"]} | options, strategies=(ZERO_3,),
-                                 like={"found": (), "own": KEPT["own"]}, apart=apart,
-                                 rare=bool(name))
+        f"found{name}": Scenario(
+            {"found": KEPT["own"]} | options,
+            strategies=(ZERO_3,),
+            like={"found": (), "own": KEPT["own"]},
+            apart=apart,
+            rare=bool(name),
+        )
         for name, options, apart in (
-            ("", {}, ()), ("_fused", FUSED, TWICE), ("_adding", ADDING, TWICE),
-            ("_recompute", {"recompute": "non_reentrant"}, ()), ("_instances", INSTANCES, ()),
+            ("", {}, ()),
+            ("_fused", FUSED, TWICE),
+            ("_adding", ADDING, TWICE),
+            ("_recompute", {"recompute": "non_reentrant"}, ()),
+            ("_instances", INSTANCES, ()),
             ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}, TWICE),
         )
     },
-    "kept_recompute": Scenario(KEPT | {"recompute": "non_reentrant"}, strategies=(ZERO_3,),
-                               rare=True),
+    "kept_recompute": Scenario(
+        KEPT | {"recompute": "non_reentrant"}, strategies=(ZERO_3,), rare=True
+    ),
     "kept_instances": Scenario(KEPT | INSTANCES, strategies=(ZERO_3,), rare=True),
     # a schedule that takes passes apart
     **{
         f"scheduled{name}": Scenario(
-            {"scheduled": True} | options, ("microbatches", "steps", "evaluation_between"),
-            like={"scheduled": False}, weights=1, apart=None, rare=bool(name),
+            {"scheduled": True} | options,
+            ("microbatches", "steps", "evaluation_between"),
+            like={"scheduled": False},
+            weights=1,
+            apart=None,
+            rare=bool(name),
         )
         for name, options in {
-            "": {}, "_tied": {"tied": True}, "_frozen": {"frozen": True}, "_odd": {"layers": 3},
-            "_no_overlap": {"overlap": False}, "_selective": {"recompute": "selective"},
-            "_fused": FUSED, "_current": {"recipe": "current"}, "_mxfp8": {"recipe": "mxfp8"},
+            "": {},
+            "_tied": {"tied": True},
+            "_frozen": {"frozen": True},
+            "_odd": {"layers": 3},
+            "_no_overlap": {"overlap": False},
+            "_selective": {"recompute": "selective"},
+            "_fused": FUSED,
+            "_current": {"recipe": "current"},
+            "_mxfp8": {"recipe": "mxfp8"},
         }.items()
     },
     # layers with a stream of their own
     **{
         f"{kind}{name}": Scenario(
-            {"side": kind} | options, ("microbatches", "evaluation_between", "forwards_in_flight"),
-            like={"side": kind if kind == "computed" else None}, apart=None, weights=1,
+            {"side": kind} | options,
+            ("microbatches", "evaluation_between", "forwards_in_flight"),
+            like={"side": kind if kind == "computed" else None},
+            apart=None,
+            weights=1,
             rare=bool(name),
         )
         for kind in ("dispatched", "computed", "reordered")
         for name, options in {
-            "": {}, "_slots": {"slots": True}, "_recompute": {"recompute": "non_reentrant"},
+            "": {},
+            "_slots": {"slots": True},
+            "_recompute": {"recompute": "non_reentrant"},
             "_two_domains": TWO_DOMAINS,
         }.items()
     },
     # main weights and the state of Adam in host memory
     **{
         f"offload{name}": Scenario(
-            {"adam": True, "offload": True} | options, ("steps",) if name else SAID,
-            like={"offload": False}, apart=None, weights=1, rare=bool(name),
+            {"adam": True, "offload": True} | options,
+            ("steps",) if name else SAID,
+            like={"offload": False},
+            apart=None,
+            weights=1,
+            rare=bool(name),
         )
         for name, options in {
-            "": {}, "_fp32": {"dtype": FP32}, "_frozen": {"frozen": True}, "_tied": {"tied": True},
-            "_split": {"split": True}, "_slots": {"slots": True}, "_instances": INSTANCES,
-            "_bf16_main": {"main_params": BF16}, "_current": {"recipe": "current"},
+            "": {},
+            "_fp32": {"dtype": FP32},
+            "_frozen": {"frozen": True},
+            "_tied": {"tied": True},
+            "_split": {"split": True},
+            "_slots": {"slots": True},
+            "_instances": INSTANCES,
+            "_bf16_main": {"main_params": BF16},
+            "_current": {"recipe": "current"},
         }.items()
     },
     # quantized weights
     **{
         recipe: Scenario(
-            {"recipe": recipe}, weights=1,
-            events=("steps", "exports", "weights_loaded", *MIXED) if recipe in BY_TENSOR_AND_BLOCK
+            {"recipe": recipe},
+            weights=1,
+            events=("steps", "exports", "weights_loaded", *MIXED)
+            if recipe in BY_TENSOR_AND_BLOCK
             else ("steps", "microbatches"),
         )
         for recipe in RECIPES
@@ -265,25 +367,42 @@ SCENARIOS: dict[str, Scenario] = {
         for recipe in RECIPES
     },
     **{
-        f"{recipe}_{protocol.value}": Scenario({"recipe": recipe, "fused": protocol}, apart=TWICE,
-                                               weights=1)
+        f"{recipe}_{protocol.value}": Scenario(
+            {"recipe": recipe, "fused": protocol}, apart=TWICE, weights=1
+        )
         for recipe, protocol in (
-            ("current", WgradProtocol.OVERWRITES), ("mxfp8", WgradProtocol.OVERWRITES_EARLY),
+            ("current", WgradProtocol.OVERWRITES),
+            ("mxfp8", WgradProtocol.OVERWRITES_EARLY),
             ("block128", WgradProtocol.ACCUMULATES),
         )
     },
     "mxfp8_shown": Scenario({"recipe": "mxfp8"}, ("gathered_while_shown",), apart=None),
-}  # fmt: skip
+}
 SCENARIOS |= {
-    f"{recipe}_{name}": Scenario(SCENARIOS[name].options | {"recipe": recipe}, MIXED[:2],
-                                 (strategy,), apart=None, rare=is_long)
-    for is_long, names in enumerate((
-        ("tied", "frozen", "non_reentrant", "two_instances"),
-        ("selective", "slots", "two_domains", "far_prefetch", "reentrant", "shared_instances",
-         "slots_recompute"),
-    )) for name in names
+    f"{recipe}_{name}": Scenario(
+        SCENARIOS[name].options | {"recipe": recipe},
+        MIXED[:2],
+        (strategy,),
+        apart=None,
+        rare=is_long,
+    )
+    for is_long, names in enumerate(
+        (
+            ("tied", "frozen", "non_reentrant", "two_instances"),
+            (
+                "selective",
+                "slots",
+                "two_domains",
+                "far_prefetch",
+                "reentrant",
+                "shared_instances",
+                "slots_recompute",
+            ),
+        )
+    )
+    for name in names
     for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8"), (ZERO_3, "current"))
-}  # fmt: skip
+}
 
 
 def cells(*names: str, strategies: tuple[str, ...] = tuple(STRATEGIES)) -> list[Any]:
@@ -291,6 +410,8 @@ def cells(*names: str, strategies: tuple[str, ...] = tuple(STRATEGIES)) -> list[
     each of its strategies."""
     return [
         pytest.param(strategy, name, marks=pytest.mark.full if scenario.rare else ())
-        for name, scenario in SCENARIOS.items() if name in names or not names
-        for strategy in scenario.strategies if strategy in strategies
-    ]  # fmt: skip
+        for name, scenario in SCENARIOS.items()
+        if name in names or not names
+        for strategy in scenario.strategies
+        if strategy in strategies
+    ]

@@ -15,7 +15,8 @@ class Passes:
     """Of one microbatch: every stage is a graph of its own, as in Megatron's schedule."""
 
     def __init__(self, rig: Any, index: int) -> None:
-        model, units = rig.model, {unit.name: unit for unit in rig.engine.units}
+        model = rig.model
+        units = {unit.name: unit for unit in rig.engine.units}
         self.functions = [model.embedding, *model.layers, lambda x: model.head(model.norm(x))]
         names = ["embedding", *(f"layers.{i}" for i in range(len(model.layers))), "head"]
         stages = [[units[name]] if name in units else [] for name in names]

@@ -23,7 +23,10 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.lib.engine.fused_linear import FusedLinear, Operation
 from tests.lib.quantized.emulated import CountingParams, quantize_linears
 
-HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
+HIDDEN = 6
+VOCAB = 11
+BATCH = 2
+SEQ = 5
 
 
 def microbatch(index: int) -> torch.Tensor:
@@ -137,7 +140,8 @@ class Layer(nn.Module):
 
     def __init__(self, name: str, setup: Setup) -> None:
         super().__init__()
-        self.label, self.setup = name, setup
+        self.label = name
+        self.setup = setup
         linear = nn.Linear if setup.fused is None else FusedLinear
         hidden = setup.hidden
         self.up = linear(hidden, setup.inner)
@@ -145,7 +149,8 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(hidden)) for _ in range(setup.width))
         self.mark: Callable[[str], None] = lambda text: None
-        self.caches, self.cached = False, None
+        self.caches = False
+        self.cached = None
         self.maps: tuple[nn.Module, ...] = ()
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:

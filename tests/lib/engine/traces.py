@@ -98,9 +98,10 @@ def alive(runtime: RecordingRuntime, kind: str) -> list[dict[str, int]]:
 def collectives(rig: Rig) -> Counter[str]:
     names = ("all_gather", "reduce_scatter", "all_reduce")
     return Counter(
-        entry.what for entry in rig.runtime.log
+        entry.what
+        for entry in rig.runtime.log
         if entry.action == MARK and entry.what.split()[0] in names
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -76,9 +76,12 @@ class Mixer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, **unused: Any) -> Any:
         mixed = nn.functional.conv1d(
-            hidden.permute(1, 2, 0), self.conv1d.weight, self.conv1d.bias, padding=2,
+            hidden.permute(1, 2, 0),
+            self.conv1d.weight,
+            self.conv1d.bias,
+            padding=2,
             groups=hidden.size(-1),
-        )  # fmt: skip
+        )
         return self.out_proj(mixed[..., : hidden.size(0)].permute(2, 0, 1)), None
 
 
@@ -118,32 +121,38 @@ ROWS: tuple[Variant, ...] = (
     _habit("part of a layer frozen", freeze("decoder.layers.0.mlp.linear_fc1")),
     _habit("parameters without a gradient", add_unused_params),
     _habit(
-        "full recompute, tied, frozen first layer", freeze("decoder.layers.0."),
+        "full recompute, tied, frozen first layer",
+        freeze("decoder.layers.0."),
         {"tied": True, "recompute": "full-1"},
     ),
     *(
         # Core runs it only where Transformer Engine is installed.
         _habit(name, case={"recompute": "selective-layernorm"})
-        for name in ("selective recompute of norms",) if HAS_TE
+        for name in ("selective recompute of norms",)
+        if HAS_TE
     ),
     _habit("reentrant checkpoint around layers", checkpoint_layers(CheckpointImpl.REENTRANT)),
     _habit("hybrid of transformer and Mamba layers", add_mamba_layers),
     _habit(
-        "units inside units, full recompute", case={**NO_BIAS, "recompute": "full-1"},
+        "units inside units, full recompute",
+        case={**NO_BIAS, "recompute": "full-1"},
         wrapper=NESTED,
     ),
     _habit(
         "units inside units, checkpoint around layers",
-        checkpoint_layers(CheckpointImpl.NO_REENTRANT), NO_BIAS, wrapper=NESTED,
-    ),
-    _habit(
-        "units inside units, part frozen", freeze("decoder.layers.0.mlp."), NO_BIAS,
+        checkpoint_layers(CheckpointImpl.NO_REENTRANT),
+        NO_BIAS,
         wrapper=NESTED,
     ),
-)  # fmt: skip
+    _habit(
+        "units inside units, part frozen",
+        freeze("decoder.layers.0.mlp."),
+        NO_BIAS,
+        wrapper=NESTED,
+    ),
+)
 
 HABITS = tuple(
-    replace(row, strategies=(STRATEGIES[position % 3], ZERO_3))
-    for position, row in enumerate(ROWS)
+    replace(row, strategies=(STRATEGIES[position % 3], ZERO_3)) for position, row in enumerate(ROWS)
 )
 """With ZeRO-3 and one of the other strategies."""

@@ -59,7 +59,9 @@ def assert_same_names(ours: Tensors, reference: Tensors, label: str) -> None:
 
 
 def relative(value: float, reference: float) -> float:
-    return abs(value - reference) / abs(reference) if reference else abs(value)
+    if reference:
+        return abs(value - reference) / abs(reference)
+    return abs(value)
 
 
 def check_gradients(ours: Tensors, reference: Tensors, label: str, bound: float = GRADIENT) -> None:

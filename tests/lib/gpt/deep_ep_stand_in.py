@@ -43,17 +43,27 @@ class HybridEPBuffer:
         dist.all_reduce(of_all, group=self.group)
         return of_all.chunk(self.group.size())[self.group.rank()].clone()  # no view: it is changed
 
-    def dispatch_with_permute(self, *, hidden: torch.Tensor, routing_map: Any = None,
-                              probs: Any = None, handle: Any = None,
-                              num_permuted_tokens: Any = None, pad_multiple: Any = None,
-                              **how: Any) -> Any:  # fmt: skip
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        routing_map: Any = None,
+        probs: Any = None,
+        handle: Any = None,
+        num_permuted_tokens: Any = None,
+        pad_multiple: Any = None,
+        **how: Any,
+    ) -> Any:
         assert pad_multiple is None
         noted(hidden, routing_map, probs)
         if handle is None:
             assert routing_map.dtype == torch.bool and len(hidden) == len(routing_map)
             handle = self._handle(routing_map.byte(), num_permuted_tokens)
         (tokens, experts, counts, _), _ = handle
-        weights = None if probs is None else self._of_all(probs)[:, self.own][tokens, experts]
+        if probs is None:
+            weights = None
+        else:
+            weights = self._of_all(probs)[:, self.own][tokens, experts]
         return self._of_all(hidden)[tokens], weights, None, counts, handle
 
     def _handle(self, routing_map: torch.Tensor, budget: Any) -> Any:
@@ -67,8 +77,9 @@ class HybridEPBuffer:
         overflow = torch.tensor([len(tokens) > len(tokens[kept])])
         return (tokens[kept], experts[kept], counts, shape), overflow
 
-    def combine_with_unpermute(self, *, hidden: torch.Tensor, handle: Any, probs: Any = None,
-                               **how: Any) -> Any:  # fmt: skip
+    def combine_with_unpermute(
+        self, *, hidden: torch.Tensor, handle: Any, probs: Any = None, **how: Any
+    ) -> Any:
         noted(hidden, probs)
         (tokens, experts, _, shape), _ = handle
         sums = torch.zeros(shape[0], hidden.shape[1]).index_add_(0, tokens, hidden.float())

@@ -52,4 +52,5 @@ def _delay(module: Any, made: list[str]) -> None:
         weight.grad = found if weight.grad is None else weight.grad + found
         made.append("weights")
 
-    module.forward, module.backward_dw = forward, backward_dw
+    module.forward = forward
+    module.backward_dw = backward_dw

@@ -56,17 +56,22 @@ class FusedAdam(torch.optim.Optimizer):
         for dtype in (exp_avg_dtype, exp_avg_sq_dtype):
             assert dtype in (torch.float32, torch.bfloat16), "the stand-in knows no scales"
         defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
             "weight_decay": weight_decay,
-        }  # fmt: skip
+        }
         super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
-        self.capturable, self.master_weights = capturable, master_weights
+        self.capturable = capturable
+        self.master_weights = master_weights
         self.multi_tensor_adam = multi_tensor_adam
         self.name_to_dtype_map = {
-            "exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype,
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
             "master_param": master_weight_dtype,
-        }  # fmt: skip
+        }
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = (
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
@@ -122,17 +127,34 @@ class FusedAdam(torch.optim.Optimizer):
             wide = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
             lists = [[grad.data], [param.data], [wide["exp_avg"]], [wide["exp_avg_sq"]]]
             self.multi_tensor_adam(
-                65536, None, lists, group["lr"], *group["betas"], group["eps"], group["step"],
-                self.adam_w_mode, 1 if group["bias_correction"] else 0, group["weight_decay"],
-            )  # fmt: skip
+                65536,
+                None,
+                lists,
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["step"],
+                self.adam_w_mode,
+                1 if group["bias_correction"] else 0,
+                group["weight_decay"],
+            )
             for name, value in wide.items():
                 self.state[param][name].copy_(value)
 
 
 def multi_tensor_adam(
-    chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], lr: Any, beta1: float,
-    beta2: float, eps: float, step: Any, mode: int, bias_correction: int, weight_decay: float,
-) -> None:  # fmt: skip
+    chunk_size: int,
+    overflow: Any,
+    lists: list[list[torch.Tensor]],
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Any,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
     """TE's function of that name, for AdamW. Betas are float32, their powers float64."""
     assert mode == 1 and bias_correction == 1
     first, second = (1 - torch.tensor(beta).item() ** step for beta in (beta1, beta2))
@@ -140,9 +162,13 @@ def multi_tensor_adam(
 
 
 def _adam(
-    lists: Lists, lr: Any, betas: tuple[float, float], eps: float, corrections: tuple[Any, Any],
+    lists: Lists,
+    lr: Any,
+    betas: tuple[float, float],
+    eps: float,
+    corrections: tuple[Any, Any],
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     beta1, beta2 = betas
     for grad, param, exp_avg, exp_avg_sq in zip(*lists, strict=True):
         first = exp_avg.float().mul(beta1).add(grad.float(), alpha=1 - beta1)
@@ -169,9 +195,13 @@ class HostKernel:
         self.updates.append(update)
         grads = [g if update.clip is None else g * update.clip.to(g.dtype) for g in lists[0]]
         _adam(
-            [grads, *lists[1:]], update.lr, (update.beta1, update.beta2), update.eps,
-            (update.correction1, update.correction2), update.weight_decay,
-        )  # fmt: skip
+            [grads, *lists[1:]],
+            update.lr,
+            (update.beta1, update.beta2),
+            update.eps,
+            (update.correction1, update.correction2),
+            update.weight_decay,
+        )
 
 
 @contextmanager

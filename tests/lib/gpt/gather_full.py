@@ -48,7 +48,8 @@ def added_up(parts: Callable[..., Iterator[Part]]) -> Callable[..., dict[str, to
 
     @functools.wraps(parts)
     def sums(*args: Any) -> dict[str, torch.Tensor]:
-        found, by_groups = {}, collections.defaultdict(list)
+        found = {}
+        by_groups = collections.defaultdict(list)
         for name, whole, groups in parts(*args):
             found[name] = whole
             by_groups[groups].append(whole.view(-1).view(torch.uint8))
@@ -67,7 +68,8 @@ def added_up(parts: Callable[..., Iterator[Part]]) -> Callable[..., dict[str, to
 def full_values(named: Named, local_of: Callable[[Any], torch.Tensor]) -> Iterator[Part]:
     """Name -> whole value, over data-parallel ranks, from `local_of(pair)` of all of them."""
     for name, pair in named:
-        local, held = local_of(pair), pair.group.held.range(pair.index)
+        local = local_of(pair)
+        held = pair.group.held.range(pair.index)
         whole = torch.zeros(
             pair.unsharded.shape, dtype=local.dtype, device=pair.group.domain.mesh.device_type
         )
@@ -79,7 +81,8 @@ def full_values(named: Named, local_of: Callable[[Any], torch.Tensor]) -> Iterat
 def whole_tensors(values: Mapping[str, DTensor]) -> Iterator[Part]:
     """What `DTensor.full_tensor` gives of each, by name, in a tenth of the time."""
     for name, value in values.items():
-        local, mesh = value._local_tensor.detach().contiguous(), value.device_mesh
+        local = value._local_tensor.detach().contiguous()
+        mesh = value.device_mesh
         whole = torch.zeros(value.shape, dtype=local.dtype, device=mesh.device_type)
         known_chunks(value).put_into(whole, local.to(whole.device))
         split = [n for n, placed in enumerate(value.placements) if not placed.is_replicate()]
@@ -96,7 +99,9 @@ def optimizers_of(optimizer: Any) -> list[Any]:
 def main_piece(param: Any, rows: slice) -> torch.Tensor:
     """A float32 parameter is its own main weight."""
     main = getattr(param, "main_param", None)
-    return param.detach().view(-1)[rows] if main is None else main
+    if main is None:
+        return param.detach().view(-1)[rows]
+    return main
 
 
 def pieces_of(optimizer: Any) -> Mapping[int, slice]:
@@ -111,9 +116,10 @@ def pieces_of(optimizer: Any) -> Mapping[int, slice]:
 
 @added_up
 def put_together(
-    named: Iterable[tuple[str, Any]], optimizer: Any,
+    named: Iterable[tuple[str, Any]],
+    optimizer: Any,
     piece_of: Callable[[Any, slice], torch.Tensor],
-) -> Iterator[Part]:  # fmt: skip
+) -> Iterator[Part]:
     """What is split over the data-parallel ranks of an instance, whole and float32, of every
     trained parameter: `piece_of` gives this rank's piece, a range of the flat parameter."""
     pieces = pieces_of(optimizer)
@@ -124,11 +130,10 @@ def put_together(
         rows = pieces.get(id(param))
         if rows is not None:
             whole.view(-1)[rows] = piece_of(param, rows).detach().view(-1).float()
-        group = (
-            parallel_state.get_data_parallel_group(
+        if getattr(param, "allreduce", True):
+            group = parallel_state.get_data_parallel_group(
                 with_context_parallel=True, partial_data_parallel=True
             )
-            if getattr(param, "allreduce", True)
-            else parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
-        )
+        else:
+            group = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
         yield name, whole, (group,)

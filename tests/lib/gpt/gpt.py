@@ -217,7 +217,8 @@ def agree_on(chunks: Sequence[Any], nbytes: int) -> None:
     """Has engines that find a budget keep units for `nbytes` from the first step on, until the
     ranks agree on what they have measured."""
     for chunk in chunks:
-        chunk.engine.agreed = chunk.engine.most = nbytes
+        chunk.engine.agreed = nbytes
+        chunk.engine.most = nbytes
 
 
 def give_up(ddp: DistributedDataParallel) -> None:
@@ -275,7 +276,10 @@ def make_trainer(
     **wrapper_options: Any,
 ) -> Trainer:
     """Wraps `model`, which is called like a GPTModel, and gives it an optimizer."""
-    cls = DistributedDataParallel if strategy is None else FullyShardedDataParallel
+    if strategy is None:
+        cls = DistributedDataParallel
+    else:
+        cls = FullyShardedDataParallel
     wrapper = cls(model.config, ddp_config(case, strategy, ddp), model, **wrapper_options)
     if callable(optimizer_options):
         config = optimizer_options(optimizer_config(case))
@@ -340,7 +344,9 @@ def forward_step(
 
 
 def step_from_dicts(
-    case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], model: Any,
+    case: Case,
+    iterator: Iterator[Mapping[str, torch.Tensor]],
+    model: Any,
     return_schedule_plan: bool = False,
 ) -> Any:
     """`forward_step` on what Megatron's loaders give, and core's wrapper of whole iterations asks
@@ -353,7 +359,8 @@ def run_passes(
 ) -> float:
     """Core's schedule, or another, over the microbatches; this rank's mean loss, 0 but on the last
     stage."""
-    case, chunks = trainer.case, trainer.chunks
+    case = trainer.case
+    chunks = trainer.chunks
     iterators = [iter([{"tokens": tokens} for tokens in data]) for _ in chunks]
     if not forward_only:
         for chunk in chunks:
@@ -368,7 +375,9 @@ def run_passes(
         micro_batch_size=case.batch,
         forward_only=forward_only,
     )
-    return float(torch.stack([r["loss"] for r in reports]).mean()) if reports else 0.0
+    if reports:
+        return float(torch.stack([r["loss"] for r in reports]).mean())
+    return 0.0
 
 
 def forward_backward(

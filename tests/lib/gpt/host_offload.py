@@ -60,11 +60,12 @@ def core_offloads_on_the_host(copied: Copied) -> Iterator[None]:
 
     manages = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
     replaced = [
-        (module, "torch", _torch_on_host()), (handler, "offload", seen),
+        (module, "torch", _torch_on_host()),
+        (handler, "offload", seen),
         (extension, "cpu_offload", types.SimpleNamespace()),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (module, "print_offload_summary_table", lambda found: None),
-    ]  # fmt: skip
+    ]
     of_some_releases = [
         (handler, "_can_manage_tensor_for_offload", manages),
         (module, "nvtx_range_push", lambda message=None: None),

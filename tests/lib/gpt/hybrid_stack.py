@@ -15,11 +15,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 _NO_MLP: dict[str, Any] = {
-    "pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp,
-}  # fmt: skip
+    "pre_mlp_layernorm": IdentityOp,
+    "mlp": IdentityOp,
+    "mlp_bda": IdentityFuncOp,
+}
 _NO_ATTENTION: dict[str, Any] = {
-    "input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp,
-}  # fmt: skip
+    "input_layernorm": IdentityOp,
+    "self_attention": IdentityOp,
+    "self_attn_bda": IdentityFuncOp,
+}
 
 
 def stack_of(layer_spec: Callable[[bool], ModuleSpec]) -> ModuleSpec:

@@ -27,7 +27,8 @@ from .gpt import Case, Trainer, batches, build_trainer, init_megatron, train_ste
 TIMEOUT_S = 6.0
 """Of the process groups of runs that are to time out. Not shorter: a loaded machine may take
 seconds for a step."""
-STEPS_BEFORE, STEPS_AFTER = 2, 2
+STEPS_BEFORE = 2
+STEPS_AFTER = 2
 
 CASE = Case(num_layers=2, hidden=16, heads=2, ffn=24, vocab=31, seq=5, batch=1, microbatches=2)
 
@@ -104,7 +105,8 @@ class Spoiler:
     alone, gives one parameter on the second rank."""
 
     def __init__(self, name: str, backward: int | None = None) -> None:
-        self.name, self.backward = name, backward
+        self.name = name
+        self.backward = backward
         self.value: float | None = None
         self.calls = 0
 

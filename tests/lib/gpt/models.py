@@ -33,12 +33,18 @@ ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 
 def gpt(config: Any, tied: bool) -> GPTModel:
     spec = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
-    mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, False)
     return GPTModel(
-        config, spec, vocab_size=CASE.vocab, max_sequence_length=CASE.seq,
-        share_embeddings_and_output_weights=tied, position_embedding_type="rope",
+        config,
+        spec,
+        vocab_size=CASE.vocab,
+        max_sequence_length=CASE.seq,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
         mtp_block_spec=mtp,
-    )  # fmt: skip
+    )
 
 
 class TwoTowers(MegatronModule):
@@ -72,7 +78,10 @@ def freeze_part(model: nn.Module) -> None:
     output then needs a gradient, as users of core have it: core's checkpoints are reentrant, and
     without an input that needs one they give none to the weights inside."""
     text = model.text if hasattr(model, "text") else model
-    part = model.vision if hasattr(model, "vision") else text.decoder.layers[0]
+    if hasattr(model, "vision"):
+        part = model.vision
+    else:
+        part = text.decoder.layers[0]
     for module in (part, text.embedding.word_embeddings):
         module.requires_grad_(False)
     text.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())

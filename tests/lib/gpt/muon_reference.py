@@ -98,9 +98,12 @@ class Reference:
     state: dict[str, Any] = field(default_factory=dict)
 
     def step(
-        self, params: Mapping[str, Any], weights: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor], norm: float,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        self,
+        params: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        norm: float,
+    ) -> dict[str, torch.Tensor]:
         """The weights after a step. params: the model's, for their marks."""
         factor = min(1.0, self.clip / (norm + 1e-6))
         return {
@@ -110,9 +113,7 @@ class Reference:
             for name, gradient in gradients.items()
         }
 
-    def muon(
-        self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
-    ) -> torch.Tensor:
+    def muon(self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The weight after a step; collective over tensor-parallel ranks. Each matrix of it is
         stepped by itself."""
         buffer = self.state.setdefault(name, torch.zeros_like(grad))
@@ -148,7 +149,8 @@ class Reference:
 
     def _direction(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         found = self.orthogonalize(matrix.to(self.dtype), self.coefficients)
-        slope, norm = math.prod(a for a, _, _ in self.coefficients), float(found.norm())
+        slope = math.prod(a for a, _, _ in self.coefficients)
+        norm = float(found.norm())
         gain = slope / norm if norm else 0.0  # without a gradient there is no update
         self.gains[name] = max(gain, self.gains.get(name, 0.0))
         return found
@@ -157,7 +159,8 @@ class Reference:
         self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
     ) -> torch.Tensor:
         if name not in self.state:
-            held, decay = weight.clone().requires_grad_(), self.decay if weight.dim() > 1 else 0.0
+            held = weight.clone().requires_grad_()
+            decay = self.decay if weight.dim() > 1 else 0.0
             adam = torch.optim.AdamW([held], self.lr, (0.9, 0.999), self.eps, decay)
             self.state[name] = held, adam
         held, adam = self.state[name]

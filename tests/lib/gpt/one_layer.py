@@ -22,11 +22,13 @@ def data(number: int = 0) -> list[torch.Tensor]:
 
 
 def wrapped(
-    strategy: str = "optim_grads_params", case: Case = CASE,
+    strategy: str = "optim_grads_params",
+    case: Case = CASE,
     change: Callable[[Any], Any] = lambda model: None,
-    ddp: Mapping[str, Any] = MappingProxyType({}), units: list[type[nn.Module]] | None = None,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    units: list[type[nn.Module]] | None = None,
     **options: Any,
-) -> FullyShardedDataParallel:  # fmt: skip
+) -> FullyShardedDataParallel:
     """The model, wrapped without an optimizer. `change` edits it before, `ddp` the DDP config."""
     model = build_model(case, DEVICE)
     change(model)

@@ -32,7 +32,9 @@ from tests.lib.matrix.cover import Space, covering_array
 from tests.lib.matrix.table import Rule
 from tests.lib.plain.plain import Block, device, net, tokens
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32 = torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
 UNIT = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
 
 
@@ -73,7 +75,8 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "world": (1, 2, 4),
 }
 NARROW = Rule(
-    "main weights", "they cannot hold what the parameters do, which is refused",
+    "main weights",
+    "they cannot hold what the parameters do, which is refused",
     lambda params, main_params: (
         main_params is not None and torch.promote_types(main_params, params) != main_params
     ),
@@ -105,7 +108,9 @@ OVER_TWO_AXES = [
 def build(cell: Cell) -> Any:
     sizes = (cell.outer, cell.world // cell.outer)
     names = ("outer", "shard")
-    mesh = init_device_mesh(device().type, sizes, mesh_dim_names=names) if cell.outer > 1 else None
+    mesh = None
+    if cell.outer > 1:
+        mesh = init_device_mesh(device().type, sizes, mesh_dim_names=names)
     return fully_shard_model(
         net(cell.params),
         mesh,
@@ -144,7 +149,8 @@ def exact_gradients(
 
 def allowed_relative(cell: Cell) -> float:
     """Of an element's mean absolute gradient; see the module's text."""
-    grads, comm = UNIT[cell.policy.grads_dtype], UNIT[cell.policy.comm_dtype]
+    grads = UNIT[cell.policy.grads_dtype]
+    comm = UNIT[cell.policy.comm_dtype]
     inner = cell.world // cell.outer
     over_ranks = gamma(inner, comm)
     if cell.fp32_accumulation:
@@ -159,7 +165,8 @@ def check_gradients(model: Any, cell: Cell, exact: Any, absolute: Any) -> float:
     named = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
     worst = 0.0
     for name, grad in full_all(named).items():
-        expected, size = exact[name].view(grad.shape), absolute[name].view(grad.shape) + 1e-37
+        expected = exact[name].view(grad.shape)
+        size = absolute[name].view(grad.shape) + 1e-37
         error = ((grad.double() - expected).abs() / size).max().item()
         assert error <= allowed_relative(cell), (
             f"{cell}: gradient of {name} is off by {error:.3e} of its mean absolute value; "
@@ -177,7 +184,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def check_update(model: Any, optimizer: Any, cell: Cell) -> None:
     """The step on shards is the step on whole tensors, bit for bit."""
     named = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
-    grads, whole = full_all(named), full_params(model)
+    grads = full_all(named)
+    whole = full_params(model)
     plain = {name: nn.Parameter(value.clone().to(device())) for name, value in whole.items()}
     for name, param in plain.items():
         param.grad = grads[name].to(device(), param.dtype)

@@ -141,7 +141,8 @@ class GatheringAttention(torch.nn.Module):
         **unused_too: Any,
     ) -> torch.Tensor:
         """(seq / cp, batch, heads, d) three times -> (seq / cp, batch, heads * d)."""
-        length, size = query.size(0), self.group.size()
+        length = query.size(0)
+        size = self.group.size()
         places = [_zigzag_positions(length * size, size, rank) for rank in range(size)]
         key, value = (
             gather_from_sequence_parallel_region(x, group=self.group) for x in (key, value)
@@ -299,8 +300,9 @@ class TopologyTrainer:
         if self.strategy is None:
             return {
                 name: param.main_grad.detach().clone()
-                for name, param in self.named_parameters() if param.requires_grad
-            }  # fmt: skip
+                for name, param in self.named_parameters()
+                if param.requires_grad
+            }
         return full_values(
             [(name, pair) for name, pair in self._pairs() if pair.sharded.requires_grad],
             lambda pair: local_of(pair.sharded.grad),
@@ -332,9 +334,9 @@ class TopologyTrainer:
 
 
 def global_name(trainer: TopologyTrainer, name: str) -> str:
-    """The name in the unsplit model of a parameter whose name begins with the number of its chunk.
-    """
-    topology, (number, _, local) = trainer.topology, name.partition(".")
+    """The name in the unsplit model of a parameter; `name` begins with the number of its chunk."""
+    topology = trainer.topology
+    (number, _, local) = name.partition(".")
     words = local.split(".")
     if local.startswith("decoder.layers."):
         vp_stage = int(number) if topology.vpp else None

@@ -177,9 +177,15 @@ class Variant:
             ddp = {"num_distributed_optimizer_instances": self.instances, **ddp}
         if self.topology:
             return build_topology_trainer(
-                self.topology, case, strategy, self.change, ddp if ours else {}, self.fields,
-                self.optimizer, **wrapper,
-            )  # fmt: skip
+                self.topology,
+                case,
+                strategy,
+                self.change,
+                ddp if ours else {},
+                self.fields,
+                self.optimizer,
+                **wrapper,
+            )
         case = case if ours else case.but(overlap=False)
         model = self.build(case, device)
         self.change(model)
@@ -197,9 +203,7 @@ def marked(rows: tuple[Variant, ...]) -> list[Any]:
             n for n in row.needs if n not in known and not ("." in n and find_spec(n))
         )
         marks = [pytest.mark.skipif(bool(lacks), reason=f"this megatron-core has no {lacks}")]
-        found.append(
-            pytest.param(row, id=row.name, marks=marks + [pytest.mark.full] * row.full)
-        )
+        found.append(pytest.param(row, id=row.name, marks=marks + [pytest.mark.full] * row.full))
     return found
 
 
@@ -259,7 +263,8 @@ def problems(row: Variant, rank: int, seed: int) -> list[tuple[str, str]]:
 
 
 def _problems(row: Variant, rank: int, seed: int) -> Iterator[tuple[str, str]]:
-    plain, of = row.plain, row.reference.get("strategy")
+    plain = row.plain
+    of = row.reference.get("strategy")
     for strategies in [(one,) for one in row.strategies] if of == "own" else [row.strategies]:
         theirs = strategies[0] if of == "own" else of
         device = plain.start()
@@ -277,7 +282,10 @@ def _problems(row: Variant, rank: int, seed: int) -> Iterator[tuple[str, str]]:
 def _step_problems(
     row: Variant, reference: AnyTrainer, ours: Mapping[str, AnyTrainer], number: int, rank: int
 ) -> Iterator[tuple[str, str]]:
-    how = COMPARE[row.compare] if isinstance(row.compare, str) else row.compare
+    if isinstance(row.compare, str):
+        how = COMPARE[row.compare]
+    else:
+        how = row.compare
     row.plain.start()
     weights = reference.params() if how.each_step else {}
     expected = row.drive(reference, number, rank)

@@ -89,7 +89,8 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
     least = used_bytes()
     for name, check in checks.items():
         started = time.monotonic()
-        error, value = None, None
+        error = None
+        value = None
         if rank == 0:
             _write(path, begun=name)
         if stacks is not None:
@@ -131,9 +132,12 @@ class Outcomes:
         needs: tuple[str, ...] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.needs, self.environment = needs, environment
-        self.checks, self.timeout_s = checks, timeout_s * PATIENCE
-        self.world, self.backend = world, backend
+        self.needs = needs
+        self.environment = environment
+        self.checks = checks
+        self.timeout_s = timeout_s * PATIENCE
+        self.world = world
+        self.backend = backend
         self._lines: dict[str, Any] = {}
         self._changed = threading.Condition()
         self._runner: threading.Thread | None = None
@@ -171,9 +175,13 @@ class Outcomes:
                     for name, value in self.environment.items():
                         patch.setenv(name, value)
                     run_ranks(
-                        _run_all, self.world, checks, str(path),
-                        timeout=limit_s, backend=self.backend,
-                    )  # fmt: skip
+                        _run_all,
+                        self.world,
+                        checks,
+                        str(path),
+                        timeout=limit_s,
+                        backend=self.backend,
+                    )
                 fault = "its processes ended"
             except AssertionError as error:
                 fault = str(error)
@@ -186,7 +194,8 @@ class Outcomes:
         """Notes every line as it comes, until `over`, and what is there then."""
         raised: dict[str, tuple[float, str]] = {}
         with path.open() as file:
-            rest, last = "", False
+            rest = ""
+            last = False
             while not last:
                 last = over.wait(0.1)
                 self._end_behind(raised)

@@ -15,12 +15,18 @@ from typing import Any
 
 import pytest
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PASSED = "passed"
+FAILED = "failed"
+SKIPPED = "skipped"
 LONGEST = 300
 """Characters of a reason."""
 LACKS_MEMORY = (
-    "out of memory", "OutOfMemory", "CUDA calloc", "ALLOC_FAILED", "cudaErrorMemoryAllocation",
-)  # fmt: skip
+    "out of memory",
+    "OutOfMemory",
+    "CUDA calloc",
+    "ALLOC_FAILED",
+    "cudaErrorMemoryAllocation",
+)
 """What torch, NCCL and cuBLAS say where the device has no memory left."""
 
 
@@ -62,7 +68,8 @@ def reason(report: Any) -> str:
 
 class Journal:
     def __init__(self, path: Path, failures: Path) -> None:
-        self.path, self.failures = path, failures
+        self.path = path
+        self.failures = failures
         self.seconds: dict[str, float] = {}
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -89,9 +96,13 @@ class Journal:
         if text:
             append(self.failures, f"{'=' * 30} {name}\n{text}\n")
         note(
-            self.path, test=name, outcome=report.outcome, seconds=round(seconds, 1), why=why,
+            self.path,
+            test=name,
+            outcome=report.outcome,
+            seconds=round(seconds, 1),
+            why=why,
             lacked_memory=any(words in text for words in LACKS_MEMORY),
-        )  # fmt: skip
+        )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,6 +111,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path, failures = config.getoption("--journal"), config.getoption("--failures")
+    path = config.getoption("--journal")
+    failures = config.getoption("--failures")
     if path is not None:
         config.pluginmanager.register(Journal(path, failures or path.with_suffix(".failures")))

@@ -32,7 +32,8 @@ Fields = Mapping[str, Any]
 """Fields of a config and their values."""
 Change = Callable[[torch.nn.Module], None]
 NONE: Fields = MappingProxyType({})
-ZERO_1, ZERO_3 = "optim", "optim_grads_params"
+ZERO_1 = "optim"
+ZERO_3 = "optim_grads_params"
 COPY_ENGINES = {"fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True}
 SLOTS = {"fsdp_double_buffer": True}
 
@@ -51,9 +52,14 @@ def local_run(trainer: Trainer, rank: int, steps: int, device: torch.device) -> 
 
 
 def run_of(
-    case: Case, strategy: str | None, rank: int, steps: int, ddp: Fields = NONE,
-    run: Callable[..., list[Step]] = free_run, look: Callable[[Trainer], Any] = id,
-) -> tuple[list[Step], Any]:  # fmt: skip
+    case: Case,
+    strategy: str | None,
+    rank: int,
+    steps: int,
+    ddp: Fields = NONE,
+    run: Callable[..., list[Step]] = free_run,
+    look: Callable[[Trainer], Any] = id,
+) -> tuple[list[Step], Any]:
     """The steps of a new trainer, which is gone then, and what `look` saw of it behind them."""
     device = init_megatron()
     trainer = build_trainer(case, strategy, device, ddp=ddp)
@@ -105,8 +111,13 @@ def fp8(recipe: str, **fields: Any) -> dict[str, Any]:
 
 
 def te_trainer(
-    case: Case, strategy: str | None, device: torch.device, fields: Fields,
-    change: Change = lambda model: None, ddp: Fields = NONE, **seeding: Any,
+    case: Case,
+    strategy: str | None,
+    device: torch.device,
+    fields: Fields,
+    change: Change = lambda model: None,
+    ddp: Fields = NONE,
+    **seeding: Any,
 ) -> Trainer:
     """A GPT of Transformer Engine's layers as they initialize themselves, whose weights are
     quantized from the start where `fp8_param` of `fields`, the model's config, says so. `seeding`:
@@ -119,9 +130,16 @@ def te_trainer(
     experts = fields.get("num_moe_experts")
     spec = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=bool(experts))
     model = GPTModel(
-        config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
-        share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
+        config,
+        spec,
+        vocab_size=case.vocab,
+        max_sequence_length=case.seq,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type=case.positions,
     ).to(device)
     change(model)
-    quantized = {"fp8_param_gather": True} if fields.get("fp8_param") else {}
+    if fields.get("fp8_param"):
+        quantized = {"fp8_param_gather": True}
+    else:
+        quantized = {}
     return make_trainer(Float16Module(config, model), case, strategy, {**quantized, **ddp})

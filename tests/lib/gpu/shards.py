@@ -39,7 +39,8 @@ LIMITS: Mapping[str, float] = {"test_gpu_estimate": 400}
 ATTEMPTS = 2
 """How often a test is begun that does not end."""
 
-HUNG, UNREACHED = "hung", "not reached"
+HUNG = "hung"
+UNREACHED = "not reached"
 
 
 @dataclass
@@ -139,8 +140,10 @@ def _learn(known: Known, line: Mapping[str, Any]) -> None:
     if "begun" in line:
         known.outcome, known.attempts = None, known.attempts + 1
     elif "outcome" in line:
-        known.outcome, known.attempts = line["outcome"], 0
-        known.seconds, known.why = line["seconds"], line["why"]
+        known.outcome = line["outcome"]
+        known.attempts = 0
+        known.seconds = line["seconds"]
+        known.why = line["why"]
         known.lacked_memory = line.get("lacked_memory", False)
 
 
@@ -148,7 +151,8 @@ def _repeat_without_others(shard: Shard) -> None:
     """Failures for lack of memory beside other files say nothing of what is tested."""
     for name, known in shard.tests.items():
         if known.state == FAILED and known.lacked_memory:
-            shard.tests[name], shard.alone = Known(), True
+            shard.tests[name] = Known()
+            shard.alone = True
 
 
 def _forget(shard: Shard) -> None:
@@ -179,7 +183,8 @@ def next_of(left: list[Shard], running: list[Shard], jobs: int, memory_gib: floa
 
 def table(shards: Iterable[Shard]) -> str:
     """What became of everything: a row for each file, then what did not pass, and reasons."""
-    chosen, columns = list(shards), (PASSED, FAILED, HUNG, SKIPPED, UNREACHED)
+    chosen = list(shards)
+    columns = (PASSED, FAILED, HUNG, SKIPPED, UNREACHED)
     width = max(len(shard.name) for shard in chosen)
     lines = ["  ".join([" " * width, *(f"{name:>11}" for name in columns), "    seconds"])]
     total: Counter[str] = Counter()
@@ -205,6 +210,4 @@ def table(shards: Iterable[Shard]) -> str:
 
 def is_clean(shards: Iterable[Shard]) -> bool:
     """Whether nothing failed, hung, or was left out."""
-    return not any(
-        shard.counts()[state] for shard in shards for state in (FAILED, HUNG, UNREACHED)
-    )
+    return not any(shard.counts()[state] for shard in shards for state in (FAILED, HUNG, UNREACHED))

@@ -74,7 +74,8 @@ def provider_of(bridge: Any, tp: int = 1, ep: int = 1, pp: int = 1, **more: Any)
     for name, value in {**OPTIONS, **more}.items():
         if hasattr(provider, name):
             setattr(provider, name, value)
-    provider.tensor_model_parallel_size, provider.expert_model_parallel_size = tp, ep
+    provider.tensor_model_parallel_size = tp
+    provider.expert_model_parallel_size = ep
     provider.pipeline_model_parallel_size, provider.pipeline_dtype = pp, provider.params_dtype
     provider.finalize()
     provider.initialize_model_parallel(seed=0)
@@ -84,12 +85,16 @@ def provider_of(bridge: Any, tp: int = 1, ep: int = 1, pp: int = 1, **more: Any)
 def wrapped(provider: Any, strategy: str, **more: Any) -> list[Any]:
     return provider.provide_distributed_model(
         ddp_config=DistributedDataParallelConfig(
-            use_distributed_optimizer=True, use_megatron_fsdp=True,
+            use_distributed_optimizer=True,
+            use_megatron_fsdp=True,
             data_parallel_sharding_strategy=strategy,
         ),
-        use_megatron_fsdp=True, use_torch_fsdp2=False,
-        overlap_param_gather_with_optimizer_step=False, data_parallel_random_init=False, **more,
-    )  # fmt: skip
+        use_megatron_fsdp=True,
+        use_torch_fsdp2=False,
+        overlap_param_gather_with_optimizer_step=False,
+        data_parallel_random_init=False,
+        **more,
+    )
 
 
 @torch.no_grad()
@@ -127,8 +132,15 @@ GIVEN = {  # what Megatron-Bridge is given, by caller
 
 
 def check_conversion(
-    folder: Path, family: str, tp: int, ep: int, pp: int, strategies: tuple[str, ...] = STRATEGIES,
-    given: tuple[str, ...] = ("wrapper",), bound: float = 2e-5, **options: Any,
+    folder: Path,
+    family: str,
+    tp: int,
+    ep: int,
+    pp: int,
+    strategies: tuple[str, ...] = STRATEGIES,
+    given: tuple[str, ...] = ("wrapper",),
+    bound: float = 2e-5,
+    **options: Any,
 ) -> None:
     """Loads into models that have just computed, exports right after a forward pass."""
     reference = hf_model(family, folder)
@@ -160,8 +172,17 @@ def check_export(bridge: Any, models: list[Any], state: dict[str, torch.Tensor])
 
 def check_low_precision(folder: Path) -> None:
     """Compute weights in bf16: exported as such, or all of the main weights if that is asked."""
-    check_conversion(folder, "low", 1, 1, 1, ("optim_grads_params", "optim"), bound=0.5, bf16=True,
-                     params_dtype=torch.bfloat16)  # fmt: skip
+    check_conversion(
+        folder,
+        "low",
+        1,
+        1,
+        1,
+        ("optim_grads_params", "optim"),
+        bound=0.5,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     parallel_state.destroy_model_parallel()
     [model] = wrapped(

@@ -1,6 +1,6 @@
 """Fine-tunes a recipe of Megatron-Bridge with adapters (LoRA): as scripts/pretrain_bridge.py, and
 
-    --ddp       with Megatron's own DDP instead
+--ddp       with Megatron's own DDP instead
 """
 
 from __future__ import annotations

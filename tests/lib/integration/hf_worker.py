@@ -24,7 +24,8 @@ from tokenizers import Tokenizer, models
 
 from megatron_fsdp_adapter import leave_fsdp2, use_as_fsdp2
 
-VOCAB, LAYER = 101, "LlamaDecoderLayer"
+VOCAB = 101
+LAYER = "LlamaDecoderLayer"
 # Of data sets in memory: hashes, which dill cannot make with every pyarrow, name files in caches.
 fingerprint.Hasher.hash = classmethod(lambda cls, value: "0" * 16)
 _initialize = state.AcceleratorState.__init__
@@ -36,7 +37,8 @@ def _on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
     _initialize(self, *args, **kwargs)
     plugin = kwargs.get("fsdp_plugin")
     if is_first and plugin is not None:
-        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = plugin
         state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         if self._mixed_precision != "no":
             plugin.set_mixed_precision(self._mixed_precision)
@@ -47,11 +49,18 @@ state.AcceleratorState.__init__ = _on_cpu
 
 def llama(case: str) -> Any:
     torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=56, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings="tied" in case,
-    ))  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=56,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings="tied" in case,
+        )
+    )
     if "ram" in case and dist.get_rank():
         for param in model.parameters():
             param.data.fill_(float("nan"))  # the other ranks' values are not read
@@ -60,8 +69,11 @@ def llama(case: str) -> Any:
 
 def lora() -> Any:
     return peft.LoraConfig(
-        r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False,
-    )  # fmt: skip
+        r=4,
+        target_modules=["q_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -76,15 +88,19 @@ Run = tuple[list[Any], list[Any], dict[str, torch.Tensor]]
 def loop(case: str, folder: Path) -> Run:
     """accelerate: accumulates, clips, saves and loads."""
     plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[LAYER], cpu_ram_efficient_loading="ram" in case,
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[LAYER],
+        cpu_ram_efficient_loading="ram" in case,
         state_dict_type="FULL_STATE_DICT" if "full" in case else "SHARDED_STATE_DICT",
         activation_checkpointing="recomputed" in case,
-    )  # fmt: skip
+    )
     run = accelerate.Accelerator(
-        cpu=True, mixed_precision="bf16" if "bf16" in case else "no", fsdp_plugin=plugin,
+        cpu=True,
+        mixed_precision="bf16" if "bf16" in case else "no",
+        fsdp_plugin=plugin,
         gradient_accumulation_steps=2 if "accumulates" in case else 1,
-    )  # fmt: skip
+    )
     model = llama(case)
     if "lora" in case:
         model = peft.get_peft_model(model, lora())
@@ -138,7 +154,8 @@ def trainer(case: str, folder: Path) -> Run:
                 "state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": "ram" in case,
             },
         }  # fmt: skip
-        logged, data = Logged(), samples()
+        logged = Logged()
+        data = samples()
         if "SFT" not in case:
             args = transformers.TrainingArguments(**options)
             return transformers.Trainer(
@@ -147,10 +164,14 @@ def trainer(case: str, folder: Path) -> Run:
         rows = Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in data])
         torch.manual_seed(3)
         return trl.SFTTrainer(
-            llama(case), args=trl.SFTConfig(**options, max_length=16), train_dataset=rows,
-            eval_dataset=rows.select(range(8)), processing_class=_tokenizer(), callbacks=[logged],
+            llama(case),
+            args=trl.SFTConfig(**options, max_length=16),
+            train_dataset=rows,
+            eval_dataset=rows.select(range(8)),
+            processing_class=_tokenizer(),
+            callbacks=[logged],
             peft_config=lora() if "lora" in case else None,
-        ), logged  # fmt: skip
+        ), logged
 
     first, logged = made()
     first.train()
@@ -164,7 +185,7 @@ def trainer(case: str, folder: Path) -> Run:
     assert generated.shape == (1, 8)
     resumed = list(again.found)
     second.train()  # prepares the same model and optimizer again
-    more = again.found[len(resumed):]
+    more = again.found[len(resumed) :]
     half = len(logged.found) // 2
     return logged.found[half:] + more, resumed + more, weights
 
@@ -178,10 +199,15 @@ def _tokenizer() -> Any:
 
 
 CASES: dict[str, Callable[[str, Path], Run]] = {
-    "loop": loop, "loop, bf16, accumulates, ram, full": loop, "loop, tied, recomputed": loop,
-    "loop, lora, bf16": loop, "Trainer, ram, bf16": trainer, "Trainer, accumulates, tied": trainer,
-    "SFT": trainer, "SFT, lora, bf16": trainer,
-}  # fmt: skip
+    "loop": loop,
+    "loop, bf16, accumulates, ram, full": loop,
+    "loop, tied, recomputed": loop,
+    "loop, lora, bf16": loop,
+    "Trainer, ram, bf16": trainer,
+    "Trainer, accumulates, tied": trainer,
+    "SFT": trainer,
+    "SFT, lora, bf16": trainer,
+}
 
 
 def _reset() -> None:

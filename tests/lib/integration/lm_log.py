@@ -52,8 +52,12 @@ def differences(
     found = {key for key in second if key[0] >= start}
     lines = [f"iteration {n}: {what} only in one log" for n, what in sorted(wanted ^ found)]
     for key in sorted(wanted & found):
-        one, other = first[key], second[key]
-        allowed = _unit(one) * last_digit if tolerance is None else abs(float(one)) * tolerance
+        one = first[key]
+        other = second[key]
+        if tolerance is None:
+            allowed = _unit(one) * last_digit
+        else:
+            allowed = abs(float(one)) * tolerance
         if one != other and not abs(float(one) - float(other)) <= 1.001 * allowed:
             lines.append(f"iteration {key[0]}: {key[1]} {one} and {other}")
     return lines
@@ -76,10 +80,15 @@ def main(argv: list[str]) -> int:
     found = differences(first, second, args.tolerance, args.from_iteration)
     compared = [key for key in first.keys() & second.keys() if key[0] >= args.from_iteration]
     same = sum(first[key] == second[key] for key in compared)
-    how = "every printed digit" if args.tolerance is None else f"{args.tolerance:g} relative"
+    if args.tolerance is None:
+        how = "every printed digit"
+    else:
+        how = f"{args.tolerance:g} relative"
     verdict = "FAILED" if found or not compared else "equal"
-    print(f"{verdict}: {args.first.stem} and {args.second.stem}, {len(compared)} values, {same} of "
-          f"them in every digit; wanted: {how}")
+    print(
+        f"{verdict}: {args.first.stem} and {args.second.stem}, {len(compared)} values, {same} of "
+        f"them in every digit; wanted: {how}"
+    )
     for line in found[:20]:
         print(f"  {line}")
     return int(verdict == "FAILED")

@@ -60,11 +60,16 @@ class Run:
 
 def environment_of_ranks() -> dict[str, str]:
     """Of a rank, without its place."""
-    mine = {name: value for name, value in os.environ.items()
-            if name != "CUDA_DEVICE_MAX_CONNECTIONS"}  # fmt: skip
+    mine = {
+        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
+    }
     path = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    return {**mine, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-            "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
+    return {
+        **mine,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
 
 
 @functools.cache
@@ -89,9 +94,7 @@ def end_servers() -> None:
     _servers().clear()
 
 
-def start(
-    harness: str, script: Path, arguments: list[str], world: int, log: Path
-) -> list[Rank]:
+def start(harness: str, script: Path, arguments: list[str], world: int, log: Path) -> list[Rank]:
     """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
     server = _server(harness, script.parent)
     meeting = contextlib.ExitStack()
@@ -146,14 +149,16 @@ def train(
         return finish(start("on_cpu.py", checkout / script, everything, world, log), log, timeout)
 
 
-def train_recipe(
-    script: Path, arguments: list[str], world: int = 2, timeout: float = 600.0
-) -> Run:
+def train_recipe(script: Path, arguments: list[str], world: int = 2, timeout: float = 600.0) -> Run:
     """Trains a recipe of Megatron-Bridge with `script`, tiny and on the CPU; it must not fail."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        recipe = ["--recipe", "llama32_1b_pretrain_config", "--config-file",
-                  str(HARNESSES / "bridge_cpu.yaml")]  # fmt: skip
+        recipe = [
+            "--recipe",
+            "llama32_1b_pretrain_config",
+            "--config-file",
+            str(HARNESSES / "bridge_cpu.yaml"),
+        ]
         everything = [*recipe, *arguments, f"dataset.path_to_cache={folder}/cache"]
         run = finish(start("bridge_on_cpu.py", script, everything, world, log), log, timeout)
     assert run.status == 0, run.end
@@ -163,7 +168,8 @@ def train_recipe(
 def run_worker(name: str, folder: Path, *cases: str) -> str:
     """The log of a worker of two ranks, with Megatron-Bridge, that has checked `cases`, one after
     the other."""
-    log, words = folder / "log", [str(folder), *cases]
+    log = folder / "log"
+    words = [str(folder), *cases]
     run = finish(start("bridge_on_cpu.py", HARNESSES / name, words, 2, log), log, 900.0)
     assert run.status == 0, run.end
     return run.log

@@ -67,11 +67,18 @@ CUDA_ANSWERS: dict[str, Any] = {
     "max_memory_reserved": _no_bytes,
     "device_memory_used": _no_bytes,
     "memory_stats": lambda *args: dict.fromkeys(
-        ("allocation.all.current", "allocated_bytes.all.current", "reserved_bytes.all.current",
-         "allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries"), 0
+        (
+            "allocation.all.current",
+            "allocated_bytes.all.current",
+            "reserved_bytes.all.current",
+            "allocated_bytes.all.peak",
+            "reserved_bytes.all.peak",
+            "num_alloc_retries",
+        ),
+        0,
     ),
     "reset_peak_memory_stats": lambda *args: None,
-}  # fmt: skip
+}
 
 
 def training_view() -> ModuleView:

@@ -53,7 +53,8 @@ def pytest_configure(config: Any) -> None:
 
 def _pretend_cuda() -> None:
     on_cpu.prepare_megatron_lm(Path(os.environ["MEGATRON_LM_PATH"]))
-    initialize, move = dist.init_process_group, torch.Tensor.to
+    initialize = dist.init_process_group
+    move = torch.Tensor.to
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         initialize("gloo", *args, **kwargs)

@@ -39,8 +39,10 @@ class Engine(transformer_impl.MegatronEngine):
     __abstractmethods__: frozenset[str] = frozenset()  # type: ignore[assignment]
 
     def __init__(self, bridge: Any, module: list[Any]) -> None:
-        self.bridge, self.module = bridge, module
-        self.vanilla_bridge, self.peft_cls = False, None
+        self.bridge = bridge
+        self.module = module
+        self.vanilla_bridge = False
+        self.peft_cls = None
 
 
 def build(bridge: Any, family: str, strategy: str, sizes: Iterable[int], instances: int) -> Any:
@@ -49,9 +51,13 @@ def build(bridge: Any, family: str, strategy: str, sizes: Iterable[int], instanc
     provider = provider_of(bridge, tp, ep, pp, num_distributed_optimizer_instances=instances)
     options = {"data_parallel_sharding_strategy": strategy}
     [model], _ = verl_utils.make_megatron_module(
-        verl_utils.McoreModuleWrapperConfig(use_megatron_fsdp=True), None, CONFIGS[family],
-        bridge=bridge, provider=provider, override_ddp_config=options,
-    )  # fmt: skip
+        verl_utils.McoreModuleWrapperConfig(use_megatron_fsdp=True),
+        None,
+        CONFIGS[family],
+        bridge=bridge,
+        provider=provider,
+        override_ddp_config=options,
+    )
     assert type(model).__module__.startswith("megatron_fsdp_adapter."), type(model)
     assert verl_utils.unwrap_model(model) is verl_utils.unwrap_model([model])[0]
     assert not hasattr(verl_utils.unwrap_model(model), "module")
@@ -96,11 +102,13 @@ def apply(found: Weights, entries: Iterable[Any]) -> int:
 
 def check_export(bridge: Any, model: Any) -> int:
     """What changed, on top of what was, is what a whole export gives."""
-    engine, snapshots = Engine(bridge, [model]), {}
+    engine = Engine(bridge, [model])
+    snapshots = {}
     shards, _ = engine.get_per_tensor_param_shard()
     prime_delta_snapshots(shards, snapshots, False)
     engine._delta_shard_snap = snapshots
-    rollout, written = whole(bridge, model), 0
+    rollout = whole(bridge, model)
+    written = 0
     for every in (3, 1):
         change(model, every)
         entries, _ = engine.get_per_tensor_param_delta_shard()

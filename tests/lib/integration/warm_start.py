@@ -32,9 +32,13 @@ class Server:
         answers, to_answer = os.pipe()
         self._answers = os.fdopen(answers)
         self._process = subprocess.Popen(
-            command, env={**environment, ANSWERS: str(to_answer)}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(to_answer,),
-        )  # fmt: skip
+            command,
+            env={**environment, ANSWERS: str(to_answer)},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(to_answer,),
+        )
         os.close(to_answer)
 
     def ask(self, **request: Any) -> int | None:
@@ -47,7 +51,6 @@ class Server:
             raise RuntimeError(f"{self._process.args} ended: {self._process.wait()}")
         return json.loads(answer)
 
-
     def end(self) -> None:
         """Ends the harness, as nothing can ask it any more."""
         assert self._process.stdin is not None
@@ -59,10 +62,16 @@ class Rank:
     """A forked process, as `subprocess.Popen` has it. meeting: what has to live as long as it."""
 
     def __init__(
-        self, server: Server, argv: list[str], environment: dict[str, str], log: Path,
+        self,
+        server: Server,
+        argv: list[str],
+        environment: dict[str, str],
+        log: Path,
         meeting: object,
     ) -> None:
-        self._server, self._status, self._meeting = server, None, meeting
+        self._server = server
+        self._status = None
+        self._meeting = meeting
         self.pid = server.ask(start=argv, environment=environment, log=str(log))
 
     def poll(self) -> int | None:

@@ -115,9 +115,12 @@ def scatter(layout: GroupLayout, items: list[np.ndarray]) -> list[np.ndarray]:
 def in_shard(layout: GroupLayout, index: int, rank: int) -> FlatRange:
     """Where the piece of item `index` that `rank` holds is in its flat shard buffer; empty if it
     holds none."""
-    piece, item = layout.shard_range(index, rank), layout.item_range(index)
+    piece = layout.shard_range(index, rank)
+    item = layout.item_range(index)
     full, own = layout.segment_shards(rank)[layout.placements[index].segment]
-    return piece if piece.empty else piece.shift(item.start - full.start + own.start)
+    if piece.empty:
+        return piece
+    return piece.shift(item.start - full.start + own.start)
 
 
 def gpt_layer(hidden: int, ffn: int, heads: int, groups: int, head_dim: int = 128) -> list[Shape]:

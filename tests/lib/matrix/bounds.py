@@ -47,11 +47,14 @@ from tests.lib.gpt.exact import U_BFLOAT16, U_FLOAT32, gamma
 
 from .table import WITH_EXPERTS, Cell, has_fp8_weights
 
-U_FLOAT16, U_E5M2 = 2.0**-11, 2.0**-3
+U_FLOAT16 = 2.0**-11
+U_E5M2 = 2.0**-3
 COMPUTE = {"fp32": U_FLOAT32, "bf16": U_BFLOAT16, "fp16": U_FLOAT16}
 """Unit roundoff of the compute dtype; FP8 has bf16 beside it."""
 
-CANCELLATION, KERNEL, GROWTH = 8, 2, 3
+CANCELLATION = 8
+KERNEL = 2
+GROWTH = 3
 FP8_NORM = 1e-2
 PEAK = 4
 """Largest error of an element, relative to the largest element, in units of the tensor's bound."""
@@ -94,12 +97,16 @@ class Bounds:
 
 
 def bounds_of(cell: Cell) -> Bounds:
-    ranks, microbatches = int(cell["ranks"]), int(cell["microbatches"])
+    ranks = int(cell["ranks"])
+    microbatches = int(cell["microbatches"])
     fp8 = str(cell["precision"]).startswith("fp8")
     compute = COMPUTE.get(str(cell["precision"]), U_BFLOAT16)
     kernel = gamma(KERNEL, compute) if cell["target"] == "gpu" else 0.0
     sums = CANCELLATION * gamma(ranks * microbatches + 2, U_FLOAT32)
-    wire = gamma(1 + ranks, U_BFLOAT16) if cell["wire"] == "bf16" else 0.0
+    if cell["wire"] == "bf16":
+        wire = gamma(1 + ranks, U_BFLOAT16)
+    else:
+        wire = 0.0
     # Autograd adds two graphs' gradients of a tied weight up in bf16; stock DDP takes each away.
     two_graphs = cell["ep_overlap"] == "on" and cell["trained"] == "tied"
     gradient = sums + kernel + wire + (2 * compute if two_graphs else 0.0)

@@ -59,11 +59,11 @@ class Space:
         if any(rule.breaks(cell) for rule in self.rules):
             return None
         found = self._extend(cell, [name for name in self._order if name not in cell])
-        return None if isinstance(found, set) else {name: found[name] for name in self.dimensions}
+        if isinstance(found, set):
+            return None
+        return {name: found[name] for name in self.dimensions}
 
-    def _extend(
-        self, cell: dict[str, Value], names: list[str]
-    ) -> dict[str, Value] | set[str]:
+    def _extend(self, cell: dict[str, Value], names: list[str]) -> dict[str, Value] | set[str]:
         """The cell with all of `names`, or, if there is none, dimensions that it has already and
         whose values alone exclude it: where the last one is not among them, its other values need
         not be tried."""
@@ -97,10 +97,7 @@ class Space:
 
 def covered(cells: Iterable[Cell], space: Space) -> set[Pair]:
     """The pairs that occur in some cells."""
-    return {
-        (a, cell[a], b, cell[b])
-        for cell in cells for a, b in combinations(space.free, 2)
-    }  # fmt: skip
+    return {(a, cell[a], b, cell[b]) for cell in cells for a, b in combinations(space.free, 2)}
 
 
 def covering_array(space: Space, begin: Iterable[Cell] = ()) -> list[dict[str, Value]]:

@@ -74,7 +74,10 @@ two tensor-parallel ranks split."""
 
 def width_of(cell: Cell, width: str) -> Width:
     """The sizes of a cell's model."""
-    more = BLOCKWISE.get(width, {}) if recipe_of(cell["precision"]) == "blockwise" else {}
+    if recipe_of(cell["precision"]) == "blockwise":
+        more = BLOCKWISE.get(width, {})
+    else:
+        more = {}
     return replace(WIDTHS[width], **more)
 
 
@@ -83,11 +86,18 @@ def topology_of(cell: Cell) -> Topology:
     # gloo cannot gather pieces of unequal sizes, which alltoall does over expert-tensor groups.
     dispatcher = "allgather" if cell["etp"] != 1 else "alltoall"
     return Topology(
-        "of the cell", tp=cell["tp"], cp=cell["cp"], pp=cell["pp"],
-        vpp=cell["vpp"] if cell["vpp"] != 1 else None, ep=cell["ep"],
-        etp=cell["etp"] if moe else None, sp=cell["sp"] == "on", experts=4 if moe else None,
-        dispatcher=dispatcher, aligned=cell["vpp"] != 1,
-    )  # type: ignore[arg-type]  # fmt: skip
+        "of the cell",
+        tp=cell["tp"],
+        cp=cell["cp"],
+        pp=cell["pp"],
+        vpp=cell["vpp"] if cell["vpp"] != 1 else None,
+        ep=cell["ep"],
+        etp=cell["etp"] if moe else None,
+        sp=cell["sp"] == "on",
+        experts=4 if moe else None,
+        dispatcher=dispatcher,
+        aligned=cell["vpp"] != 1,
+    )  # type: ignore[arg-type]
 
 
 def case_of(cell: Cell, width: str) -> Case:
@@ -98,13 +108,17 @@ def case_of(cell: Cell, width: str) -> Case:
     chunks: int = cell["pp"] * cell["vpp"]  # type: ignore[assignment, operator]
     return Case(
         num_layers=max(2, chunks) if cell["joined"] == "default" else max(3, 2 * chunks),
-        microbatches=cell["microbatches"], tied=cell["trained"] == "tied",
-        swiglu=on_gpu, bias=bias,
+        microbatches=cell["microbatches"],
+        tied=cell["trained"] == "tied",
+        swiglu=on_gpu,
+        bias=bias,
         bf16=cell["precision"] == "bf16" or str(cell["precision"]).startswith("fp8"),
-        fp16=cell["precision"] == "fp16", fused=cell["fusion"] == "on",
-        overlap=cell["overlap"] == "on", adam_eps=WIDTHS[width].adam_eps,
+        fp16=cell["precision"] == "fp16",
+        fused=cell["fusion"] == "on",
+        overlap=cell["overlap"] == "on",
+        adam_eps=WIDTHS[width].adam_eps,
         **width_of(cell, width).sizes,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
 
 
 # The config.
@@ -133,9 +147,12 @@ def _latent(cell: Cell, width: str) -> dict[str, Any]:
 
 def _precision(cell: Cell, case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "bf16": case.bf16, "fp16": case.fp16, "params_dtype": case.dtype,
-        "pipeline_dtype": case.dtype, "gradient_accumulation_fusion": case.fused,
-    }  # fmt: skip
+        "bf16": case.bf16,
+        "fp16": case.fp16,
+        "params_dtype": case.dtype,
+        "pipeline_dtype": case.dtype,
+        "gradient_accumulation_fusion": case.fused,
+    }
     if str(cell["precision"]).startswith("fp8"):
         found |= {
             "fp8": "hybrid", "fp8_recipe": recipe_of(cell["precision"]),
@@ -146,12 +163,14 @@ def _precision(cell: Cell, case: Case) -> dict[str, Any]:
 
 
 def config_of(cell: Cell, width: str) -> TransformerConfig:
-    case, topology = case_of(cell, width), topology_of(cell)
+    case = case_of(cell, width)
+    topology = topology_of(cell)
     more: dict[str, Any] = {}
     if cell["graph"] == "on":
         more = {
-            "cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration],
-        }  # fmt: skip
+            "cuda_graph_impl": "local",
+            "cuda_graph_scope": [CudaGraphScope.full_iteration],
+        }
     if cell["ep_overlap"] == "on":
         more["overlap_moe_expert_parallel_comm"] = True
     if topology.experts:
@@ -169,7 +188,8 @@ def config_of(cell: Cell, width: str) -> TransformerConfig:
         **more,
     )
     if cell["target"] == "gpu" and cell["graph"] == "layers":
-        config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 1
+        config.cuda_graph_impl = "local"
+        config.cuda_graph_warmup_steps = 1
         newer = hasattr(config, "cuda_graph_modules")
         setattr(config, "cuda_graph_modules" if newer else "cuda_graph_scope", [])
     return config
@@ -182,13 +202,15 @@ def _layer(cell: Cell, with_experts: bool) -> ModuleSpec:
     """Every second layer of a model with experts has them."""
     kind = cell["layers"]
     options = {
-        "num_experts": 4 if with_experts else None, "moe_grouped_gemm": kind == "te_grouped",
+        "num_experts": 4 if with_experts else None,
+        "moe_grouped_gemm": kind == "te_grouped",
         "multi_latent_attention": kind == "mla",
-    }  # fmt: skip
+    }
     if uses_te(cell["target"], kind):
         return get_gpt_layer_with_transformer_engine_spec(**options)
     spec = get_gpt_layer_local_spec(**options)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
+    spec.submodules.input_layernorm = TorchNorm
+    spec.submodules.pre_mlp_layernorm = TorchNorm
     if kind == "mla" or cell["cp"] != 1:
         spec.submodules.self_attention.submodules.core_attention = GatheringAttention
     return spec
@@ -291,7 +313,8 @@ def chunk_of(
 ) -> nn.Module:
     """A model chunk whose weights are the same on all ranks that hold the same parameters and
     different on all others; on the meta device without values."""
-    case, topology = case_of(cell, width), topology_of(cell)
+    case = case_of(cell, width)
+    topology = topology_of(cell)
     torch.manual_seed(case.seed)
     graph = cell["target"] == "gpu" and cell["graph"] != "off"
     model_parallel_cuda_manual_seed(

@@ -28,9 +28,11 @@ def muon_options(cell: Cell) -> dict[str, Any]:
     if cell["optimizer"] != "muon":
         return {}
     return {
-        "optimizer": "muon", "muon_num_ns_steps": 1, "muon_extra_scale_factor": FACTOR,
+        "optimizer": "muon",
+        "muon_num_ns_steps": 1,
+        "muon_extra_scale_factor": FACTOR,
         "muon_fp32_matmul_prec": "highest" if cell["precision"] == "fp32" else "medium",
-    }  # fmt: skip
+    }
 
 
 def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mapping[str, float]:
@@ -41,10 +43,14 @@ def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mappi
         return {}
     case = trainer.case
     reference = Reference(
-        trainer.chunks[0].config, case.lr, case.weight_decay, case.adam_eps, case.clip,
+        trainer.chunks[0].config,
+        case.lr,
+        case.weight_decay,
+        case.adam_eps,
+        case.clip,
         scale=lambda rows, columns: FACTOR * max(rows, columns) ** 0.5,
         coefficients=QUINTIC[:1],
-    )  # fmt: skip
+    )
     first = next(o.optimizer for o in optimizers_of(trainer.optimizer) if o.optimizer is not None)
     # By then core has clipped the gradients of all chained optimizers.
     first.register_step_pre_hook(
@@ -55,9 +61,10 @@ def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mappi
 
 def _matrices(trainer: TopologyTrainer) -> list[tuple[str, Any]]:
     return [
-        (name, param) for name, param in trainer.named_parameters()
+        (name, param)
+        for name, param in trainer.named_parameters()
         if param.requires_grad and is_muons(name, param)
-    ]  # fmt: skip
+    ]
 
 
 @torch.no_grad()

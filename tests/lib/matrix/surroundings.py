@@ -53,7 +53,8 @@ def check_export(trainer: TopologyTrainer) -> None:
     names = [name for name, _ in export_weights(trainer.chunks, dtype=torch.bfloat16)]
     assert len(names) == len(set(names)), sorted(n for n in names if names.count(n) > 1)
     exported = dict(export_weights(trainer.chunks, dtype=None, scope="stage"))
-    whole, sources = trainer.params(), [chunk.export_source() for chunk in trainer.chunks]
+    whole = trainer.params()
+    sources = [chunk.export_source() for chunk in trainer.chunks]
     for number, source in enumerate(sources):
         for pair in source.engine.pairs:
             described = source.describe(pair)

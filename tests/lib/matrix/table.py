@@ -24,8 +24,15 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "target": ("cpu", "gpu"),
     "strategy": tuple(reversed(STRATEGIES)),
     "precision": (
-        "fp32", "bf16", "fp16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise",
-        "fp8w_delayed", "fp8w_tensorwise", "fp8w_blockwise",
+        "fp32",
+        "bf16",
+        "fp16",
+        "fp8_delayed",
+        "fp8_tensorwise",
+        "fp8_blockwise",
+        "fp8w_delayed",
+        "fp8w_tensorwise",
+        "fp8w_blockwise",
     ),
     "fusion": ("off", "on"),
     "overlap": ("on", "off"),
@@ -160,23 +167,28 @@ RULES: tuple[Rule, ...] = (
         lambda target, buffers: target == "cpu" and buffers not in ("plain", "slots"),
     ),
     Rule(
-        "needs a GPU: graph", "there are no CUDA graphs on a CPU",
+        "needs a GPU: graph",
+        "there are no CUDA graphs on a CPU",
         lambda target, graph: target == "cpu" and graph == "on",
     ),
     Rule(
-        "needs Transformer Engine: layers", "its layers need a GPU",
+        "needs Transformer Engine: layers",
+        "its layers need a GPU",
         lambda target, layers: target == "cpu" and layers in ("te", "te_grouped"),
     ),
     Rule(
-        "needs Transformer Engine: FP8", "only Transformer Engine's layers compute in FP8",
+        "needs Transformer Engine: FP8",
+        "only Transformer Engine's layers compute in FP8",
         lambda target, precision, layers: _fp8(precision) and not uses_te(target, layers),
     ),
     Rule(
-        "needs ranks: model-parallel", "TP x CP x PP must divide the number of ranks",
+        "needs ranks: model-parallel",
+        "TP x CP x PP must divide the number of ranks",
         lambda tp, cp, pp, ranks: ranks % (tp * cp * pp) != 0,
     ),
     Rule(
-        "needs ranks: experts", "EP x ETP x PP must divide the number of ranks",
+        "needs ranks: experts",
+        "EP x ETP x PP must divide the number of ranks",
         lambda ep, etp, pp, ranks: ranks % (ep * etp * pp) != 0,
     ),
     Rule(
@@ -193,60 +205,63 @@ RULES: tuple[Rule, ...] = (
     ),
     # What this package refuses.
     Rule(
-        "refused: FP8 recipe", "`support.py` does not accept it",
-        lambda precision: (
-            _fp8(precision) and recipe_of(precision) not in FP8_RECIPES
-        ),
+        "refused: FP8 recipe",
+        "`support.py` does not accept it",
+        lambda precision: _fp8(precision) and recipe_of(precision) not in FP8_RECIPES,
     ),
     Rule(
-        "refused: copy engines without ZeRO-3", "weights that stay unsharded are gathered only "
-        "once a step",
+        "refused: copy engines without ZeRO-3",
+        "weights that stay unsharded are gathered only once a step",
         lambda buffers, strategy: (
             buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
         ),
     ),
     Rule(
-        "refused: nothing to keep", "weights and gradients are unsharded anyway",
+        "refused: nothing to keep",
+        "weights and gradients are unsharded anyway",
         lambda kept, strategy: kept != "nothing" and strategy in ("optim", "no_shard"),
     ),
     Rule(
-        "refused: a budget that is found beside fixed addresses", "units in fixed buffers share "
-        "memory; a graph is captured before a budget is found",
-        lambda kept, buffers, graph: (
-            kept == "found" and (buffers != "plain" or graph != "off")
-        ),
+        "refused: a budget that is found beside fixed addresses",
+        "units in fixed buffers share memory; a graph is captured before a budget is found",
+        lambda kept, buffers, graph: kept == "found" and (buffers != "plain" or graph != "off"),
     ),
     Rule(
-        "refused: ETP unlike TP without EP", "core marks such experts as dense",
+        "refused: ETP unlike TP without EP",
+        "core marks such experts as dense",
         lambda layers, tp, ep, etp: layers in WITH_EXPERTS and ep == 1 and etp != tp,
     ),
     Rule(
         "refused: fused GEMMs of another dtype",
         "Transformer Engine's GEMMs write float32 or the weights' dtype",
         lambda target, layers, fusion, wire, strategy, precision: (
-            fusion == "on" and wire == "bf16" and precision in ("fp32", "fp16")
-            and uses_te(target, layers) and STRATEGIES[str(strategy)].shard_grads
+            fusion == "on"
+            and wire == "bf16"
+            and precision in ("fp32", "fp16")
+            and uses_te(target, layers)
+            and STRATEGIES[str(strategy)].shard_grads
         ),
     ),
     Rule(
-        "refused: offload of the optimizer in a graph", "a replay does not run the host code of "
-        "the offload",
+        "refused: offload of the optimizer in a graph",
+        "a replay does not run the host code of the offload",
         lambda offload, graph: offload == "streamed" and graph == "on",
     ),
     Rule(
-        "refused: graphs of layers without slots", "a graph requires fixed addresses",
+        "refused: graphs of layers without slots",
+        "a graph requires fixed addresses",
         lambda graph, buffers: graph == "layers" and buffers in ("plain", "ce_gather"),
     ),
     Rule(
-        "refused: graphs of layers that add to gradients", "each captured backward overwrites its "
-        "bucket",
+        "refused: graphs of layers that add to gradients",
+        "each captured backward overwrites its bucket",
         lambda graph, strategy, kept: (
-            graph == "layers"
-            and (kept != "nothing" or not STRATEGIES[str(strategy)].shard_grads)
+            graph == "layers" and (kept != "nothing" or not STRATEGIES[str(strategy)].shard_grads)
         ),
     ),
     Rule(
-        "refused: graphs of layers that are recomputed", "backward runs recomputed layers "
+        "refused: graphs of layers that are recomputed",
+        "backward runs recomputed layers "
         "eagerly; core recomputes experts only in graphs of its own",
         lambda graph, recompute, layers: (
             graph == "layers"
@@ -254,147 +269,169 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "refused: graphs of layers and delayed scaling", "scales are updated only for modules "
-        "that are called, and a replay calls none",
+        "refused: graphs of layers and delayed scaling",
+        "scales are updated only for modules that are called, and a replay calls none",
         lambda graph, precision: graph == "layers" and recipe_of(precision) == "delayed",
     ),
     Rule(
-        "refused: graphs of layers and CP", "attention uses its own streams",
+        "refused: graphs of layers and CP",
+        "attention uses its own streams",
         lambda graph, cp: graph == "layers" and cp > 1,
     ),
     Rule(
-        "refused: graphs of layers and parts of layers", "core's schedule calls parts, a graph "
-        "captures whole layers",
+        "refused: graphs of layers and parts of layers",
+        "core's schedule calls parts, a graph captures whole layers",
         lambda graph, ep_overlap: graph == "layers" and ep_overlap == "on",
     ),
     Rule(
-        "refused: parts of layers in slots", "two passes would need the same slots for different "
-        "layers",
+        "refused: parts of layers in slots",
+        "two passes would need the same slots for different layers",
         lambda ep_overlap, buffers, strategy: (
-            ep_overlap == "on" and buffers in ("slots", "nccl_ub")
+            ep_overlap == "on"
+            and buffers in ("slots", "nccl_ub")
             and STRATEGIES[str(strategy)].shard_weights
         ),
     ),
     Rule(
-        "refused: joined layers in graphs of layers", "a graph captures one layer",
+        "refused: joined layers in graphs of layers",
+        "a graph captures one layer",
         lambda joined, graph: joined == "pairs" and graph == "layers",
     ),
     Rule(
-        "refused: joined layers and parts of layers", "they would stay unsharded during a pass",
+        "refused: joined layers and parts of layers",
+        "they would stay unsharded during a pass",
         lambda joined, ep_overlap: joined == "pairs" and ep_overlap == "on",
     ),
     Rule(
-        "refused: Muon in fp16", "megatron-core does not support it either",
+        "refused: Muon in fp16",
+        "megatron-core does not support it either",
         lambda optimizer, precision: optimizer == "muon" and precision == "fp16",
     ),
     Rule(
-        "refused: offload of Muon", "only Adam's state is streamed",
+        "refused: offload of Muon",
+        "only Adam's state is streamed",
         lambda optimizer, offload: optimizer == "muon" and offload == "streamed",
     ),
     # What has no meaning.
     Rule(
-        "no hooks in a graph", "saved-tensor hooks are Python",
+        "no hooks in a graph",
+        "saved-tensor hooks are Python",
         lambda offload, graph: offload == "activations" and graph != "off",
     ),
     Rule(
-        "no hooks around parts", "core's schedule does not call the model. Recompute in backward "
+        "no hooks around parts",
+        "core's schedule does not call the model. Recompute in backward "
         "then passes weights to the hooks",
         lambda offload, ep_overlap, recompute: (
             offload == "activations" and ep_overlap == "on" and recompute != "none"
         ),
     ),
     Rule(
-        "no parts", "only layers with experts have parts",
+        "no parts",
+        "only layers with experts have parts",
         lambda units, layers: units == "parts" and layers not in WITH_EXPERTS,
     ),
     Rule(
-        "no layers to join", "layers that contain units are not joined",
+        "no layers to join",
+        "layers that contain units are not joined",
         lambda joined, units: joined == "pairs" and units == "parts",
     ),
     Rule(
-        "no EP", "`ep_overlap` overlaps communication of expert-parallel ranks",
+        "no EP",
+        "`ep_overlap` overlaps communication of expert-parallel ranks",
         lambda ep_overlap, ep: ep_overlap == "on" and ep == 1,
     ),
     Rule(
-        "no experts", "EP and ETP are axes of experts",
+        "no experts",
+        "EP and ETP are axes of experts",
         lambda layers, ep, etp: layers not in WITH_EXPERTS and (ep > 1 or etp > 1),
     ),
     Rule(
-        "no TP", "SP splits activations over the ranks of TP",
+        "no TP",
+        "SP splits activations over the ranks of TP",
         lambda sp, tp: sp == "on" and tp == 1,
     ),
     Rule("no PP", "only pipelines have several model chunks", lambda vpp, pp: vpp > 1 and pp == 1),
     # What core cannot do with any wrapper.
     Rule(
-        "core: parts of layers in float32", "core's configuration requires a 16-bit dtype",
+        "core: parts of layers in float32",
+        "core's configuration requires a 16-bit dtype",
         lambda ep_overlap, precision: ep_overlap == "on" and precision == "fp32",
     ),
     Rule(
-        "core: parts of layers and recompute", "core's configuration excludes full recompute, and "
-        "in 0.19 also recompute of experts",
+        "core: parts of layers and recompute",
+        "core's configuration excludes full recompute, and in 0.19 also recompute of experts",
         lambda ep_overlap, recompute: ep_overlap == "on" and recompute in ("full", "mlp"),
     ),
     Rule(
-        "core: parts of layers in a pipeline without chunks", "core's schedule of parts is an "
-        "interleaved one",
+        "core: parts of layers in a pipeline without chunks",
+        "core's schedule of parts is an interleaved one",
         lambda ep_overlap, pp, vpp: ep_overlap == "on" and pp > 1 and vpp == 1,
     ),
     Rule(
-        "core: parts of adapted layers", "core's schedule calls `backward_dw` of an MLP, which "
-        "adapted layers lack",
+        "core: parts of adapted layers",
+        "core's schedule calls `backward_dw` of an MLP, which adapted layers lack",
         lambda ep_overlap, trained: ep_overlap == "on" and trained == "adapter",
     ),
     Rule(
-        "core: parts of layers need alltoall", "with ETP, gloo has no alltoall of unequal sizes: "
-        "such cells use the allgather dispatcher",
+        "core: parts of layers need alltoall",
+        "with ETP, gloo has no alltoall of unequal sizes: such cells use the allgather dispatcher",
         lambda ep_overlap, etp: ep_overlap == "on" and etp > 1,
     ),
     Rule(
-        "core: experts with TP need SP", "MoELayer raises in training without it",
+        "core: experts with TP need SP",
+        "MoELayer raises in training without it",
         lambda layers, tp, sp: layers in WITH_EXPERTS and tp > 1 and sp == "off",
     ),
     Rule(
-        "core: interleaving needs microbatches", "at least as many as stages",
+        "core: interleaving needs microbatches",
+        "at least as many as stages",
         lambda vpp, pp, microbatches: vpp > 1 and microbatches < pp,
     ),
     Rule(
-        "core: no CP in local attention on GPUs", "only Transformer Engine's attention supports "
-        "CP; CPU cells use the tests' own attention",
+        "core: no CP in local attention on GPUs",
+        "only Transformer Engine's attention supports CP; CPU cells use the tests' own attention",
         lambda target, layers, cp: target == "gpu" and cp > 1 and not uses_te(target, layers),
     ),
     Rule(
-        "core: no CP in float32 on GPUs", "no attention kernel of Transformer Engine supports it",
+        "core: no CP in float32 on GPUs",
+        "no attention kernel of Transformer Engine supports it",
         lambda target, cp, precision: target == "gpu" and cp > 1 and precision == "fp32",
     ),
     Rule(
-        "core: fused, tied, MTP and PP", "stock DDP drops the embedding's part of the fused "
+        "core: fused, tied, MTP and PP",
+        "stock DDP drops the embedding's part of the fused "
         "gradient of the tied weight on the last stage",
         lambda fusion, trained, layers, pp: (
             fusion == "on" and trained == "tied" and layers == "mtp" and pp > 1
         ),
     ),
     Rule(
-        "core: graph, recompute and TP", "recompute seeds the generator of tensor-parallel ranks "
-        "differently from the capture",
+        "core: graph, recompute and TP",
+        "recompute seeds the generator of tensor-parallel ranks differently from the capture",
         lambda graph, recompute, tp: graph == "on" and recompute == "full" and tp > 1,
     ),
     Rule(
-        "core: graph and experts", "the host reads the number of tokens of each expert",
+        "core: graph and experts",
+        "the host reads the number of tokens of each expert",
         lambda graph, layers: graph == "on" and layers in WITH_EXPERTS,
     ),
     Rule(
-        "core: graph and PP", "the host synchronizes after sends between stages",
+        "core: graph and PP",
+        "the host synchronizes after sends between stages",
         lambda graph, pp: graph == "on" and pp > 1,
     ),
     Rule(
-        "core: graph and CP", "the split of a batch uses numbers copied from the host",
+        "core: graph and CP",
+        "the split of a batch uses numbers copied from the host",
         lambda graph, cp: graph == "on" and cp > 1,
     ),
     Rule(
-        "core: graph and fp16", "the loss scaler replaces the tensor that the graph reads",
+        "core: graph and fp16",
+        "the loss scaler replaces the tensor that the graph reads",
         lambda graph, precision: graph == "on" and precision == "fp16",
     ),
-)  # fmt: skip
+)
 
 
 REFERENCE: Mapping[str, Value | None] = {

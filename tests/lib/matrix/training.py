@@ -75,8 +75,11 @@ def _budget_gib(cell: Cell, models: Sequence[Any]) -> float | str:
     the main weights too, gradients as well."""
     nbytes = sum(param.numel() * param.element_size() for param in models[0].parameters())
     return {
-        "nothing": 0.0, "some": 0.75 * nbytes / GIB, "all": ALL_GIB, "found": AUTO,
-    }[str(cell["kept"])]  # fmt: skip
+        "nothing": 0.0,
+        "some": 0.75 * nbytes / GIB,
+        "all": ALL_GIB,
+        "found": AUTO,
+    }[str(cell["kept"])]
 
 
 def _unit_numel(cell: Cell, models: Sequence[Any]) -> int | None:
@@ -118,26 +121,36 @@ def build(
 ) -> TopologyTrainer:
     """Groups have been made. Strategy None is stock DDP. `whole`: is given, by name, the values
     that FP8 weights were made from."""
-    case, topology, config = case_of(cell, width), topology_of(cell), config_of(cell, width)
+    case = case_of(cell, width)
+    topology = topology_of(cell)
+    config = config_of(cell, width)
     models = [chunk_of(cell, width, config, i, device) for i in range(topology.num_chunks)]
     if whole is not None:
         whole.update(_values_of_fp8(models))
     strategy: Any = cell["strategy"]
     ours = strategy is not None
     quantized = has_fp8_weights(cell["precision"])
-    ddp = (
-        ddp_config(
-            case, strategy,
-            {**_ddp_options(cell), BUDGET: _budget_gib(cell, models),
-             UNIT_NUMEL: _unit_numel(cell, models)},
+    if ours:
+        ddp = ddp_config(
+            case,
+            strategy,
+            {
+                **_ddp_options(cell),
+                BUDGET: _budget_gib(cell, models),
+                UNIT_NUMEL: _unit_numel(cell, models),
+            },
         )
-        if ours
-        else DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False,
-            use_distributed_optimizer=quantized, fp8_param_gather=quantized,
+    else:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=quantized,
+            fp8_param_gather=quantized,
         )
-    )  # fmt: skip
-    options = muon_options(cell) if ours else {"use_distributed_optimizer": quantized}
+    if ours:
+        options = muon_options(cell)
+    else:
+        options = {"use_distributed_optimizer": quantized}
     trainer = wrapped(topology, case, models, strategy, ddp, options)
     if ours:
         for chunk in trainer.chunks:
@@ -183,9 +196,10 @@ def _main_weights(trainer: TopologyTrainer, whole: Tensors) -> Tensors:
 def _gradients(trainer: TopologyTrainer, is_split: bool) -> Tensors:
     if is_split:
         return put_together(
-            trainer.named_parameters(), trainer.optimizer,
+            trainer.named_parameters(),
+            trainer.optimizer,
             lambda param, rows: param.main_grad.view(-1)[rows],
-        )  # fmt: skip
+        )
     return {
         name: param.main_grad.detach().float().clone()
         for name, param in trainer.named_parameters()
@@ -200,9 +214,7 @@ def _updated(trainer: TopologyTrainer) -> float:
     return float(norm)
 
 
-def trained_reference(
-    cell: Cell, width: str, rounded: bool = False
-) -> Record:
+def trained_reference(cell: Cell, width: str, rounded: bool = False) -> Record:
     """Stock DDP of the cell, three steps; collective. It quantizes weights as often as ours, where
     that keeps nothing quantized: delayed scaling looks at the history of earlier casts. `rounded`:
     gradients are rounded to bf16 before each update."""
@@ -218,8 +230,10 @@ def _recorded(cell: Cell, width: str, rounded: bool) -> Record:
         for chunk in trainer.chunks:
             switch_off_weight_cache(chunk)
     gains = steps_by_hand(trainer, cell, bool(whole))
-    before, gradients = _main_weights(trainer, whole), {}
-    losses, norms = [], []
+    before = _main_weights(trainer, whole)
+    gradients = {}
+    losses = []
+    norms = []
     for step in range(STEPS):
         losses.append(run_schedule(trainer, step))
         if step == 0:
@@ -304,12 +318,16 @@ def check_shards(
     compared = {name for pairs in by_groups.values() for name, _ in pairs}
     assert compared == set(expected), f"names {compared ^ set(expected)}"
     for groups, pairs in by_groups.items():
-        sums, peaks = [], []
+        sums = []
+        peaks = []
         for name, pair in pairs:
             held = pair.sharded.megatron_fsdp_slice
             local = local_of(pair).to(expected[name].device).reshape(-1).double()
             theirs = expected[name].reshape(-1)[held].double()
-            size = theirs - base[name].reshape(-1)[held].double() if base else theirs
+            if base:
+                size = theirs - base[name].reshape(-1)[held].double()
+            else:
+                size = theirs
             error = local - theirs
             if base:  # the weights themselves are rounded in every step
                 error = error.sign() * (error.abs() - UPDATES * theirs.abs()).clamp(min=0)
@@ -370,7 +388,10 @@ def check_cell(cell: Cell, width: str) -> Findings:
 
 
 def _measured(
-    cell: Cell, width: str, reference: Record, bounds: Bounds,
+    cell: Cell,
+    width: str,
+    reference: Record,
+    bounds: Bounds,
     movement: Mapping[str, float],
 ) -> Findings:
     device = init_topology(topology_of(cell), 1 if cell["outer"] == "plain" else 2)
@@ -384,9 +405,13 @@ def _measured(
             put_graphs_into(chunk, FakeGraphs())
     findings: Findings = {}
     check_shards(
-        findings, "weights at the start", lambda name: 0.0, trainer,
-        lambda pair: pair.sharded._local_tensor, reference.before,
-    )  # fmt: skip
+        findings,
+        "weights at the start",
+        lambda name: 0.0,
+        trainer,
+        lambda pair: pair.sharded._local_tensor,
+        reference.before,
+    )
     with _schedule(cell) as schedule, activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
     if cell["kept"] == "found":
@@ -395,13 +420,17 @@ def _measured(
         graphs = [chunk._layers for chunk in trainer.chunks]
         assert all(one.replayed and not one.ran_eagerly for one in graphs), graphs
     check_shards(
-        findings, "movement",
+        findings,
+        "movement",
         lambda name: max(
             movement_of(cell, bounds, reference.gains.get(name)),
             SENSITIVITY * movement.get(name, 0.0),
         ),
-        trainer, lambda pair: pair.sharded._local_tensor, reference.after, reference.before,
-    )  # fmt: skip
+        trainer,
+        lambda pair: pair.sharded._local_tensor,
+        reference.after,
+        reference.before,
+    )
     return findings
 
 
@@ -414,9 +443,13 @@ def _train(
         loss = run_schedule(trainer, step, schedule=schedule)
         if step == 0:
             check_shards(
-                findings, "gradient", lambda name: bounds.gradient, trainer,
-                lambda pair: pair.sharded.grad._local_tensor, reference.gradients,
-            )  # fmt: skip
+                findings,
+                "gradient",
+                lambda name: bounds.gradient,
+                trainer,
+                lambda pair: pair.sharded.grad._local_tensor,
+                reference.gradients,
+            )
         norm = _updated(trainer)
         later = "" if step == 0 else ", later"
         for measure, bound, mine, theirs in (
@@ -439,8 +472,9 @@ def wrong(found: Findings) -> list[str]:
     """The measures that do not hold on this rank."""
     return [
         f"{name}: off by {one.error:.2e}, {one.bound:.2e} allowed ({one.where})"
-        for name, one in found.items() if not one.holds
-    ]  # fmt: skip
+        for name, one in found.items()
+        if not one.holds
+    ]
 
 
 def checked_cell(cell: Cell, width: str) -> str:

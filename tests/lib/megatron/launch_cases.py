@@ -48,33 +48,50 @@ def recipe(**changed: Any) -> SimpleNamespace:
     path, with "__" for the dot."""
     cfg = SimpleNamespace(
         dist=SimpleNamespace(
-            use_megatron_fsdp=False, use_torch_fsdp2=False, use_tp_pp_dp_mapping=False,
+            use_megatron_fsdp=False,
+            use_torch_fsdp2=False,
+            use_tp_pp_dp_mapping=False,
             use_decentralized_pg=False,
         ),
         ddp=SimpleNamespace(
-            use_megatron_fsdp=False, use_distributed_optimizer=True, overlap_grad_reduce=True,
-            overlap_param_gather=True, average_in_collective=True,
-            grad_reduce_in_fp32=True, reduce_scatter_with_fp32_accumulation=False,
-            data_parallel_sharding_strategy="no_shard", outer_dp_sharding_strategy="no_shard",
-            num_distributed_optimizer_instances=1, reuse_grad_buf_for_mxfp8_param_ag=False,
+            use_megatron_fsdp=False,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            average_in_collective=True,
+            grad_reduce_in_fp32=True,
+            reduce_scatter_with_fp32_accumulation=False,
+            data_parallel_sharding_strategy="no_shard",
+            outer_dp_sharding_strategy="no_shard",
+            num_distributed_optimizer_instances=1,
+            reuse_grad_buf_for_mxfp8_param_ag=False,
         ),
         optimizer=SimpleNamespace(
-            optimizer="adam", use_distributed_optimizer=True,
+            optimizer="adam",
+            use_distributed_optimizer=True,
             reuse_grad_buf_for_mxfp8_param_ag=False,
         ),
         model=SimpleNamespace(
-            gradient_accumulation_fusion=True, tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1, num_moe_experts=None, expert_tensor_parallel_size=None,
-            expert_model_parallel_size=1, recompute_granularity=None, cpu_offloading=False,
+            gradient_accumulation_fusion=True,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            num_moe_experts=None,
+            expert_tensor_parallel_size=None,
+            expert_model_parallel_size=1,
+            recompute_granularity=None,
+            cpu_offloading=False,
         ),
         checkpoint=SimpleNamespace(
-            ckpt_format="torch_dist", save=None, load=None, async_save=False,
+            ckpt_format="torch_dist",
+            save=None,
+            load=None,
+            async_save=False,
             pretrained_checkpoint=None,
         ),
         train=SimpleNamespace(),
         comm_overlap=None,
         mixed_precision=SimpleNamespace(grad_reduce_in_fp32=True),
-    )  # fmt: skip
+    )
     for path, value in changed.items():
         section, _, name = path.partition("__")
         setattr(getattr(cfg, section) if name else cfg, name or section, value)

@@ -23,10 +23,13 @@ from tests.lib.matrix.cover import covered
 
 DOCS = Path(__file__).parents[3] / "docs"
 RULES = {
-    "DDP config": DDP_CONFIG_RULES, "model config": (*MODEL_CONFIG_RULES, *SCHEDULE_RULES),
-    "CUDA graphs": GRAPH_RULES, "optimizer config": OPTIMIZER_CONFIG_RULES,
-    "Megatron-LM": LAUNCH_RULES, "Megatron-Bridge": BRIDGE_RULES,
-}  # fmt: skip
+    "DDP config": DDP_CONFIG_RULES,
+    "model config": (*MODEL_CONFIG_RULES, *SCHEDULE_RULES),
+    "CUDA graphs": GRAPH_RULES,
+    "optimizer config": OPTIMIZER_CONFIG_RULES,
+    "Megatron-LM": LAUNCH_RULES,
+    "Megatron-Bridge": BRIDGE_RULES,
+}
 
 
 OF_CONFIGS = ("DDP config", "model config")
@@ -79,13 +82,15 @@ def refused(*kinds: str) -> str:
         ("option", "config or program", "refused with", "reason, and remedy"),
         (
             (
-                f"`{rule.option}`", kind,
+                f"`{rule.option}`",
+                kind,
                 re.sub(r"=\{[^}]*\}", "", rule.beside).replace("{0.device}", "the CPU") or "-",
                 rule.message,
             )
-            for kind in kinds for rule in RULES[kind]
+            for kind in kinds
+            for rule in RULES[kind]
         ),
-    )  # fmt: skip
+    )
 
 
 def dimensions() -> str:
@@ -104,12 +109,14 @@ def arrays() -> str:
     spaces = {array: (cells.space(array), cells.cached(array)) for array in table.ARRAYS}
     counts = {
         array: (
-            len(space.all_pairs), len(space.possible_pairs),
+            len(space.all_pairs),
+            len(space.possible_pairs),
             len(covered(rows, space) & set(space.possible_pairs)),
-            len(space.all_pairs) - len(space.possible_pairs), len(rows),
+            len(space.all_pairs) - len(space.possible_pairs),
+            len(rows),
         )
         for array, (space, rows) in spaces.items()
-    }  # fmt: skip
+    }
     head = ("array", "pairs of values", "possible pairs", "pairs in cells", "excluded pairs")
     return _table(
         (*head, "cells"), ((f"`{array}`", *map(str, row)) for array, row in counts.items())
@@ -133,8 +140,10 @@ def rendered(page: str) -> str:
     """The page with its tables as the code has them. ValueError for a mark that is not there."""
     text = (DOCS / page).read_text()
     for name, made in PAGES[page].items():
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        first, last = text.index(start) + len(start), text.index(end)
+        start = f"<!-- {name} -->\n"
+        end = f"<!-- end of {name} -->"
+        first = text.index(start) + len(start)
+        last = text.index(end)
         text = f"{text[:first]}{made()}\n{text[last:]}"
     return text
 

@@ -25,7 +25,8 @@ from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.lib.plain.plain import Block, Net, net
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 
 class Features(Net):
@@ -80,8 +81,13 @@ BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 
 def sharded(
-    shard: Shards, made: Any, units: Iterable[Any] = BLOCKS, forward: str = "forward",
-    root: Mapping[str, Any] = MappingProxyType({}), frozen: str = "", **options: Any,
+    shard: Shards,
+    made: Any,
+    units: Iterable[Any] = BLOCKS,
+    forward: str = "forward",
+    root: Mapping[str, Any] = MappingProxyType({}),
+    frozen: str = "",
+    **options: Any,
 ) -> Any:
     """Sharded bottom up. A unit is the name of a module, or a list of names, alone or with options
     of its own; those of the root are beside."""
@@ -133,7 +139,10 @@ def with_spare_layer(shard: Shards, made: Any, **options: Any) -> Any:
 def fused(shard: Shards, made: Any, **options: Any) -> Any:
     """The layer that is not called is in a unit with a module that is, under torch's; in a unit of
     its own, which stays after forward, under ours."""
-    parts = [["blocks.2", "head"]] if shard is theirs else ["blocks.2", ["head"]]
+    if shard is theirs:
+        parts = [["blocks.2", "head"]]
+    else:
+        parts = ["blocks.2", ["head"]]
     return sharded(shard, made, [(part, STAYS) for part in parts], "with_head", **options)
 
 
@@ -203,12 +212,15 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "fused": (fused, {}),
     "fused in a list": (
-        sharded, {"units": ("blocks.0", ["head", "blocks.2"]), "forward": "with_head"},
+        sharded,
+        {"units": ("blocks.0", ["head", "blocks.2"]), "forward": "with_head"},
     ),
     "dtypes of modules": (
         sharded,
-        {"units": [part for name in BLOCKS for part in ((f"{name}.norm", NORM), (name, MIXED))],
-         "root": MIXED},
+        {
+            "units": [part for name in BLOCKS for part in ((f"{name}.norm", NORM), (name, MIXED))],
+            "root": MIXED,
+        },
     ),
     "hooked": (hooked, {}),
     "compiled before": (compiled, {"before": True, **MIXED}),
@@ -216,4 +228,4 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "in host memory": (in_host_memory, MIXED),
     "in host memory, read at times": (in_host_memory, {"shape": with_spare_layer, **MIXED}),
     **{f"wrapped, {name}": (wrapped_whole, {"strategy": name, **MIXED}) for name in STRATEGIES},
-}  # fmt: skip
+}

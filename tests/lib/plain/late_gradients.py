@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.lib.plain.plain import Loop, Side
 
-WIDTH, ROWS, STEPS, LR = 6, 5, 3, 0.01
+WIDTH = 6
+ROWS = 5
+STEPS = 3
+LR = 0.01
 
 NoSync = Callable[[], AbstractContextManager[None]]
 Drive = Callable[[nn.Module, int, int, NoSync], None]
@@ -125,9 +128,7 @@ def saliency_between(model: nn.Module, step: int, rank: int, no_sync: NoSync) ->
                 loss.backward()
 
 
-def saliency_with_frozen_layers(
-    model: nn.Module, step: int, rank: int, no_sync: NoSync
-) -> None:
+def saliency_with_frozen_layers(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
     """Of the pass that is trained; layers are frozen after they were wrapped."""
     for name, param in model.named_parameters():
         if "blocks.1" in name:

@@ -15,13 +15,17 @@ from torch import nn
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from tests.lib.gpt.gpt import full_all
 
-VOCAB, WIDTH, ROWS = 19, 10, 4
+VOCAB = 19
+WIDTH = 10
+ROWS = 4
 
 
 def device() -> torch.device:
     """Of this rank: its GPU if ranks talk by NCCL, else the CPU."""
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -97,7 +101,9 @@ class Side:
         return model if self.strategy is None else model.module
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        return optimizer if self.strategy is None else fully_shard_optimizer(optimizer)
+        if self.strategy is None:
+            return optimizer
+        return fully_shard_optimizer(optimizer)
 
     def sgd(self, params: Iterable[Any], **options: Any) -> Any:
         return self.optimizer(plain_sgd(params, **options))

@@ -48,9 +48,15 @@ def zero_grad(side: Side, model: Any, optimizer: Any, step: int) -> None:
 
 
 def _trained(
-    side: Side, make: Make = plain_sgd, wraps: bool = True, backwards: int = 1,
-    before: Act = nothing, between: Act = nothing, changed: Act = nothing,
-    clear: Act = zero_grad, after: Act = nothing,
+    side: Side,
+    make: Make = plain_sgd,
+    wraps: bool = True,
+    backwards: int = 1,
+    before: Act = nothing,
+    between: Act = nothing,
+    changed: Act = nothing,
+    clear: Act = zero_grad,
+    after: Act = nothing,
 ) -> None:
     """Steps with something before them, between a forward and its backward, after each backward,
     and after the step. wraps: by fully_shard_optimizer; clear: in place of the optimizer's."""
@@ -73,9 +79,7 @@ def _trained(
 # Gradients that are cleared, replaced, scaled and clipped, and ranks that have none.
 
 
-def microbatched(
-    side: Side, make: Make, microbatches: int, clip: float | None = None
-) -> None:
+def microbatched(side: Side, make: Make, microbatches: int, clip: float | None = None) -> None:
     for step, model, optimizer in side.steps(make):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
@@ -192,7 +196,9 @@ LOOPS |= {
             for norm in (float("inf"), 1.0, 2.0, 3.0)
         },
         "nested_no_sync": {
-            "make": OPTIMIZERS["AdamW"], "before": _two_nested, "after": _evaluated,
+            "make": OPTIMIZERS["AdamW"],
+            "before": _two_nested,
+            "after": _evaluated,
         },
     }.items()
 }
@@ -380,8 +386,7 @@ def _clamped(side: Side, model: Any, optimizer: Any, step: int) -> None:
 
 
 def _frozen_later(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    """For the second backward of a step: gradients of the first stay, and the optimizer takes them.
-    """
+    """For the second backward of a step: gradients of the first stay, the optimizer takes them."""
     with side.no_sync(model):
         side.loss(model, step, 1).backward()
     side.inner(model).blocks[0].requires_grad_(False)
@@ -417,7 +422,8 @@ def _left_out(side: Side, model: Any, optimizer: Any, step: int) -> None:
 
 LOOPS |= {
     "layers_frozen_in_turn": functools.partial(
-        _trained, before=_frozen_in_turn,
+        _trained,
+        before=_frozen_in_turn,
         make=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.3),
     ),
     "steps_whose_backward_raises_are_left_out": functools.partial(
@@ -428,4 +434,4 @@ LOOPS |= {
     "frozen_between_backwards": functools.partial(
         _trained, before=_frozen_later, changed=_trained_again
     ),
-}  # fmt: skip
+}

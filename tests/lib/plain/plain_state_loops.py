@@ -93,9 +93,12 @@ def _steps_of_zero(optimizer: Any, params: list[Any]) -> None:
 
 def state_changed_by_hand(side: Side) -> None:
     for change in (
-        lambda optimizer, _: optimizer.state.clear(), _new_dict, _without_some, _other_moments,
+        lambda optimizer, _: optimizer.state.clear(),
+        _new_dict,
+        _without_some,
+        _other_moments,
         _steps_of_zero,
-    ):  # fmt: skip
+    ):
         _changed(side, change)
 
 

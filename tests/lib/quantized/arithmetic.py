@@ -31,7 +31,9 @@ def from_e4m3(data: torch.Tensor) -> torch.Tensor:
 
 def amax_of(values: torch.Tensor) -> float:
     """Of numbers: NaN does not count."""
-    return float(values.abs().nan_to_num(0.0, math.inf).max()) if values.numel() else 0.0
+    if values.numel():
+        return float(values.abs().nan_to_num(0.0, math.inf).max())
+    return 0.0
 
 
 def scale_of(amax: float, powers: bool = False, epsilon: float = 0.0) -> float:
@@ -60,8 +62,7 @@ def spread(blocks: torch.Tensor, shape: tuple[int, int], rows: int, columns: int
 
 
 def block128(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes and inverse scales of a whole weight; those are of shape ceil(M / 128), ceil(K / 128).
-    """
+    """Bytes and inverse scales of a whole weight; those have shape ceil(M / 128), ceil(K / 128)."""
     rows, columns = weight.shape
     padded = torch.zeros(up(rows, 128), up(columns, 128))
     padded[:rows, :columns] = weight.abs().nan_to_num(0.0, math.inf)
@@ -75,7 +76,8 @@ def block128(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def e8m0(value: torch.Tensor) -> torch.Tensor:
     bits = value.view(torch.int32)
-    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
     small = (exponent == 0) & (mantissa <= 0x400000)
     more = (mantissa > 0) & (exponent != 0xFE) & ~small
     found = torch.where(more, exponent + 1, exponent)
@@ -87,8 +89,9 @@ def mxfp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     m, k = weight.shape
     found = {}
     for name, groups, dim in (
-        ("rowwise", weight.view(m, k // 32, 32), 2), ("columnwise", weight.view(m // 32, 32, k), 1)
-    ):  # fmt: skip
+        ("rowwise", weight.view(m, k // 32, 32), 2),
+        ("columnwise", weight.view(m // 32, 32, k), 1),
+    ):
         amaxes = groups.abs().nan_to_num(0.0, math.inf).amax(dim)
         found[f"{name}_scales"] = e8m0(amaxes * torch.tensor(1 / MAX))
         factors = torch.pow(2.0, 127.0 - found[f"{name}_scales"].double()).float()

@@ -48,7 +48,8 @@ class EmulatedQuantizer:
     dtype: Any = field(default_factory=lambda: SimpleNamespace(name="kFloat8E4M3"))
 
     def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
-        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
 
     @property
     def force_pow_2_scales(self) -> bool:
@@ -76,7 +77,10 @@ class EmulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, quantizer: EmulatedQuantizer,
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        quantizer: EmulatedQuantizer,
         fields: Mapping[str, Any],
     ) -> EmulatedTensor:
         made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
@@ -99,7 +103,9 @@ class EmulatedTensor(torch.Tensor):
             return make(source.shape, source.dtype, source._quantizer, fields)
 
         def plain(value: Any) -> Any:
-            return value.dequantize() if isinstance(value, EmulatedTensor) else value
+            if isinstance(value, EmulatedTensor):
+                return value.dequantize()
+            return value
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
@@ -130,9 +136,11 @@ class MXFP8Tensor(EmulatedTensor):
 
 
 CLASSES: Mapping[str, type[EmulatedTensor]] = {
-    "current": Float8Tensor, "delayed": Float8Tensor, "block128": Float8BlockwiseQTensor,
+    "current": Float8Tensor,
+    "delayed": Float8Tensor,
+    "block128": Float8BlockwiseQTensor,
     "mxfp8": MXFP8Tensor,
-}  # fmt: skip
+}
 
 
 def field_of(recipe: str, plane: str) -> str:
@@ -151,7 +159,9 @@ def _derived(quantizer: EmulatedQuantizer) -> str | None:
 
 
 def make(
-    shape: Sequence[int], dtype: torch.dtype, quantizer: EmulatedQuantizer,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    quantizer: EmulatedQuantizer,
     fields: Mapping[str, Any],
 ) -> EmulatedTensor:
     return CLASSES[quantizer.recipe](shape, dtype, quantizer, fields)  # type: ignore[call-arg]
@@ -161,7 +171,8 @@ def whole_fields(
     value: torch.Tensor, quantizer: EmulatedQuantizer, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The fields of a whole weight: the reference."""
-    weight, recipe = value.detach().to(dtype).float(), quantizer.recipe
+    weight = value.detach().to(dtype).float()
+    recipe = quantizer.recipe
     if recipe == "block128":
         data, inverse = math.block128(weight)
         padded = torch.ones(scales_shape(tuple(weight.shape)))
@@ -170,7 +181,10 @@ def whole_fields(
     if recipe == "mxfp8":
         return {PLANES[name]: plane for name, plane in math.mxfp8(weight).items()}
     quantizer.amax.fill_(math.amax_of(weight))
-    scale = quantizer.scale if recipe == "delayed" else math.scales_of(quantizer.amax)
+    if recipe == "delayed":
+        scale = quantizer.scale
+    else:
+        scale = math.scales_of(quantizer.amax)
     return {"_data": math.e4m3(weight * scale), "_scale_inv": 1.0 / scale}
 
 
@@ -234,9 +248,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: torch.Tensor) -> torch.Tensor:
         quantizer = weight._quantizer
-        weight.update_usage(
-            rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage or None
-        )
+        weight.update_usage(rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage or None)
         if not isinstance(weight, EmulatedTensor):
             assert te_weights.derived(weight) is None, "made in forward"
         ctx.save_for_backward(x, weight)

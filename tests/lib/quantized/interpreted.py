@@ -25,9 +25,11 @@ from tests.lib.quantized.te_checks import Shards, found_in
 from tests.lib.quantized.te_weights import NASTY, RECIPES, random_case
 
 FLOATS = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
     "fp8e4nv": torch.float8_e4m3fn,
-}  # fmt: skip
+}
 INTEGERS = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 
@@ -35,8 +37,11 @@ def convert(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarr
     """To nearest even, as a GPU does; the interpreter's own conversion rounds ties otherwise."""
     bits = np.ascontiguousarray(values).view(INTEGERS[source.primitive_bitwidth]).copy()
     found = torch.from_numpy(bits).view(FLOATS[source.name]).to(FLOATS[target.name])
-    return found.view(torch.uint8).numpy().view(INTEGERS[target.primitive_bitwidth]).reshape(
-        values.shape
+    return (
+        found.view(torch.uint8)
+        .numpy()
+        .view(INTEGERS[target.primitive_bitwidth])
+        .reshape(values.shape)
     )
 
 
@@ -83,8 +88,9 @@ def casts() -> Iterator[Line]:
     """Bytes, scales and amaxes of weights are those of torch."""
     cases: dict[str, Callable[..., list[torch.Tensor]]] = {
         f"{recipe}, {nasty or 'usual'}": functools.partial(bits, recipe, seed, nasty)
-        for recipe in RECIPES for seed, nasty in enumerate(NASTY)
-    }  # fmt: skip
+        for recipe in RECIPES
+        for seed, nasty in enumerate(NASTY)
+    }
     for recipe in ("tensorwise", "block128"):
         cases[f"{recipe}, planes that move"] = functools.partial(moved, recipe)
     for name, case in cases.items():
@@ -93,10 +99,10 @@ def casts() -> Iterator[Line]:
 
 
 def sums() -> Iterator[Line]:
-    """Of bf16 rows and of their casts to float32: the bits of additions in the order of the rows.
-    """
+    """Of bf16 rows and of their casts to float32: bits of additions in the order of the rows."""
     for count, numel in ((1, 5), (2, 2048), (3, 2049), (4, 4100)):
-        rows, before = torch.randn(count, numel).bfloat16(), torch.randn(numel)
+        rows = torch.randn(count, numel).bfloat16()
+        before = torch.randn(numel)
         total = functools.reduce(torch.add, rows.float()) * 0.5  # a scale whose product is exact
         for accumulate, sent in itertools.product((False, True), (rows, rows.float())):
             output = before.clone()

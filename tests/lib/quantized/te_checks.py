@@ -31,7 +31,8 @@ class Shards:
     not sharded, of the emulated library on the host."""
 
     def __init__(self, case: Case, recipes: list[str], room: int) -> None:
-        self.case, self.room = case, room
+        self.case = case
+        self.room = room
         self.recipes = [recipes[index % len(recipes)] for index in range(len(case.mains))]
         self.memory: list[torch.Tensor] = []
         self.whole = [
@@ -51,7 +52,8 @@ class Shards:
         return made
 
     def _weight(self, index: int, extent: FlatRange) -> QuantizedWeight:
-        main, format = self.case.mains[index], RECIPES[self.case.recipe]
+        main = self.case.mains[index]
+        format = RECIPES[self.case.recipe]
         own = main.view(-1)[extent.start : extent.stop].view(-1, main.shape[1])
         planes = {}
         for plane in format.planes:
@@ -85,7 +87,8 @@ class Shards:
             assert bool((around == POISON).all()), f"{label}: bytes outside a shard were written"
         for rank, (weights, ranges) in enumerate(zip(self.weights, self.case.ranges, strict=True)):
             for weight, whole, extent in zip(weights, self.whole, ranges, strict=True):
-                found, expected = found_in(weight.param), found_in(whole)
+                found = found_in(weight.param)
+                expected = found_in(whole)
                 fields = KNOWS.fields(whole)
                 for plane in weight.format.planes:
                     found[plane.name], held = weight.planes[plane.name], plane.range(extent)
@@ -134,8 +137,12 @@ def shards_are_the_whole(
 ) -> str:
     """Step after step; on a GPU with kernels, and with torch. recipe: several, with commas, for
     weights that have them in turn."""
-    device, recipes = place(rank), recipe.split(", ")
-    ways = [e4m3.kernels_for, lambda device: None] if device == "cuda" else [e4m3.kernels_for]
+    device = place(rank)
+    recipes = recipe.split(", ")
+    if device == "cuda":
+        ways = [e4m3.kernels_for, lambda device: None]
+    else:
+        ways = [e4m3.kernels_for]
     empty = 0
     for seed in range(count):
         dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32

@@ -29,9 +29,10 @@ from tests.lib.quantized.arithmetic import amax_of, decoded, e4m3, e8m0, scales_
 from tests.lib.ranks.launch import run_ranks
 
 FOLDERS = tuple(
-    Path(folder) for folder in os.environ.get("TRANSFORMER_ENGINE_PYTHON", "").split(os.pathsep)
+    Path(folder)
+    for folder in os.environ.get("TRANSFORMER_ENGINE_PYTHON", "").split(os.pathsep)
     if folder
-)  # fmt: skip
+)
 WITHOUT = "TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
 RELEASES = [
     pytest.param(folder, marks=pytest.mark.full if number else (), id=folder.name)
@@ -44,8 +45,14 @@ OURS = ("transformer_engine", "transformer_engine_torch", "pydantic")
 class DType(enum.IntEnum):
     """The members that both releases have."""
 
-    kByte, kInt32, kFloat32, kFloat16, kBFloat16 = 0, 2, 4, 5, 6
-    kFloat8E4M3, kFloat8E5M2, kFloat4E2M1 = 7, 8, 10
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
 
 
 @contextmanager
@@ -145,10 +152,15 @@ class Extension(types.ModuleType):
             from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
             return Float8Tensor(
-                shape=shape, dtype=dtype, data=torch.empty(shape, dtype=torch.uint8),
-                fp8_scale_inv=torch.empty(1), fp8_dtype=quantizer.dtype, quantizer=quantizer,
-                data_transpose=torch.empty(shape[::-1], dtype=torch.uint8), device=device,
-            )  # fmt: skip
+                shape=shape,
+                dtype=dtype,
+                data=torch.empty(shape, dtype=torch.uint8),
+                fp8_scale_inv=torch.empty(1),
+                fp8_dtype=quantizer.dtype,
+                quantizer=quantizer,
+                data_transpose=torch.empty(shape[::-1], dtype=torch.uint8),
+                device=device,
+            )
         parts = quantizer.alloc_tensors(shape, device=device)
         context = quantizer.create_metadata(shape, dtype=dtype)
         return context["cls"].__tensor_unflatten__(parts, context, torch.Size(shape), None)
@@ -201,18 +213,28 @@ class Extension(types.ModuleType):
 
     @staticmethod
     def fp8_block_scaling_partial_cast(
-        source: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, h: int, w: int, start: int,
-        block: int, dtype: Any,
-    ) -> None:  # fmt: skip
+        source: torch.Tensor,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+        h: int,
+        w: int,
+        start: int,
+        block: int,
+        dtype: Any,
+    ) -> None:
         place = torch.arange(start, start + source.numel())
         factors = scale[place // w // block, place % w // block]
         out.copy_(e4m3(source.float() * factors))
 
     @staticmethod
     def mxfp8_scaling_compute_partial_amax(
-        source: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, h: int, w: int,
+        source: torch.Tensor,
+        by_row: torch.Tensor,
+        by_column: torch.Tensor,
+        h: int,
+        w: int,
         start: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         values = torch.zeros(h * w)
         values[start : start + source.numel()] = source.float().nan_to_num(0.0, math.inf, -math.inf)
         values = values.view(h, w).abs()
@@ -226,13 +248,21 @@ class Extension(types.ModuleType):
 
     @staticmethod
     def mxfp8_scaling_partial_cast(
-        source: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor,
-        row_scales: torch.Tensor, column_scales: torch.Tensor, h: int, w: int, start: int,
-    ) -> None:  # fmt: skip
+        source: torch.Tensor,
+        by_row: torch.Tensor,
+        by_column: torch.Tensor,
+        row_scales: torch.Tensor,
+        column_scales: torch.Tensor,
+        h: int,
+        w: int,
+        start: int,
+    ) -> None:
         place = torch.arange(start, start + source.numel())
-        row, column = place // w, place % w
+        row = place // w
+        column = place % w
         for out, exponents in (
-            (by_row, row_scales[row, column // 32]), (by_column, column_scales[row // 32, column])
-        ):  # fmt: skip
+            (by_row, row_scales[row, column // 32]),
+            (by_column, column_scales[row // 32, column]),
+        ):
             factors = torch.pow(2.0, 127.0 - exponents.double()).float()
             out.copy_(e4m3(source.float() * factors))

@@ -29,10 +29,12 @@ def recipe_state(mode: str, count: int, length: int = LENGTH) -> Any:
 def linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Names and modules whose weight is that of a GEMM of a layer."""
     return [
-        (name, module) for name, module in model.named_modules()
-        if ".linear_" in f".{name}" and "decoder" in name
+        (name, module)
+        for name, module in model.named_modules()
+        if ".linear_" in f".{name}"
+        and "decoder" in name
         and module._parameters.get("weight") is not None
-    ]  # fmt: skip
+    ]
 
 
 def quantize_layers(model: nn.Module, recipe: str) -> None:
@@ -50,8 +52,10 @@ def scale_layers(model: nn.Module, length: int = LENGTH) -> None:
         forward = recipe_state("forward", 3, length)
         backward = recipe_state("backward", 2, length)
         module.fp8_meta = {  # type: ignore[assignment]
-            "recipe": forward.recipe, "scaling_fwd": forward, "scaling_bwd": backward,
-        }  # fmt: skip
+            "recipe": forward.recipe,
+            "scaling_fwd": forward,
+            "scaling_bwd": backward,
+        }
         module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}  # type: ignore
         weight: Any = module._parameters["weight"]
         module._parameters["weight"] = te_parameter(weight, forward.make_quantizers()[1])
@@ -92,7 +96,8 @@ def roll(model: nn.Module) -> None:
     dist.all_reduce(slots, dist.ReduceOp.MAX)
     sizes = [state.scale.numel() for state, _ in states]
     for (state, largest), newest in zip(states, slots.split(sizes), strict=True):
-        history, moved = state.amax_history, newest != 0
+        history = state.amax_history
+        moved = newest != 0
         rolled = torch.cat((history[1:], newest[None]))
         amax = torch.where(moved, rolled.amax(0), 0.0)
         scale = (largest / amax).clamp(max=torch.finfo(torch.float32).max)

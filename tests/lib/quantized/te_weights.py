@@ -26,8 +26,11 @@ from tests.lib.gpt.gather_full import plain_name
 
 KNOWS = TransformerEngineParams()
 RECIPES: Mapping[str, WeightFormat] = {
-    "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
-}  # fmt: skip
+    "current": PER_TENSOR,
+    "delayed": PER_TENSOR,
+    "block128": BLOCK128,
+    "mxfp8": MXFP8,
+}
 """How scales come about: "current" and "delayed" scaling have one format."""
 STEPS = {"current": (1, 16), "delayed": (1, 16), "block128": (8, 16), "mxfp8": (32, 32)}
 """Rows and columns of the random shapes below are multiples of these."""
@@ -58,9 +61,13 @@ def te_quantize(params: Sequence[Any], mains: Sequence[torch.Tensor]) -> None:
     function = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
     given = [main.reshape(-1) for main in mains]
     function(
-        list(params), given, [0] * len(given), alone(), None,
+        list(params),
+        given,
+        [0] * len(given),
+        alone(),
+        None,
         manual_post_all_gather_processing=True,
-    )  # fmt: skip
+    )
 
 
 def alone() -> Any:
@@ -84,9 +91,7 @@ def te_whole(recipe: str, main: torch.Tensor, dtype: torch.dtype = torch.bfloat1
 def te_parameter(param: torch.Tensor, wants: Any) -> Any:
     """A parameter quantized by `wants` in the place of `param`, as TE makes it."""
     value = param.detach().clone()
-    found: Any = nn.Parameter(
-        wants.make_empty(value.shape, dtype=value.dtype, device=value.device)
-    )
+    found: Any = nn.Parameter(wants.make_empty(value.shape, dtype=value.dtype, device=value.device))
     te_quantize([found], [value])
     found.__dict__.update(param.__dict__)
     found._high_precision_init_val = value
@@ -108,7 +113,9 @@ def derived(weight: Any) -> Any:
     """What is derived of rows, or None."""
     if type(weight).__name__ == "MXFP8Tensor":
         return None
-    return weight._transpose if hasattr(weight, "_transpose") else weight._columnwise_data
+    if hasattr(weight, "_transpose"):
+        return weight._transpose
+    return weight._columnwise_data
 
 
 def check_padded(weight: Any) -> None:
@@ -141,7 +148,8 @@ class Case:
         format = RECIPES[self.recipe]
         specs = []
         for index, main in enumerate(self.mains):
-            shape, name = (main.shape[0], main.shape[1]), (f"w{index}",)
+            shape = (main.shape[0], main.shape[1])
+            name = (f"w{index}",)
             granule = format.granularity(shape)
             specs.append(ParamSpec(index, name, shape, torch.bfloat16, True, granule, format))
         layout = plan_group(specs, self.shards)
@@ -152,12 +160,17 @@ class Case:
 
 
 def random_case(
-    recipe: str, seed: int, dtype: torch.dtype, nasty: str = "", device: str = "cuda",
+    recipe: str,
+    seed: int,
+    dtype: torch.dtype,
+    nasty: str = "",
+    device: str = "cuda",
     most: int = 480,
-) -> Case:  # fmt: skip
+) -> Case:
     """One to four weights, of at most so many rows and columns, over one to five shards. nasty:
     what is strewn into the values."""
-    rnd, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
+    rnd = random.Random(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     down, across = STEPS[recipe]
     shapes = [
         (down * rnd.randint(1, most // down), across * rnd.randint(1, most // across))

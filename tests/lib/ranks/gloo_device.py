@@ -29,14 +29,19 @@ def share() -> None:
 
     class OnSharedDevice(base):  # type: ignore[misc]
         def __init__(
-            self, store: Any, rank: int, size: int,
-            timeout: timedelta = distributed_c10d.default_pg_timeout, **more: Any,
-        ) -> None:  # fmt: skip
+            self,
+            store: Any,
+            rank: int,
+            size: int,
+            timeout: timedelta = distributed_c10d.default_pg_timeout,
+            **more: Any,
+        ) -> None:
             if any(more.values()):
                 super().__init__(store, rank, size, timeout=timeout, **more)
                 return
             options = base._Options()
-            options._devices, options._timeout = [device()], timeout
+            options._devices = [device()]
+            options._timeout = timeout
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]

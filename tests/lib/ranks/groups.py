@@ -28,7 +28,8 @@ def forget_groups() -> None:
 def use_groups(**sizes: Any) -> None:
     """Sets core's variables to the groups of `sizes`, arguments of `initialize_model_parallel`;
     collective."""
-    made, chosen = _made_in(dist.group.WORLD), tuple(sorted(sizes.items()))
+    made = _made_in(dist.group.WORLD)
+    chosen = tuple(sorted(sizes.items()))
     if chosen not in made:
         forget_groups()
         parallel_state.initialize_model_parallel(**sizes)

@@ -15,8 +15,12 @@ PRELOADED = ranks.PRELOADED
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
-    backend: str = "gloo", whole: bool = False,
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    whole: bool = False,
 ) -> list[Any]:
     """As `ranks.run_ranks`. One rank stands for one of many, unless it is to be a `whole` world."""
     if world_size == 1 and not whole:
@@ -26,8 +30,12 @@ def run_ranks(
 
 
 def settle_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
-    backend: str = "gloo", grace: float = ranks.GRACE_S,
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    grace: float = ranks.GRACE_S,
 ) -> list[tuple[bool, Any]]:
     """As `ranks.settle_ranks`."""
     fn = functools.partial(with_one_device, fn)

@@ -105,8 +105,15 @@ def running(processes: Sequence[Any]) -> Iterator[None]:
 
 
 def _child(
-    fn: Callable[..., Any], rank: int, world: int, stacks: str, timeout: float, backend: str,
-    args: Any, environment: dict[str, str], connection: Any,
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    stacks: str,
+    timeout: float,
+    backend: str,
+    args: Any,
+    environment: dict[str, str],
+    connection: Any,
 ) -> None:
     end_with_parent()
     # Imported objects are excluded from garbage collection, which makes tests that count live
@@ -154,7 +161,10 @@ def _stacks_of(processes: list[Any], files: list[Path]) -> str:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
     backend: str = "gloo",
 ) -> list[Any]:
     """`[fn(rank, world_size, *args) for each rank]`, each in a separate process with a default
@@ -171,8 +181,12 @@ def run_ranks(
 
 
 def settle_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
-    backend: str = "gloo", grace: float = GRACE_S,
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    grace: float = GRACE_S,
 ) -> list[tuple[bool, Any]]:
     """The result of each rank: (True, returned value) or (False, traceback). grace: seconds that
     the others may run after one has failed.
@@ -188,8 +202,15 @@ def settle_ranks(
             context.Process(
                 target=_child,
                 args=(
-                    fn, r, world_size, str(files[r]), timeout, backend, args,
-                    {**os.environ, **where}, pipes[r][1],
+                    fn,
+                    r,
+                    world_size,
+                    str(files[r]),
+                    timeout,
+                    backend,
+                    args,
+                    {**os.environ, **where},
+                    pipes[r][1],
                 ),
             )
             for r in range(world_size)
@@ -211,14 +232,18 @@ def _collect(
         if not ready:
             stacks = _stacks_of(processes, files)
             errors = {rank: value for rank, (ok, value) in found.items() if not ok}
-            what = f"failed: {errors}" if errors else f"no answer within {timeout:.0f} s"
+            if errors:
+                what = f"failed: {errors}"
+            else:
+                what = f"no answer within {timeout:.0f} s"
             raise RanksError(f"{what}\n{stacks}")
         for receiver in cast("list[Any]", ready):
             rank = receivers.index(receiver)
             try:
                 status, value = receiver.recv()
             except EOFError:
-                status, value = "error", f"process ended without a result, see exit code {rank}"
+                status = "error"
+                value = f"process ended without a result, see exit code {rank}"
             found[rank] = (status == "ok", value)
             if status != "ok":
                 deadline = min(deadline, time.monotonic() + grace)

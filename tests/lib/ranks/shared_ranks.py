@@ -90,9 +90,14 @@ class Job:
         )  # -1: pytest skips what is given no values
         world = test.world or params.get("world") or params["row"].world
         return cls(
-            item.module.__name__, test.__name__, places, world, test.whole, test.seconds,
+            item.module.__name__,
+            test.__name__,
+            places,
+            world,
+            test.whole,
+            test.seconds,
             fresh_seed(),
-        )  # fmt: skip
+        )
 
     def run(self, rank: int, root: Path) -> None:
         test = getattr(import_module(self.module), self.name)
@@ -109,7 +114,10 @@ def _tables(test: Any) -> list[list[dict[str, Any]]]:
     for mark in getattr(test, "pytestmark", ()):
         if mark.name == "parametrize":
             names, values = mark.args
-            names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+            if isinstance(names, str):
+                names = [n.strip() for n in names.split(",")]
+            else:
+                names = names
             sets = [ParameterSet.extract_from(v, len(names) == 1).values for v in values]
             found.append([dict(zip(names, one, strict=True)) for one in sets])
     return found
@@ -120,9 +128,10 @@ class SharedRanks:
 
     def __init__(self, items: Sequence[Any]) -> None:
         found = [
-            item for item in items
+            item
+            for item in items
             if hasattr(getattr(item, "obj", None), "body") and not evaluate_skip_marks(item)
-        ]  # fmt: skip
+        ]
         self._jobs = {item.nodeid: Job.of(item) for item in found}
         self._errors: dict[Job, str] = {}
 
@@ -130,9 +139,10 @@ class SharedRanks:
         wanted = self._jobs[item.nodeid]
         if wanted not in self._errors:
             alike = [
-                job for job in self._jobs.values()
+                job
+                for job in self._jobs.values()
                 if (job.world, job.whole) == (wanted.world, wanted.whole)
-            ]  # fmt: skip
+            ]
             self._errors |= dict(run_jobs(alike))
         error = self._errors[wanted]
         assert not error, f"seed {wanted.seed}\n{error}"
@@ -152,14 +162,20 @@ def run_jobs(jobs: Sequence[Any], backend: str = "gloo") -> Iterator[tuple[Any, 
 
 def _run_until_one_fails(jobs: Sequence[Any], backend: str) -> tuple[int, str]:
     """The number that passed on all ranks, and the outcome of the next one."""
-    said, world = "", jobs[0].world
+    said = ""
+    world = jobs[0].world
     with tempfile.TemporaryDirectory() as folder:
         limit = START_S + sum(job.seconds for job in jobs)
         try:
             run_ranks(
-                _run_on_rank, world, jobs, folder, timeout=limit, whole=jobs[0].whole,
+                _run_on_rank,
+                world,
+                jobs,
+                folder,
+                timeout=limit,
+                whole=jobs[0].whole,
                 backend=backend,
-            )  # fmt: skip
+            )
         except AssertionError as error:
             said = str(error)
         files = [_log(folder, rank) for rank in range(world)]
@@ -170,9 +186,10 @@ def _run_until_one_fails(jobs: Sequence[Any], backend: str) -> tuple[int, str]:
     passed = min(sum(error == "" for _, error in outcome) for outcome in outcomes)
     errors = [
         f"--- rank {rank}\n{error}"
-        for rank, outcome in enumerate(outcomes) for index, error in outcome
+        for rank, outcome in enumerate(outcomes)
+        for index, error in outcome
         if index == passed and error
-    ]  # fmt: skip
+    ]
     stacks = [
         f"--- rank {rank} did not end\n" + "\n".join(lines)
         for rank, log in enumerate(logs)

@@ -25,7 +25,8 @@ from tests.lib.checkpoint.checkpoint_cases import Gate
 from tests.lib.megatron.stand_ins import stand_ins
 from tests.lib.ranks.launch import run_ranks
 
-LM, QUEUES = "megatron.training.checkpointing", "megatron.training.async_utils"
+LM = "megatron.training.checkpointing"
+QUEUES = "megatron.training.async_utils"
 
 
 def table_of(strategy: str = "nvrx", module: str | None = None) -> Any:
@@ -38,10 +39,14 @@ def table_of(strategy: str = "nvrx", module: str | None = None) -> Any:
 
 TABLE = {"get_async_strategy": table_of}
 NAMES = {
-    LM: {"torch": torch, "open_file": open, **TABLE,
-         "get_args": lambda: SimpleNamespace(tensor_model_parallel_size=2)},
+    LM: {
+        "torch": torch,
+        "open_file": open,
+        **TABLE,
+        "get_args": lambda: SimpleNamespace(tensor_model_parallel_size=2),
+    },
     QUEUES: TABLE,
-}  # fmt: skip
+}
 """What matters of Megatron-LM's two modules."""
 
 
@@ -49,7 +54,8 @@ class Loop:
     """A training loop that saves to `root`: the calls of Megatron-LM 0.17 to 0.19."""
 
     def __init__(self, root: Path, modules: dict[str, Any]) -> None:
-        self.root, self.saving = root, modules[LM]
+        self.root = root
+        self.saving = modules[LM]
         _, table = modules[QUEUES].get_async_strategy("nvrx")
         self.queue = table["AsyncCallsQueue"](persistent=True)
 
@@ -87,7 +93,8 @@ def _state(value: float) -> dict[str, Any]:
 
 def _late(rank: int, loop: Loop) -> None:
     """The tracker names a save once all ranks have written it."""
-    gate, state = Gate(), _state(7.0)
+    gate = Gate()
+    state = _state(7.0)
     loop.save(7, state)
     state["model"]["w"].zero_()  # training goes on
     for _ in range(3):
@@ -180,10 +187,12 @@ def test_what_megatron_asks_of_signatures_is_there() -> None:
     for function, names in (
         (background_saves.Target.__init__, {"use_cpu_shm_for_gpu_tensors"}),
         (background_saves.Queue.__init__, {"cpu_shm_mode"}),
-        (background_saves.Queue.warmup_persistent_caller,
-         {"cpu_shm_mode", "mp_mode", "cpu_priority", "io_priority"}),
+        (
+            background_saves.Queue.warmup_persistent_caller,
+            {"cpu_shm_mode", "mp_mode", "cpu_priority", "io_priority"},
+        ),
         (background_saves._no_results, {"mp_mode"}),
-    ):  # fmt: skip
+    ):
         assert names <= set(inspect.signature(function).parameters), function
 
 
@@ -193,9 +202,12 @@ def test_an_address_is_refused() -> None:
 
 
 def test_what_bridge_takes_by_name_is_ours() -> None:
-    state, names = "megatron.bridge.training.state", (
-        "FileSystemWriterAsync", "save_state_dict_async_plan", "save_state_dict_async_finalize",
-    )  # fmt: skip
+    state = "megatron.bridge.training.state"
+    names = (
+        "FileSystemWriterAsync",
+        "save_state_dict_async_plan",
+        "save_state_dict_async_finalize",
+    )
     of_saving = {"torch": torch, "HAVE_NVRX": True, **dict.fromkeys(names, table_of)}
     with stand_ins({BRIDGE: of_saving, state: TABLE}, SAVES) as made:
         writer, plan, finish = (vars(made[BRIDGE])[name] for name in names)

@@ -51,13 +51,16 @@ def modules(request: pytest.FixtureRequest) -> Iterator[dict[str, types.ModuleTy
 def test_a_save_as_megatron_does_it(
     modules: dict[str, types.ModuleType], alone: None, tmp_path: Path, name: str
 ) -> None:
-    module, root = modules[name], tmp_path / "root"
+    module = modules[name]
+    root = tmp_path / "root"
     for iteration in (1, 2, 2):
         save_as_megatron(module, root, iteration, {"w": torch.full((4,), float(iteration))})
     folder = folders.final_folder(root, 2)
     assert sorted(path.name for path in root.iterdir()) == [
-        "iter_0000001", "iter_0000002", folders.TRACKER,
-    ]  # fmt: skip
+        "iter_0000001",
+        "iter_0000002",
+        folders.TRACKER,
+    ]
     iteration, loaded = load_checkpoint(root, {"w": torch.zeros(4)})
     assert verify.examine(folder)["intact"]
     assert iteration == 2 and bool((loaded["w"] == 2).all())
@@ -102,7 +105,8 @@ killed = mock.Mock(side_effect=RuntimeError("killed"))
 def test_a_tracker_is_replaced_as_a_whole(
     modules: dict[str, types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker, other = tmp_path / folders.TRACKER, tmp_path / "other.txt"
+    tracker = tmp_path / folders.TRACKER
+    other = tmp_path / "other.txt"
     tracker.write_text("5")
     open_file = opener_of(modules[LM])
     with open_file(tracker, "w") as file:
@@ -135,7 +139,8 @@ def test_a_storage_client_that_is_enabled_later_is_the_one_that_is_asked(
 def test_bridges_train_state_is_replaced_as_a_whole(
     modules: dict[str, types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target = tmp_path / "train_state.pt", tmp_path / "latest_train_state.pt"
+    source = tmp_path / "train_state.pt"
+    target = tmp_path / "latest_train_state.pt"
     source.write_text("new"), target.write_text("old")
     copy = modules[BRIDGE].shutil.copy
     assert modules[BRIDGE].shutil.rmtree is shutil.rmtree

@@ -21,7 +21,9 @@ Modules = dict[str, ModuleType]
 
 def _owner(modules: Modules, row: Patch) -> Any:
     *classes, _ = row.name.split(".")
-    return getattr(modules[row.module], classes[0]) if classes else modules[row.module]
+    if classes:
+        return getattr(modules[row.module], classes[0])
+    return modules[row.module]
 
 
 def _function(row: Patch) -> Any:

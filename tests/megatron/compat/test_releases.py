@@ -68,8 +68,11 @@ def test_an_older_release_is_refused_at_install_and_at_construction(
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
     message = _refusal(act)
-    for part in (f"megatron-core {version} ", "oldest supported release is 0.16.1",
-                 "megatron-core==0.19.2"):  # fmt: skip
+    for part in (
+        f"megatron-core {version} ",
+        "oldest supported release is 0.16.1",
+        "megatron-core==0.19.2",
+    ):
         assert part in message
 
 

@@ -66,9 +66,12 @@ class MegatronModelBridge(Adapters):
         return [Task(n, p, weight_dtype) for m in megatron_model for n, p in m.named_parameters()]
 
     def stream_weights_megatron_to_hf(
-        self, megatron_model: Any, hf_pretrained: Any, conversion_tasks: Any = None,
+        self,
+        megatron_model: Any,
+        hf_pretrained: Any,
+        conversion_tasks: Any = None,
         weight_dtype: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         assert weight_dtype is None or conversion_tasks is None
         assert len(conversion_tasks) > 0
         for task in conversion_tasks:
@@ -120,7 +123,8 @@ def test_what_is_exported_after_a_forward_are_main_weights(
     bridge: ModuleType, trainer: Trainer, given: str
 ) -> None:
     """Of tasks that are built for the export, or were before."""
-    made, models = bridge.MegatronModelBridge(), GIVEN[given](trainer.wrapper)
+    made = bridge.MegatronModelBridge()
+    models = GIVEN[given](trainer.wrapper)
     wanted = trainer.wrapper.module.full_state_dict()
     _forward(trainer)
     tasks = made.build_conversion_tasks(None, models)
@@ -158,7 +162,8 @@ def test_a_value_of_another_shape_is_an_error(bridge: ModuleType, trainer: Train
 def test_weights_whose_memory_was_released_are_an_error(
     bridge: ModuleType, trainer: Trainer
 ) -> None:
-    made, optimizer = bridge.MegatronModelBridge(), trainer.optimizer
+    made = bridge.MegatronModelBridge()
+    optimizer = trainer.optimizer
     tasks = made.build_conversion_tasks(None, [trainer.wrapper])
     release_memory(trainer.wrapper, optimizer)
     for use in (

@@ -39,9 +39,10 @@ def storages(wrapper: Any) -> set[int]:
 def offloading(modules: tuple[str, ...]) -> dict[str, Any]:
     """Fields of the model's config; tensors of any size are taken for large enough."""
     return {
-        "fine_grained_activation_offloading": True, "offload_modules": [*modules],
+        "fine_grained_activation_offloading": True,
+        "offload_modules": [*modules],
         "min_offloaded_tensor_size": 1,
-    }  # fmt: skip
+    }
 
 
 COPIED = Copied()
@@ -75,21 +76,28 @@ def no_weight_was_copied(ours: Any, reference: Any, strategy: str) -> None:
 
 ROWS = tuple(
     Variant(
-        f"{name}, {world} ranks, {' '.join(strategies)}", strategies, world,
-        case={**SIZES, **case, "fields": offloading(modules)}, around=views_are_saved,
-        drive=watched, expect=no_weight_was_copied, full=full,
+        f"{name}, {world} ranks, {' '.join(strategies)}",
+        strategies,
+        world,
+        case={**SIZES, **case, "fields": offloading(modules)},
+        around=views_are_saved,
+        drive=watched,
+        expect=no_weight_was_copied,
+        full=full,
         compare="bits" if modules is CONTIGUOUS else "loosely",
         reference={"strategy": "own", "case": {"fields": {}}},
     )
     for strategies, world, full in (
-        ((ZERO_3,), 2, False), (STRATEGIES[:3], 2, True), (STRATEGIES, 1, True),
+        ((ZERO_3,), 2, False),
+        (STRATEGIES[:3], 2, True),
+        (STRATEGIES, 1, True),
     )
     for name, case, modules in (
         ("bf16", {"microbatches": 1, "bf16": True}, CONTIGUOUS),
         ("tied", {"tied": True}, CONTIGUOUS),
         ("all modules", {}, MODULES),
     )
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

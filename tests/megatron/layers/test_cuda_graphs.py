@@ -42,7 +42,8 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
     itself. Evaluations may be captured, too. Not even an eager step that forgets gradients takes
     their storage: the next replay writes to the same addresses."""
     # What stands for `is_current_stream_capturing` of torch 2.11 and 2.13: a flag `now`.
-    trainer, flag = build_trainer(CASE, strategy, CPU), SimpleNamespace(now=False)
+    trainer = build_trainer(CASE, strategy, CPU)
+    flag = SimpleNamespace(now=False)
     engine = trainer.wrapper.engine
     trainer.wrapper.captures = FullIterationGraphs(engine, lambda: flag.now)
     free_run(trainer, 0, 1, CPU)

@@ -15,14 +15,17 @@ from megatron_fsdp_adapter.megatron.layers import fused_wgrad
 @pytest.mark.parametrize(
     ("dtype", "main_dtype", "bound"),
     [
-        (torch.float32, torch.float32, 1e-4), (torch.bfloat16, torch.float32, 1e-4),
-        (torch.float32, torch.bfloat16, 2**-6), (torch.float16, torch.bfloat16, 2**-6),
+        (torch.float32, torch.float32, 1e-4),
+        (torch.bfloat16, torch.float32, 1e-4),
+        (torch.float32, torch.bfloat16, 2**-6),
+        (torch.float16, torch.bfloat16, 2**-6),
     ],
-)  # fmt: skip
+)
 def test_the_product_in_place_of_apex_adds_in_the_dtype_of_the_main_gradient(
     dtype: torch.dtype, main_dtype: torch.dtype, bound: float
 ) -> None:
-    x, grad = torch.randn(17, 3, 5).to(dtype), torch.randn(17, 3, 7).to(dtype)
+    x = torch.randn(17, 3, 5).to(dtype)
+    grad = torch.randn(17, 3, 7).to(dtype)
     main = torch.randn(7, 5).to(main_dtype)
     expected = main.double() + torch.einsum("abi,abj->ji", x.double(), grad.double())
     fused_wgrad.accumulate_wgrad(x, grad, main)

@@ -38,7 +38,8 @@ from tests.lib.gpt.gpt import (
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True)
 A_PASS = 2 * CASE.num_layers
 """Graphs of a microbatch: the forward and the backward of each layer."""
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 SLOTS = {"fsdp_double_buffer": True}
 ZERO_3 = "optim_grads_params"
 
@@ -50,7 +51,8 @@ def eager(case: Case = CASE, strategy: str = ZERO_3) -> Trainer:
 def graphed(
     case: Case = CASE, strategy: str = ZERO_3, parts: tuple[str, ...] = ()
 ) -> tuple[Trainer, FakeGraphs]:
-    trainer, fake = eager(case, strategy), FakeGraphs()
+    trainer = eager(case, strategy)
+    fake = FakeGraphs()
     put_graphs_into(trainer.wrapper, fake, *parts)
     return trainer, fake
 
@@ -58,8 +60,9 @@ def graphed(
 def data(step: int, *lengths: int) -> list[torch.Tensor]:
     """A step's sequences, of these lengths if any are given."""
     many = CASE.but(microbatches=9)
-    return [batches(many.but(seq=n), step, 0, CPU)[i] for i, n in enumerate(lengths)] or \
-        batches(CASE, step, 0, CPU)  # fmt: skip
+    return [batches(many.but(seq=n), step, 0, CPU)[i] for i, n in enumerate(lengths)] or batches(
+        CASE, step, 0, CPU
+    )
 
 
 def numbers(trainer: Trainer) -> Any:
@@ -110,9 +113,11 @@ def test_replays_train_to_the_bits_of_eager_steps(one_rank: torch.device, name: 
 def run(one_rank: torch.device) -> Iterator[Any]:
     """Trainer and graphs after it, and what was noted meanwhile."""
     trainer, fake = graphed()
-    engine, model = trainer.wrapper.engine, trainer.wrapper.module.module
-    seen = SimpleNamespace(trainer=trainer, fake=fake, mlps=[], ready=[], places=[], launched=[],
-                           left=[])  # fmt: skip
+    engine = trainer.wrapper.engine
+    model = trainer.wrapper.module.module
+    seen = SimpleNamespace(
+        trainer=trainer, fake=fake, mlps=[], ready=[], places=[], launched=[], left=[]
+    )
     layers = [module for module in trainer.wrapper.modules() if type(module) is TransformerLayer]
     seen.table = layers[0].mlp.table = torch.ones(3)
     for layer in layers:
@@ -132,10 +137,10 @@ def run(one_rank: torch.device) -> Iterator[Any]:
     engine.reduce.backward_done = watched("reduce", engine.reduce.backward_done)
     embedding = next(m for name, m in model.named_modules() if name.endswith("embedding"))
     embedding.register_forward_hook(
-        lambda module, given, out: out.register_hook(
-            lambda grad: seen.left.append((grad, grad.clone()))
-        ) and None
-    )  # fmt: skip
+        lambda module, given, out: (
+            out.register_hook(lambda grad: seen.left.append((grad, grad.clone()))) and None
+        )
+    )
     seen.gathered, buffer = torch.ones(5), get_global_memory_buffer().buffer
     with mock.patch.dict(buffer, {("of a test", torch.bfloat16): seen.gathered}):
         for step in range(3):
@@ -181,9 +186,12 @@ def test_memory_with_addresses_in_a_graph_is_not_given_away(run: Any) -> None:
 
 def test_what_does_not_fit_runs_eagerly_and_is_said_once(run: Any) -> None:
     replays = len(run.fake.replays)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), pytest.warns(
-        UserWarning, match="without its CUDA graph: saved-tensor hooks are active"
-    ) as said:
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        pytest.warns(
+            UserWarning, match="without its CUDA graph: saved-tensor hooks are active"
+        ) as said,
+    ):
         train_step(run.trainer, data(3))
     assert sum("without its CUDA graph" in str(one.message) for one in said) == CASE.num_layers
     assert len(run.fake.replays) == replays
@@ -204,11 +212,15 @@ def in_flight(trainer: Trainer, step: int, lengths: tuple[int, ...]) -> Any:
     trainer.optimizer.zero_grad()
     outputs = [
         trainer.wrapper(
-            tokens[:, :-1], torch.arange(n).expand(CASE.batch, -1),
-            torch.ones(n, n, dtype=torch.bool).triu(1)[None, None], labels=tokens[:, 1:],
-        ).float().mean()
+            tokens[:, :-1],
+            torch.arange(n).expand(CASE.batch, -1),
+            torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
+            labels=tokens[:, 1:],
+        )
+        .float()
+        .mean()
         for tokens, n in zip(data(step, *lengths), lengths, strict=True)
-    ]  # fmt: skip
+    ]
     with trainer.wrapper.no_sync():
         for output in outputs[:-1]:
             output.backward()
@@ -277,15 +289,18 @@ def test_passes_in_flight_have_pools_of_their_own_and_other_lengths_run_eagerly(
 
 
 def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.device) -> None:
-    plain, (trainer, fake) = eager(), graphed()
+    plain = eager()
+    (trainer, fake) = graphed()
     for one in (plain, trainer):
         train_step(one, data(0))
         one.wrapper.zero_grad_buffer()
         tokens = data(9)[0]
         one.wrapper(  # and no backward
-            tokens[:, :-1], torch.arange(CASE.seq).expand(CASE.batch, -1), None,
+            tokens[:, :-1],
+            torch.arange(CASE.seq).expand(CASE.batch, -1),
+            None,
             labels=tokens[:, 1:],
-        )  # fmt: skip
+        )
     assert fake.captures == CASE.num_layers
     for step in (1, 2):
         assert train_step(trainer, data(step)) == train_step(plain, data(step))
@@ -324,11 +339,15 @@ def test_a_capture_begins_behind_what_was_launched_and_the_next_launch_comes_beh
     told, current = mock.MagicMock(), mock.MagicMock()
     told.attach_mock(current, "current")
     with mock.patch.multiple(
-        torch.cuda, Stream=told.stream_made, stream=told.entered, CUDAGraph=told.graph_made,
+        torch.cuda,
+        Stream=told.stream_made,
+        stream=told.entered,
+        CUDAGraph=told.graph_made,
         current_stream=lambda: current,
     ):
         graphs = CudaGraphs(CUDA, lambda: [told.generator])
-        side, graph = told.stream_made.return_value, told.graph_made.return_value
+        side = told.stream_made.return_value
+        graph = told.graph_made.return_value
         assert graphs.capture(lambda: "found", told.pool) == (graph.replay, "found")
     order = [call[0] for call in told.mock_calls]
     first = order.index("stream_made().wait_stream")
@@ -343,11 +362,13 @@ def test_a_second_derivative_through_a_replay_is_an_error() -> None:
     """It would lack what the weights and inputs of the layer add to it."""
     x = torch.ones(3, requires_grad=True)
     call = SimpleNamespace(
-        needs=[True], site=SimpleNamespace(name="layers.0"),
+        needs=[True],
+        site=SimpleNamespace(name="layers.0"),
         replay=lambda given: [given[0].detach() ** 2],
         backward=lambda grads: [2 * x.detach() * grads[0]],
-    )  # fmt: skip
-    graphs, of = SimpleNamespace(backward_done=lambda of: None), SimpleNamespace(records=False)
+    )
+    graphs = SimpleNamespace(backward_done=lambda of: None)
+    of = SimpleNamespace(records=False)
     (y,) = _Call.apply(graphs, of, call, torch.ones(0, requires_grad=True), x)
     [first] = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert torch.equal(first, 2 * x)

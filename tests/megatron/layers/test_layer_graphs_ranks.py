@@ -57,9 +57,17 @@ def all_is_replayed(ours: Any, reference: Any, strategy: str) -> None:
 
 ROWS = tuple(
     Variant(
-        name, (ZERO_3,), topology=topology, ddp=ddp, case={"microbatches": 4, "num_layers": 4},
-        around=around, begin=with_graphs, drive=train_and_evaluate, expect=all_is_replayed,
-        compare="bits", reference={"strategy": "own", "ddp": ddp},
+        name,
+        (ZERO_3,),
+        topology=topology,
+        ddp=ddp,
+        case={"microbatches": 4, "num_layers": 4},
+        around=around,
+        begin=with_graphs,
+        drive=train_and_evaluate,
+        expect=all_is_replayed,
+        compare="bits",
+        reference={"strategy": "own", "ddp": ddp},
     )
     for name, topology, ddp, around in (
         # Of several passes in flight the later ones capture what the first has used.
@@ -70,7 +78,7 @@ ROWS = tuple(
         ("experts, allgather", replace(EP2, dispatcher="allgather"), SLOTS, weights_are_fresh),
         ("experts are units", EP2, PARTS, weights_are_fresh),
     )
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

@@ -54,7 +54,8 @@ class Fusing(nn.Module):
         return x * self.norm
 
 
-ADDS, DEAF = Observed(adds=True), Observed(True, True, ignores_flag_under_hooks=True)
+ADDS = Observed(adds=True)
+DEAF = Observed(True, True, ignores_flag_under_hooks=True)
 SEEN = {
     ("asks in backward",): Observed(adds=True, overwrites_in_backward=True),
     ("asks what it saved",): DEAF,
@@ -91,7 +92,10 @@ def test_histories_of_transformer_engine_are_as_before(
         global_amax_buffer={"key": [1]}, autocast_depth=3, fp8_tensors_recompute_buffer=[2]
     )
     before = copy.deepcopy(tables)
-    manager = SimpleNamespace(quantization_state=tables) if nested else tables
+    if nested:
+        manager = SimpleNamespace(quantization_state=tables)
+    else:
+        manager = tables
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     fp8 = SimpleNamespace(FP8GlobalStateManager=manager)
@@ -112,9 +116,10 @@ def test_a_recipe_reduces_nothing_while_looking() -> None:
 
 
 _Base = type(
-    "LayerNormLinear", (nn.Module,),
+    "LayerNormLinear",
+    (nn.Module,),
     {"__module__": "transformer_engine.pytorch.module.layernorm_linear"},
-)  # fmt: skip
+)
 
 
 class ColumnParallel(_Base):  # type: ignore[misc, valid-type]
@@ -142,9 +147,12 @@ def observer(
     *precisions: Precision, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Callable[..., Observed]:
     return functools.partial(
-        observed, precisions=precisions or (Precision("weights"),), main_dtype=dtype, device=CPU,
+        observed,
+        precisions=precisions or (Precision("weights"),),
+        main_dtype=dtype,
+        device=CPU,
         **options,
-    )  # fmt: skip
+    )
 
 
 def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> None:
@@ -161,7 +169,8 @@ def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]
     """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantized weight."""
     makers[NAME] = _maker("asks in backward")
     fp8 = Precision("FP8", lambda: mock.patch.object(Fusing, "forced", "adds"))
-    one, both = observer(), observer(Precision("weights"), fp8)
+    one = observer()
+    both = observer(Precision("weights"), fp8)
     assert one(ColumnParallel(), torch.float32).overwrites_in_backward
     assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
 
@@ -253,9 +262,13 @@ def test_who_neither_adds_nor_overwrites_is_refused(seen: Observed) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "options"),
-    [(SimpleNamespace(), {}), (OWNER, {"frozen": True}), (OWNER, {"ndim": 1}),
-     (SimpleNamespace(fuse_wgrad_accumulation=False), {})],
-)  # fmt: skip
+    [
+        (SimpleNamespace(), {}),
+        (OWNER, {"frozen": True}),
+        (OWNER, {"ndim": 1}),
+        (SimpleNamespace(fuse_wgrad_accumulation=False), {}),
+    ],
+)
 def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write(
     owner: Any, options: dict[str, Any]
 ) -> None:

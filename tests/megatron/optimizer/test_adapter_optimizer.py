@@ -84,13 +84,16 @@ OVERRIDDEN = {
 
 @pytest.mark.parametrize("what", OVERRIDDEN)
 def test_overrides_match_the_parameters_that_they_match_under_ddp(what: str) -> None:
-    (key, count), found = OVERRIDDEN[what], []
+    (key, count) = OVERRIDDEN[what]
+    found = []
     for strategy in (None, "optim_grads_params"):
         trainer = build_trainer(CASE, strategy, DEVICE, _mark_final_norm)
         groups = get_megatron_optimizer(
-            optimizer_config(CASE), [trainer.wrapper], use_gloo_process_groups=False,
+            optimizer_config(CASE),
+            [trainer.wrapper],
+            use_gloo_process_groups=False,
             config_overrides={key: {"max_lr": 1e-6}},
-        ).param_groups  # fmt: skip
+        ).param_groups
         found.append({group["max_lr"]: sum(p.numel() for p in group["params"]) for group in groups})
         if strategy is not None:
             assert [len(g["params"]) for g in groups if g["max_lr"] == 1e-6] == [count]

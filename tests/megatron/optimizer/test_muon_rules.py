@@ -52,7 +52,10 @@ def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.de
         assert values.median() > 0.6 and values.max() < 1.4, values
     state = trainer.optimizer.optimizer.state
     for name, pair in pairs_of(trainer).items():
-        expected = {"momentum_buffer"} if is_muons(pair) else {"step", "exp_avg", "exp_avg_sq"}
+        if is_muons(pair):
+            expected = {"momentum_buffer"}
+        else:
+            expected = {"step", "exp_avg", "exp_avg_sq"}
         assert set(state[pair.sharded]) == expected, name
     text = table([trainer.wrapper], optimizer_config(CASE, **MUON))
     rows = [" ".join(line.split()) for line in text.splitlines()]
@@ -74,8 +77,10 @@ def test_state_is_as_large_as_the_formula_says(
     kept = trainer.optimizer.optimizer.state.values()
     values = [value for state in kept for name, value in state.items() if name != "step"]
     found = sum(value._local_tensor.nbytes for value in values)
-    groups, row = trainer.wrapper.engine.groups, trainer.wrapper.engine.config.strategy
-    moments, decides = precision_options.MOMENTS[kind], KINDS[kind].has
+    groups = trainer.wrapper.engine.groups
+    row = trainer.wrapper.engine.config.strategy
+    moments = precision_options.MOMENTS[kind]
+    decides = KINDS[kind].has
     precision = Precision(moments=moments)
     expected = [group_bytes(g.layout, row, precision, 0)[OPTIMIZER_STATE] for g in groups]
     assert found == sum(expected)
@@ -102,9 +107,11 @@ def test_marks_and_classes_decide(one_rank: torch.device) -> None:
     fused = {name for name in layers if "norm" not in name}
     assert found == fused - {"decoder.layers.0.mlp.linear_fc2.weight"}
     of_muon = {
-        id(param) for group in trainer.optimizer.param_groups
-        if group.get("optimizer") == "muon" for param in group["params"]
-    }  # fmt: skip
+        id(param)
+        for group in trainer.optimizer.param_groups
+        if group.get("optimizer") == "muon"
+        for param in group["params"]
+    }
     assert of_muon == {id(pairs_of(trainer)[name].sharded) for name in found}
     forward_backward(trainer, batches(case, 0, 0, one_rank))
     assert trainer.optimizer.step()[0]
@@ -153,8 +160,9 @@ def test_each_option_of_muon_is_honored(one_rank: torch.device, name: str) -> No
         wanted, plain = (r.step(params, before, gradients, 0.0) for r in references)
     apart = {
         weight: [float((found[weight] - other[weight]).abs().max()) for other in (wanted, plain)]
-        for weight, pair in pairs_of(trainer).items() if is_muons(pair)
-    }  # fmt: skip
+        for weight, pair in pairs_of(trainer).items()
+        if is_muons(pair)
+    }
     assert max(error for error, _ in apart.values()) <= 2e-3 * case.lr, apart
     assert not changed or max(other for _, other in apart.values()) > 0.1 * case.lr, apart
 
@@ -184,10 +192,15 @@ def test_fused_attention_is_split_as_core_reads_it(gated: bool) -> None:
 def test_latent_attention_is_split_as_core_reads_it() -> None:
     """Keys and values of each head; latents, and the keys' part for positions."""
     config = SimpleNamespace(
-        q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6,
+        q_lora_rank=12,
+        kv_lora_rank=10,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=6,
         kv_channels=3,
-    )  # fmt: skip
-    heads, fused = 2, torch.randn(2 * (8 + 6), 9)
+    )
+    heads = 2
+    fused = torch.randn(2 * (8 + 6), 9)
     keys, values = fused.view(heads, 14, 9).split([8, 6], dim=1)
     for blocks, expected in zip(
         row_blocks(len(fused), FUSED["linear_kv_up_proj"](config)), (keys, values), strict=True

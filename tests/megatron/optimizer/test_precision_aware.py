@@ -18,7 +18,8 @@ from tests.lib.gpt.gpt import STRATEGIES, Case, Trainer, batches, build_trainer,
 from tests.lib.ranks.shared_ranks import on_ranks
 from tests.optim.test_update_rules import LION, LION_BESIDE_ADAM, OF_LATER_CORE
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 CASE = Case(
     num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, bf16=True, clip=0.05
 )
@@ -35,9 +36,12 @@ MOMENTS = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
 def _trainer(strategy: str, policy: dict[str, Any], device: torch.device, **options: Any) -> Any:
     with transformer_engine_optimizer():
         return build_trainer(
-            CASE, strategy, device, ddp=policy,
+            CASE,
+            strategy,
+            device,
+            ddp=policy,
             optimizer=lambda config: precision_aware(config, **options),
-        )  # fmt: skip
+        )
 
 
 def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data: Any) -> None:
@@ -56,8 +60,9 @@ def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data:
 
 BY_TURNS = [
     (policy, strategy)
-    for at, policy in enumerate(POLICIES) for strategy in (STRATEGIES[at % 3], STRATEGIES[3])
-]  # fmt: skip
+    for at, policy in enumerate(POLICIES)
+    for strategy in (STRATEGIES[at % 3], STRATEGIES[3])
+]
 """Each policy with ZeRO-3 and one of the other strategies."""
 
 
@@ -76,8 +81,11 @@ def test_gradients_moments_and_main_weights_in_bf16(rank: int, strategy: str, po
             {"params": [plain[name] for name in names], "weight_decay": 0.1 * (1 - flat)}
             for flat, names in enumerate(groups)
         ],
-        lr=1e-2, eps=CASE.adam_eps, use_decoupled_grad=True, **moments,
-    )  # fmt: skip
+        lr=1e-2,
+        eps=CASE.adam_eps,
+        use_decoupled_grad=True,
+        **moments,
+    )
     for step in range(3):
         _check_step(trainer, whole, plain, batches(CASE, step, rank, device))
     state = trainer.optimizer.optimizer.state
@@ -101,23 +109,44 @@ def _locals(states: Any) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize(
     ("ddp", "optimizer", "says"),
     [
-        ({"megatron_fsdp_main_grads_dtype": BF16}, {},
-         ("use_precision_aware_optimizer=False", "Set it to True (needs Transformer Engine)")),
+        (
+            {"megatron_fsdp_main_grads_dtype": BF16},
+            {},
+            ("use_precision_aware_optimizer=False", "Set it to True (needs Transformer Engine)"),
+        ),
         ({"megatron_fsdp_main_params_dtype": None}, {}, ("use_precision_aware_optimizer=False",)),
-        ({}, {"use_precision_aware_optimizer": True},
-         ("use_precision_aware_optimizer=True", "cannot be imported")),
-        ({}, {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16},
-         ("main_grads_dtype=torch.bfloat16", "DDP config is torch.float32")),
-        ({}, {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
-         ("main_params_dtype=torch.float16", "DDP config is torch.float32")),
+        (
+            {},
+            {"use_precision_aware_optimizer": True},
+            ("use_precision_aware_optimizer=True", "cannot be imported"),
+        ),
+        (
+            {},
+            {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16},
+            ("main_grads_dtype=torch.bfloat16", "DDP config is torch.float32"),
+        ),
+        (
+            {},
+            {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+            ("main_params_dtype=torch.float16", "DDP config is torch.float32"),
+        ),
         ({}, {"exp_avg_dtype": torch.uint8}, ("exp_avg_dtype=torch.uint8", "Use torch.float32")),
-        *(pytest.param({}, {**LION, name: value}, ("optimizer='lion'", f"{name}={value}"),
-                       marks=OF_LATER_CORE)
-          for name, value in (
-              ("optimizer_cpu_offload", True), ("use_precision_aware_optimizer", True),
-              ("fp16", True), ("adam_beta1" if LION_BESIDE_ADAM else "lion_beta1", 1.0))),
+        *(
+            pytest.param(
+                {},
+                {**LION, name: value},
+                ("optimizer='lion'", f"{name}={value}"),
+                marks=OF_LATER_CORE,
+            )
+            for name, value in (
+                ("optimizer_cpu_offload", True),
+                ("use_precision_aware_optimizer", True),
+                ("fp16", True),
+                ("adam_beta1" if LION_BESIDE_ADAM else "lion_beta1", 1.0),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 @on_ranks(1)
 def test_what_the_optimizer_cannot_do_is_an_early_error(
     ddp: dict[str, Any], optimizer: dict[str, Any], says: tuple[str, ...]

@@ -34,8 +34,11 @@ from tests.lib.gpt.one_layer import CASE, wrapped
 from tests.lib.megatron.launch_cases import recipe
 
 OF_WRAPPER = (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)
-OF_RECIPES = {"ddp": DDP_CONFIG_RULES, "model": MODEL_CONFIG_RULES,
-              "optimizer": OPTIMIZER_CONFIG_RULES}  # fmt: skip
+OF_RECIPES = {
+    "ddp": DDP_CONFIG_RULES,
+    "model": MODEL_CONFIG_RULES,
+    "optimizer": OPTIMIZER_CONFIG_RULES,
+}
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VALUES = (
@@ -145,9 +148,10 @@ def test_a_command_line_is_refused_for_each_rule(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "rule"), [(name, rule) for name, rules in OF_RECIPES.items() for rule in rules],
+    ("section", "rule"),
+    [(name, rule) for name, rules in OF_RECIPES.items() for rule in rules],
     ids=lambda one: identity(one) if isinstance(one, Rule) else one,
-)  # fmt: skip
+)
 def test_a_recipe_is_refused_for_each_rule(section: str, rule: Rule) -> None:
     cfg = recipe()
     put(vars(asked()), cfg.ddp)
@@ -160,7 +164,8 @@ def test_a_recipe_is_refused_for_each_rule(section: str, rule: Rule) -> None:
 def test_the_wrapper_refuses_each_rule_before_anything_is_made(
     one_rank: torch.device, rule: Rule
 ) -> None:
-    model, ddp = build_model(CASE, one_rank), ddp_config(CASE, "optim_grads_params")
+    model = build_model(CASE, one_rank)
+    ddp = ddp_config(CASE, "optim_grads_params")
     put(breaking(rule), ddp, model.config)
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(model.config, ddp, model)
@@ -170,7 +175,8 @@ def test_the_wrapper_refuses_each_rule_before_anything_is_made(
 @pytest.mark.parametrize("rule", OPTIMIZER_CONFIG_RULES, ids=identity)
 def test_the_optimizer_refuses_each_rule(one_rank: torch.device, rule: Rule) -> None:
     """Before core's first collective for it, and before the inner one is made."""
-    config, chosen = optimizer_config(CASE), breaking(rule)
+    config = optimizer_config(CASE)
+    chosen = breaking(rule)
     ddp = {name: value for name, value in chosen.items() if name.startswith("chunked")}
     wrapper = build_trainer(CASE, "optim_grads_params", one_rank, ddp=ddp).wrapper
     put({name: chosen[name] for name in chosen.keys() - ddp.keys()}, config)
@@ -196,7 +202,10 @@ def test_what_follows_is_set_and_told_once(setting: settings.Setting) -> None:
     ):  # fmt: skip
         if setting.when(asked(**beside)):
             break
-    other = (not setting.value) if isinstance(setting.value, bool) else "another"
+    if isinstance(setting.value, bool):
+        other = not setting.value
+    else:
+        other = "another"
     for way in setting.ways:
         config = asked(**{**beside, setting.option: other})
         configs = {setting.section: config, "all": asked(**beside)}
@@ -228,9 +237,12 @@ def test_each_option_is_a_field_and_a_flag_with_its_default(option: Option) -> N
         return
     assert getattr(args, option.name) == option.default
     given, expected = {
-        bool: ([], True), int: (["3"], 3), float: (["1.5"], 1.5), str: (["a"], "a"),
+        bool: ([], True),
+        int: (["3"], 3),
+        float: (["1.5"], 1.5),
+        str: (["a"], "a"),
         table.Gib: (["1.5"], 1.5),
-    }.get(option.type, (["bf16"], torch.bfloat16))  # fmt: skip
+    }.get(option.type, (["bf16"], torch.bfloat16))
     assert getattr(parser.parse_args([option.flag, *given]), option.name) == expected
     if expected is torch.bfloat16 or option.type == table.Gib:
         automatic = None if expected is torch.bfloat16 else "auto"
@@ -245,5 +257,3 @@ def test_each_option_is_a_field_and_a_flag_with_its_default(option: Option) -> N
 def test_a_default_of_the_class_asks_for_nothing(one_rank: torch.device) -> None:
     """0.16.1's `preserve_fp32_weights` is True by itself, and contradicts no other main weights."""
     wrapped(ddp={"megatron_fsdp_main_params_dtype": None})
-
-

@@ -40,7 +40,8 @@ def test_experts_in_one_tensor_are_refused_however_they_were_asked_for(
     monkeypatch.setattr(experts, "gg", available, raising=False)
 
     def change(model: Any) -> None:
-        model.config.moe_ffn_hidden_size, model.config.moe_latent_size = 8, None
+        model.config.moe_ffn_hidden_size = 8
+        model.config.moe_latent_size = None
         groups = ProcessGroupCollection.use_mpu_process_groups()
         cls = getattr(experts, "GroupedMLP", GroupedMLP)
         model.decoder.layers[0].mlp = cls(2, model.config, groups)
@@ -111,9 +112,11 @@ def test_a_hook_on_a_fused_weight_is_refused_by_name_and_gets_the_gradient_witho
 
 def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) -> None:
     patches.install(FUSED_WGRAD)
-    wrapped("optim", CASE.but(fused=True), lambda model: (
-        model.decoder.final_layernorm.weight.register_hook(lambda value: value)
-    ))  # fmt: skip
+    wrapped(
+        "optim",
+        CASE.but(fused=True),
+        lambda model: model.decoder.final_layernorm.weight.register_hook(lambda value: value),
+    )
 
 
 # Options of activation offload.
@@ -121,8 +124,12 @@ def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) 
 
 def test_offload_of_layers_is_accepted_where_core_has_it(one_rank: torch.device) -> None:
     for weights in (False, True):
-        options = {"cpu_offloading": True, "cpu_offloading_num_layers": 1,
-                   "cpu_offloading_weights": weights, "cpu_offloading_double_buffering": True}
+        options = {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": 1,
+            "cpu_offloading_weights": weights,
+            "cpu_offloading_double_buffering": True,
+        }
         wrapped(change=lambda model, options=options: vars(model.config).update(options))
 
 
@@ -135,6 +142,9 @@ def test_core_asks_us_of_each_tensor(one_rank: torch.device) -> None:
     asked = SimpleNamespace(
         min_offloaded_tensor_size=1, _can_manage_tensor_for_offload=lambda tensor: True
     )
-    for tensor, goes in ((weight.detach().t(), False), (weight.view(-1), False),
-                         (torch.ones(3), True)):  # fmt: skip
+    for tensor, goes in (
+        (weight.detach().t(), False),
+        (weight.view(-1), False),
+        (torch.ones(3), True),
+    ):
         assert handler.tensor_need_offloading_checker(asked, tensor) is goes

@@ -124,13 +124,17 @@ def test_all_of_cores_recipes_but_the_users_own_are_accepted() -> None:
 
 
 def wrapped(
-    one_rank: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch, param: bool = True,
+    one_rank: torch.device,
+    strategy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    param: bool = True,
     **ddp: Any,
 ) -> tuple[Any, FullyShardedDataParallel]:
     """The DDP config and a wrapper over a model whose config says that weights are quantized; none
     of its layers' are, as on a pipeline stage whose layers all stay in bf16."""
     monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
-    model, options = build_model(CASE, one_rank), ddp_config(CASE, strategy, ddp)
+    model = build_model(CASE, one_rank)
+    options = ddp_config(CASE, strategy, ddp)
     vars(model.config).update(vars(asks()), fp8_param=param)
     return options, FullyShardedDataParallel(model.config, options, model)
 
@@ -203,7 +207,11 @@ class QuantizingLinear(nn.Linear):
 @pytest.mark.parametrize("fused", (True, False))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_is_switched_off_and_said_where_weights_are_sharded_or_gradients_fused(
-    one_rank: torch.device, strategy: str, fp8: str | None, fused: bool, capsys: Any,
+    one_rank: torch.device,
+    strategy: str,
+    fp8: str | None,
+    fused: bool,
+    capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(units, "precisions_of", lambda config: (Precision("weights"),))

@@ -50,20 +50,29 @@ def ours(options: dict[str, Any]) -> list[list[int]] | None:
 
 def test_layers_of_stages_are_those_that_core_builds_and_what_it_refuses_is_refused() -> None:
     choices = [
-        {"num_layers": layers, "pipeline_model_parallel_size": stages,
-         "virtual_pipeline_model_parallel_size": virtual,
-         "num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+        {
+            "num_layers": layers,
+            "pipeline_model_parallel_size": stages,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "num_layers_in_first_pipeline_stage": first,
+            "num_layers_in_last_pipeline_stage": last,
+        }
         for layers, stages, virtual, first, last in product(
-            range(1, 13), (2, 3, 4), (None, 2, 3), (None, 1, 2, 4), (None, 1, 2, 4))
-    ]  # fmt: skip
+            range(1, 13), (2, 3, 4), (None, 2, 3), (None, 1, 2, 4), (None, 1, 2, 4)
+        )
+    ]
     choices += [
-        {"num_layers": layers, "pipeline_model_parallel_size": stages,
-         "virtual_pipeline_model_parallel_size": virtual,
-         "account_for_embedding_in_pipeline_split": embedding,
-         "account_for_loss_in_pipeline_split": loss}
+        {
+            "num_layers": layers,
+            "pipeline_model_parallel_size": stages,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "account_for_embedding_in_pipeline_split": embedding,
+            "account_for_loss_in_pipeline_split": loss,
+        }
         for layers, stages, virtual, embedding, loss in product(
-            range(1, 13), (2, 3, 4), (None, 2, 3), (False, True), (False, True))
-    ]  # fmt: skip
+            range(1, 13), (2, 3, 4), (None, 2, 3), (False, True), (False, True)
+        )
+    ]
     assert [one for one in choices if ours(one) != layers_of_core(one)] == []
     built = [one for one in choices if ours(one)]
     assert len(choices) > len(built) > 100
@@ -85,10 +94,20 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=str)
 def test_layouts_are_read_as_core_reads_them(layout: Any, options: dict[str, Any]) -> None:
-    text = layout if isinstance(layout, str) else "".join(word[0] for row in layout for word in row)
-    layers = text.count("t") if "*" not in text else sum(map(len, sizes._expanded(text))) - 2
-    options = {"num_layers": max(1, layers), "pipeline_model_parallel_size": 2,
-               sizes.LAYOUT: layout, **options}  # fmt: skip
+    if isinstance(layout, str):
+        text = layout
+    else:
+        text = "".join(word[0] for row in layout for word in row)
+    if "*" not in text:
+        layers = text.count("t")
+    else:
+        layers = sum(map(len, sizes._expanded(text))) - 2
+    options = {
+        "num_layers": max(1, layers),
+        "pipeline_model_parallel_size": 2,
+        sizes.LAYOUT: layout,
+        **options,
+    }
     if isinstance(layout, list):
         options["num_layers"] = sum(row.count("decoder") for row in layout) or 1
     assert ours(options) == layers_of_core(options)

@@ -17,8 +17,11 @@ from tests.lib.engine.pretended import pretended_world
 from tests.lib.gpt.gpt import Case, ddp_config, model_config
 
 CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
-ZERO_3, CPU, CUDA = "optim_grads_params", torch.device("cpu"), torch.device("cuda")
-CE, CE_RS = table.CE_ALL_GATHER, table.CE_REDUCE_SCATTER
+ZERO_3 = "optim_grads_params"
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+CE = table.CE_ALL_GATHER
+CE_RS = table.CE_REDUCE_SCATTER
 
 
 def config(strategy: str = ZERO_3, **options: Any) -> Any:
@@ -54,9 +57,11 @@ def test_registration_is_between_the_ranks_of_one_instance(option):
             instances = [dist.new_group([0, 1]), dist.new_group([2, 3])]
             across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
             index = FSDPDistributedIndex(
-                instances[rank // 2], device_type="cpu", grad_scale=0.25,
+                instances[rank // 2],
+                device_type="cpu",
+                grad_scale=0.25,
                 outer_fsdp_group=across[rank % 2],
-            )  # fmt: skip
+            )
             memory = staging_options.slot_memory(config(**{option: True}), index, CPU)
             assert memory is not None
             seen.append([tuple(dist.get_process_group_ranks(g)) for g in memory._groups])

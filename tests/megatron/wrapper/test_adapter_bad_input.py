@@ -49,9 +49,20 @@ def no_collectives(monkeypatch: pytest.MonkeyPatch, four_fake_ranks: None) -> It
 def groups(**ranks: list[int] | None) -> ProcessGroupCollection:
     """A collection for a world of four data-parallel ranks, with some groups replaced, or without
     those that are None."""
-    everyone, alone = [0, 1, 2, 3], [0]
-    chosen = {"dp": everyone, "dp_cp": everyone, "intra_dp_cp": everyone, "expt_dp": everyone,
-              "tp": alone, "pp": alone, "cp": alone, "ep": alone, "mp": alone, **ranks}  # fmt: skip
+    everyone = [0, 1, 2, 3]
+    alone = [0]
+    chosen = {
+        "dp": everyone,
+        "dp_cp": everyone,
+        "intra_dp_cp": everyone,
+        "expt_dp": everyone,
+        "tp": alone,
+        "pp": alone,
+        "cp": alone,
+        "ep": alone,
+        "mp": alone,
+        **ranks,
+    }
     collection = ProcessGroupCollection()
     for name, members in chosen.items():
         if members is not None:
@@ -97,9 +108,7 @@ BAD: dict[str, Bad] = {
     "an outer group that is no outer group": Bad(
         ("outer_fsdp_dp", "[0, 1]", "do not make a mesh"),
         ddp={"num_distributed_optimizer_instances": 2},
-        groups=lambda: groups(
-            intra_dp_cp=[0, 1], intra_expt_dp=[0, 1], inter_dist_opt=[0, 1]
-        ),
+        groups=lambda: groups(intra_dp_cp=[0, 1], intra_expt_dp=[0, 1], inter_dist_opt=[0, 1]),
     ),
     "groups made for several optimizer instances": Bad(
         ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "Initialize"),
@@ -170,7 +179,8 @@ BAD: dict[str, Bad] = {
         module=compiled_in_place,
     ),
     "expert parameters without a group for them": Bad(
-        ("kind 'expert'", "Pass expt_dp"), groups=lambda: groups(expt_dp=None),
+        ("kind 'expert'", "Pass expt_dp"),
+        groups=lambda: groups(expt_dp=None),
         module=lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3)])}),
     ),
 }

@@ -85,12 +85,21 @@ def test_signatures_that_megatron_calls() -> None:
         for name in ("__init__", "start_param_sync", "finish_grad_sync", "scale_gradients")
     }
     assert parameters == {
-        "__init__": ["self", "config", "ddp_config", "module", "fsdp_unit_modules",
-                     "disable_bucketing", "device", "pg_collection", "module_placements"],
+        "__init__": [
+            "self",
+            "config",
+            "ddp_config",
+            "module",
+            "fsdp_unit_modules",
+            "disable_bucketing",
+            "device",
+            "pg_collection",
+            "module_placements",
+        ],
         "start_param_sync": ["self", "unused", "force_sync", "force_dispatch"],
         "finish_grad_sync": ["self", "force_all_reduce"],
         "scale_gradients": ["self", "scaling_factor"],
-    }  # fmt: skip
+    }
 
 
 # The two identities of a parameter.
@@ -102,7 +111,8 @@ EVENTS: dict[str, tuple[Callable[[Trainer], Any], str]] = {
     "start_param_sync": (lambda t: t.wrapper.start_param_sync(), "raw"),
     "finish_grad_sync": (lambda t: (backward(t), t.wrapper.finish_grad_sync()), "optimizer"),
     "synchronize_param_gather": (
-        lambda t: (backward(t), t.wrapper.synchronize_param_gather()), "optimizer"
+        lambda t: (backward(t), t.wrapper.synchronize_param_gather()),
+        "optimizer",
     ),
     "stop_communication": (lambda t: (backward(t), t.wrapper.stop_communication()), "optimizer"),
     "state_dict of the wrapper": (lambda t: (backward(t), t.wrapper.state_dict()), "optimizer"),
@@ -111,7 +121,7 @@ EVENTS: dict[str, tuple[Callable[[Trainer], Any], str]] = {
         "optimizer",
     ),
     "optimizer step": (lambda t: train_step(t, data()), "raw"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -295,8 +305,9 @@ def test_units_by_default_and_by_name() -> None:
 
 def test_dtypes_can_be_read_under_megatrons_name() -> None:
     for options, comm in (
-        ({}, torch.float32), ({"megatron_fsdp_grad_comm_dtype": torch.bfloat16}, torch.bfloat16),
-    ):  # fmt: skip
+        ({}, torch.float32),
+        ({"megatron_fsdp_grad_comm_dtype": torch.bfloat16}, torch.bfloat16),
+    ):
         policy = wrapped("optim", ddp=options).mp_policy
         assert (policy.main_params_dtype, policy.grad_comm_dtype) == (torch.float32, comm)
 
@@ -305,14 +316,20 @@ def test_dtypes_can_be_read_under_megatrons_name() -> None:
 
 
 CONVERSIONS: tuple[Callable[[nn.Module], nn.Module], ...] = (
-    lambda module: module.half(), lambda module: module.bfloat16(), lambda module: module.double(),
-    lambda module: module.to(torch.float16), lambda module: module.to("meta"),
-    lambda module: module.to_empty(device="cpu"), lambda module: module.to_empty(device="meta"),
-)  # fmt: skip
+    lambda module: module.half(),
+    lambda module: module.bfloat16(),
+    lambda module: module.double(),
+    lambda module: module.to(torch.float16),
+    lambda module: module.to("meta"),
+    lambda module: module.to_empty(device="cpu"),
+    lambda module: module.to_empty(device="meta"),
+)
 CHANGE_NOTHING: tuple[Callable[[nn.Module], nn.Module], ...] = (
-    lambda module: module.float(), lambda module: module.to("cpu"),
-    lambda module: module.to(torch.float32), lambda module: module.cpu(),
-)  # fmt: skip
+    lambda module: module.float(),
+    lambda module: module.to("cpu"),
+    lambda module: module.to(torch.float32),
+    lambda module: module.cpu(),
+)
 
 
 def test_conversion_after_wrapping_is_refused_unless_it_changes_nothing(trainer: Trainer) -> None:

@@ -99,7 +99,14 @@ def test_empty_shards_never_reach_a_multi_tensor_kernel(rank: int, seed: int) ->
     TE, are made to behave like it."""
     case = {"num_layers": 1, "hidden": 6, "heads": 1, "ffn": 10, "vocab": 11, "clip": 0.01}
     compare(
-        Variant("", STRATEGIES[1:], case=case, around=_strict_kernels, steps=2,
-                expect=_some_shards_are_empty),
-        rank, seed,
-    )  # fmt: skip
+        Variant(
+            "",
+            STRATEGIES[1:],
+            case=case,
+            around=_strict_kernels,
+            steps=2,
+            expect=_some_shards_are_empty,
+        ),
+        rank,
+        seed,
+    )

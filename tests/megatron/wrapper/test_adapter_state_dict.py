@@ -108,15 +108,19 @@ def test_load(trainer: Trainer, depth: str, level: str, full: bool) -> None:
 
 
 BAD_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing": (lambda state: state.pop("module.output_layer.weight"),
-                "missing: module.output_layer.weight"),
-    "unexpected": (lambda state: state.update({"module.other": torch.ones(1)}),
-                   "unexpected: module.other"),
+    "missing": (
+        lambda state: state.pop("module.output_layer.weight"),
+        "missing: module.output_layer.weight",
+    ),
+    "unexpected": (
+        lambda state: state.update({"module.other": torch.ones(1)}),
+        "unexpected: module.other",
+    ),
     "another shape": (
         lambda state: state.update({"module.output_layer.weight": torch.ones(3, 2)}),
         r"module.output_layer.weight: shape \(3, 2\), expected \(23, 12\)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_STATES)
@@ -155,7 +159,8 @@ def test_buffers_are_loaded_whatever_levels_are_between(bf16: bool) -> None:
         layer.register_buffer("persistent", torch.zeros(3))
 
     inner = wrapped("optim", CASE.but(bf16=bf16), change).module
-    key, before = "module.decoder.layers.0.persistent", inner.state_dict()
+    key = "module.decoder.layers.0.persistent"
+    before = inner.state_dict()
     given = {k: v.view(before[k].shape) for k, v in values(before).items()}
     result = inner.load_state_dict({**given, key: torch.ones(3)})
     assert torch.equal(inner.state_dict()[key], torch.ones(3))

@@ -16,8 +16,9 @@ from tests.lib.ranks.shared_ranks import on_ranks
 
 EVERY = tuple(
     replace(row, name=f"{row.name}, {world} ranks", strategies=STRATEGIES, world=world, full=True)
-    for row in HABITS for world in (1, 2)
-)  # fmt: skip
+    for row in HABITS
+    for world in (1, 2)
+)
 
 
 @pytest.mark.parametrize("row", marked(HABITS + EVERY))

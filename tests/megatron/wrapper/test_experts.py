@@ -90,7 +90,8 @@ def same_biases(ours: TopologyTrainer, reference: TopologyTrainer, strategy: str
 
 def replayed(trainer: TopologyTrainer, number: int, rank: int) -> Step:
     """Every router of the process gets the same experts for its tokens, not those of its choice."""
-    case, experts = trainer.case, trainer.topology.experts
+    case = trainer.case
+    experts = trainer.topology.experts
     assert RouterReplay.global_router_replay_instances and experts
     generator = torch.Generator().manual_seed(case.seed)
     split = trainer.topology.tp if trainer.topology.sp else 1
@@ -129,9 +130,17 @@ def stand_ins() -> Iterator[None]:
 def _option(name: str, fields: Any, both: Any, **more: Any) -> Variant:
     """`both`: fields that the reference has too."""
     return Variant(
-        name, (ZERO_3,), 4, EP2, fields={**both, **fields}, reference={"fields": both},
-        around=stand_ins, compare="free", steps=2, **more,
-    )  # fmt: skip
+        name,
+        (ZERO_3,),
+        4,
+        EP2,
+        fields={**both, **fields},
+        reference={"fields": both},
+        around=stand_ins,
+        compare="free",
+        steps=2,
+        **more,
+    )
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 12}
@@ -143,22 +152,27 @@ OPTIONS = tuple(
         _option("HybridEP, experts without tokens", FLEX, FP32, change=feed_two_experts),
         _option(
             "flex dispatcher beside shared experts",
-            {**FLEX, "moe_shared_expert_overlap": True}, {**FP32, **SHARED},
+            {**FLEX, "moe_shared_expert_overlap": True},
+            {**FP32, **SHARED},
         ),
         _option("shared experts overlapped", {"moe_shared_expert_overlap": True}, SHARED),
         _option("shared experts, recomputed", RECOMPUTED, SHARED),
         _option("latent experts", {}, {"moe_latent_size": 10}),
         _option(
-            "expert bias", {},
-            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-             "moe_router_bias_update_rate": 0.01},
+            "expert bias",
+            {},
+            {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_bias_update_rate": 0.01,
+            },
             expect=same_biases,
         ),
         _option("router replay", {}, {"moe_enable_routing_replay": True}, drive=replayed),
     )
     # Core's flex dispatcher of 0.16.1 takes no shared experts.
     if "beside" not in row.name or "set_shared_experts" not in vars(MoEFlexTokenDispatcher)
-)  # fmt: skip
+)
 
 
 @contextmanager
@@ -188,16 +202,23 @@ def each_step_ran_twice(ours: Any, reference: Any, strategy: str) -> None:
 
 RERUN = _option(
     "a step that core runs again",
-    {**FLEX, "moe_expert_rank_capacity_factor": 0.3,
-     "use_transformer_engine_op_fuser": True},  # core asks for it; experts here are not grouped
-    FP32, needs=("moe_expert_rank_capacity_factor",),
+    {
+        **FLEX,
+        "moe_expert_rank_capacity_factor": 0.3,
+        "use_transformer_engine_op_fuser": True,
+    },  # core asks for it; experts here are not grouped
+    FP32,
+    needs=("moe_expert_rank_capacity_factor",),
 ).but(
-    "a step that core runs again", around=exact_budgets, begin=run_by_core_again,
+    "a step that core runs again",
+    around=exact_budgets,
+    begin=run_by_core_again,
     drive=lambda trainer, number, rank: topology_step(
         trainer, number, getattr(trainer, "runner", None)
     ),
-    expect=each_step_ran_twice, compare="loosely",
-)  # fmt: skip
+    expect=each_step_ran_twice,
+    compare="loosely",
+)
 """Gradients were finalized once already, of tokens of which some had been dropped."""
 
 
@@ -252,13 +273,20 @@ def _rounded(ours: Step, reference: Step, label: str) -> None:
 def _overlapped(name: str, fields: Any = None, delays: bool = False, **more: Any) -> Variant:
     both = {**OVERLAP, **(fields or {})}
     late = {
-        "fields": {**both, **DELAY}, "change": delay_all, "expect": gradients_came_late,
+        "fields": {**both, **DELAY},
+        "change": delay_all,
+        "expect": gradients_came_late,
         "ddp": {**more.pop("ddp", {}), **DELAY_OF_DDP},
-    }  # fmt: skip
+    }
     options = {
-        "topology": EP2, "fields": both, "case": {"bf16": True}, "begin": note_calls,
-        "expect": parts_are_called, **(late if delays else {}), **more,
-    }  # fmt: skip
+        "topology": EP2,
+        "fields": both,
+        "case": {"bf16": True},
+        "begin": note_calls,
+        "expect": parts_are_called,
+        **(late if delays else {}),
+        **more,
+    }
     return Variant(
         name, around=host_tensors, reference={"fields": both, "change": unchanged}, **options
     )
@@ -273,41 +301,59 @@ PARTS = (
     _overlapped("parts, weight gradients that come later", delays=True),
     _overlapped("parts, experts are units", ddp=FINE, case={**BF16, "microbatches": 2}),
     _overlapped(
-        "parts, experts are units, later weight gradients", delays=True, ddp=FINE,
-        case={**BF16, "microbatches": 2}, full=True,
+        "parts, experts are units, later weight gradients",
+        delays=True,
+        ddp=FINE,
+        case={**BF16, "microbatches": 2},
+        full=True,
     ),
     # Two graphs make the gradients. Autograd adds them up in bfloat16, which rounds once; stock
     # DDP takes each away by itself.
     _overlapped(
-        "parts, a tied weight", case={**BF16, "tied": True},
+        "parts, a tied weight",
+        case={**BF16, "tied": True},
         compare=Comparison(*[_rounded] * 2, each_step=True),
     ),
     _overlapped(
-        "parts, one unit of all layers", strategies=(ZERO_3,), steps=2,
+        "parts, one unit of all layers",
+        strategies=(ZERO_3,),
+        steps=2,
         wrapper={"fsdp_unit_modules": [TransformerBlock]},
     ),
     *(
-        _overlapped(f"parts, {name}, units {'parts' if ddp else 'layers'}", fields, ddp=ddp,
-                    full=True)
+        _overlapped(
+            f"parts, {name}, units {'parts' if ddp else 'layers'}", fields, ddp=ddp, full=True
+        )
         for name, fields in (("shared experts", SHARED_20), ("early release", EARLY))
         for ddp in ({}, FINE)
     ),
     *(
-        _overlapped(f"parts, interleaved pipeline, units {'parts' if ddp else 'layers'}", ddp=ddp,
-                    topology=INTERLEAVED, world=4, full=True)
+        _overlapped(
+            f"parts, interleaved pipeline, units {'parts' if ddp else 'layers'}",
+            ddp=ddp,
+            topology=INTERLEAVED,
+            world=4,
+            full=True,
+        )
         for ddp in ({}, FINE)
     ),
-)  # fmt: skip
+)
 
 DISPATCHED = (
-    *OPTIONS, RERUN.but(RERUN.name, strategies=STRATEGIES[1::2]),
+    *OPTIONS,
+    RERUN.but(RERUN.name, strategies=STRATEGIES[1::2]),
     RERUN.but(f"{RERUN.name}, other strategies", strategies=STRATEGIES[::2], full=True),
     *(
-        row.but(f"{row.name}, {topology.name}, every strategy", topology=topology,
-                strategies=STRATEGIES, full=True)
-        for row in OPTIONS for topology in (EP2, SPLIT)
+        row.but(
+            f"{row.name}, {topology.name}, every strategy",
+            topology=topology,
+            strategies=STRATEGIES,
+            full=True,
+        )
+        for row in OPTIONS
+        for topology in (EP2, SPLIT)
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", marked(DISPATCHED))
@@ -360,7 +406,8 @@ def test_fewer_expert_tensor_ranks_train_like_stock_ddp_or_are_refused(
     (0.19 on), and refused where it marks them as dense ones, which is wrong under any wrapper."""
     topology = Topology("tp2-etp1", tp=2, etp=1, sp=True, experts=4)
     row = Variant("", topology=topology)
-    case, device = row.case_of(seed), row.start()
+    case = row.case_of(seed)
+    device = row.start()
     model = row.trainer(None, case, device).chunks[0]
     if any(p.allreduce for name, p in model.named_parameters() if ".experts." in name):
         with pytest.raises(ValueError, match="expert_tensor_parallel_size=1 with tensor_model_par"):

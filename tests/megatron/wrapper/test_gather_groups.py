@@ -44,7 +44,8 @@ def test_gather_groups_have_the_members_of_the_groups_they_mirror(rank: int) -> 
         use_groups(**sizes, order=order)
         collection = create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
         for attribute, mirrored in MIRRORED.items():
-            original, made = getattr(collection, mirrored), getattr(collection, attribute)
+            original = getattr(collection, mirrored)
+            made = getattr(collection, attribute)
             ranks = dist.get_process_group_ranks(original)
             assert made is not original
             assert everyones(rank, made) == ranks, (order, sizes)
@@ -58,7 +59,8 @@ def test_model_on_a_part_of_the_world(rank: int) -> None:
     inputs of that size."""
     generator = RankGenerator(tp=1, ep=1, dp=2, pp=1, cp=1, order="tp-cp-ep-dp-pp", rank_offset=2)
     [ranks] = generator.get_ranks("dp")
-    group, singles = dist.new_group(ranks), [dist.new_group([r]) for r in ranks]
+    group = dist.new_group(ranks)
+    singles = [dist.new_group([r]) for r in ranks]
     if rank not in ranks:
         assert vars(create_all_gather_groups(SimpleNamespace())) == {}
         return
@@ -82,8 +84,9 @@ def test_model_on_a_part_of_the_world(rank: int) -> None:
 def test_ranks_that_disagree_are_told_so_on_every_rank(rank: int) -> None:
     pair = dist.new_group([0, 1])
     for group, other in (
-        (pair if rank == 0 else None, [0, 1]), (dist.group.WORLD if rank < 2 else None, [0, 1, 2])
-    ):  # fmt: skip
+        (pair if rank == 0 else None, [0, 1]),
+        (dist.group.WORLD if rank < 2 else None, [0, 1, 2]),
+    ):
         with pytest.raises(ValueError) as raised:
             create_all_gather_groups(SimpleNamespace(dp_cp=group))
         assert len(set(everyones(str(raised.value)))) == 1

@@ -55,10 +55,15 @@ def towers(case: Case, device: torch.device, recompute: Any, tied: bool, change:
 def _row(name: str, strategy: str, recompute: Any, tied: bool, change: Any) -> Variant:
     build = partial(towers, tied=tied, change=change)
     return Variant(
-        f"two towers, {name}", (strategy,), random=True, case=SIZES,
-        build=partial(build, recompute=recompute), steps=2, compare="free",
+        f"two towers, {name}",
+        (strategy,),
+        random=True,
+        case=SIZES,
+        build=partial(build, recompute=recompute),
+        steps=2,
+        compare="free",
         reference={"build": partial(build, recompute={})},
-    )  # fmt: skip
+    )
 
 
 # Core's HybridModel (0.18 on): layers of attention, of an MLP and of experts are units. Mamba
@@ -169,18 +174,27 @@ ROWS = (
     _row("frozen part", ZERO_1, {}, False, freeze_part),
     *(
         Variant(
-            f"hybrid model, ep{ep}", topology=Topology(f"hybrid-ep{ep}", ep=ep, experts=4),
-            case={"num_layers": len(PATTERN), "tied": False}, fields={"is_hybrid_model": True},
-            around=hybrid_models, compare="free", expect=layers_are_units,
+            f"hybrid model, ep{ep}",
+            topology=Topology(f"hybrid-ep{ep}", ep=ep, experts=4),
+            case={"num_layers": len(PATTERN), "tied": False},
+            fields={"is_hybrid_model": True},
+            around=hybrid_models,
+            compare="free",
+            expect=layers_are_units,
             needs=("megatron.core.models.hybrid",),
         )
         for ep in (1, 2)
     ),
     *(
         Variant(
-            f"multi-token prediction in a pipeline, tied {tied}", world=4, case={"tied": tied},
-            topology=Topology("pp2-mtp", pp=2), fields={"mtp_num_layers": 1}, compare="free",
-            around=lambda: mock.patch.object(topologies, "GPTModel", _predicting), steps=2,
+            f"multi-token prediction in a pipeline, tied {tied}",
+            world=4,
+            case={"tied": tied},
+            topology=Topology("pp2-mtp", pp=2),
+            fields={"mtp_num_layers": 1},
+            compare="free",
+            around=lambda: mock.patch.object(topologies, "GPTModel", _predicting),
+            steps=2,
             full=True,
         )
         for tied in (False, True)
@@ -188,7 +202,9 @@ ROWS = (
     *(
         later(
             f"prediction heads that are detached, tied {tied}",
-            {"mtp_detach_heads": True, "mtp_num_layers": 2}, tied, case={"clip": 0.02},
+            {"mtp_detach_heads": True, "mtp_num_layers": 2},
+            tied,
+            case={"clip": 0.02},
             expect=heads_have_a_norm,
         )
         for tied in (False, True)
@@ -198,18 +214,24 @@ ROWS = (
         {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
     ),
     later(
-        "MuP", {"use_mup": True, "mup_base_hidden_size": 8, "mup_embedding_mult": 2.0},
-        around=mup_overrides, drive=at_learning_rates_of_groups,
+        "MuP",
+        {"use_mup": True, "mup_base_hidden_size": 8, "mup_embedding_mult": 2.0},
+        around=mup_overrides,
+        drive=at_learning_rates_of_groups,
     ),
     later("MLPs in chunks", {"mlp_chunks_for_training": 2}),
     *(
         Variant(
-            f"a norm that is too large, clip {clip}", random=True, case={**SIZES, "clip": clip},
-            drive=second_is_too_large, compare="loosely", needs=("grad_norm_skip_threshold",),
+            f"a norm that is too large, clip {clip}",
+            random=True,
+            case={**SIZES, "clip": clip},
+            drive=second_is_too_large,
+            compare="loosely",
+            needs=("grad_norm_skip_threshold",),
         )
         for clip in (1.0, 0.0)
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

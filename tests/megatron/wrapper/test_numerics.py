@@ -31,7 +31,8 @@ from tests.lib.ranks.shared_ranks import on_ranks
 KEPT_GRADS = (ZERO_0, ZERO_1)
 """These sum microbatches on each rank before they reduce, as stock DDP does; the others reduce
 each microbatch."""
-SCALE, TAKEN = 2.0**24, 3
+SCALE = 2.0**24
+TAKEN = 3
 
 
 def scaled_step(trainer: Any, number: int, rank: int) -> Step:
@@ -70,16 +71,24 @@ EACH = Variant("each step", random=True)
 FREE = EACH.but("ten free steps", case={"num_layers": 1, "batch": 1}, compare="free", steps=10)
 BITS = EACH.but("bits", case={"clip": 0.0}, compare="bits but norm", steps=5)
 SCALED = EACH.but(
-    "fp16 with a loss scaler", case={"fp16": True, "loss_scale": SCALE, "clip": 0.0},
-    strategies=KEPT_GRADS, compare="bits", drive=scaled_step, steps=20,
+    "fp16 with a loss scaler",
+    case={"fp16": True, "loss_scale": SCALE, "clip": 0.0},
+    strategies=KEPT_GRADS,
+    compare="bits",
+    drive=scaled_step,
+    steps=20,
     expect=some_steps_were_left_out,
-)  # fmt: skip
+)
 ONE_MICROBATCH = SCALED.but(
     "fp16, one microbatch", case={**SCALED.case, "microbatches": 1}, strategies=STRATEGIES
 )
 SPOILED = ONE_MICROBATCH.but(
-    "fp16, an infinity on one rank", case={**ONE_MICROBATCH.case, "loss_scale": 256.0},
-    change=SPOILER.attach, drive=spoiled_step, expect=one_step_was_left_out, steps=3,
+    "fp16, an infinity on one rank",
+    case={**ONE_MICROBATCH.case, "loss_scale": 256.0},
+    change=SPOILER.attach,
+    drive=spoiled_step,
+    expect=one_step_was_left_out,
+    steps=3,
 )
 ROWS = (
     *(EACH.but(f"each step, {n} ranks", world=n, full=n == 8) for n in (1, 2, 4, 8)),
@@ -92,7 +101,9 @@ ROWS = (
         for n in (1, 2)
     ),
     EACH.but(
-        "ranks that begin differently", change=differ_by_rank, reference={"change": unchanged},
+        "ranks that begin differently",
+        change=differ_by_rank,
+        reference={"change": unchanged},
         compare="free",
     ),
     # Trap G5: without overlap ZeRO-0 and ZeRO-1 reduce at the end of the step, once.
@@ -106,18 +117,23 @@ ROWS = (
     # what these steps show: one flipped bit grows.
     *(
         BITS.but(
-            f"bits, {world} ranks, {n} microbatches, {'bf16' if bf16 else 'fp32'}", world=world,
-            strategies=strategies, case={**BITS.case, "microbatches": n, "bf16": bf16},
+            f"bits, {world} ranks, {n} microbatches, {'bf16' if bf16 else 'fp32'}",
+            world=world,
+            strategies=strategies,
+            case={**BITS.case, "microbatches": n, "bf16": bf16},
         )
         for world, n, strategies in ((1, 3, STRATEGIES), (2, 3, KEPT_GRADS), (2, 1, STRATEGIES))
         for bf16 in (False, True)
     ),
-    SCALED, ONE_MICROBATCH, SPOILED,
+    SCALED,
+    ONE_MICROBATCH,
+    SPOILED,
     SPOILED.but(
-        f"{SPOILED.name}, bf16 on the wire", ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+        f"{SPOILED.name}, bf16 on the wire",
+        ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
         compare=Comparison(same_scale, same_scale),
     ),
-)  # fmt: skip
+)
 """Each run draws other sizes of the models. Where a loss scaler leaves a step out, all ranks
 do, the scale is halved, and no weight has moved."""
 

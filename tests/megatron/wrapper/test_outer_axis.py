@@ -17,7 +17,8 @@ from tests.lib.gpt.topologies import TOPOLOGIES
 from tests.lib.gpt.variants import ZERO_3, Variant, compare, marked
 from tests.lib.ranks.shared_ranks import on_ranks
 
-WORLD, INSTANCES = 4, 2
+WORLD = 4
+INSTANCES = 2
 OUTER = ("no_shard", "optim")
 
 
@@ -44,22 +45,56 @@ def placements_tell_the_outer_axis(ours: Any, reference: Any, strategy: str) -> 
 
 
 ROWS = tuple(
-    row.but(f"{row.name}, outer {outer}, {n} microbatches{'' if overlap else ', no overlap'}",
-            ddp={"outer_dp_sharding_strategy": outer}, full=row.full or not overlap,
-            case={"microbatches": n, "overlap": overlap, **({} if row.topology else {"batch": 1})})
-    for row, ways in (
-        (Variant("like stock DDP", world=WORLD, instances=INSTANCES, random=True, steps=2,
-                 begin=say_which_is_last_where_megatron_does), ((3, True), (3, False))),
-        (Variant("like plain ZeRO-3", (ZERO_3,), WORLD, instances=INSTANCES, random=True,
-                 begin=say_which_is_last_where_megatron_does, compare="free", steps=5,
-                 expect=placements_tell_the_outer_axis,
-                 reference={"strategy": ZERO_3, "instances": 1}), ((1, True), (3, False))),
-        (Variant("experts like one instance", world=WORLD, instances=INSTANCES, steps=2, full=True,
-                 topology=TOPOLOGIES["ep2"], reference={"strategy": "own", "instances": 1},
-                 expect=experts_are_shared_by_instances), ((1, True), (3, True))),
+    row.but(
+        f"{row.name}, outer {outer}, {n} microbatches{'' if overlap else ', no overlap'}",
+        ddp={"outer_dp_sharding_strategy": outer},
+        full=row.full or not overlap,
+        case={"microbatches": n, "overlap": overlap, **({} if row.topology else {"batch": 1})},
     )
-    for outer in OUTER for n, overlap in ways
-)  # fmt: skip
+    for row, ways in (
+        (
+            Variant(
+                "like stock DDP",
+                world=WORLD,
+                instances=INSTANCES,
+                random=True,
+                steps=2,
+                begin=say_which_is_last_where_megatron_does,
+            ),
+            ((3, True), (3, False)),
+        ),
+        (
+            Variant(
+                "like plain ZeRO-3",
+                (ZERO_3,),
+                WORLD,
+                instances=INSTANCES,
+                random=True,
+                begin=say_which_is_last_where_megatron_does,
+                compare="free",
+                steps=5,
+                expect=placements_tell_the_outer_axis,
+                reference={"strategy": ZERO_3, "instances": 1},
+            ),
+            ((1, True), (3, False)),
+        ),
+        (
+            Variant(
+                "experts like one instance",
+                world=WORLD,
+                instances=INSTANCES,
+                steps=2,
+                full=True,
+                topology=TOPOLOGIES["ep2"],
+                reference={"strategy": "own", "instances": 1},
+                expect=experts_are_shared_by_instances,
+            ),
+            ((1, True), (3, True)),
+        ),
+    )
+    for outer in OUTER
+    for n, overlap in ways
+)
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

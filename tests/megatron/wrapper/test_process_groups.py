@@ -73,15 +73,15 @@ def test_groups_of_no_grid_are_told(
 
 
 @pytest.mark.parametrize(("sizes", "marked"), [((2, 1), True), ((2, 1), False), ((2, 2), True)])
-def test_experts_that_core_marks_as_dense_are_refused(
-    sizes: tuple[int, int], marked: bool
-) -> None:
+def test_experts_that_core_marks_as_dense_are_refused(sizes: tuple[int, int], marked: bool) -> None:
     """Up to 0.18 it does so with one expert-parallel rank, under stock DDP too: tensor-parallel
     ranks get other gradients for the same weights."""
     config = SimpleNamespace(
-        num_moe_experts=2, expert_model_parallel_size=1, tensor_model_parallel_size=sizes[0],
+        num_moe_experts=2,
+        expert_model_parallel_size=1,
+        tensor_model_parallel_size=sizes[0],
         expert_tensor_parallel_size=sizes[1],
-    )  # fmt: skip
+    )
     model = nn.ModuleDict(
         {"experts": nn.ModuleList([nn.Linear(2, 2)]), "shared_experts": nn.Linear(2, 2)}
     )
@@ -118,6 +118,7 @@ def test_wrapping_draws_no_random_numbers(one_rank: torch.device) -> None:
 
 def test_embedding_shared_across_stages_has_a_buffer_of_its_own(one_rank: torch.device) -> None:
     """Its shards must be those of the other stage, whatever else is in the unit."""
+
     def change(model: Any) -> None:
         model.embedding.word_embeddings.weight.shared_embedding = True
 
@@ -147,7 +148,9 @@ def test_kind_goes_by_the_mark_and_by_the_name_only_without_it() -> None:
 def test_gathers_and_reductions_run_on_the_groups_of_megatron(
     one_rank: torch.device, strategy: str, passed: bool
 ) -> None:
-    collection = ProcessGroupCollection.use_mpu_process_groups() if passed else None
+    collection = None
+    if passed:
+        collection = ProcessGroupCollection.use_mpu_process_groups()
     with mock.patch.object(dist, "new_group") as makes:
         wrapper = wrapped(strategy, pg_collection=collection)
     makes.assert_not_called()

@@ -83,11 +83,14 @@ def test_every_parameter_of_a_model_is_marked_on_both_identities(one_rank: torch
     for name, shown in wrapped("optim_grads").named_parameters():
         assert shown._tensor_parallel_mode == shown.orig_param._tensor_parallel_mode
         modes[name.removeprefix("module.module.")] = shown._tensor_parallel_mode
-    assert modes.items() >= {
-        "embedding.word_embeddings.weight": COLUMN,
-        "decoder.layers.0.self_attention.linear_proj.weight": ROW,
-        "decoder.layers.0.self_attention.linear_proj.bias": WHOLE,
-        "decoder.layers.0.mlp.linear_fc1.bias": COLUMN,
-        "decoder.layers.0.input_layernorm.weight": WHOLE,
-        "output_layer.weight": COLUMN,
-    }.items()
+    assert (
+        modes.items()
+        >= {
+            "embedding.word_embeddings.weight": COLUMN,
+            "decoder.layers.0.self_attention.linear_proj.weight": ROW,
+            "decoder.layers.0.self_attention.linear_proj.bias": WHOLE,
+            "decoder.layers.0.mlp.linear_fc1.bias": COLUMN,
+            "decoder.layers.0.input_layernorm.weight": WHOLE,
+            "output_layer.weight": COLUMN,
+        }.items()
+    )

@@ -41,7 +41,8 @@ from tests.lib.gpt.variants import ZERO_0, ZERO_1, ZERO_2, ZERO_3, Variant, comp
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
-FIRST, SECOND = (ZERO_0, ZERO_2), (ZERO_1, ZERO_3)
+FIRST = (ZERO_0, ZERO_2)
+SECOND = (ZERO_1, ZERO_3)
 
 
 def feed_two_experts(model: nn.Module) -> None:
@@ -100,20 +101,36 @@ ROWS = (
     _row("pp2-vpp2", SECOND),
     _row("tp2-pp2", FIRST, case={"tied": False}),
     # What core adds up over tensor-parallel ranks does not go over this wire.
-    _row("tp2-sp", (ZERO_2, ZERO_3), name="tp2-sp, bf16 over data-parallel ranks", world=2,
-         ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
+    _row(
+        "tp2-sp",
+        (ZERO_2, ZERO_3),
+        name="tp2-sp, bf16 over data-parallel ranks",
+        world=2,
+        ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+    ),
     *(
-        _row("pp2", strategies, name=f"pp2, {stage} stage frozen, clip {clip}",
-             case={"tied": False, "clip": clip}, change=partial(freeze_stage, stage == "first"),
-             drive=resumed)
+        _row(
+            "pp2",
+            strategies,
+            name=f"pp2, {stage} stage frozen, clip {clip}",
+            case={"tied": False, "clip": clip},
+            change=partial(freeze_stage, stage == "first"),
+            drive=resumed,
+        )
         for stage, strategies, clip in (("first", (ZERO_0, ZERO_3), 0.05), ("last", SECOND, 0.0))
     ),
     *(
-        _row(name, strategies, name=f"{name}, experts without tokens", change=feed_two_experts,
-             steps=1, expect=an_expert_is_idle)
+        _row(
+            name,
+            strategies,
+            name=f"{name}, experts without tokens",
+            change=feed_two_experts,
+            steps=1,
+            expect=an_expert_is_idle,
+        )
         for name, strategies in (("ep2", (ZERO_0, ZERO_3)), ("ep4", SECOND))
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("row", marked(ROWS))
@@ -152,7 +169,8 @@ def test_pipelined_reference_is_the_unsplit_model(rank: int) -> None:
     init_topology(topology)
     case = case_for(topology)
     reference = build_topology_trainer(topology, case, None)
-    weights, data_ranks = reference.params(), ps.get_data_parallel_world_size()
+    weights = reference.params()
+    data_ranks = ps.get_data_parallel_world_size()
     run_schedule(reference, 0)
     mine = {
         global_name(reference, name): (weights[name], gradient)

@@ -87,10 +87,21 @@ def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Pat
     """Before: warnings of Megatron's imports, in front of the report."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_fsdp_adapter", "convert", str(saved), str(tmp_path / "td"),
-         "--to", "torch_dist"],
-        capture_output=True, text=True, timeout=120, env=environment,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "megatron_fsdp_adapter",
+            "convert",
+            str(saved),
+            str(tmp_path / "td"),
+            "--to",
+            "torch_dist",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.startswith("fsdp_dtensor -> torch_dist: ")
 
@@ -165,7 +176,12 @@ def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captu
     b = save("b", new=torch.ones(2), s=torch.ones(3), d=torch.ones(2).double(), o=2)
     assert main(["diff", a, b]) == 1
     text = capsys.readouterr().out
-    for line in ("only in A (1)\n  only", "only in B (1)\n  new", "s: (2,), (3,)",
-                 "d: float32, float64", "objects with other values (1)\n  o"):  # fmt: skip
+    for line in (
+        "only in A (1)\n  only",
+        "only in B (1)\n  new",
+        "s: (2,), (3,)",
+        "d: float32, float64",
+        "objects with other values (1)\n  o",
+    ):
         assert line in text, text
     assert text.splitlines()[-1] == "diff: they differ (above)"

@@ -32,31 +32,46 @@ def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:
 def test_versions_and_bindings(capsys: Any) -> None:
     found = report(capsys)
     assert found["versions"]["megatron-core"] == {
-        "version": version("megatron-core"), "tested": True
-    }  # fmt: skip
+        "version": version("megatron-core"),
+        "tested": True,
+    }
     assert found["bindings"] == {} and not installed()
     assert "configuration" not in found
 
 
-GRAPHS, SLOTS = "cuda_graph_impl='local'", "fsdp_double_buffer=True"
+GRAPHS = "cuda_graph_impl='local'"
+SLOTS = "fsdp_double_buffer=True"
 KEPT = "data_parallel_sharding_strategy='optim'"
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this GPU may compute it")
 JUDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "FP4": (
-        ("tensor_model_parallel_size=2", "num_experts=8", "expert_model_parallel_size=4",
-         "num_distributed_optimizer_instances=2", "fp4=e2m1", "save='somewhere'"), ("fp4=",)),
+        (
+            "tensor_model_parallel_size=2",
+            "num_experts=8",
+            "expert_model_parallel_size=4",
+            "num_distributed_optimizer_instances=2",
+            "fp4=e2m1",
+            "save='somewhere'",
+        ),
+        ("fp4=",),
+    ),
     "what this machine cannot compute": (
         ("fp8=hybrid", "fp8_recipe=mxfp8", "fp8_param_gather=True"),
-        ("fp8='hybrid' with fp8_recipe='mxfp8': device cpu does not support it",)),
+        ("fp8='hybrid' with fp8_recipe='mxfp8': device cpu does not support it",),
+    ),
     # What Megatron-LM's arguments call `num_experts`.
-    **{f"a size, of {name}": ((f"{name}=4", "expert_model_parallel_size=3"),
-                              ("expert_model_parallel_size=3",))
-       for name in ("num_moe_experts", "num_experts")},
+    **{
+        f"a size, of {name}": (
+            (f"{name}=4", "expert_model_parallel_size=3"),
+            ("expert_model_parallel_size=3",),
+        )
+        for name in ("num_moe_experts", "num_experts")
+    },
     "a flag of Megatron-LM": (("--tensor-model-parallel-size=2",), ()),
     "graphs without slots": ((GRAPHS,), ("fsdp_double_buffer=False",)),
     "graphs with slots": ((GRAPHS, SLOTS), ()),
     "graphs of weights that stay": ((GRAPHS, SLOTS, KEPT), (KEPT,)),
-}  # fmt: skip
+}
 """Options, and what the lines that refuse them have."""
 
 
@@ -105,20 +120,26 @@ PROVE_8B = ("--prove", "--preset=llama3-8b")
 MISTAKES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--set", "tensor_model_parallel=2", "--set", "qqq=1"): (
         "doctor: --set tensor_model_parallel=2: unknown option.*Did you mean "
-        "tensor_model_parallel_size", "--set qqq=1: unknown option.*Leave it out"),
+        "tensor_model_parallel_size",
+        "--set qqq=1: unknown option.*Leave it out",
+    ),
     ("--set", "nothing"): (r"doctor: --set nothing: no value\. Write option=value\.$",),
     ("/absent.py",): ("doctor: no such script: /absent.py$",),
-    **{("--world-size", "8", "--set", f"tensor_model_parallel_size={value}"): (
-        f"doctor: --set tensor_model_parallel_size={value}: not an integer above 0. Write one",)
-       for value in ("abc", "0", "-2", "2.5", "True")},
+    **{
+        ("--world-size", "8", "--set", f"tensor_model_parallel_size={value}"): (
+            f"doctor: --set tensor_model_parallel_size={value}: not an integer above 0. Write one",
+        )
+        for value in ("abc", "0", "-2", "2.5", "True")
+    },
     ("--world-size", "0"): ("doctor: --world-size 0: ",),
     ("--world-size", "-2"): ("doctor: --world-size -2: ",),
     ("--prove",): ("doctor --prove: ",),
     ("--prove", "/absent.py"): ("doctor --prove: ",),
     (*PROVE_8B, "--keep=bf16"): ("doctor --prove: ",),
     (*PROVE_8B, "--set", "sharding_strategy=optim"): (
-        "doctor --prove: .*data_parallel_sharding_strategy",),
-}  # fmt: skip
+        "doctor --prove: .*data_parallel_sharding_strategy",
+    ),
+}
 """Words, and patterns of the beginnings of all lines."""
 
 
@@ -205,11 +226,15 @@ def test_ranks_of_two_nodes_are_examined_together(tmp_path: Path) -> None:
         ]  # fmt: skip
         launchers = [
             subprocess.Popen(
-                command, env={**os.environ, "NCCL_IB_GID_INDEX": index}, cwd=tmp_path,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                command,
+                env={**os.environ, "NCCL_IB_GID_INDEX": index},
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for index in ("3", "1")
-        ]  # fmt: skip
+        ]
         ended = [one.communicate(timeout=240) for one in launchers]
     assert [one.returncode for one in launchers] == [0, 0], ended
     [printed] = [out for out, _ in ended if out]

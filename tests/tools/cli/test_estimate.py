@@ -77,7 +77,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "other padding": {**LLAMA, "make_vocab_size_divisible_by": 7},
     "latent attention": {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, **LATENT},
     "latent attention with norms": {
-        **LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True, **LATENT,
+        **LLAMA,
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "qk_layernorm": True,
+        **LATENT,
     },
     "latent keys alone": {**LLAMA, "multi_latent_attention": True, **LATENT},
     "no positions": {**GPT2, "position_embedding_type": "none"},
@@ -113,9 +117,12 @@ def core_model(spec: ModelSpec) -> GPTModel:
         persist_layer_norm=False,
         use_cpu_initialization=True,
     )
-    layers = local_block_spec(core, None) if names else get_gpt_layer_local_spec(
-        qk_layernorm=spec.qk_layernorm, normalization=spec.normalization
-    )  # fmt: skip
+    if names:
+        layers = local_block_spec(core, None)
+    else:
+        layers = get_gpt_layer_local_spec(
+            qk_layernorm=spec.qk_layernorm, normalization=spec.normalization
+        )
     return GPTModel(
         core,
         layers,
@@ -127,9 +134,7 @@ def core_model(spec: ModelSpec) -> GPTModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_listing_is_that_of_cores_own_model(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_listing_is_that_of_cores_own_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in no layer is in a unit of its own, or, with a weight that two share, the root's."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # asked for by rotary tables
     for kind in ("TELinear", "TEColumnParallelLinear"):  # core 0.16 asks whether a layer is one
@@ -144,7 +149,8 @@ def test_the_listing_is_that_of_cores_own_model(
     assert units["embedding.word_embeddings.weight"] == ("root" if tied else "embedding")
     assert units.get("output_layer.weight") == (None if tied else "output_layer")
     assert {unit for fqn, unit in units.items() if "layers" in fqn} == {
-        "decoder.layers.0", "decoder.layers.1"
+        "decoder.layers.0",
+        "decoder.layers.1",
     }
 
 
@@ -198,14 +204,17 @@ def test_the_fullest_rank_is_that_of_all_units() -> None:
 
     def unit(rows: int, offset: int) -> tuple[GroupLayout]:
         spec = ParamSpec(0, ("weight",), (rows, 16), torch.bfloat16, True, 16)
-        segment, placement = Segment(0, 64, 16, 2), Placement(0, offset)
+        segment = Segment(0, 64, 16, 2)
+        placement = Placement(0, offset)
         return (GroupLayout((spec,), (segment,), (placement,), 2, 16),)
 
-    one, three = PlannedUnit("a", unit(2, 32)), unit(1, 0)
+    one = PlannedUnit("a", unit(2, 32))
+    three = unit(1, 0)
     others = [PlannedUnit(name, three) for name in "bcd"]
     for units, rank in (((one,), 1), ((one, *others), 0)):
         assert PlannedModel(units, NO_SLOTS).fullest_rank == rank
-    model, row = planned(ModelSpec(**LLAMA), 8), STRATEGIES["optim"]
+    model = planned(ModelSpec(**LLAMA), 8)
+    row = STRATEGIES["optim"]
     held = [model.bytes_held(row, Precision(), rank)["optimizer state"] for rank in range(8)]
     assert held[model.fullest_rank] == max(held) and min(held) < max(held)
     assert sum(held) == 8 * ModelSpec(**LLAMA).num_parameters
@@ -249,7 +258,9 @@ def test_slots_take_the_memory_that_was_measured(capsys: pytest.CaptureFixture[s
 
 
 def flags(recipe: str) -> list[str]:
-    return [f"--fp8-recipe={recipe}", "--fp8-param-gather"] if recipe != "bf16" else []
+    if recipe != "bf16":
+        return [f"--fp8-recipe={recipe}", "--fp8-param-gather"]
+    return []
 
 
 @pytest.mark.parametrize(
@@ -302,7 +313,8 @@ def test_dtypes_of_the_policy_reach_the_formula(capsys: pytest.CaptureFixture[st
     def kinds(strategy: str, *words: str) -> dict[str, int]:
         return kinds_of_8b(capsys, 8, *words, strategy=strategy)
 
-    grads, comm = "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype"
+    grads = "--megatron-fsdp-main-grads-dtype"
+    comm = "--megatron-fsdp-grad-comm-dtype"
     plain = kinds("optim")
     assert 2 * kinds("optim", grads, "bf16")["main gradients"] == plain["main gradients"]
     assert "reduce bucket" not in plain and kinds("optim", comm, "bf16")["reduce bucket"] > 0
@@ -324,8 +336,10 @@ def test_experts_are_held_by_the_ranks_that_have_them(capsys: pytest.CaptureFixt
     assert held["gathered weights"] > 3 * more["gathered weights"]
     plan = memory(
         replace(model_named("mixtral-8x7b"), num_layers=4),
-        Configuration(8, Parallel(expert=4)), machine_named("h200"), 1,
-    )  # fmt: skip
+        Configuration(8, Parallel(expert=4)),
+        machine_named("h200"),
+        1,
+    )
     assert plan["main weights"] == more["main weights"]
     assert plan["optimizer state"] == pytest.approx(more["optimizer state"], rel=1e-3)
 
@@ -338,25 +352,36 @@ FP8_FILE = "bf16: true\nfp8-format: hybrid\nfp8-recipe: mxfp8\nfp8-param-gather:
 @pytest.mark.parametrize(
     ("content", "words", "expected"),
     [
-        ("num-layers: 3\nhidden_size: 2048\nffn-hidden-size: null\nlr: 1.0e-3\n",
-         (*LLAMA_8B, "--hidden-size", "1024"),
-         {"parameters": from_options(WIDE, "").num_parameters, "params_dtype": "fp32"}),
+        (
+            "num-layers: 3\nhidden_size: 2048\nffn-hidden-size: null\nlr: 1.0e-3\n",
+            (*LLAMA_8B, "--hidden-size", "1024"),
+            {"parameters": from_options(WIDE, "").num_parameters, "params_dtype": "fp32"},
+        ),
         ("bf16: true", LLAMA_8B, {"params_dtype": "bf16"}),
         ("fp16: true", LLAMA_8B, {"params_dtype": "fp16"}),
         ("seed: 1", LLAMA_8B, {"params_dtype": "fp32"}),
         ("bf16: true", (*LLAMA_8B, "--params-dtype", "fp32"), {"params_dtype": "fp32"}),
         (BYTES, ("--vocab-size", "1000"), {"parameters": 1024 * 8 + 1016}),
-        (f"{BYTES}disable-bias-linear: true", ("--vocab-size", "1000"),
-         {"parameters": 1024 * 8 + 1016 - 72}),
-        (FP8_FILE, (*LLAMA_8B, "--padded-vocab-size=128256"),
-         {"quantized": "linear weights as mxfp8"}),
+        (
+            f"{BYTES}disable-bias-linear: true",
+            ("--vocab-size", "1000"),
+            {"parameters": 1024 * 8 + 1016 - 72},
+        ),
+        (
+            FP8_FILE,
+            (*LLAMA_8B, "--padded-vocab-size=128256"),
+            {"quantized": "linear weights as mxfp8"},
+        ),
         ("bf16: true", (*LLAMA_8B, "--rank", "0"), {"rank": 0}),
     ],
-)  # fmt: skip
+)
 def test_flags_override_the_file_and_the_file_the_preset(
-    content: str, words: tuple[str, ...], expected: dict[str, Any], tmp_path: Path,
+    content: str,
+    words: tuple[str, ...],
+    expected: dict[str, Any],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "preset.yaml").write_text(content)
     found = run_main(capsys, "--config", str(tmp_path / "preset.yaml"), *words)
     assert {name: found[name] for name in expected} == expected
@@ -408,8 +433,13 @@ def test_the_table_shows_bytes_and_what_fits(capsys: pytest.CaptureFixture[str])
 
 
 TINY = ("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1")
-FP8_TINY = ("--num-layers=1", "--hidden-size=128", "--num-attention-heads=2", "--vocab-size=128",
-            "--position-embedding-type=none")  # fmt: skip
+FP8_TINY = (
+    "--num-layers=1",
+    "--hidden-size=128",
+    "--num-attention-heads=2",
+    "--vocab-size=128",
+    "--position-embedding-type=none",
+)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def parser_of(call: Callable[[], Any], patch: pytest.MonkeyPatch) -> argparse.Ar
 def options_without_help(parser: argparse.ArgumentParser) -> list[str]:
     return [
         "/".join(action.option_strings) or action.dest
-        for action in parser._actions if not (action.help or "").strip()
-    ]  # fmt: skip
+        for action in parser._actions
+        if not (action.help or "").strip()
+    ]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

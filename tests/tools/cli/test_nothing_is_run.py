@@ -28,7 +28,8 @@ from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.lib.checkpoint.convert_cases import Evil, Model, fsdp_state, save_fsdp
 
 Captured = pytest.CaptureFixture[str]
-FOLDER, DATA = "iter_0000003", "__0_0.distcp"
+FOLDER = "iter_0000003"
+DATA = "__0_0.distcp"
 
 PAYLOADS: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "a shell": lambda path: (os.system, f"touch {path}"),
@@ -82,12 +83,14 @@ PLACES: dict[str, tuple[Put, Callable[[Path], Any], bool]] = {
     "in .metadata": (_in_metadata, METADATA, False),
     "args": (_item("args"), ITEM, False),
     "in args": (
-        _item("args", lambda evil: Namespace(num_layers=2, bf16=True, x=[evil])), ITEM, False
+        _item("args", lambda evil: Namespace(num_layers=2, bf16=True, x=[evil])),
+        ITEM,
+        False,
     ),
     "tensor": (_item("model.module.decoder.final_layernorm.weight"), ITEM, False),
     "in common.pt": (_in_common, COMMON, True),
     "common.pt": (_file("common.pt"), COMMON, True),
-}  # fmt: skip
+}
 """Where something evil is put, the reader that runs it, and whether the folder is torch_dist."""
 
 
@@ -177,9 +180,11 @@ def test_objects_of_unknown_classes_are_shown_and_compared(
         a, same, b = (
             save_fsdp(tmp_path / name, _objects(backend, seed))
             for name, backend, seed in (
-                ("a", Backend.auto, 1), ("same", Backend.auto, 1), ("b", Backend.other, 2)
+                ("a", Backend.auto, 1),
+                ("same", Backend.auto, 1),
+                ("b", Backend.other, 2),
             )
-        )  # fmt: skip
+        )
         assert main(["diff", str(a), str(same)]) == 0
         capsys.readouterr()
         assert main(["diff", str(a), str(b), "--json"]) == 1

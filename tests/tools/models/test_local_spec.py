@@ -18,7 +18,11 @@ from megatron_fsdp_adapter.tools.models.local_spec import (
     local_block_spec,
 )
 
-SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 7, 3, 4, 2, 8
+SEQUENCE = 7
+BATCH = 3
+HEADS = 4
+GROUPS = 2
+WIDTH = 8
 
 
 def _config(**changes: Any) -> TransformerConfig:
@@ -62,7 +66,8 @@ def test_attention_is_softmax_of_scaled_products(mask: AttnMaskType) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bias": (
-        lambda: _attention()(*_inputs(), None, attention_bias=object()), "neither a bias nor packed"
+        lambda: _attention()(*_inputs(), None, attention_bias=object()),
+        "neither a bias nor packed",
     ),
     "packed": (
         lambda: _attention()(*_inputs(), None, packed_seq_params=object()),
@@ -130,7 +135,8 @@ def test_local_layers_are_made_of_them(
     block: Any = local_block_spec(_config(**changes))
     assert block.layer_norm is TorchNorm
     for spec, has_experts in zip(block.layer_specs, with_experts, strict=True):
-        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer = spec.submodules
+        attention = spec.submodules.self_attention.submodules
         assert layer.input_layernorm is layer.pre_mlp_layernorm is TorchNorm
         assert attention.core_attention is TorchAttention
         norms = {attention.q_layernorm, attention.k_layernorm}

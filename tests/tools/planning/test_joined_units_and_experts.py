@@ -30,11 +30,12 @@ def test_small_layers_are_joined_where_the_wrapper_joins_them():
     """Of a stage, in each of its model chunks; in no graph."""
     few, longer = (replace(model_named("llama-1.5b"), num_layers=count) for count in (20, 40))
     for spec, chosen, joined in (
-        (few, PLAIN, 2), (few, replace(PLAIN, graph=True), 1),
+        (few, PLAIN, 2),
+        (few, replace(PLAIN, graph=True), 1),
         (few, replace(PLAIN, parallel=Parallel(pipeline=2)), 1),
         (longer, replace(PLAIN, parallel=Parallel(pipeline=2)), 2),
         (longer, replace(PLAIN, parallel=Parallel(pipeline=2, virtual=2)), 1),
-    ):  # fmt: skip
+    ):
         assert max(unit.layers for unit in planned(spec, chosen).units) == joined, chosen.name
 
 
@@ -48,14 +49,18 @@ def test_experts_of_one_rank_are_planned_whole():
     assert zero_3.engine.whole == ("expert",) and zero_1.engine.whole == ()
     numel = sum(
         math.prod(shape)
-        for unit in units(MIXTRAL, EXPERTS.parallel, 1, 0) for _, shape, domain in unit.params
+        for unit in units(MIXTRAL, EXPERTS.parallel, 1, 0)
+        for _, shape, domain in unit.params
         if domain == "expert"
-    )  # fmt: skip
+    )
     passes = [
-        sum(one.amount for one in program_of(MIXTRAL, chosen, 4, 0, 4).operations
-            if one.kind is Kind.MEMORY)
+        sum(
+            one.amount
+            for one in program_of(MIXTRAL, chosen, 4, 0, 4).operations
+            if one.kind is Kind.MEMORY
+        )
         for chosen in (zero_3, zero_1)
-    ]  # fmt: skip
+    ]
     # Of two steps of four microbatches; casts and buckets of experts would be some 190 bytes each.
     assert abs(passes[0] - passes[1]) < 20 * numel
     held, kept = (

@@ -63,7 +63,7 @@ AS_ESTIMATED = {
     **{name: (Configuration(8, strategy=name), ()) for name in STRATEGIES},
     "copy engines": (Configuration(8, copies=True), COPIES),
     "joined by default": (Configuration(8), ("--num-layers=20", "--preset=llama-1.5b")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", AS_ESTIMATED)
@@ -209,17 +209,25 @@ def told_to_core(spec, text: str) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for flag, value in zip(words, [*words[1:], "--"], strict=True):
         if flag.startswith("--"):
-            told = True if value.startswith("--") else int(value) if value.isdigit() else value
+            if value.startswith("--"):
+                told = True
+            elif value.isdigit():
+                told = int(value)
+            else:
+                told = value
             named[flag[2:].replace("-", "_")] = told
     virtual = named.pop("num_virtual_stages_per_pipeline_rank", None)
     fields = {one.name for one in dataclasses.fields(TransformerConfig)}
     return {
-        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_attention_heads, "num_query_groups": spec.query_groups,
-        "num_moe_experts": spec.num_experts, "add_bias_linear": False,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_query_groups": spec.query_groups,
+        "num_moe_experts": spec.num_experts,
+        "add_bias_linear": False,
         "virtual_pipeline_model_parallel_size": virtual,
         **{name: value for name, value in named.items() if name in fields},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -227,7 +235,7 @@ def told_to_core(spec, text: str) -> dict[str, Any]:
     [(name, 64, 512) for name in PRESETS]
     + [("deepseek-v3", 1024, 8192), ("deepseek-v3", 256, 4096)]
     + [("llama3-405b", 16384, 2048), ("llama3-70b", 96, 768)],
-)  # fmt: skip
+)
 def test_megatron_core_builds_every_split_that_is_planned(preset, gpus, batch):
     """Of each stage and virtual stage the layers are those that core builds, by the printed flags;
     of the uneven ones too."""
@@ -279,15 +287,42 @@ SMALL = ("--preset", "llama3-8b", "--num-layers", "4", *RUN)
 COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (SMALL, 0, ("ms/step", "Megatron-LM", "reduce-scatter")),
     ((*SMALL, "--tries", "6"), 0, (NOT_LAUNCH_BOUND, "why not", "like it: ")),
-    (("--preset", "llama3-8b", "--num-layers", "2", "--hidden-size", "4096", "--gpus", "1",
-      "--tries", "1", "--global-batch-size", "1", "--seq-length", "1024"), 0, ("llama3-8b: 1.5B",)),
+    (
+        (
+            "--preset",
+            "llama3-8b",
+            "--num-layers",
+            "2",
+            "--hidden-size",
+            "4096",
+            "--gpus",
+            "1",
+            "--tries",
+            "1",
+            "--global-batch-size",
+            "1",
+            "--seq-length",
+            "1024",
+        ),
+        0,
+        ("llama3-8b: 1.5B",),
+    ),
     (("--hf-config", "/nowhere/config.json"), 2, ("no such file",)),
-    (("--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "1"), 2,
-     ("--vocab-size is not given",)),
-    ((*SMALL, "--num-experts=8", "--moe-router-topk=9"), 2,
-     ("--moe-router-topk 9: must be from 1 to --num-experts 8",)),
-    (("--preset", "llama3-8b", "--no-group-query-attention"), 2,
-     ("--num-query-groups 8 without --group-query-attention",)),
+    (
+        ("--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "1"),
+        2,
+        ("--vocab-size is not given",),
+    ),
+    (
+        (*SMALL, "--num-experts=8", "--moe-router-topk=9"),
+        2,
+        ("--moe-router-topk 9: must be from 1 to --num-experts 8",),
+    ),
+    (
+        ("--preset", "llama3-8b", "--no-group-query-attention"),
+        2,
+        ("--num-query-groups 8 without --group-query-attention",),
+    ),
     ((*SMALL, "--global-batch-size", "3"), 2, ("global_batch_size=3: no multiple of",)),
 ]
 """Words, exit status, and what is printed."""

@@ -14,10 +14,18 @@ from megatron_fsdp_adapter.tools.planning.shapes import units
 from megatron_fsdp_adapter.tools.planning.step import record_step
 
 SPEC = ModelSpec(
-    num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, vocab_size=512,
-    position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
-    untie_embeddings_and_output_weights=True, seq_length=128,
-)  # fmt: skip
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    vocab_size=512,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    seq_length=128,
+)
 
 
 def program_of(strategy="optim_grads_params", ranks=4, spec=SPEC, parallel=WHOLE, **given):
@@ -68,9 +76,7 @@ def test_an_outer_axis_is_reduced_once_a_step():
 
 def test_experts_have_a_domain_of_their_own_and_gathers_on_their_own_communicators():
     mixture = replace(SPEC, num_experts=8, moe_ffn_hidden_size=128)
-    found = second_step(
-        spec=mixture, parallel=Parallel(expert=4), ranks=8, separate_gathers=True
-    )
+    found = second_step(spec=mixture, parallel=Parallel(expert=4), ranks=8, separate_gathers=True)
     used = {(one.group, one.channel) for one in found if one.kind is Kind.ALL_GATHER}
     assert used == {("dense", "dense gathers"), ("expert", "expert gathers")}
 

@@ -50,30 +50,56 @@ SLOWED = replace(MACHINE, product_beside_nccl=2.0)
 HOT = replace(MACHINE, gpu=replace(GPU, sustained=1.1, busy=0.5))
 TIMES = {
     "one thing after the other on a stream, and streams at once": (
-        (product(), memory(), product()), MACHINE,
-        {"ends": [1e-3, 1e-3, 2e-3]}),
+        (product(), memory(), product()),
+        MACHINE,
+        {"ends": [1e-3, 1e-3, 2e-3]},
+    ),
     "what waits for an event begins behind it": (
-        (product(), memory(after=(0,)), product(after=(1,))), MACHINE,
-        {"ends": [1e-3, 2e-3, 3e-3]}),
+        (product(), memory(after=(0,)), product(after=(1,))),
+        MACHINE,
+        {"ends": [1e-3, 2e-3, 3e-3]},
+    ),
     "collectives of one communicator one after the other, on whatever stream": (
-        (gather(1e9), REDUCE), MACHINE, {"ends": [LONG_S, 2 * LONG_S]}),
+        (gather(1e9), REDUCE),
+        MACHINE,
+        {"ends": [LONG_S, 2 * LONG_S]},
+    ),
     "collectives of two communicators at once": (
-        (gather(1e9), replace(REDUCE, channel="other")), MACHINE, {"ends": [LONG_S, LONG_S]}),
+        (gather(1e9), replace(REDUCE, channel="other")),
+        MACHINE,
+        {"ends": [LONG_S, LONG_S]},
+    ),
     "things that run at once slow each other as long as they do": (
-        (product(2 * MS), gather(1e8)), SLOWED, {"ends": [2e-3 + ALONE_S / 2, ALONE_S]}),
+        (product(2 * MS), gather(1e8)),
+        SLOWED,
+        {"ends": [2e-3 + ALONE_S / 2, ALONE_S]},
+    ),
     "nothing runs before the host has launched it, and that time is told": (
-        (product(), product(host=5000.0)), MACHINE,
-        {"ends": [1e-3, 6e-3], "spent": {"forward": 2e-3, "products": 2e-3, HOST: 4e-3}}),
+        (product(), product(host=5000.0)),
+        MACHINE,
+        {"ends": [1e-3, 6e-3], "spent": {"forward": 2e-3, "products": 2e-3, HOST: 4e-3}},
+    ),
     "a slow host": (
-        (product(), product(host=5000.0)), replace(MACHINE, host=2.0), {"ends": [1e-3, 11e-3]}),
+        (product(), product(host=5000.0)),
+        replace(MACHINE, host=2.0),
+        {"ends": [1e-3, 11e-3]},
+    ),
     "exposed communication is what nothing of compute runs beside": (
-        (product(), gather(1e9), product(after=(1,))), MACHINE,
-        {"spent": {"forward": 2e-3, "products": 2e-3, "exposed all-gather": LONG_S - 1e-3}}),
+        (product(), gather(1e9), product(after=(1,))),
+        MACHINE,
+        {"spent": {"forward": 2e-3, "products": 2e-3, "exposed all-gather": LONG_S - 1e-3}},
+    ),
     "products that are all that runs meet the limit of power": (
-        (product(10 * MS),), HOT, {"seconds": 11e-3}),
+        (product(10 * MS),),
+        HOT,
+        {"seconds": 11e-3},
+    ),
     "products among other things do not": (
-        (product(10 * MS), memory("compute", 30 * MS)), HOT, {"seconds": 40e-3}),
-}  # fmt: skip
+        (product(10 * MS), memory("compute", 30 * MS)),
+        HOT,
+        {"seconds": 40e-3},
+    ),
+}
 """Operations, the machine, and what is found."""
 
 

@@ -37,22 +37,34 @@ def with_nan(value: torch.Tensor) -> torch.Tensor:
 THREE = [tensors(seed) for seed in (1, 2, 3)]
 SUMS = [{name: sum(part[name] for part in parts) for name in NAMES} for parts in (THREE[:2], THREE)]
 WITHOUT = {name: value for name, value in tensors().items() if name != NAMES[1]}
-ZEROS, NOISE = torch.zeros(8), torch.full((8,), 1e-9)
+ZEROS = torch.zeros(8)
+NOISE = torch.full((8,), 1e-9)
 LOOKS: dict[str, tuple[Any, Any, str | None]] = {
     "rounding": (changed(lambda v: v * (1 + 2e-6)), tensors(), None),
     "noise where the reference is zero": (
-        {**tensors(), "zero": NOISE}, {**tensors(), "zero": ZEROS}, None),
-    "a factor": (changed(lambda v: v * 0.5), tensors(),
-                 "6 of 6 parameters, in "),
-    "one unit": (changed(torch.zeros_like, *NAMES[2:4]), tensors(),
-                 "2 of 6 parameters, in decoder.layers.1"),
+        {**tensors(), "zero": NOISE},
+        {**tensors(), "zero": ZEROS},
+        None,
+    ),
+    "a factor": (changed(lambda v: v * 0.5), tensors(), "6 of 6 parameters, in "),
+    "one unit": (
+        changed(torch.zeros_like, *NAMES[2:4]),
+        tensors(),
+        "2 of 6 parameters, in decoder.layers.1",
+    ),
     "a missing microbatch": (*SUMS, "6 of 6 parameters, in "),
-    "wrong rows": (changed(lambda v: v.roll(1, 0), NAMES[0]), tensors(),
-                   "1 of 6 parameters, in decoder.layers.0"),
-    "NaN": (changed(with_nan, NAMES[1]), tensors(),
-            f"1 of 6 parameters, in decoder.layers.0; of {NAMES[1]} rows 3 to 3 of 24"),
+    "wrong rows": (
+        changed(lambda v: v.roll(1, 0), NAMES[0]),
+        tensors(),
+        "1 of 6 parameters, in decoder.layers.0",
+    ),
+    "NaN": (
+        changed(with_nan, NAMES[1]),
+        tensors(),
+        f"1 of 6 parameters, in decoder.layers.0; of {NAMES[1]} rows 3 to 3 of 24",
+    ),
     "a name that one lacks": (WITHOUT, tensors(), "only one of the two has it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOOKS)

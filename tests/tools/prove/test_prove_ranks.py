@@ -41,9 +41,11 @@ ROWS = [Row("trained", 1, "loss", 0.0, 0.1), Row("trained", 1, "norm", math.inf,
 
 @pytest.mark.parametrize(("rows", "status"), [(ROWS[:1], 0), (ROWS, 1)])
 def test_json_has_the_options_the_sizes_and_every_comparison(
-    rows: list[Row], status: int, monkeypatch: pytest.MonkeyPatch,
+    rows: list[Row],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(run, "prove", lambda *_: rows)
     words = [f"--set={name}={value!r}" for name, value in MODEL.items()]
     assert doctor.main(["--prove", "--json", "--ranks=2", *words]) == status
@@ -66,21 +68,29 @@ def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> 
 def test_two_instances_are_proven(tmp_path: Path) -> None:
     """The reference reduces over all ranks, not over those of an instance."""
     rows = prove(
-        tmp_path, None, 4, data_parallel_sharding_strategy="optim_grads_params",
-        num_distributed_optimizer_instances=2, outer_dp_sharding_strategy="optim",
-    )  # fmt: skip
+        tmp_path,
+        None,
+        4,
+        data_parallel_sharding_strategy="optim_grads_params",
+        num_distributed_optimizer_instances=2,
+        outer_dp_sharding_strategy="optim",
+    )
     assert [row for row in rows if not row.holds] == []
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [(faults.fail_on_one, ["ValueError: of rank 1"]),
-     pytest.param(faults.wait_for_ever, ["in wait_for_ever"] * 2, marks=pytest.mark.full)],
-)  # fmt: skip
+    [
+        (faults.fail_on_one, ["ValueError: of rank 1"]),
+        pytest.param(faults.wait_for_ever, ["in wait_for_ever"] * 2, marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_that_fails_or_hangs_ends_all_and_their_stacks_are_shown(
-    fault: Callable[[], None], says: list[str], monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[], None],
+    says: list[str],
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would print elsewhere
     planned = functools.partial(run.Plan, prepare=fault)
     monkeypatch.setattr(cli, "run", SimpleNamespace(Plan=planned, prove=run.prove))

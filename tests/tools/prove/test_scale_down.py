@@ -63,7 +63,8 @@ def small(changes: dict[str, Any], room: Room, **more: Any) -> Any:
 @given(RUNS, ROOMS)
 def test_sizes_shrink_kinds_stay_and_every_change_is_told(run: dict[str, Any], room: Room) -> None:
     """Other options stay, or are listed as not compared, as are axes that are lost."""
-    before, after = {**LLAMA, **run}, small(run, room)
+    before = {**LLAMA, **run}
+    after = small(run, room)
     dropped = set(DROPPED)
     told = {change.option: change.after for change in after.changes}
     assert all(change.reason for change in after.changes)
@@ -107,42 +108,79 @@ SPLIT = {"num_moe_experts": 8, "expert_model_parallel_size": 4, "moe_router_topk
 KEEP = ("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
 RULES: dict[str, tuple[dict[str, Any], Room, dict[str, Any], tuple[str, ...]]] = {
     "a dispatcher that needs a package": (
-        FLEX, TWO, {"moe_paged_stash": False, "moe_token_dispatcher_type": "alltoall"},
-        ("moe_token_dispatcher_type=flex",)),
+        FLEX,
+        TWO,
+        {"moe_paged_stash": False, "moe_token_dispatcher_type": "alltoall"},
+        ("moe_token_dispatcher_type=flex",),
+    ),
     "what core recomputes only with another option or package": (
-        RECOMPUTED, TWO, {"recompute_modules": [], "recompute_granularity": None},
-        ("recompute_modules=moe_act: only with moe_grouped_gemm", "recompute_modules=layernorm: ")),
+        RECOMPUTED,
+        TWO,
+        {"recompute_modules": [], "recompute_granularity": None},
+        ("recompute_modules=moe_act: only with moe_grouped_gemm", "recompute_modules=layernorm: "),
+    ),
     "the rest is recomputed": (
-        AND_ATTENTION, TWO,
-        {"recompute_modules": ["core_attn"], "recompute_granularity": "selective"}, ()),
+        AND_ATTENTION,
+        TWO,
+        {"recompute_modules": ["core_attn"], "recompute_granularity": "selective"},
+        (),
+    ),
     "all of it with both": (
-        AND_ATTENTION, GPUS,
-        {name: AND_ATTENTION[name] for name in ("recompute_modules", "recompute_granularity")}, ()),
+        AND_ATTENTION,
+        GPUS,
+        {name: AND_ATTENTION[name] for name in ("recompute_modules", "recompute_granularity")},
+        (),
+    ),
     "a dtype goes with a precision-aware optimizer": (AWARE, TWO, {"main_grads_dtype": "fp32"}, ()),
     "a dtype of torch goes with it": (
-        {**AWARE, "main_grads_dtype": "torch.bfloat16"}, TWO, {"main_grads_dtype": "fp32"}, ()),
+        {**AWARE, "main_grads_dtype": "torch.bfloat16"},
+        TWO,
+        {"main_grads_dtype": "fp32"},
+        (),
+    ),
     "it stays where there is one": (AWARE, GPUS, AWARE, ()),
     "dropout is off also where it is not given": (
-        {}, GPUS, {"hidden_dropout": 0.0, "attention_dropout": 0.0}, ("hidden_dropout=",)),
+        {},
+        GPUS,
+        {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        ("hidden_dropout=",),
+    ),
     "data-parallel ranks come first": (
-        {"tensor_model_parallel_size": 8}, GPUS,
-        {"world_size": 2, "tensor_model_parallel_size": 1}, ("tensor_model_parallel_size=",)),
+        {"tensor_model_parallel_size": 8},
+        GPUS,
+        {"world_size": 2, "tensor_model_parallel_size": 1},
+        ("tensor_model_parallel_size=",),
+    ),
     "then others": (
-        {"tensor_model_parallel_size": 8}, Room(4, True, True),
-        {"world_size": 4, "tensor_model_parallel_size": 2}, ()),
+        {"tensor_model_parallel_size": 8},
+        Room(4, True, True),
+        {"world_size": 4, "tensor_model_parallel_size": 2},
+        (),
+    ),
     "experts are split and sharded": (
-        SPLIT, FOUR, {"world_size": 4, "expert_model_parallel_size": 2}, ()),
+        SPLIT,
+        FOUR,
+        {"world_size": 4, "expert_model_parallel_size": 2},
+        (),
+    ),
     "experts are split on few ranks": (
-        SPLIT, TWO, {"world_size": 2, "expert_model_parallel_size": 2},
-        ("shards of experts: each expert is on one rank",)),
+        SPLIT,
+        TWO,
+        {"world_size": 2, "expert_model_parallel_size": 2},
+        ("shards of experts: each expert is on one rank",),
+    ),
     "several microbatches": ({"global_batch_size": 512}, TWO, {"microbatches": 3}, ()),
     "one microbatch": ({"global_batch_size": 8}, TWO, {"microbatches": 1}, ()),
-    **{f"a dense run keeps no more ranks of experts than of tensors, {ranks}": (
-        {"tensor_model_parallel_size": 8, "expert_tensor_parallel_size": 8},
-        Room(ranks, False, False),
-        dict.fromkeys(("tensor_model_parallel_size", "expert_tensor_parallel_size"), size), ())
-       for ranks, size in ((1, 1), (2, 1), (4, 2))},
-}  # fmt: skip
+    **{
+        f"a dense run keeps no more ranks of experts than of tensors, {ranks}": (
+            {"tensor_model_parallel_size": 8, "expert_tensor_parallel_size": 8},
+            Room(ranks, False, False),
+            dict.fromkeys(("tensor_model_parallel_size", "expert_tensor_parallel_size"), size),
+            (),
+        )
+        for ranks, size in ((1, 1), (2, 1), (4, 2))
+    },
+}
 """Options, where they are run, what becomes of them, and beginnings of what is left out."""
 
 
