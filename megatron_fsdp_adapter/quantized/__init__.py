@@ -15,6 +15,11 @@ from .params import (
 )
 
 __all__ = [
-    "TransformerEngineParams", "attributes_of_class", "dequantized", "format_of", "memory_of",
-    "scales_of", "stored_in",
-]  # fmt: skip
+    "TransformerEngineParams",
+    "attributes_of_class",
+    "dequantized",
+    "format_of",
+    "memory_of",
+    "scales_of",
+    "stored_in",
+]

@@ -9,16 +9,17 @@ from .e4m3 import MxCast, OwnRows
 from .tables import GROUP
 
 
-def padded_shape(shape: tuple[int, int], multiples: tuple[int, int]) -> tuple[int, int]:
-    """`shape`, rounded up."""
-    return -(-shape[0] // multiples[0]) * multiples[0], -(-shape[1] // multiples[1]) * multiples[1]
+def padded_shape(scales: torch.Tensor, multiples: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of (rows, columns) scales, rounded up to `multiples`."""
+    both = zip(scales.shape, multiples, strict=True)
+    return tuple(-(-size // multiple) * multiple for size, multiple in both)
 
 
 def padded(scales: torch.Tensor, multiples: tuple[int, int]) -> torch.Tensor:
     """A copy of (rows, columns) scales, filled up with zeros to `multiples`."""
-    shape = (scales.shape[0], scales.shape[1])
-    found = scales.new_zeros(padded_shape(shape, multiples))
-    found[: shape[0], : shape[1]].copy_(scales)
+    found = scales.new_zeros(padded_shape(scales, multiples))
+    rows, columns = scales.shape
+    found[:rows, :columns].copy_(scales)
     return found
 
 
@@ -26,8 +27,12 @@ def mx_columns(value: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, t
     """Bytes (M, K) and scales (M / 32, K) along the columns of an MXFP8 weight, of the value (M, K)
     that it was made from; on the device of `like`. They do not follow from its rows."""
     main = value.detach().to(like.device).reshape(-1)
-    sizes = (main.numel(), main.numel(), main.numel() // GROUP, main.numel() // GROUP)
-    rows, columns, row_scales, scales = (main.new_empty(n, dtype=torch.uint8) for n in sizes)
-    shape = (value.shape[0], value.shape[1])
-    MxCast([OwnRows(shape, 0, main, (rows, columns, row_scales, scales))], value.dtype).finish()
-    return columns.view(shape), scales.view(shape[0] // GROUP, shape[1])
+    numel = main.numel()
+    row_bytes = main.new_empty(numel, dtype=torch.uint8)
+    column_bytes = torch.empty_like(row_bytes)
+    row_scales = main.new_empty(numel // GROUP, dtype=torch.uint8)
+    column_scales = torch.empty_like(row_scales)
+    planes = (row_bytes, column_bytes, row_scales, column_scales)
+    own = OwnRows(tuple(value.shape), 0, main, planes)
+    MxCast([own], value.dtype).finish()
+    return column_bytes.view(value.shape), column_scales.view(len(value) // GROUP, -1)

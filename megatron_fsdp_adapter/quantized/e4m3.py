@@ -30,16 +30,15 @@ from .weights import QuantizedWeight
 
 @dataclass(frozen=True)
 class OwnRows:
-    """This rank's part of one weight of `shape`: its elements from `start` on.
-
-    main: (n,) main weights, float32 or 16 bits, contiguous, n may be 0; planes: uint8, flat and
-    contiguous: (n,) bytes, what they become. Of MXFP8, of which a shard has whole groups, also the
-    (n,) bytes of scales along columns, and exponents, of (rows, k / 32) and of (rows / 32, k).
-    """
+    """This rank's part of one weight of `shape`: its elements from `start` on."""
 
     shape: tuple[int, ...]
     start: int
+    # (n,) main weights, float32 or 16 bits, contiguous; n may be 0.
     main: torch.Tensor
+    # uint8, flat and contiguous: (n,) bytes, what they become. Of MXFP8, of which a shard has whole
+    # groups, also the (n,) bytes of scales along columns, and exponents, of (rows, k / 32) and of
+    # (rows / 32, k).
     planes: tuple[torch.Tensor, ...]
 
     @property
@@ -54,17 +53,31 @@ class OwnRows:
     def rows(self) -> range:
         """The rows of the matrix; ValueError if it is none, or the elements are not whole rows."""
         columns = self.shape[-1]
-        if len(self.shape) != 2 or self.start % columns or self.numel % columns:
+        numel = self.numel
+        if len(self.shape) != 2 or self.start % columns or numel % columns:
             raise ValueError(
-                f"{self.numel} elements from {self.start} of {self.shape}: not rows of a matrix"
+                f"{numel} elements from {self.start} of {self.shape}: not rows of a matrix"
             )
-        return range(self.start // columns, (self.start + self.numel) // columns)
+        return range(self.start // columns, (self.start + numel) // columns)
+
+    @property
+    def blocks_across(self) -> int:
+        """Number of blocks beside each other in the matrix."""
+        return -(-self.shape[1] // BLOCK)
+
+    @property
+    def bands(self) -> slice:
+        """The rows of blocks of the matrix that these rows are in."""
+        rows = self.rows
+        return slice(rows.start // BLOCK, (rows.stop - 1) // BLOCK + 1)
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """The shape of the scales of blocks of a matrix: rows, and columns padded to a multiple of
     4."""
-    return -(-shape[0] // BLOCK), -(-shape[1] // BLOCK // 4) * 4
+    rows = -(-shape[0] // BLOCK)
+    columns = -(-shape[1] // BLOCK)
+    return rows, -(-columns // 4) * 4
 
 
 def write_scales(
@@ -82,7 +95,8 @@ def write_scales(
         return
     sizes = torch.where(amaxes < epsilon, torch.full_like(amaxes, epsilon), amaxes)
     # Not `MAX / sizes`: torch multiplies by the reciprocal then, and rounds twice.
-    found = torch.full_like(sizes, MAX).div_(sizes).clamp_max_(torch.finfo(torch.float32).max)
+    found = torch.full_like(sizes, MAX).div_(sizes)
+    found.clamp_max_(torch.finfo(torch.float32).max)
     found.masked_fill_((sizes == 0) | ~sizes.isfinite(), 1.0)
     if powers_of_two:
         found = (found.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
@@ -102,11 +116,16 @@ class Cast:
     """
 
     def __init__(self, rows: Sequence[OwnRows], rounded: torch.dtype) -> None:
-        self.rows, self.rounded = tuple(rows), rounded
+        self.rows = tuple(rows)
+        self.rounded = rounded
+        # Numbers of the weights that this rank has rows of.
         self.held = [index for index, own in enumerate(self.rows) if own.numel]
-        if len({(self.rows[i].main.dtype, self.rows[i].main.device) for i in self.held}) > 1:
+        mains = [self.rows[index].main for index in self.held]
+        if len({(main.dtype, main.device) for main in mains}) > 1:
             raise ValueError("main weights that are cast together must have one dtype and device")
+        # Whether planes come and go.
         self._moves = False
+        # The table, and the addresses that it has.
         self._table: Table | None = None
         self._addresses: list[int] = []
 
@@ -119,13 +138,17 @@ class Cast:
         made = copy.copy(self)
         made.rows = tuple(rows.get(index, own) for index, own in enumerate(self.rows))
         made.held = [index for index in self.held if index in chosen]
-        made._table, made._addresses, made._moves = None, [], moves
+        made._moves = moves
+        made._table = None
+        made._addresses = []
         return made
 
     def bases(self) -> list[int]:
         """Offsets to each plane's addresses in the table."""
         planes = self.rows[self.held[0]].planes
-        return [plane.untyped_storage().data_ptr() if self._moves else 0 for plane in planes]
+        if not self._moves:
+            return [0] * len(planes)
+        return [plane.untyped_storage().data_ptr() for plane in planes]
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
         """Numbers that kernels must know of a weight, sizes last, and how many programs it
@@ -134,39 +157,51 @@ class Cast:
         return [index, own.numel], -(-own.numel // CHUNK)
 
     def _kernels(self) -> ModuleType | None:
-        return kernels_for(self.rows[self.held[0]].main.device) if self.held else None
+        if not self.held:
+            return None
+        return kernels_for(self.rows[self.held[0]].main.device)
 
     def table(self) -> Table:
         """Made again when memory has moved."""
-        addresses = [
-            address for index in self.held for address in self._places(self.rows[index].tensors)
-        ]
+        addresses: list[int] = []
+        for index in self.held:
+            addresses += self._places(self.rows[index])
         if self._table is None or addresses != self._addresses:
-            self._table, self._addresses = self._make_table(addresses), addresses
+            self._table = self._make_table(addresses)
+            self._addresses = addresses
         return self._table
 
-    def _places(self, tensors: tuple[torch.Tensor, ...]) -> list[int]:
-        main, *planes = tensors
+    def _places(self, own: OwnRows) -> list[int]:
+        """Where its tensors begin: addresses, or, of planes that come and go, offsets."""
         if self._moves:
-            return [main.data_ptr(), *(int(plane.storage_offset()) for plane in planes)]
-        return [tensor.data_ptr() for tensor in tensors]
+            return [own.main.data_ptr(), *(int(plane.storage_offset()) for plane in own.planes)]
+        return [tensor.data_ptr() for tensor in own.tensors]
 
     def _make_table(self, addresses: list[int]) -> Table:
-        first = self.rows[self.held[0]].main
+        main = self.rows[self.held[0]].main
         each = len(addresses) // len(self.held)
-        found = [self._numbers(index) for index in self.held]
-        where = [addresses[at : at + each] for at in range(0, len(addresses), each)]
-        lines = [numbers + places for (numbers, _), places in zip(found, where, strict=True)]
-        counts = torch.tensor([count for _, count in found])
-        line = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        within = torch.arange(len(line)) - (counts.cumsum(0) - counts)[line]
-        size = len(found[0][0]) - 1
+        lines = []
+        counts = []
+        aligned = True
+        for place, index in enumerate(self.held):
+            numbers, count = self._numbers(index)
+            where = addresses[place * each : (place + 1) * each]
+            lines.append(numbers + where)
+            counts.append(count)
+            main_at, first_plane_at = where[:2]
+            if any(value % HINT for value in (numbers[-1], main_at, first_plane_at)):
+                aligned = False
+        programs = torch.tensor(counts)
+        line = torch.repeat_interleave(torch.arange(len(counts)), programs)
+        firsts = programs.cumsum(0) - programs
+        within = torch.arange(len(line)) - firsts[line]
+        work = torch.stack([line, within], 1).to(torch.int32)
         return Table(
-            torch.tensor(lines).to(first.device),
-            torch.stack([line, within], 1).to(torch.int32).to(first.device),
-            first.dtype,
-            self.rounded,
-            all(value % HINT == 0 for one in lines for value in one[size : size + 3]),
+            lines=torch.tensor(lines).to(main.device),
+            work=work.to(main.device),
+            main=main.dtype,
+            rounded=self.rounded,
+            aligned=aligned,
         )
 
 
@@ -213,40 +248,53 @@ class BlockCast(Cast):
     bytes are written by the second pass."""
 
     def __init__(
-        self, rows: Sequence[OwnRows], rounded: torch.dtype, powers_of_two: bool = True,
+        self,
+        rows: Sequence[OwnRows],
+        rounded: torch.dtype,
+        powers_of_two: bool = True,
         epsilon: float = 0.0,
     ) -> None:
         super().__init__(rows, rounded)
-        self.powers_of_two, self.epsilon = powers_of_two, epsilon
+        self.powers_of_two = powers_of_two
+        self.epsilon = epsilon
+        # Of each weight's scales: their shape, and where they begin among all.
         self.shapes = [scales_shape(own.shape) for own in self.rows]
-        sizes = [math.prod(shape) for shape in self.shapes]
-        self.amax_numel = sum(sizes)
-        self.firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.firsts: list[int] = []
+        self.amax_numel = 0
+        for shape in self.shapes:
+            self.firsts.append(self.amax_numel)
+            self.amax_numel += math.prod(shape)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each weight's part of flat scales, in its shape."""
-        return [
-            flat[first : first + math.prod(shape)].view(shape)
-            for first, shape in zip(self.firsts, self.shapes, strict=True)
-        ]
+        found = []
+        for first, shape in zip(self.firsts, self.shapes, strict=True):
+            part = flat[first : first + math.prod(shape)]
+            found.append(part.view(shape))
+        return found
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
-        own, rows = self.rows[index], self.rows[index].rows
-        bands = (rows.stop - 1) // BLOCK + 1 - rows.start // BLOCK
+        own = self.rows[index]
+        rows = own.rows
+        bands = own.bands
         numbers = [self.firsts[index], self.shapes[index][1], rows.start, len(rows), own.shape[1]]
-        return numbers, bands * -(-own.shape[1] // BLOCK)
+        return numbers, (bands.stop - bands.start) * own.blocks_across
 
     def _make_table(self, addresses: list[int]) -> Table:
         """The table, with the programs of blocks that this rank has all of first."""
         table = super()._make_table(addresses)
-        own = [self.rows[index] for index in self.held]
-        numbers = torch.tensor([
-            [one.rows.start, one.rows.stop, -(-one.shape[1] // BLOCK), one.shape[0]] for one in own
-        ])  # fmt: skip
+        numbers = []
+        for index in self.held:
+            own = self.rows[index]
+            rows = own.rows
+            numbers.append([rows.start, rows.stop, own.blocks_across, own.shape[0]])
         line, within = table.work.cpu().long().unbind(1)
-        start, stop, across, last = numbers[line].unbind(1)
+        start, stop, across, last = torch.tensor(numbers)[line].unbind(1)
         top = (start // BLOCK + within // across) * BLOCK
-        whole = (top >= start) & (torch.minimum(top + BLOCK, last) <= stop) & (not self._moves)
+        bottom = torch.minimum(top + BLOCK, last)
+        whole = (top >= start) & (bottom <= stop)
+        if self._moves:
+            whole.zero_()
         order = torch.cat([whole.nonzero(), (~whole).nonzero()]).view(-1)
         work = table.work[order.to(table.work.device)]
         return replace(table, work=work, whole=int(whole.sum()))
@@ -259,14 +307,13 @@ class BlockCast(Cast):
             kernels.begin_blocks(self.table(), amaxes, self.powers_of_two, self.epsilon)
             return
         for index in self.held:
-            own, rows = self.rows[index], self.rows[index].rows
-            across, down = self._blocks(index)
-            values = round_to(own.main, self.rounded).view(len(rows), -1)
+            own = self.rows[index]
+            across, down = self._blocks(own)
+            values = round_to(own.main, self.rounded)
             places = down[:, None] * self.shapes[index][1] + across
-            bands = slice(rows.start // BLOCK, (rows.stop - 1) // BLOCK + 1)
             part = self.views(amaxes)[index]
-            part[bands, : -(-own.shape[1] // BLOCK)] = 0.0
-            part.view(-1).scatter_reduce_(0, places.view(-1), sizes_of(values).view(-1), "amax")
+            part[own.bands, : own.blocks_across] = 0.0
+            part.view(-1).scatter_reduce_(0, places.view(-1), sizes_of(values), "amax")
 
     def finish(self, scales: torch.Tensor) -> None:
         """Writes the bytes that are left. scales: of the amaxes of all ranks, by `write_scales`
@@ -277,16 +324,19 @@ class BlockCast(Cast):
             return
         for index in self.held:
             own = self.rows[index]
-            across, down = self._blocks(index)
-            values = round_to(own.main, self.rounded).view(len(own.rows), -1)
+            across, down = self._blocks(own)
+            values = round_to(own.main, self.rounded).view(len(down), -1)
             factors = self.views(scales)[index][down][:, across]
             own.planes[0].copy_(e4m3_of(values * factors).view(-1))
 
-    def _blocks(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @staticmethod
+    def _blocks(own: OwnRows) -> tuple[torch.Tensor, torch.Tensor]:
         """The column of its block for each column, and the row of its block for each row."""
-        own, device = self.rows[index], self.rows[index].main.device
-        down = torch.arange(own.rows.start, own.rows.stop, device=device) // BLOCK
-        return torch.arange(own.shape[1], device=device) // BLOCK, down
+        rows = own.rows
+        device = own.main.device
+        across = torch.arange(own.shape[1], device=device) // BLOCK
+        down = torch.arange(rows.start, rows.stop, device=device) // BLOCK
+        return across, down
 
 
 class MxCast(Cast):
@@ -305,8 +355,9 @@ class MxCast(Cast):
         raise AssertionError("MXFP8 planes are kept")
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
-        own, rows = self.rows[index], self.rows[index].rows
-        return [own.shape[1]], len(rows) // GROUP * -(-own.shape[1] // BLOCK)
+        own = self.rows[index]
+        groups = len(own.rows) // GROUP
+        return [own.shape[1]], groups * own.blocks_across
 
     def finish(self) -> None:
         """Writes bytes and scales, both ways."""
@@ -319,13 +370,17 @@ class MxCast(Cast):
             by_row, by_column, row_scales, column_scales = own.planes
             values = round_to(own.main, self.rounded).view(-1, own.shape[1])
             sizes = sizes_of(values)
-            rows = _exponents(sizes.view(len(values), -1, GROUP).amax(2))
-            columns = _exponents(sizes.view(-1, GROUP, own.shape[1]).amax(1))
-            row_scales.copy_(rows.view(-1))
-            column_scales.copy_(columns.view(-1))
-            factors = _powers(rows).repeat_interleave(GROUP, 1)
+            # Along rows.
+            amaxes = sizes.view(len(values), -1, GROUP).amax(2)
+            exponents = _exponents(amaxes)
+            factors = _powers(exponents).repeat_interleave(GROUP, 1)
+            row_scales.copy_(exponents.view(-1))
             by_row.copy_(e4m3_of(values * factors).view(-1))
-            factors = _powers(columns).repeat_interleave(GROUP, 0)
+            # Along columns.
+            amaxes = sizes.view(-1, GROUP, own.shape[1]).amax(1)
+            exponents = _exponents(amaxes)
+            factors = _powers(exponents).repeat_interleave(GROUP, 0)
+            column_scales.copy_(exponents.view(-1))
             by_column.copy_(e4m3_of(values * factors).view(-1))
 
 
@@ -338,16 +393,18 @@ def sizes_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def e4m3_of(values: torch.Tensor) -> torch.Tensor:
-    found = values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return found.masked_fill_(values.isnan(), 0x7F)
+    found = values.clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+    return found.view(torch.uint8).masked_fill_(values.isnan(), 0x7F)
 
 
 def _exponents(amaxes: torch.Tensor) -> torch.Tensor:
     """E8M0, rounded up, of amax / 448; 0xFE for infinity."""
     values = amaxes * (1.0 / MAX)
     bits = values.view(torch.int32)
-    exponent, fraction = bits >> 23, bits & 0x7FFFFF
-    up = (fraction > 0) & (exponent != 0xFE) & ~((exponent == 0) & (fraction <= 0x400000))
+    exponent = bits >> 23
+    fraction = bits & 0x7FFFFF
+    is_zero = (exponent == 0) & (fraction <= 0x400000)  # rounded
+    up = (fraction > 0) & (exponent != 0xFE) & ~is_zero
     return (exponent + up).clamp_max_(0xFE).to(torch.uint8)
 
 

@@ -4,7 +4,6 @@ Field names are those of TE 2.11 to 2.20."""
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,23 +38,24 @@ else."""
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of TE's quantized tensors.
+    """A class of TE's quantized tensors."""
 
-    format: of the weights; planes: the field of each plane; scales: fields that every rank has;
-    derived: what TE derives from planes, with the values that stand for "not there"; padded: rows
-    and columns that TE has the scales of a plane in multiples of.
-    """
-
+    # Of the weights.
     format: WeightFormat
+    # The field of each plane.
     planes: Mapping[str, str]
+    # Fields that every rank has.
     scales: tuple[str, ...] = ()
+    # What TE derives from planes, with the values that stand for "not there".
     derived: Mapping[str, Any] = field(default_factory=dict)
+    # By plane: rows and columns that TE has the scales in multiples of.
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def guarded(self) -> tuple[str, ...]:
         """Fields that hold nothing while weights are not gathered."""
-        return (*self.planes.values(), *(name for name in self.derived if name != INVALID))
+        derived = [name for name in self.derived if name != INVALID]
+        return (*self.planes.values(), *derived)
 
 
 INVALID = "_transpose_invalid"
@@ -105,7 +105,8 @@ def kind_of(cls: type) -> Kind | None:
 def format_of(managed: ManagedParam) -> WeightFormat | None:
     """The format in which a parameter is quantized, or will be once it is made, if it is on the
     meta device. None if it is not. ValueError, NotImplementedError for what is not supported."""
-    param, name = managed.param, managed.fqns[0]
+    param = managed.param
+    name = managed.fqns[0]
     kind = kind_of(type(param))
     if kind is not None:
         check_quantizer(param, kind.format, name)
@@ -114,7 +115,10 @@ def format_of(managed: ManagedParam) -> WeightFormat | None:
             check_recipe(recipe, kind.format, f"parameter {name}")
         return kind.format
     if param.is_meta:
-        return next(filter(None, (_format_in(*slot) for slot in managed.slots)), None)
+        for owner, slot in managed.slots:
+            format = _format_in(owner, slot)
+            if format is not None:
+                return format
     return None
 
 
@@ -126,14 +130,16 @@ def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
     if about.fp8_meta_index is None:
         return None
     recipe: Any = owner.fp8_meta["recipe"]  # type: ignore[index]
+    where = f"{type(owner).__name__}.{name}"
     found = [format for method, format in RECIPES.items() if getattr(recipe, method)()]
     if len(found) != 1:
         raise NotImplementedError(
-            f"{type(owner).__name__}.{name} will be quantized by {type(recipe).__name__}, which is "
+            f"{where} will be quantized by {type(recipe).__name__}, which is "
             f"not supported. Use a recipe that is one of {sorted(RECIPES)}"
         )
-    check_recipe(recipe, found[0], f"{type(owner).__name__}.{name}")
-    return found[0]
+    (format,) = found
+    check_recipe(recipe, format, where)
+    return format
 
 
 def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
@@ -154,16 +160,20 @@ def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
     kind = kind_of(type(param))
     if kind is None:
         return frozenset()
-    annotated = (inspect.get_annotations(base) for base in type(param).__mro__)
-    fields = (*kind.planes.values(), *kind.scales, *kind.derived, *OF_HIGH_PRECISION)
-    return frozenset(itertools.chain(fields, _OF_QUANTIZED, *annotated))
+    found = {*kind.planes.values(), *kind.scales, *kind.derived, *OF_HIGH_PRECISION}
+    found.update(_OF_QUANTIZED)
+    for base in type(param).__mro__:
+        found.update(inspect.get_annotations(base))
+    return frozenset(found)
 
 
 def memory_of(param: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a parameter's memory is in, quantized or not, with what is derived from
     them; without scales that every rank has."""
     kind = kind_of(type(param))
-    found = [param] if kind is None else [getattr(param, name, None) for name in kind.guarded]
+    if kind is None:
+        return [param]
+    found = [getattr(param, name, None) for name in kind.guarded]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
@@ -177,14 +187,16 @@ class TransformerEngineParams(QuantizedParams):
     guarded can be given to none of its functions, and none is called here."""
 
     def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        kind, kept = _kind(param), param.__dict__.get(VIEWS, {})
+        kind = _kind(param)
+        kept = param.__dict__.get(VIEWS, {})
         if not kept and any(getattr(param, name) is None for name in kind.planes.values()):
             _make_columns(param)
         found = {}
         for plane in kind.format.planes:
             name = kind.planes[plane.name]
             value = kept[name] if name in kept else getattr(param, name)
-            found[plane.name] = value[tuple(map(slice, plane.shape(tuple(param.shape))))]
+            shape = plane.shape(tuple(param.shape))
+            found[plane.name] = value[tuple(map(slice, shape))]
         return found
 
     def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
@@ -209,13 +221,17 @@ class TransformerEngineParams(QuantizedParams):
     def prepare(self, param: nn.Parameter) -> None:
         """Scales as TE reads them: where the shape wants padding, padded copies."""
         kind = _kind(param)
-        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
         self._mark_usages(param)
-        for plane in kind.format.planes if views else ():
-            name, multiples = kind.planes[plane.name], kind.padded.get(plane.name, (1, 1))
+        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
+        if not views:
+            return
+        for plane in kind.format.planes:
+            name = kind.planes[plane.name]
             view = views[name]
-            shape = padded_shape((view.shape[0], view.shape[1]), multiples)
-            setattr(param, name, padded(view, multiples) if shape != view.shape else view)
+            multiples = kind.padded.get(plane.name, (1, 1))
+            if padded_shape(view, multiples) != view.shape:
+                view = padded(view, multiples)
+            setattr(param, name, view)
 
     @staticmethod
     def _mark_usages(param: nn.Parameter) -> None:
@@ -250,7 +266,8 @@ def _make_columns(param: Any) -> None:
         )
     data, scales = mx_columns(value.to(param.dtype), param._rowwise_data)
     multiples = KINDS["MXFP8Tensor"].padded["columnwise_scales"]
-    param._columnwise_data, param._columnwise_scale_inv = data, padded(scales, multiples)
+    param._columnwise_data = data
+    param._columnwise_scale_inv = padded(scales, multiples)
 
 
 def scales_of(param: nn.Parameter) -> list[torch.Tensor]:

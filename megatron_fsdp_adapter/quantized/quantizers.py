@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,19 @@ from .e4m3 import BlockCast, MxCast, OwnRows, TensorCast, write_scales
 from .scaling import LAST, NEXT
 from .weights import QuantizedWeight, Quantizer, Quantizers
 
-Settings = tuple[str, str, bool, float, torch.dtype]
-"""Format, class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
+
+class Settings(NamedTuple):
+    """What weights have in common that are quantized together."""
+
+    # Name of the format.
+    format: str
+    # Name of the class of TE's quantizers.
+    kind: str
+    powers_of_two: bool
+    # The least amax.
+    epsilon: float
+    # The nominal dtype of the weights.
+    dtype: torch.dtype
 
 
 def make_quantizers(weights: Sequence[QuantizedWeight]) -> Quantizers:
@@ -28,21 +39,27 @@ def make_quantizers(weights: Sequence[QuantizedWeight]) -> Quantizers:
     parts: dict[Settings, list[QuantizedWeight]] = {}
     for weight in weights:
         parts.setdefault(_settings(weight), []).append(weight)
-    return [(_quantizer_of(settings)(own, settings), own) for settings, own in parts.items()]
+    return [(_quantizer_for(own, settings), own) for settings, own in parts.items()]
 
 
 def _settings(weight: QuantizedWeight) -> Settings:
     quantizer = _quantizer(weight)
-    powers = bool(getattr(quantizer, "force_pow_2_scales", False))
-    epsilon = float(getattr(quantizer, "amax_epsilon", 0.0))
-    return weight.format.name, type(quantizer).__name__, powers, epsilon, weight.param.dtype
+    return Settings(
+        format=weight.format.name,
+        kind=type(quantizer).__name__,
+        powers_of_two=bool(getattr(quantizer, "force_pow_2_scales", False)),
+        epsilon=float(getattr(quantizer, "amax_epsilon", 0.0)),
+        dtype=weight.param.dtype,
+    )
 
 
-def _quantizer_of(settings: Settings) -> Callable[..., Quantizer]:
-    if settings[0] == MXFP8.name:
+def _quantizer_for(weights: Sequence[QuantizedWeight], settings: Settings) -> Quantizer:
+    if settings.format == MXFP8.name:
         names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
-        return lambda weights, settings: MxCast(_rows(weights, names), settings[-1])
-    return Delayed if settings[1] == "Float8Quantizer" else Current
+        return MxCast(_rows(weights, names), settings.dtype)
+    if settings.kind == "Float8Quantizer":
+        return Delayed(weights, settings)
+    return Current(weights, settings)
 
 
 def _quantizer(weight: QuantizedWeight) -> Any:
@@ -50,17 +67,14 @@ def _quantizer(weight: QuantizedWeight) -> Any:
     return weight.param._quantizer  # type: ignore[attr-defined]
 
 
-def _rows(
-    weights: Sequence[QuantizedWeight], names: Sequence[str] = ("rowwise",)
-) -> list[OwnRows]:
+def _rows(weights: Sequence[QuantizedWeight], names: Sequence[str] = ("rowwise",)) -> list[OwnRows]:
     """Rows as a cast wants them, with the planes of these names."""
-    return [
-        OwnRows(
-            tuple(weight.param.shape), weight.start, weight.main.view(-1),
-            tuple(weight.planes[name].view(-1) for name in names),
-        )
-        for weight in weights
-    ]  # fmt: skip
+    found = []
+    for weight in weights:
+        planes = tuple(weight.planes[name].view(-1) for name in names)
+        shape = tuple(weight.param.shape)
+        found.append(OwnRows(shape, weight.start, weight.main.view(-1), planes))
+    return found
 
 
 def _apart(count: int, device: torch.device) -> torch.Tensor:
@@ -80,17 +94,26 @@ class Scaled:
     """
 
     def __init__(
-        self, weights: Sequence[QuantizedWeight], cast: TensorCast | BlockCast,
-        inverses: torch.Tensor, field: str,
-    ) -> None:  # fmt: skip
-        self._weights, self._cast, self._inverses = tuple(weights), cast, inverses
+        self,
+        weights: Sequence[QuantizedWeight],
+        cast: TensorCast | BlockCast,
+        inverses: torch.Tensor,
+        field: str,
+    ) -> None:
+        self._weights = tuple(weights)
+        self._cast = cast
+        self._inverses = inverses
         self.amax_numel = cast.amax_numel
+        # What main weights are multiplied by.
         self._scales = torch.ones(self.amax_numel, device=inverses.device)
         kept = [index for index, weight in enumerate(weights) if weight.kept]
         others = set(range(len(weights))).difference(kept)
-        self._kept, self._others = cast.only(kept, False), cast.only(others, True)
+        # The casts of weights whose planes are there between gathers, and of the others.
+        self._kept = cast.only(kept, False)
+        self._others = cast.only(others, True)
         for weight, view in zip(weights, cast.views(inverses), strict=True):
-            view.copy_(getattr(weight.param, field).view(view.shape))
+            before = getattr(weight.param, field)
+            view.copy_(before.view(view.shape))
             setattr(weight.param, field, view)
 
     def bind(self, amaxes: torch.Tensor) -> None:
@@ -100,22 +123,26 @@ class Scaled:
         numbers = {id(weight.param): index for index, weight in enumerate(self._weights)}
         places = [numbers[id(weight.param)] for weight in weights]
         rows = dict(zip(places, _rows(weights), strict=True))
-        return partial(self._others.only(places, True, rows).finish, self._scales)
+        cast = self._others.only(places, True, rows)
+        return partial(cast.finish, self._scales)
 
 
 class Current(Scaled):
     """Scales from the amaxes of these main weights: of a weight, or of each of its blocks."""
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
-        name, _, self._powers, self._epsilon, rounded = settings
-        rows, device = _rows(weights), weights[0].main.device
-        if name == BLOCK128.name:
-            blocks = BlockCast(rows, rounded, self._powers, self._epsilon)
+        self._powers = settings.powers_of_two
+        self._epsilon = settings.epsilon
+        rows = _rows(weights)
+        device = weights[0].main.device
+        if settings.format == BLOCK128.name:
+            blocks = BlockCast(rows, settings.dtype, self._powers, self._epsilon)
+            # The inverses without gaps, as they are computed.
             self._found = torch.ones(blocks.amax_numel, device=device)
             super().__init__(weights, blocks, self._found, "_rowwise_scale_inv")
         else:
             self._found = torch.ones(len(rows), device=device)
-            cast = TensorCast(rows, rounded)
+            cast = TensorCast(rows, settings.dtype)
             super().__init__(weights, cast, _apart(len(rows), device), "_scale_inv")
 
     def begin(self) -> None:
@@ -139,8 +166,9 @@ class Delayed(Scaled):
     _kept: TensorCast
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
-        cast = TensorCast(_rows(weights), settings[-1])
-        super().__init__(weights, cast, _apart(len(weights), weights[0].main.device), "_scale_inv")
+        cast = TensorCast(_rows(weights), settings.dtype)
+        inverses = _apart(len(weights), weights[0].main.device)
+        super().__init__(weights, cast, inverses, "_scale_inv")
         self._begin_scales()
 
     def _begin_scales(self) -> None:
@@ -148,22 +176,29 @@ class Delayed(Scaled):
         on since."""
         torch.reciprocal(self._inverses, out=self._scales)
         for weight, scale in zip(self._weights, self._cast.views(self._scales), strict=True):
-            own, inverse = _quantizer(weight).scale.view(1), weight.param.__dict__["_scale_inv"]
-            scale.copy_(torch.where(own.reciprocal() == inverse, own, scale))
-            weight.param.__dict__[LAST] = scale
+            own = _quantizer(weight).scale.view(1)
+            fields = weight.param.__dict__
+            is_of_bytes = own.reciprocal() == fields["_scale_inv"]
+            scale.copy_(torch.where(is_of_bytes, own, scale))
+            fields[LAST] = scale
 
     def begin(self) -> None:
-        self._quantizers = [_quantizer(weight) for weight in self._weights]
-        self._loaded: list[torch.Tensor | int | None] = [
-            weight.param.__dict__.pop(NEXT, None) for weight in self._weights
-        ]
-        views = self._cast.views(self._scales)
-        scales = [
-            loaded if isinstance(loaded, torch.Tensor) else quantizer.scale.view(1)
-            for quantizer, loaded in zip(self._quantizers, self._loaded, strict=True)
-        ]
-        torch._foreach_copy_(views, scales)
-        self._slots = [quantizer.amax.view(1) for quantizer in self._quantizers]
+        # TE's quantizers that the weights have now.
+        self._quantizers: list[Any] = []
+        # How a load wants each weight's bytes made (`scaling.NEXT`); None without a load.
+        self._loaded: list[torch.Tensor | int | None] = []
+        # Where TE looks for the amaxes.
+        self._slots: list[torch.Tensor] = []
+        scales = []
+        for weight in self._weights:
+            quantizer = _quantizer(weight)
+            loaded = weight.param.__dict__.pop(NEXT, None)
+            is_known = isinstance(loaded, torch.Tensor)
+            scales.append(loaded if is_known else quantizer.scale.view(1))
+            self._quantizers.append(quantizer)
+            self._loaded.append(loaded)
+            self._slots.append(quantizer.amax.view(1))
+        torch._foreach_copy_(self._cast.views(self._scales), scales)
         torch._foreach_copy_(self._cast.views(self._amaxes), self._slots)
         self._kept.finish(self._scales, self._amaxes)
         self._others.begin(self._amaxes)
@@ -180,7 +215,8 @@ class Delayed(Scaled):
         Where bytes are those of before, TE has seen their amax, or forgotten it by now."""
         fresh, unused = torch.empty(2, self.amax_numel, device=self._amaxes.device).unbind()
         write_scales(self._amaxes, fresh, unused)
-        scales, found = self._cast.views(self._scales), self._cast.views(fresh)
+        scales = self._cast.views(self._scales)
+        found = self._cast.views(fresh)
         for index, loaded in enumerate(self._loaded):
             if isinstance(loaded, int):
                 scales[index].copy_(found[index] * 2.0**-loaded)

@@ -33,20 +33,23 @@ WEIGHT = 1
 OUTDATED = 0.0
 HEAD = 2
 """Rows before the history."""
-LAST, NEXT = "_fsdp_last_scale", "_fsdp_next_cast"
-"""Attributes of a quantized parameter: the scale of its bytes, (1,) float32; and how a load wants
-them made from main weights: with this scale, and then the history is as it was saved; or, if that
-is an integer, with one that is found from their amax, divided by 2 to the power of it."""
+LAST = "_fsdp_last_scale"
+"""Attribute of a quantized parameter: the scale of its bytes, (1,) float32."""
+NEXT = "_fsdp_next_cast"
+"""Attribute of a quantized parameter: how a load wants its bytes made from main weights. With this
+scale, and then the history is as it was saved; or, if that is an integer, with one that is found
+from their amax, divided by 2 to the power of it."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The source of the record of one weight: GEMM number `product` of TE's module `owner`; param:
-    the weight as it is computed with; trained: True if an optimizer updates it."""
+    """The source of the record of one weight: GEMM number `product` of TE's module `owner`."""
 
     owner: nn.Module
+    # The weight as it is computed with.
     param: nn.Parameter
     product: int
+    # Whether an optimizer updates it.
     trained: bool
 
     def record(self, outdated: bool) -> torch.Tensor:
@@ -55,12 +58,13 @@ class Scaling:
         states = list(self._states())
         scales = torch.cat([scale for scale, _ in states])
         made = torch.full_like(scales, OUTDATED)
+        noted = self.param.__dict__
         if self.is_unknown:
             made[WEIGHT] = math.nan
-        elif NEXT in self.param.__dict__:
-            made[WEIGHT] = self.param.__dict__[NEXT][0]
-        elif LAST in self.param.__dict__ and not outdated:
-            made[WEIGHT] = self.param.__dict__[LAST][0]
+        elif NEXT in noted:
+            made[WEIGHT] = noted[NEXT][0]
+        elif LAST in noted and not outdated:
+            made[WEIGHT] = noted[LAST][0]
         histories = torch.cat([history for _, history in states], 1)
         return torch.cat([scales[None], made[None], histories])
 
@@ -84,12 +88,13 @@ class Scaling:
             history.zero_()
             history[:rows].copy_(columns[HEAD : HEAD + rows])
             first += scale.numel()
-        self.param.__dict__.pop(NEXT, None)
+        noted = self.param.__dict__
+        noted.pop(NEXT, None)
         made = float(record[1, WEIGHT])
         if math.isnan(made):
             self.forget()
-        elif LAST in self.param.__dict__ and made != OUTDATED:
-            self.param.__dict__[NEXT] = torch.full_like(scale[:1], made)
+        elif LAST in noted and made != OUTDATED:
+            noted[NEXT] = torch.full_like(scale[:1], made)
 
     def follow(self) -> None:
         """TE gives a module other quantizers where it changes the length of a history, and to those
@@ -108,12 +113,13 @@ class Scaling:
     def forget(self) -> None:
         """The weight is loaded and nothing is known of its scale, which will come of its values. A
         weight that is not quantized is TE's to measure."""
-        if LAST not in self.param.__dict__:
+        noted = self.param.__dict__
+        if LAST not in noted:
             return
         _, history = next(self._states())
         history[:, WEIGHT].zero_()
         recipe: Any = self.owner.fp8_meta["recipe"]  # type: ignore[index]
-        self.param.__dict__[NEXT] = int(recipe.margin)
+        noted[NEXT] = int(recipe.margin)
 
     def _states(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The scales (n,) and the history (length, n) of each direction, as views."""
@@ -139,7 +145,8 @@ def scaling_of(pair: ParamPair) -> Scaling | None:
 
 def scalings_of(pairs: Iterable[ParamPair]) -> list[Scaling]:
     """The scalings of those of `pairs` that have one."""
-    return [scaling for pair in pairs if (scaling := scaling_of(pair)) is not None]
+    found = map(scaling_of, pairs)
+    return [scaling for scaling in found if scaling is not None]
 
 
 def _product(about: Any) -> int:

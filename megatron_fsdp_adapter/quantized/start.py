@@ -34,14 +34,16 @@ FINEST = 2.0**-9
 def outdated_values(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
     """One line for each weight that was written after it was quantized. MXFP8, with scales of 32
     elements, is not looked at."""
-    return [
-        f"parameter {name}: its bytes were written after it was made, but the high-precision "
-        f"value beside it ({HIGH_PRECISION}), from which main weights start, was not. Load "
-        "weights after wrapping, or call its clear_high_precision_init_val() to start from the "
-        "quantized values"
-        for name, param in module.named_parameters()
-        if is_managed(name) and HIGH_PRECISION in param.__dict__ and _is_outdated(param)
-    ]
+    problems = []
+    for name, param in module.named_parameters():
+        if is_managed(name) and HIGH_PRECISION in param.__dict__ and _is_outdated(param):
+            problems.append(
+                f"parameter {name}: its bytes were written after it was made, but the "
+                f"high-precision value beside it ({HIGH_PRECISION}), from which main weights "
+                "start, was not. Load weights after wrapping, or call its "
+                "clear_high_precision_init_val() to start from the quantized values"
+            )
+    return problems
 
 
 @torch.no_grad()
@@ -50,29 +52,36 @@ def _is_outdated(param: Any) -> bool:
     if kind is None or kind.format not in (PER_TENSOR, BLOCK128):
         return False
     value = param.__dict__[HIGH_PRECISION]
-    rows = torch.linspace(0, len(value) - 1, min(ROWS, len(value))).long()
+    count = len(value)
+    rows = torch.linspace(0, count - 1, min(ROWS, count)).long()
     scales = getattr(param, kind.scales[0])
     at = rows.to(scales.device)
     if kind.format is BLOCK128:
-        scales = scales[at // BLOCK].repeat_interleave(BLOCK, 1)[:, : value.shape[1]]
-    data = getattr(param, kind.planes["rowwise"])[at].view(torch.float8_e4m3fn).float()
+        bands = scales[at // BLOCK].repeat_interleave(BLOCK, 1)
+        scales = bands[:, : value.shape[1]]
+    data = getattr(param, kind.planes["rowwise"])[at]
+    found = data.view(torch.float8_e4m3fn).float() * scales
     kept = value[rows.to(value.device)].to(scales.device, torch.float32)
     finest = (scales * FINEST).expand_as(kept).norm()
-    return bool((data * scales - kept).norm() > FAR * kept.norm() + finest)
+    difference = (found - kept).norm()
+    return bool(difference > FAR * kept.norm() + finest)
 
 
 @contextmanager
 def values_follow(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, what is copied into a quantized weight is also copied to the value that is kept
     beside it, unrounded."""
-    params = {id(param): param for module in modules for param in module.parameters()}
-    kept = [param for param in params.values() if HIGH_PRECISION in param.__dict__]
-    for param in kept:
+    kept = {}
+    for module in modules:
+        for param in module.parameters():
+            if HIGH_PRECISION in param.__dict__:
+                kept[id(param)] = param
+    for param in kept.values():
         param.__dict__["copy_"] = functools.partial(_copy_both, param)
     try:
         yield
     finally:
-        for param in kept:
+        for param in kept.values():
             del param.__dict__["copy_"]
 
 

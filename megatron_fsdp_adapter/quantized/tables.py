@@ -19,14 +19,16 @@ HINT = 16
 
 @dataclass(frozen=True)
 class Table:
-    """The numbers that kernels read. lines: int64, one a weight: its own numbers, then its
-    addresses, in the order of `OwnRows.tensors`. work: int32, line and number within the weight of
-    each program, of which the first `whole` have all of a block; aligned: addresses and sizes are
-    multiples of `HINT`."""
+    """The numbers that kernels read."""
 
+    # int64, one a weight: its own numbers, then its addresses, in the order of `OwnRows.tensors`.
     lines: torch.Tensor
+    # int32: line, and number within the weight, of each program.
     work: torch.Tensor
+    # Dtype of main weights, and that which they are rounded to.
     main: torch.dtype
     rounded: torch.dtype
+    # True if addresses and sizes are multiples of `HINT`.
     aligned: bool
+    # The number of programs, the first ones, that have all of a block.
     whole: int = 0

@@ -6,16 +6,22 @@ Sources and targets are addresses in a table. What is known of their alignment i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, Table
 
-STEP, BAND, WARPS, WHOLE_WARPS = 2048, 16, 8, 8
-"""Elements of a chunk, and rows of a block, that are in registers at a time; warps of a program,
-and of one that has a whole block in registers. Of 1024 to 8192 elements, 16 to 128 rows and 4 or 8
-warps these were within 3% of the fastest in every pass: 4.4 to 4.7 TB/s (H200)."""
+STEP = 2048
+"""Elements of a chunk that are in registers at a time."""
+BAND = 16
+"""Rows of a block that are in registers at a time."""
+WARPS = 8
+WHOLE_WARPS = 8
+"""Warps of a program that has a whole block in registers. Of 1024 to 8192 elements, 16 to 128 rows
+and 4 or 8 warps these were within 3% of the fastest in every pass: 4.4 to 4.7 TB/s (H200)."""
 LARGEST = torch.finfo(torch.float32).max
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -33,18 +39,45 @@ def e4m3(x, MAX: tl.constexpr):
 
 
 @triton.jit
+def _line(lines, work, WIDTH: tl.constexpr):
+    """The line of a program's weight in the table, and the program's number within the weight."""
+    program = work + 2 * tl.program_id(0)
+    return lines + tl.load(program) * WIDTH, tl.load(program + 1)
+
+
+@triton.jit
+def _address(place, DTYPE: tl.constexpr):
+    """The pointer that a table has at a place."""
+    return tl.load(place).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def _read(pointers, inside, ROUNDED: tl.constexpr):
+    """Main weights, rounded to the nominal dtype."""
+    return tl.load(pointers, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
+
+
+@triton.jit
 def _tensors(
-    lines, work, base, scales, amaxes,
-    MAIN: tl.constexpr, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr,
-    CAST: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, STEP: tl.constexpr, MAX: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    line = lines + tl.load(work + 2 * program) * 4
-    number = tl.load(work + 2 * program + 1)
+    lines,
+    work,
+    base,
+    scales,
+    amaxes,
+    MAIN: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CAST: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    MAX: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    line, number = _line(lines, work, 4)
     index = tl.load(line)
     numel = tl.load(line + 1)
-    source = tl.load(line + 2).to(tl.pointer_type(MAIN))
+    source = _address(line + 2, MAIN)
     target = (base + tl.load(line + 3)).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         numel = tl.multiple_of(numel, HINT)
@@ -57,7 +90,7 @@ def _tensors(
     for step in range(0, CHUNK, STEP):
         place = first + step + tl.arange(0, STEP)
         inside = place < numel
-        x = tl.load(source + place, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
+        x = _read(source + place, inside, ROUNDED)
         if SIZE:
             size = tl.maximum(size, size_of(x))
         if CAST:
@@ -68,11 +101,16 @@ def _tensors(
 
 @triton.jit
 def _scale_of(
-    amax, epsilon, POWERS: tl.constexpr, LARGEST: tl.constexpr, MAX: tl.constexpr,
-):  # fmt: skip
+    amax,
+    epsilon,
+    POWERS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MAX: tl.constexpr,
+):
     amax = tl.where(amax < epsilon, epsilon, amax)
     # `/` is rounded twice; TE divides as IEEE does.
-    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + MAX, amax), LARGEST)
+    largest_value = tl.zeros_like(amax) + MAX
+    scale = tl.minimum(tl.div_rn(largest_value, amax), LARGEST)
     scale = tl.where((amax > 0) & (amax <= LARGEST), scale, 1.0)
     if POWERS:
         bits = scale.to(tl.int32, bitcast=True) & 0x7F800000
@@ -82,18 +120,29 @@ def _scale_of(
 
 @triton.jit
 def _blocks(
-    lines, work, base, scales, amaxes, epsilon,
-    MAIN: tl.constexpr, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr,
-    CAST: tl.constexpr, SIZE: tl.constexpr, POWERS: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr, BAND: tl.constexpr, MAX: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    line = lines + tl.load(work + 2 * program) * 7
-    number = tl.load(work + 2 * program + 1)
+    lines,
+    work,
+    base,
+    scales,
+    amaxes,
+    epsilon,
+    MAIN: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CAST: tl.constexpr,
+    SIZE: tl.constexpr,
+    POWERS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BAND: tl.constexpr,
+    MAX: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    line, number = _line(lines, work, 7)
     start = tl.load(line + 2)
     rows = tl.load(line + 3)
     columns = tl.load(line + 4)
-    source = tl.load(line + 5).to(tl.pointer_type(MAIN))
+    source = _address(line + 5, MAIN)
     target = (base + tl.load(line + 6)).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         columns = tl.multiple_of(columns, HINT)
@@ -110,13 +159,15 @@ def _blocks(
     for step in range(0, BLOCK, BAND):
         # Counted from this rank's first row, which may lie in the middle of a block.
         row = down * BLOCK + step + tl.arange(0, BAND) - start
-        inside = ((row >= 0) & (row < rows))[:, None] & (column < columns)[None, :]
+        is_row = (row >= 0) & (row < rows)
+        inside = is_row[:, None] & (column < columns)[None, :]
         offset = row[:, None] * columns + column[None, :]
-        x = tl.load(source + offset, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
+        x = _read(source + offset, inside, ROUNDED)
         if SIZE:
             size = tl.maximum(size, size_of(x))
             if CAST:  # all of the block is here: BAND is BLOCK
-                scale = _scale_of(tl.max(tl.max(size, 1), 0), epsilon, POWERS, LARGEST, MAX)
+                amax = tl.max(tl.max(size, 1), 0)
+                scale = _scale_of(amax, epsilon, POWERS, LARGEST, MAX)
         if CAST:
             tl.store(target + offset, e4m3(x * scale, MAX), mask=inside)
     if SIZE:
@@ -128,7 +179,8 @@ def _exponent(amax, INVERSE: tl.constexpr):
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     exponent = bits >> 23
     fraction = bits & 0x7FFFFF
-    up = (fraction > 0) & (exponent != 0xFE) & ((exponent != 0) | (fraction > 0x400000))
+    is_above_zero = (exponent != 0) | (fraction > 0x400000)  # rounded
+    up = (fraction > 0) & (exponent != 0xFE) & is_above_zero
     return tl.minimum(exponent + up.to(tl.int32), 0xFE)
 
 
@@ -140,20 +192,24 @@ def _power(exponent):
 
 @triton.jit
 def _groups(
-    lines, work,
-    MAIN: tl.constexpr, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, MAX: tl.constexpr, HINT: tl.constexpr,
+    lines,
+    work,
+    MAIN: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX: tl.constexpr,
+    HINT: tl.constexpr,
     INVERSE: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    line = lines + tl.load(work + 2 * program) * 6
-    number = tl.load(work + 2 * program + 1)
+):
+    line, number = _line(lines, work, 6)
     columns = tl.load(line)
-    source = tl.load(line + 1).to(tl.pointer_type(MAIN))
-    by_row = tl.load(line + 2).to(tl.pointer_type(tl.uint8))
-    by_column = tl.load(line + 3).to(tl.pointer_type(tl.uint8))
-    row_scales = tl.load(line + 4).to(tl.pointer_type(tl.uint8))
-    column_scales = tl.load(line + 5).to(tl.pointer_type(tl.uint8))
+    source = _address(line + 1, MAIN)
+    by_row = _address(line + 2, tl.uint8)
+    by_column = _address(line + 3, tl.uint8)
+    row_scales = _address(line + 4, tl.uint8)
+    column_scales = _address(line + 5, tl.uint8)
     if ALIGNED:
         columns = tl.multiple_of(columns, HINT)
         source = tl.multiple_of(source, HINT)
@@ -164,34 +220,46 @@ def _groups(
     right = number % across
     row = down * GROUP + tl.arange(0, GROUP)
     column = right * BLOCK + tl.arange(0, BLOCK)
-    offset = row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = (column < columns)[None, :] & (row >= 0)[:, None]
-    x = tl.load(source + offset, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
+    band = down.to(tl.int64)
+    long_row = row.to(tl.int64)[:, None]
+    offset = long_row * columns + column[None, :]
+    is_row = (row >= 0)[:, None]
+    is_column = column < columns
+    inside = is_column[None, :] & is_row
+    x = _read(source + offset, inside, ROUNDED)
     size = size_of(x)
 
     exponent = _exponent(tl.max(size, 0), INVERSE)
-    tl.store(
-        column_scales + down.to(tl.int64) * columns + column, exponent.to(tl.uint8),
-        mask=column < columns,
-    )  # fmt: skip
-    tl.store(by_column + offset, e4m3(x * _power(exponent)[None, :], MAX), mask=inside)
+    place = band * columns + column
+    tl.store(column_scales + place, exponent.to(tl.uint8), mask=is_column)
+    byte = e4m3(x * _power(exponent)[None, :], MAX)
+    tl.store(by_column + offset, byte, mask=inside)
 
     EACH: tl.constexpr = BLOCK // GROUP
-    exponents = _exponent(tl.max(tl.reshape(size, (GROUP, EACH, GROUP)), 2), INVERSE)
+    groups = tl.reshape(size, (GROUP, EACH, GROUP))
+    exponents = _exponent(tl.max(groups, 2), INVERSE)
     part = right * EACH + tl.arange(0, EACH)
-    tl.store(
-        row_scales + row.to(tl.int64)[:, None] * (columns // GROUP) + part[None, :],
-        exponents.to(tl.uint8), mask=(part < columns // GROUP)[None, :] & (row >= 0)[:, None],
-    )  # fmt: skip
+    parts = columns // GROUP
+    place = long_row * parts + part[None, :]
+    is_part = (part < parts)[None, :] & is_row
+    tl.store(row_scales + place, exponents.to(tl.uint8), mask=is_part)
     powers = tl.broadcast_to(_power(exponents)[:, :, None], (GROUP, EACH, GROUP))
-    tl.store(by_row + offset, e4m3(x * tl.reshape(powers, (GROUP, BLOCK)), MAX), mask=inside)
+    byte = e4m3(x * tl.reshape(powers, (GROUP, BLOCK)), MAX)
+    tl.store(by_row + offset, byte, mask=inside)
 
 
 @triton.jit
 def _scales(
-    amaxes, scales, inverses, numel, epsilon,
-    POWERS: tl.constexpr, LARGEST: tl.constexpr, MAX: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    amaxes,
+    scales,
+    inverses,
+    numel,
+    epsilon,
+    POWERS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MAX: tl.constexpr,
+    STEP: tl.constexpr,
+):
     place = tl.program_id(0) * STEP + tl.arange(0, STEP)
     inside = place < numel
     amax = tl.load(amaxes + place, mask=inside, other=1.0)
@@ -201,60 +269,109 @@ def _scales(
     tl.store(inverses + place, tl.div_rn(one, scale), mask=inside)
 
 
+def _constants(table: Table) -> dict[str, Any]:
+    """What every cast by a table is compiled for."""
+    return {
+        "MAIN": DTYPES[table.main],
+        "ROUNDED": DTYPES[table.rounded],
+        "ALIGNED": table.aligned,
+        "MAX": MAX,
+        "HINT": HINT,
+    }
+
+
 def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
     """A tensor in place of one that the kernel does not look at."""
-    found = one if one is not None else other
-    assert found is not None
-    return found
+    if one is not None:
+        return one
+    assert other is not None
+    return other
 
 
 def tensors(
     table: Table, bases: list[int], scales: torch.Tensor | None, amaxes: torch.Tensor | None
 ) -> None:
     """Casts tensors; see `e4m3.TensorCast`."""
-    _tensors[(len(table.work),)](
-        table.lines, table.work, *bases, _either(scales, amaxes), _either(amaxes, scales),
-        DTYPES[table.main], DTYPES[table.rounded], table.aligned,
-        scales is not None, amaxes is not None, CHUNK, STEP, MAX, HINT, num_warps=WARPS,
-    )  # fmt: skip
+    programs = len(table.work)
+    _tensors[(programs,)](
+        table.lines,
+        table.work,
+        *bases,
+        _either(scales, amaxes),
+        _either(amaxes, scales),
+        CAST=scales is not None,
+        SIZE=amaxes is not None,
+        CHUNK=CHUNK,
+        STEP=STEP,
+        **_constants(table),
+        num_warps=WARPS,
+    )
 
 
-def begin_blocks(
-    table: Table, amaxes: torch.Tensor, powers_of_two: bool, epsilon: float
-) -> None:
+def begin_blocks(table: Table, amaxes: torch.Tensor, powers_of_two: bool, epsilon: float) -> None:
     """Begins to cast blocks; see `e4m3.BlockCast`."""
+    whole = table.work[: table.whole]
     cut = table.work[table.whole :]
-    for work, cast in ((table.work[: table.whole], True), (cut, False)):
-        if len(work):
-            _run_blocks(table, work, [0], amaxes, amaxes, cast, True, powers_of_two, epsilon)
+    if len(whole):
+        _run_blocks(
+            table, whole, [0], amaxes, cast=True, size=True, powers=powers_of_two, epsilon=epsilon
+        )
+    if len(cut):
+        _run_blocks(
+            table, cut, [0], amaxes, cast=False, size=True, powers=powers_of_two, epsilon=epsilon
+        )
 
 
 def finish_blocks(table: Table, bases: list[int], scales: torch.Tensor) -> None:
     """Casts the rest of blocks; see `e4m3.BlockCast`."""
     work = table.work[table.whole :]
     if len(work):
-        _run_blocks(table, work, bases, scales, scales, True, False)
+        _run_blocks(table, work, bases, scales, cast=True, size=False)
 
 
 def _run_blocks(
-    table: Table, work: torch.Tensor, bases: list[int], scales: torch.Tensor,
-    amaxes: torch.Tensor, cast: bool, size: bool, powers_of_two: bool = False,
+    table: Table,
+    work: torch.Tensor,
+    bases: list[int],
+    numbers: torch.Tensor,
+    cast: bool,
+    size: bool,
+    powers: bool = False,
     epsilon: float = 0.0,
-) -> None:  # fmt: skip
-    band, warps = (BLOCK, WHOLE_WARPS) if cast and size else (BAND, WARPS)
-    _blocks[(len(work),)](
-        table.lines, work, *bases, scales, amaxes, epsilon,
-        DTYPES[table.main], DTYPES[table.rounded], table.aligned,
-        cast, size, powers_of_two, LARGEST, BLOCK, band, MAX, HINT, num_warps=warps,
-    )  # fmt: skip
+) -> None:
+    """numbers: amaxes, which are written with `size`, or scales, which are read without."""
+    is_whole = cast and size
+    programs = len(work)
+    _blocks[(programs,)](
+        table.lines,
+        work,
+        *bases,
+        numbers,
+        numbers,
+        epsilon,
+        CAST=cast,
+        SIZE=size,
+        POWERS=powers,
+        LARGEST=LARGEST,
+        BLOCK=BLOCK,
+        BAND=BLOCK if is_whole else BAND,
+        **_constants(table),
+        num_warps=WHOLE_WARPS if is_whole else WARPS,
+    )
 
 
 def groups(table: Table) -> None:
     """Casts groups; see `e4m3.MxCast`."""
-    _groups[(len(table.work),)](
-        table.lines, table.work, DTYPES[table.main], DTYPES[table.rounded], table.aligned,
-        BLOCK, GROUP, MAX, HINT, 1.0 / MAX, num_warps=4,
-    )  # fmt: skip
+    programs = len(table.work)
+    _groups[(programs,)](
+        table.lines,
+        table.work,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        **_constants(table),
+        INVERSE=1.0 / MAX,
+        num_warps=4,
+    )
 
 
 def scales(
@@ -265,8 +382,18 @@ def scales(
     epsilon: float,
 ) -> None:
     """Writes scales; see `e4m3.write_scales`."""
-    numel, step = amaxes.numel(), 1024
-    _scales[(triton.cdiv(numel, step),)](
-        amaxes, scales, inverses, numel, epsilon,
-        powers_of_two, LARGEST, MAX, step, num_warps=4,
-    )  # fmt: skip
+    numel = amaxes.numel()
+    step = 1024
+    programs = triton.cdiv(numel, step)
+    _scales[(programs,)](
+        amaxes,
+        scales,
+        inverses,
+        numel,
+        epsilon,
+        POWERS=powers_of_two,
+        LARGEST=LARGEST,
+        MAX=MAX,
+        STEP=step,
+        num_warps=4,
+    )

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -38,28 +37,25 @@ PlaneItems = Mapping[str, Sequence[torch.Tensor]]
 @dataclass(frozen=True)
 class QuantizedWeight:
     """One weight as a quantizer sees it: this rank's rows of it. Shapes are those of rows of the
-    weight, of shape (M, K); a rank may have none of them.
+    weight, of shape (M, K); a rank may have none of them."""
 
-    Attributes:
-        param: the parameter object. Its fields are not to be read: they may be guarded or old.
-        name: its first name.
-        format: that of its group.
-        start: where this rank's rows begin in the flat weight, in elements; a multiple of K times
-            the format's granule of rows. 0 if there are none.
-        main: (rows, K), the main weights, in the main dtype: float32, unless chosen otherwise, and
-            `param`'s own for frozen parameters.
-        kept: whether the planes are there between gathers.
-        planes: by name, the same rows of each plane, to be written: (rows / r, K / c) where one
-            element stands for r x c of the weight. Every rank that holds rows of the weight writes
-            all planes of these rows, and no others.
-    """
-
+    # Its fields are not to be read: they may be guarded or old.
     param: nn.Parameter
+    # The parameter's first name.
     name: str
+    # That of its group.
     format: WeightFormat
+    # Where this rank's rows begin in the flat weight, in elements; a multiple of K times the
+    # format's granule of rows. 0 if there are none.
     start: int
+    # (rows, K), the main weights, in the main dtype: float32, unless chosen otherwise, and
+    # `param`'s own for frozen parameters.
     main: torch.Tensor
+    # Whether the planes are there between gathers.
     kept: bool
+    # By name, the same rows of each plane, to be written: (rows / r, K / c) where one element
+    # stands for r x c of the weight. Every rank that holds rows of the weight writes all planes of
+    # these rows, and no others.
     planes: Mapping[str, torch.Tensor]
 
 
@@ -105,8 +101,11 @@ class QuantizedParams(QuantizedWeights):
     """The engine's `QuantizedWeights`, of one library's parameters, which a subclass knows. They
     are quantized again, lazily, after their main weights have changed."""
 
-    at_once = unnotified = False
-    _changed = _loaded = False
+    at_once = False
+    unnotified = False
+    # Whether main weights have changed since they were quantized, and those of frozen ones, too.
+    _changed = False
+    _loaded = False
 
     # Of a subclass.
 
@@ -138,9 +137,7 @@ class QuantizedParams(QuantizedWeights):
 
     # Construction.
 
-    def share(
-        self, param: nn.Parameter, broadcast: Callable[[torch.Tensor], None]
-    ) -> torch.Tensor:
+    def share(self, param: nn.Parameter, broadcast: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Returns the value that `param` was made from, or, if that was not preserved, what it
         stands for. The bytes are not quantized again: they may have been made from rounded values,
         which would give other bytes."""
@@ -159,15 +156,16 @@ class QuantizedParams(QuantizedWeights):
         copy_each(list(views.values()), [fields[name] for name in views])
         self.point(param, views)
 
-    def made(
-        self, groups: Sequence[ParamGroup], gather: GatherPipeline
-    ) -> QuantizedWeights | None:
+    def made(self, groups: Sequence[ParamGroup], gather: GatherPipeline) -> QuantizedWeights | None:
         # Not the gather itself: its units have this object, and a cycle would keep their memory.
-        self._engine_runtime, self._launches = gather.runtime, gather.launches
+        self._engine_runtime = gather.runtime
+        self._launches = gather.launches
         quantized = [group for group in groups if group.key.quantized]
-        frozen = [group for group in quantized if not group.key.requires_grad]
         trained = [group for group in quantized if group.key.requires_grad]
-        self._trained, self._frozen = self._plan(trained, gather), self._plan(frozen, gather)
+        frozen = [group for group in quantized if not group.key.requires_grad]
+        # What quantizes those that an optimizer updates, and the others.
+        self._trained = self._plan(trained, gather)
+        self._frozen = self._plan(frozen, gather)
         # Bytes that are not kept are given back where a unit has been built, with what had made
         # them: scales are computed again.
         self._changed = any(group.write_planes for group in trained)
@@ -183,18 +181,20 @@ class QuantizedParams(QuantizedWeights):
         reductions: list[Reduction] = []
         for domain, members in by_domain(groups).items():
             made, amaxes = self._quantizers(members)
-            axes = [gather.communicators[domain]] if gather.config.strategy.shard_main else []
-            axes += [gather.outer[domain]] if members[0].splits_outer else []
             quantizers += made
-            if amaxes.numel():
-                reductions += [(members[:1], amaxes, axis) for axis in axes]
+            if not amaxes.numel():
+                continue
+            first = members[:1]
+            if gather.config.strategy.shard_main:
+                reductions.append((first, amaxes, gather.communicators[domain]))
+            if members[0].splits_outer:
+                reductions.append((first, amaxes, gather.outer[domain]))
         return quantizers, reductions
 
-    def _quantizers(
-        self, groups: Sequence[ParamGroup]
-    ) -> tuple[list[Quantizer], torch.Tensor]:
+    def _quantizers(self, groups: Sequence[ParamGroup]) -> tuple[list[Quantizer], torch.Tensor]:
         """The quantizers, and the maxima of all of them."""
-        made = self.quantizers([weight for group in groups for weight in rows_of(group)])
+        weights = [weight for group in groups for weight in rows_of(group)]
+        made = self.quantizers(weights)
         counts = [quantizer.amax_numel for quantizer, _ in made]
         amaxes = torch.zeros(sum(counts), device=self._engine_runtime.device)
         for (quantizer, _), part in zip(made, amaxes.split(counts), strict=True):
@@ -214,24 +214,29 @@ class QuantizedParams(QuantizedWeights):
             self.catch_up()
 
     def is_pending(self, trained: bool) -> bool:
-        return self._changed or self.unnotified if trained else self._loaded
+        if not trained:
+            return self._loaded
+        return self._changed or self.unnotified
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        plans = [self._trained] if self.is_pending(trained=True) else []
-        plans += [self._frozen] if self.is_pending(trained=False) else []
-        self._changed = self._loaded = False
-        quantizers = [quantizer for plan, _ in plans for quantizer in plan]
+        quantizers: list[Quantizer] = []
+        reductions: list[Reduction] = []
+        for trained, plan in ((True, self._trained), (False, self._frozen)):
+            if self.is_pending(trained):
+                more, of_more = plan
+                quantizers += more
+                reductions += of_more
+        self._changed = False
+        self._loaded = False
         if not quantizers:
             return
         runtime = self._engine_runtime
         runtime.wait(COMPUTE, runtime.record(GATHER))
-        runtime.submit(
-            COMPUTE,
-            *(quantizer.begin for quantizer in quantizers),
-            *(partial(self._reduce, *one) for _, reductions in plans for one in reductions),
-            *(quantizer.finish for quantizer in quantizers),
-        )
+        begin = [quantizer.begin for quantizer in quantizers]
+        reduce = [partial(self._reduce, *reduction) for reduction in reductions]
+        finish = [quantizer.finish for quantizer in quantizers]
+        runtime.submit(COMPUTE, *begin, *reduce, *finish)
 
     def _reduce(
         self, groups: Sequence[ParamGroup], amaxes: torch.Tensor, axis: Communicator
@@ -240,24 +245,30 @@ class QuantizedParams(QuantizedWeights):
         return axis.all_reduce_max(amaxes)
 
 
-def rows_of(
-    group: ParamGroup, into: PlaneItems = MappingProxyType({})
-) -> list[QuantizedWeight]:
-    """This rank's rows of each parameter of a quantized group; in the planes of the group, unless
-    others are given."""
+def rows_of(group: ParamGroup, into: PlaneItems | None = None) -> list[QuantizedWeight]:
+    """This rank's rows of each parameter of a quantized group, with the planes `into`: those of the
+    group if none are given."""
     held = group.held
-    own = {shard.plane.name: shard.items(held) for shard in group.weight_shards}
-    return [
-        QuantizedWeight(
-            entry.param, entry.fqns[0], group.key.format, held.range(index).start,
-            group.main.items(held)[index], group.keeps_shard or group.keeps_weights,
-            {name: items[index] for name, items in (into or own).items()},
+    if not into:
+        into = {shard.plane.name: shard.items(held) for shard in group.weight_shards}
+    mains = group.main.items(held)
+    found = []
+    for index, entry in enumerate(group.managed):
+        weight = QuantizedWeight(
+            param=entry.param,
+            name=entry.fqns[0],
+            format=group.key.format,
+            start=held.range(index).start,
+            main=mains[index],
+            kept=group.keeps_shard or group.keeps_weights,
+            planes={name: items[index] for name, items in into.items()},
         )
-        for index, entry in enumerate(group.managed)
-    ]  # fmt: skip
+        found.append(weight)
+    return found
 
 
 def _cast_at_gathers(group: ParamGroup, quantizers: Quantizers) -> None:
+    """Makes gathers of a group cast its planes, which are not kept."""
     of_param = {id(weight.param): made for made, weights in quantizers for weight in weights}
 
     def writers(weights: Sequence[QuantizedWeight]) -> list[Callable[[], None]]:
@@ -266,12 +277,14 @@ def _cast_at_gathers(group: ParamGroup, quantizers: Quantizers) -> None:
             parts.setdefault(of_param[id(weight.param)], []).append(weight)
         return [quantizer.writer(part) for quantizer, part in parts.items()]
 
-    own, ref = writers(rows_of(group)), weakref.ref(group)
+    own = writers(rows_of(group))
+    ref = weakref.ref(group)
 
-    def write(into: PlaneItems = MappingProxyType({})) -> None:
+    def write(into: PlaneItems | None = None) -> None:
         of = ref()
-        if of is not None:
-            for each in writers(rows_of(of, into)) if into else own:
-                each()
+        if of is None:
+            return
+        for write_part in writers(rows_of(of, into)) if into else own:
+            write_part()
 
     group.write_planes = write
