@@ -48,37 +48,51 @@ class FusedAdamStep:
     Args:
         original: that function.
         kernel: what updates on a device; None where nothing can.
-
-    known: the tables, and the addresses that they have. clip: one float32 on the device that
-    gradients are multiplied by in the calls that follow; None for nothing.
     """
 
     def __init__(
         self, original: Callable[..., Any], kernel: Callable[[torch.device], Kernel | None]
     ) -> None:
-        self._original, self._kernel = original, kernel
+        self._original = original
+        self._kernel = kernel
+        # The tables, by stream, addresses of weights and sizes, with all addresses that they have.
         self.known: dict[Any, tuple[Addresses, Table]] = {}
         self._chunks = functools.lru_cache(MOST_TABLES)(chunks_on)
+        # One float32 on the device that gradients are multiplied by in the calls that follow; None
+        # for nothing.
         self.clip: torch.Tensor | None = None
 
     def __call__(
-        self, chunk_size: int, overflow: torch.Tensor, lists: Lists, lr: float, beta1: float,
-        beta2: float, eps: float, step: int, mode: int, bias_correction: int, weight_decay: float,
-    ) -> None:  # fmt: skip
+        self,
+        chunk_size: int,
+        overflow: torch.Tensor,
+        lists: Lists,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+        mode: int,
+        bias_correction: int,
+        weight_decay: float,
+    ) -> None:
         kernel = self._kernel(lists[0][0].device) if takes(lists) else None
         if kernel is None:
             if self.clip is not None:
                 torch._foreach_mul_(list(lists[0]), self.clip.view(()))
-            self._original(
-                chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction,
-                weight_decay,
-            )  # fmt: skip
+            adam = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+            self._original(chunk_size, overflow, lists, *adam)
             return
-        first, second = (
-            _correction(beta if bias_correction else 0.0, step) for beta in (beta1, beta2)
-        )
         update = Update(
-            lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            correction1=_correction(beta1 if bias_correction else 0.0, step),
+            correction2=_correction(beta2 if bias_correction else 0.0, step),
+            decoupled=mode == DECOUPLED,
+            weight_decay=weight_decay,
+            clip=self.clip,
         )
         kernel(self._table_of(lists), lists, update)
         if self.clip is not None and self.clip.is_cuda:
@@ -88,12 +102,14 @@ class FusedAdamStep:
         """Made again when an address has changed: one table for the same weights."""
         addresses, sizes, device, stream = places_of(lists)
         place = stream, addresses[WEIGHTS], sizes
-        if place not in self.known or self.known[place][0] != addresses:
-            table = table_of(self._chunks, addresses, sizes, device, stream)
-            if len(self.known) >= MOST_TABLES:
-                self.known.clear()
-            self.known[place] = addresses, table
-        return self.known[place][1]
+        known = self.known.get(place)
+        if known is not None and known[0] == addresses:
+            return known[1]
+        table = table_of(self._chunks, addresses, sizes, device, stream)
+        if len(self.known) >= MOST_TABLES:
+            self.known.clear()
+        self.known[place] = addresses, table
+        return table
 
 
 def install(optimizer: Any) -> FusedAdamStep | None:
@@ -114,25 +130,41 @@ def _check(kernel: Kernel, device: torch.device) -> None:
     Raises:
         ArithmeticError: a weight or a moment differs by more than roundings.
     """
-    given = Update(0.1, 0.9, 0.95, 1e-3, 0.5, 0.25, True, 0.1, torch.full((), 0.5, device=device))
+    given = Update(
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-3,
+        correction1=0.5,
+        correction2=0.25,
+        decoupled=True,
+        weight_decay=0.1,
+        clip=torch.full((), 0.5, device=device),
+    )
     for skip in (0, 1):
         size = CHUNK + 8 + skip
         lists = [[torch.linspace(low, 1, size, device=device)[skip:]] for low in (-1, -1, -1, 0)]
         grad, weight, first, second = (tensors[0].double() for tensors in lists)
         grad = 0.5 * grad
-        first, second = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad * grad
+        first = 0.9 * first + 0.1 * grad
+        second = 0.95 * second + 0.05 * grad * grad
         update = first / 0.5 / ((second / 0.25).sqrt() + 1e-3) + 0.1 * weight
+        weight = weight - 0.1 * update
         kernel(table_of(chunks_on, *places_of(lists)), lists, given)
-        expected = {"weights": weight - 0.1 * update, "moments": first, "second moments": second}
-        for (name, value), (found,) in zip(expected.items(), lists[1:], strict=True):
-            if not torch.allclose(found.double(), value, rtol=1e-4, atol=1e-5):
-                error = (found - value).abs().max().item()
-                raise ArithmeticError(f"updated {name} are off by {error}")
+        _, (weights,), (firsts,), (seconds,) = lists
+        _check_close("weights", weights, weight)
+        _check_close("moments", firsts, first)
+        _check_close("second moments", seconds, second)
+
+
+def _check_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5):
+        error = (found - expected).abs().max().item()
+        raise ArithmeticError(f"updated {name} are off by {error}")
 
 
 def tried(device: torch.device) -> Kernel | None:
-    """The kernel, checked on a device of any type; None, with a warning, where it cannot be used.
-    """
+    """The kernel, checked on a device of any type; None, with a warning, if it cannot be used."""
 
     def checked() -> Kernel:
         from .triton_adam import update as kernel
@@ -165,8 +197,9 @@ def takes(lists: Lists) -> bool:
     if len(lists) != 4:
         return False
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    return (
-        all(len(found) == 1 and found <= set(DTYPES) for found in dtypes)
-        and dtypes[2] == dtypes[3]
-        and all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
-    )
+    for found in dtypes:
+        if len(found) != 1 or not found <= set(DTYPES):
+            return False
+    if dtypes[2] != dtypes[3]:
+        return False
+    return all(tensor.is_contiguous() for tensors in lists for tensor in tensors)

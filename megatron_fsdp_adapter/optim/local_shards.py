@@ -18,7 +18,18 @@ import torch
 from ..core.runtime.host_stash import HostStash
 from .fused_adam import FusedAdamStep
 from .residency import OPTION, LocalPair, Residency
-from .state import COUNT, Shown, are_same, changed, is_same, make_state, shown, taken_over
+from .state import (
+    COUNT,
+    Entry,
+    Shown,
+    are_same,
+    changed,
+    is_same,
+    is_unchanged,
+    make_state,
+    shown,
+    taken_over,
+)
 
 Options = dict[str, Any]
 """Options of a parameter group: all of it, or all but its parameters."""
@@ -27,10 +38,12 @@ Options = dict[str, Any]
 def options_of(group: Options) -> Options:
     """A copy without parameters, which a step leaves as it is: fused optimizers count a step in
     each call, and one that is counted in a tensor is counted in place."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) and name == COUNT else value
-        for name, value in group.items() if name != "params"
-    }  # fmt: skip
+    options = dict(group)
+    options.pop("params", None)
+    count = options.get(COUNT)
+    if isinstance(count, torch.Tensor):
+        options[COUNT] = count.clone()
+    return options
 
 
 def set_options(group: Options, options: Options) -> None:
@@ -49,14 +62,12 @@ all of them, None for 1. None where there is no single number."""
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The rule by which parameter groups are updated that the inner optimizer does not update.
+    """The rule by which parameter groups are updated that the inner optimizer does not update."""
 
-    state: names of what is kept of each parameter of a group, in its shape; () for a group that is
-    the inner optimizer's. update: updates the local tensors of the other groups, of all groups;
-    their gradients are there.
-    """
-
+    # Names of what is kept of each parameter of a group, in its shape; () for a group that is the
+    # inner optimizer's.
     state: Callable[[Options], tuple[str, ...]]
+    # Updates the local tensors of the other groups, given all groups; their gradients are there.
     update: Callable[[LocalShards, Sequence[Options]], None]
 
 
@@ -76,27 +87,45 @@ class LocalShards:
         rule: how groups are updated that are not its own.
         residency: where main weights and state are between steps.
         fused_step: the kernel in it, where it has one of ours.
-
-    pairs: by parameter group; every: of all groups. step_follows: whether a step is the first to
-    read clipped gradients. clip: what that step clips by. results: of the groups that are updated
-    in front of the inner optimizer's own step, by their place, options that they have after it.
     """
 
     def __init__(
-        self, optimizer: Any, skip_empty: bool, decoupled: bool, rule: UpdateRule,
-        residency: Residency, fused_step: FusedAdamStep | None,
-    ) -> None:  # fmt: skip
-        self.skip_empty, self.decoupled, self.step_follows = skip_empty, decoupled, False
-        self.rule, self.residency, self.fused_step = rule, residency, fused_step
+        self,
+        optimizer: Any,
+        skip_empty: bool,
+        decoupled: bool,
+        rule: UpdateRule,
+        residency: Residency,
+        fused_step: FusedAdamStep | None,
+    ) -> None:
+        self.skip_empty = skip_empty
+        self.decoupled = decoupled
+        self.rule = rule
+        self.residency = residency
+        self.fused_step = fused_step
+        # By parameter group. `every` has the pairs of all groups.
         self.pairs: list[list[LocalPair]] = []
-        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        # What the inner optimizer keeps of each local tensor.
+        self.state: dict[torch.Tensor, Entry] = defaultdict(dict)
+        # The memory of the state while it is released; None if it never was.
         self.parked: HostStash | None = None
+        # Whether a step is the first to read clipped gradients, so that it may clip them itself.
+        self.step_follows = False
+        # What the next step clips gradients by, if it clips them.
         self.clip: Clip | None = None
+        # The options that groups have after the step that is under way, by the place of the group:
+        # of groups that are updated in front of the inner optimizer's own step, which finds them
+        # without parameters. `leave` sets them.
         self.results: dict[int, Options] = {}
+        # The attribute in which the inner optimizer looks for gradients.
         self._grad_name = "decoupled_grad" if decoupled else "grad"
+        # The gradients that were put there last.
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
+        # What `leave` puts back: `optimizer.state`, and each group's parameters. None outside.
         self._shown: tuple[Any, list[Any]] | None = None
+        # What programs were shown of each local tensor's state.
         self._known: dict[torch.Tensor, Shown] = {}
+        # Stand-ins for groups that this rank holds nothing of (`given`).
         self._counters: dict[int, torch.Tensor] = {}
         self._regroup(optimizer)
 
@@ -104,14 +133,16 @@ class LocalShards:
 
     def follow_groups(self, optimizer: Any) -> None:
         """Takes over which parameters the groups have now."""
-        groups = optimizer.param_groups
-        if self._shown is None and (
-            len(groups) != len(self.pairs) or not all(
-                are_same(group["params"], [param for param, _ in pairs])
-                for group, pairs in zip(groups, self.pairs, strict=True)
-            )
-        ):  # fmt: skip
+        if self._shown is None and not self._has_pairs_of(optimizer.param_groups):
             self._regroup(optimizer)
+
+    def _has_pairs_of(self, groups: Sequence[Options]) -> bool:
+        if len(groups) != len(self.pairs):
+            return False
+        for group, pairs in zip(groups, self.pairs, strict=True):
+            if not are_same(group["params"], [param for param, _ in pairs]):
+                return False
+        return True
 
     def _regroup(self, optimizer: Any) -> None:
         """The groups have other parameters than before, or there were none. ValueError for one
@@ -141,8 +172,9 @@ class LocalShards:
         `optimizer.state` since state was shown; whether there was something."""
         found = False
         for param, local in self.every:
-            entry, known = optimizer.state.get(param) or {}, self._known.get(local)
-            if not entry if known is None else entry is known[0] and is_same(entry, known[1]):
+            entry = optimizer.state.get(param) or {}
+            known = self._known.get(local)
+            if is_unchanged(entry, known):
                 continue
             found = True
             before = {} if known is None else known[1]
@@ -158,8 +190,7 @@ class LocalShards:
         return found
 
     def put(self, param: Any, name: str, value: Any) -> None:
-        """`value`, of the local shape if it has the parameter's, becomes state `name` of `param`.
-        """
+        """Sets state `name` of `param` to `value`, of the local shape if it has the parameter's."""
         local = self._local_of(param)
         if self.residency.on_host and name not in self.state[local]:
             raise ValueError(
@@ -194,10 +225,12 @@ class LocalShards:
         if self.residency.on_host:
             make_state(optimizer)
         for group, pairs in zip(optimizer.param_groups, self.pairs, strict=True):
-            for _, local in pairs if self.rule.state(group) else ():
-                self.completed(local, self.rule.state(group))
+            names = self.rule.state(group)
+            if names:
+                for _, local in pairs:
+                    self.completed(local, names)
 
-    def completed(self, local: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def completed(self, local: torch.Tensor, names: Sequence[str]) -> Entry:
         """The state of a local tensor, with zeros for what is not there."""
         state = self.state[local]
         for name in names:
@@ -207,8 +240,10 @@ class LocalShards:
 
     def state_storages(self) -> list[torch.Tensor]:
         """Tensors of the state, one for each storage; none of what is in host memory already."""
+        if self.residency.on_host:
+            return []
         found = {}
-        for state in () if self.residency.on_host else self.state.values():
+        for state in self.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.numel():
                     local = getattr(value, "_local_tensor", value)
@@ -231,27 +266,31 @@ class LocalShards:
             return
         self.follow_groups(optimizer)
         is_other = self._follow_state(optimizer)
-        self._shown = optimizer.state, [group["params"] for group in optimizer.param_groups]
-        for index, group in enumerate(optimizer.param_groups):
+        groups = optimizer.param_groups
+        self._shown = optimizer.state, [group["params"] for group in groups]
+        for index, group in enumerate(groups):
             group["params"] = self.given(index)
         optimizer.state = self.state
         if is_other:
             self.made_state(optimizer)
 
     def leave(self, optimizer: Any) -> None:
-        """Undoes `enter`, if it was called."""
+        """Undoes `enter`, if it was called. Groups in `results` get the options that their update
+        has left, whatever the inner optimizer's own step has counted for them since."""
         if self.residency.in_step:
             return  # the end of a step inside a step
+        groups = optimizer.param_groups
         for index, options in self.results.items():
+            group = groups[index]
             if COUNT not in options:  # newer fused optimizers count for empty groups too
-                optimizer.param_groups[index].pop(COUNT, None)
-            optimizer.param_groups[index].update(options)
+                group.pop(COUNT, None)
+            group.update(options)
         self.results = {}
         if self._shown is None:
             return
         self.state = optimizer.state  # some optimizers bind another dict in a step
         optimizer.state, params = self._shown
-        for group, own in zip(optimizer.param_groups, params, strict=True):
+        for group, own in zip(groups, params, strict=True):
             group["params"] = own
         self._shown = None
         self.show_state(optimizer)
@@ -274,17 +313,21 @@ class LocalShards:
         """Puts state that is other than at the last call under the parameters: DTensors where it
         has their shape, over host memory where it is there."""
         for param, local in self.every:
-            state, known = self.state.get(local), self._known.get(local)
-            if known is not None and state and is_same(state, known[2]):
-                continue
+            state = self.state.get(local)
+            known = self._known.get(local)
             if not state:
                 if known is not None:
                     del self._known[local]
                     optimizer.state.pop(param, None)
                 continue
-            before = {} if known is None else known[2]
-            entry = optimizer.state.setdefault(param, {}) if known is None else known[0]
-            optimizer.state[param] = entry
+            if known is None:
+                entry = optimizer.state.setdefault(param, {})
+                before: Entry = {}
+            else:
+                entry, _, before = known
+                if is_same(state, before):
+                    continue
+                optimizer.state[param] = entry
             for name in before.keys() - state.keys():
                 entry.pop(name, None)
             stored = self.residency.tensors.get(local, {})
@@ -324,18 +367,26 @@ class LocalShards:
     def clip_grads(self, clip: Clip) -> None:
         """Clips gradients in the next step, if that is the first to read them and clips by itself:
         in the kernel, or each part with its update. Else now."""
-        apply, factor = clip
-        in_kernel = self.fused_step is not None and factor is not None
-        with_parts = self.residency.on_host and self.residency.may_be_late
-        if self.step_follows and self.every and self.rule is INNER and (in_kernel or with_parts):
+        if self.step_follows and self._step_clips(clip):
             self.clip = clip
             return
+        apply, _ = clip
         self.set_local_grads()
         apply(self.every)
         self.clear_local_grads()
 
+    def _step_clips(self, clip: Clip) -> bool:
+        """True if a step can clip: in its kernel, or each part with its update."""
+        if not self.every or self.rule is not INNER:
+            return False
+        _, factor = clip
+        in_kernel = self.fused_step is not None and factor is not None
+        return in_kernel or (self.residency.on_host and self.residency.may_be_late)
+
     def clip_now(self) -> None:
         """Applies a deferred clip: gradients are read before a step, or no step has come."""
-        clip, self.clip, self.step_follows = self.clip, None, False
+        clip = self.clip
+        self.clip = None
+        self.step_follows = False
         if clip is not None:
             self.clip_grads(clip)

@@ -3,7 +3,6 @@ numbers."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,27 +24,29 @@ Lists = Sequence[Sequence[torch.Tensor]]
 """Lists of tensors; those at one place in them have as many elements."""
 Addresses = tuple[tuple[int, ...], ...]
 """Addresses of tensors, by list."""
-Places = tuple[Addresses, tuple[int, ...], torch.device, int]
+Sizes = tuple[int, ...]
+"""Numbers of elements of the tensors of each list."""
+Places = tuple[Addresses, Sizes, torch.device, int]
 """Addresses, numbers of elements, and where tables are made: device and stream."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The addresses of tensors, on their device. addresses: int64 (lists + 1, n): of the tensors of
-    each list, and the numbers of elements; tensor_of: int32 (chunks): the tensor of each chunk;
-    first_of: int32 (n): the first chunk of each tensor. aligned: True if all addresses and numbers
-    of elements are multiples of what a thread reads at once."""
+    """The addresses of tensors, on their device."""
 
+    # int64, (lists + 1, n): of the tensors of each list, and the numbers of elements.
     addresses: torch.Tensor
+    # int32, (chunks,): the tensor of each chunk.
     tensor_of: torch.Tensor
+    # int32, (n,): the first chunk of each tensor.
     first_of: torch.Tensor
+    # True if all addresses and numbers of elements are multiples of what a thread reads at once.
     aligned: bool
 
 
 @dataclass(frozen=True)
 class Update:
-    """The inputs of an update of Adam beside tensors, as float32. clip: one number on the device
-    that gradients are multiplied by first; None for 1. decoupled: weight decay is AdamW's."""
+    """The inputs of an update of Adam beside tensors, as float32."""
 
     lr: float
     beta1: float
@@ -53,8 +54,10 @@ class Update:
     eps: float
     correction1: float
     correction2: float
+    # Whether weight decay is AdamW's.
     decoupled: bool
     weight_decay: float
+    # One number on the device that gradients are multiplied by first; None for 1.
     clip: torch.Tensor | None = None
 
 
@@ -72,38 +75,45 @@ def places_of(lists: Lists) -> Places:
             "that may have moved since. Take the step outside of the graph."
         )
     addresses = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
+    sizes = tuple(tensor.numel() for tensor in lists[0])
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-    return addresses, tuple(tensor.numel() for tensor in lists[0]), device, stream
+    return addresses, sizes, device, stream
 
 
 def table_of(
-    chunks: Callable[..., Any], addresses: Addresses, sizes: tuple[int, ...], device: torch.device,
+    chunks: Callable[..., Any],
+    addresses: Addresses,
+    sizes: Sizes,
+    device: torch.device,
     stream: int,
-) -> Table:  # fmt: skip
+) -> Table:
     """The table of tensors at `addresses`, by list, of `sizes`. chunks: `chunks_on`."""
     where = _to_device([*addresses, sizes], torch.int64, device)
     tensor_of, first_of = chunks(sizes, device, stream)
     return Table(where, tensor_of, first_of, is_aligned(addresses, sizes))
 
 
-def chunks_on(
-    sizes: tuple[int, ...], device: torch.device, stream: int
-) -> tuple[torch.Tensor, ...]:
+def chunks_on(sizes: Sizes, device: torch.device, stream: int) -> tuple[torch.Tensor, ...]:
     """`Table.tensor_of` and `Table.first_of`."""
     return tuple(_to_device(row, torch.int32, device) for row in chunks_of(sizes, CHUNK))
 
 
 def chunks_of(sizes: Sequence[int], chunk: int) -> tuple[list[int], list[int]]:
     """The tensor of each chunk, and the first chunk of each tensor."""
-    counts = [-(-size // chunk) for size in sizes]
-    tensor_of = [number for number, count in enumerate(counts) for _ in range(count)]
-    return tensor_of, list(itertools.accumulate(counts, initial=0))[:-1]
+    tensor_of: list[int] = []
+    first_of = []
+    for number, size in enumerate(sizes):
+        first_of.append(len(tensor_of))
+        tensor_of += [number] * -(-size // chunk)
+    return tensor_of, first_of
 
 
 def is_aligned(addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
     """True if threads can read 16 bytes at a time, of numbers of 4 bytes or 2."""
-    whole = all(size % (ALIGNED_BYTES // DTYPES[1].itemsize) == 0 for size in sizes)
-    return whole and not any(a % ALIGNED_BYTES for some in addresses for a in some)
+    whole = ALIGNED_BYTES // DTYPES[1].itemsize
+    if any(size % whole for size in sizes):
+        return False
+    return not any(address % ALIGNED_BYTES for some in addresses for address in some)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -114,4 +124,6 @@ def is_capturing(device: torch.device) -> bool:
 def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Copies to the device without waiting for it."""
     made = torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    if device.type != "cuda":
+        return made
+    return made.pin_memory().to(device, non_blocking=True)

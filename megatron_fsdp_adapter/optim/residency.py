@@ -50,15 +50,18 @@ LocalPair = tuple[Any, torch.Tensor]
 
 @dataclass
 class Part:
-    """One unit's part of a step. updates: of its engine; pairs: by parameter group; groups: the
-    engine's; buffers: what is loaded and stored; loaded: an event, from the load on until the
-    update is queued."""
+    """One unit's part of a step."""
 
     unit: Unit
+    # Of its engine.
     updates: DeferredUpdates
+    # By parameter group of the optimizer.
     pairs: list[list[LocalPair]]
+    # The engine's.
     groups: list[ParamGroup]
+    # What is loaded and stored.
     buffers: list[ShardedBuffer] = field(default_factory=list)
+    # An event, from the load on until the update is queued.
     loaded: Any = None
 
     def give_to(self, optimizer: Any) -> None:
@@ -76,39 +79,45 @@ class Residency:
         asks: whether all readers of what a step writes ask the engine first, so that the step may
             return before its updates are over.
 
-    may_be_late: whether a step may return so: nothing is lost with it. device_items: what is
-    updated in the place of a parameter, by its id, where that is in host memory. tensors: what is
-    there of the state of what is updated. in_step: whether parts are being updated.
-
     Raises:
         ValueError: some engines are so configured and some are not, or all are and the optimizer
             has state already, or is no Adam.
     """
 
-    def __init__(
-        self, engines: Sequence[FsdpEngine], optimizer: Any, asks: bool = True
-    ) -> None:
+    def __init__(self, engines: Sequence[FsdpEngine], optimizer: Any, asks: bool = True) -> None:
         wanted = {engine.config.offload for engine in engines}
         if len(wanted) > 1:
             raise ValueError(
                 f"{OPTION}: True for some models of this optimizer, False for others. Set it for "
                 "all of them or for none"
             )
-        engines = engines if wanted == {True} else ()
-        pairs = [pair for engine in engines for pair in engine.pairs]
-        self.on_host, self.in_step, self._engines = bool(engines), False, engines
-        self.device_items = {
-            id(pair.sharded): pair.group.device_main.items(pair.group.held)[pair.index]
-            for pair in pairs
-        }
+        if wanted != {True}:
+            engines = ()
+        self._engines = engines
+        # Whether main weights and state are in host memory.
+        self.on_host = bool(engines)
+        # Whether parts are being updated.
+        self.in_step = False
+        # By the id of a parameter whose main weights are in host memory: what is updated instead.
+        self.device_items: dict[int, torch.Tensor] = {}
+        # Of what is updated: the part of its state that is in host memory.
         self.tensors: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        # The parts of a step, planned once.
         self.parts: list[Part] = []
+        # The same in the order of the step that is under way, or has been loaded for.
         self._order: list[Part] = []
+        # The event of the last store that the host has not waited for.
         self._last: Any = None
-        copies_grads = not hasattr(optimizer, "use_decoupled_grad") and any(
-            pair.grad is not None and pair.grad.dtype != pair.sharded.dtype for pair in pairs
-        )  # they end with the step
+        copies_grads = False  # they end with the step
+        reads_any_dtype = hasattr(optimizer, "use_decoupled_grad")
+        for engine in engines:
+            for pair in engine.pairs:
+                items = pair.group.device_main.items(pair.group.held)
+                self.device_items[id(pair.sharded)] = items[pair.index]
+                is_other = pair.grad is not None and pair.grad.dtype != pair.sharded.dtype
+                copies_grads |= is_other and not reads_any_dtype
         is_quantized = any(engine.quantization for engine in engines)
+        # Whether a step may return before its updates are over: nothing is lost with it.
         self.may_be_late = asks and not is_quantized and not copies_grads
         if not engines:
             return
@@ -121,9 +130,12 @@ class Residency:
             )
 
     def plan(
-        self, optimizer: Any, groups: Sequence[Sequence[LocalPair]], skip_empty: bool,
+        self,
+        optimizer: Any,
+        groups: Sequence[Sequence[LocalPair]],
+        skip_empty: bool,
         state: Mapping[torch.Tensor, dict[str, Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Makes all state now, one unit at a time, and moves it to host memory.
 
         groups: what is updated, by parameter group. state: of each, which `optimizer` writes."""
@@ -131,23 +143,25 @@ class Residency:
         for engine in self._engines:
             for unit in engine.units:
                 found = [
-                    pair for pair in engine.pairs
+                    pair
+                    for pair in engine.pairs
                     if pair.group in unit.groups and id(pair.sharded) in where
                 ]
-                part = Part(
-                    unit, engine.gather.updates, [[] for _ in groups],
-                    list(dict.fromkeys(pair.group for pair in found)),
-                )  # fmt: skip
+                updated: list[list[LocalPair]] = [[] for _ in groups]
                 for pair in found:
-                    local = self.device_items[id(pair.sharded)]
+                    param = pair.sharded
+                    local = self.device_items[id(param)]
                     if local.numel() > 0 or not skip_empty:
-                        part.pairs[where[id(pair.sharded)]].append((pair.sharded, local))
-                if any(part.pairs):
-                    part.give_to(optimizer)
-                    make_state(optimizer)
-                    mains = [group.device_main for group in part.groups if group.main_on_host]
-                    part.buffers = [*mains, *self._moved(found, state)]
-                    self.parts.append(part)
+                        updated[where[id(param)]].append((param, local))
+                if not any(updated):
+                    continue
+                unit_groups = list(dict.fromkeys(pair.group for pair in found))
+                part = Part(unit, engine.gather.updates, updated, unit_groups)
+                part.give_to(optimizer)
+                make_state(optimizer)
+                mains = [group.device_main for group in unit_groups if group.main_on_host]
+                part.buffers = [*mains, *self._moved(found, state)]
+                self.parts.append(part)
             engine.gather.updates.join(self)
 
     def _moved(
@@ -157,18 +171,20 @@ class Residency:
         each of the engine's groups."""
         buffers: dict[tuple[ParamGroup, str], ShardedBuffer] = {}
         for pair in pairs:
-            local, group = self.device_items[id(pair.sharded)], pair.group
+            local = self.device_items[id(pair.sharded)]
+            group = pair.group
             own = state.get(local, {})
             for name, value in own.items():
-                if is_like(value, local):
-                    if (group, name) not in buffers:
-                        buffers[group, name] = group.offloaded(value.dtype)
-                    on_device = buffers[group, name]
-                    on_host: Any = on_device.host
-                    stored = on_host.items(group.held)[pair.index]
-                    stored.copy_(value)
-                    own[name] = on_device.items(group.held)[pair.index]
-                    self.tensors.setdefault(local, {})[name] = stored
+                if not is_like(value, local):
+                    continue
+                if (group, name) not in buffers:
+                    buffers[group, name] = group.offloaded(value.dtype)
+                on_device = buffers[group, name]
+                on_host: Any = on_device.host
+                stored = on_host.items(group.held)[pair.index]
+                stored.copy_(value)
+                own[name] = on_device.items(group.held)[pair.index]
+                self.tensors.setdefault(local, {})[name] = stored
         return buffers.values()
 
     def to_write(self, local: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -201,12 +217,14 @@ class Residency:
         if any(part.loaded is not None for part in self._order):
             return
         by_unit = {id(part.unit): part for part in self.parts}
-        units = [
-            engine.units[ordinal]
-            for engine in self._engines
-            for ordinal in dict.fromkeys([*engine.order.forward(), *range(len(engine.units))])
-        ]
-        self._order = [by_unit[id(unit)] for unit in units if id(unit) in by_unit]
+        order = []
+        for engine in self._engines:
+            ordinals = [*engine.order.forward(), *range(len(engine.units))]
+            for ordinal in dict.fromkeys(ordinals):
+                part = by_unit.get(id(engine.units[ordinal]))
+                if part is not None:
+                    order.append(part)
+        self._order = order
 
     def _load(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -227,11 +245,12 @@ class Residency:
 
     def finish_updates(self) -> None:
         """The host, too, reads what was stored."""
-        if self._last is not None:
-            self._runtime.block(self._last)
-            self._last = None
-            for engine in self._engines:
-                engine.gather.updates.order_compute()
+        if self._last is None:
+            return
+        self._runtime.block(self._last)
+        self._last = None
+        for engine in self._engines:
+            engine.gather.updates.order_compute()
 
     def _drop_loaded(self) -> None:
         """Drops what is loaded, because the values in host memory may be written now."""
@@ -244,7 +263,8 @@ class Residency:
 
     def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
         """Loads when the last of several model chunks calls."""
-        if of is self._engines[-1].gather.updates and self.may_be_late and not self.in_step:
+        is_last = of is self._engines[-1].gather.updates
+        if is_last and self.may_be_late and not self.in_step:
             self._plan_order()
             self._runtime.wait(LOAD, after)
             self._load(self._order[:CHUNKS])

@@ -12,7 +12,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,8 @@ from ..state.model_state import Piece, Place, piece_of, write_pieces
 
 COUNT = "step"
 """The option in which fused optimizers count the steps of a group."""
-ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+ADAM = ("exp_avg", "exp_avg_sq")
+SGD = ("momentum_buffer",)
 FUSED = {"FusedAdam": ADAM, "FusedSGD": SGD}
 """Names of the classes of fused optimizers, as Transformer Engine and apex have them."""
 
@@ -33,13 +34,14 @@ def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
     skips parameters without a gradient, so each one stands in as its own for the moment. What it
     found goes into lists, of which each class wants its own number."""
     found: list[list[Any]] = [[] for _ in range(_lists_of(type(optimizer)))]
-    before = [local.grad for local in group["params"]]
-    for local in group["params"]:
+    params = group["params"]
+    before = [local.grad for local in params]
+    for local in params:
         local.grad = local.detach()
     try:
         optimizer._init_group(group, *found)
     finally:
-        for local, grad in zip(group["params"], before, strict=True):
+        for local, grad in zip(params, before, strict=True):
             local.grad = grad
 
 
@@ -47,10 +49,12 @@ def _lists_of(kind: type) -> int:
     """Number of lists that `_init_group` fills: a subclass may take them as `*args` and pass them
     on."""
     for one in kind.__mro__:
-        if "_init_group" in vars(one):
-            wanted = inspect.signature(vars(one)["_init_group"]).parameters.values()
-            if not any(each.kind is each.VAR_POSITIONAL for each in wanted):
-                return len(wanted) - len(("self", "group"))
+        init = vars(one).get("_init_group")
+        if init is None:
+            continue
+        wanted = inspect.signature(init).parameters.values()
+        if not any(each.kind is each.VAR_POSITIONAL for each in wanted):
+            return len(wanted) - len(("self", "group"))
     raise AssertionError(f"{kind} has no _init_group that names its arguments")
 
 
@@ -59,13 +63,15 @@ def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
     no such entry before the first step: a load asks for what is there, and would leave it out."""
     group.setdefault(COUNT, 0)
     for local in group["params"]:
-        if optimizer.state[local]:
+        state = optimizer.state[local]
+        if state:
             continue
         if hasattr(optimizer, "initialize_state"):
-            optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
+            remainders = getattr(optimizer, "store_param_remainders", False)
+            optimizer.initialize_state(local, remainders)
         else:
             for name in ADAM:
-                optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
+                state[name] = torch.zeros_like(local, dtype=torch.float32)
 
 
 def moments_of(optimizer: Any) -> tuple[str, ...]:
@@ -75,8 +81,10 @@ def moments_of(optimizer: Any) -> tuple[str, ...]:
         return ADAM
     if isinstance(optimizer, torch.optim.SGD):
         return SGD
-    names = (base.__name__ for base in type(optimizer).__mro__)
-    return next((FUSED[name] for name in names if name in FUSED), ())
+    for base in type(optimizer).__mro__:
+        if base.__name__ in FUSED:
+            return FUSED[base.__name__]
+    return ()
 
 
 def is_known(optimizer: Any) -> bool:
@@ -90,14 +98,17 @@ def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
     if group["momentum"] == 0 and is_torch_optimizer(optimizer):
         return
     for local in group["params"]:
-        if "momentum_buffer" not in optimizer.state[local]:
-            optimizer.state[local]["momentum_buffer"] = torch.zeros_like(local)
+        state = optimizer.state[local]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(local)
 
 
 def is_torch_optimizer(optimizer: Any) -> bool:
     """True if it is one of torch's own, or derived from one."""
-    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
-    return any(base.__module__.startswith("torch.optim.") for base in bases)
+    for base in type(optimizer).__mro__:
+        if base is not torch.optim.Optimizer and base.__module__.startswith("torch.optim."):
+            return True
+    return False
 
 
 @torch.no_grad()
@@ -106,9 +117,12 @@ def make_state(
 ) -> None:
     """State for the parameters that `optimizer` has now, without taking a step; not for those of
     groups that it `leaves_out`."""
-    init = _init_torch_state if is_torch_optimizer(optimizer) else _init_fused_state
     if moments_of(optimizer) == SGD:
         init = _init_momentum
+    elif is_torch_optimizer(optimizer):
+        init = _init_torch_state
+    else:
+        init = _init_fused_state
     for group in optimizer.param_groups:
         if not leaves_out(group):
             init(optimizer, group)
@@ -125,9 +139,19 @@ optimizer had at that time."""
 
 def is_same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """True if both have the same objects under the same names."""
-    return entry.keys() == other.keys() and (
-        all(map(operator.is_, entry.values(), other.values())) or not changed(entry, other)
-    )
+    if entry.keys() != other.keys():
+        return False
+    in_this_order = all(map(operator.is_, entry.values(), other.values()))
+    return in_this_order or not changed(entry, other)
+
+
+def is_unchanged(entry: Entry, known: Shown | None) -> bool:
+    """True if a program has put nothing into a parameter's state since it was shown, and taken
+    nothing out. known: what was shown; None if nothing was."""
+    if known is None:
+        return not entry
+    own, before, _ = known
+    return entry is own and is_same(entry, before)
 
 
 def changed(entry: Mapping[str, Any], before: Mapping[str, Any]) -> Entry:
@@ -159,8 +183,10 @@ def taken_over(param: Any, local: torch.Tensor, name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     own = getattr(value, "_local_tensor", value)
+    if value.shape != param.shape:
+        return own
     of_others = isinstance(value, DTensor) and _boxes(value) not in (None, _boxes(param))
-    if value.shape == param.shape and (own.shape != local.shape or of_others):
+    if of_others or own.shape != local.shape:
         raise RuntimeError(
             f"optimizer.state[param][{name!r}] of a parameter of shape {tuple(param.shape)}: a "
             f"{type(value).__name__} has other rows than this rank. Put torch.zeros_like(param) "
@@ -178,24 +204,22 @@ def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, E
     """Replaces the state of an optimizer on local shards by `state`, by the keys in `groups`; what
     is not in it goes. ValueError as `_sorted_out`, and as `write_pieces`."""
     shards = optimizer._fsdp_shards
-    keyed = [
-        pair for group, saved in zip(optimizer.param_groups, groups, strict=True)
-        for pair in zip(group["params"], saved["params"], strict=True)
-    ]  # fmt: skip
+    keyed: list[tuple[Any, Any]] = []
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        keyed += zip(group["params"], saved["params"], strict=True)
     like, others = _sorted_out(optimizer, keyed, state)
-    write_pieces(
-        {label: piece for label, (_, _, piece, _) in like.items()},
-        {label: value for label, (_, _, _, value) in like.items()},
-    )
+    pieces = {label: moment.piece for label, moment in like.items()}
+    write_pieces(pieces, {label: moment.value for label, moment in like.items()})
     for param, name, piece, _ in like.values():
         if piece.target is not optimizer.state[param].get(name):
             shards.put(param, name, piece.target._local_tensor)
     for param, name, value in others:
         target = optimizer.state[param].get(name)
         if isinstance(target, torch.Tensor):
-            target.copy_(torch.as_tensor(value).view(target.shape))
+            _fill(target, value)
         else:
-            shards.put(param, name, copy.deepcopy(getattr(value, "_local_tensor", value)))
+            own = getattr(value, "_local_tensor", value)
+            shards.put(param, name, copy.deepcopy(own))
     for param, key in keyed:
         loaded = state.get(key, {})
         gone = [name for name in optimizer.state.get(param, {}) if name not in loaded]
@@ -204,9 +228,14 @@ def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, E
     shards.show_state(optimizer)
 
 
-Moment = tuple[Any, str, Piece, torch.Tensor]
-"""A parameter, the name of state with rows like it, where that goes, and the value for it, a
-DTensor or a plain whole tensor."""
+class Moment(NamedTuple):
+    """State `name` of a parameter, with rows like it, and the value for it, a DTensor or a plain
+    whole tensor."""
+
+    param: Any
+    name: str
+    piece: Piece
+    value: torch.Tensor
 
 
 def _sorted_out(
@@ -216,21 +245,24 @@ def _sorted_out(
     value of the others. keyed: parameters and their keys. Nothing is written. ValueError naming the
     moments of a wrong shape."""
     like: dict[str, Moment] = {}
-    others, wrong = [], []
+    others = []
+    wrong = []
     for param, key in keyed:
         for name, value in state.get(key, {}).items():
             shown = optimizer.state[param].get(name)
-            new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
-            if not (new or isinstance(shown, DTensor)):
+            is_new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
+            if not is_new and not isinstance(shown, DTensor):
                 others.append((param, name, value))
                 continue
-            label, fitting = f"{name} of parameter {key}", _fitting(param, value)
+            label = f"{name} of parameter {key}"
+            fitting = _fitting(param, value)
             if fitting is None:
                 given = tuple(getattr(value, "shape", ())) or type(value).__name__
                 wrong.append(f"{label}: {given} for {tuple(param.shape)}")
-            else:
-                target = _target(param, shown, value.dtype)
-                like[label] = param, name, piece_of(target, param, Place(label)), fitting
+                continue
+            target = _target(param, shown, value.dtype)
+            piece = piece_of(target, param, Place(label))
+            like[label] = Moment(param, name, piece, fitting)
     if wrong:
         raise ValueError(
             f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
@@ -266,11 +298,18 @@ def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
 def load_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
     """Gives a group the saved options; what is a tensor is filled. A group that had counted no step
     when it was saved has counted none then."""
-    missing = {COUNT: 0} if COUNT in group else {}
-    for name, value in {**missing, **saved}.items():
+    if COUNT in group and COUNT not in saved:
+        saved = {COUNT: 0, **saved}
+    for name, value in saved.items():
         if name == "params":
             continue
-        if isinstance(group.get(name), torch.Tensor):
-            group[name].copy_(torch.as_tensor(value).view(group[name].shape))
+        before = group.get(name)
+        if isinstance(before, torch.Tensor):
+            _fill(before, value)
         else:
             group[name] = value
+
+
+def _fill(target: torch.Tensor, value: Any) -> None:
+    """Writes a tensor or a number into `target`, of as many elements."""
+    target.copy_(torch.as_tensor(value).view(target.shape))

@@ -28,38 +28,34 @@ from .state import COUNT, is_torch_optimizer, load_options, load_values, make_st
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""
 
+OF_FUSED = {"use_decoupled_grad": True, "master_weights": False, "store_param_remainders": False}
+"""Attributes of fused optimizers, and what they are on local shards (`adopt`)."""
+
 
 def _take_step(optimizer: Any, prepare: Prepare) -> None:
-    """Takes a step, but for what is left to the inner optimizer's own."""
+    """Takes a step, but for what is left to the inner optimizer's own.
+
+    That one runs after this, over the groups as they are left here: a group that has been updated
+    has no parameters then. What it does to such a group's options, of which it may count a step,
+    `LocalShards.leave` undoes by `LocalShards.results`.
+    """
     prepare(optimizer)
     shards: LocalShards = optimizer._fsdp_shards
-    residency, groups = shards.residency, optimizer.param_groups
+    residency = shards.residency
+    groups = optimizer.param_groups
     if residency.in_step or (shards.results and _steps_in_steps(type(optimizer))):
         return  # a step of a subclass that calls its base's
-    residency.in_step, shards.results = residency.on_host, {}
+    residency.in_step = residency.on_host
+    shards.results = {}
     try:
         residency.finish_updates()
         shards.enter(optimizer)
         shards.set_local_grads()
-        _, factor = shards.clip or (None, None)
-        if shards.fused_step is not None and factor is not None:
-            shards.fused_step.clip, shards.clip = factor(shards.every[0][1].device), None
+        _clip_in_kernel(shards)
         if residency.on_host:
-            before = [options_of(group) for group in groups]
-            residency.run(functools.partial(_update_part, optimizer, before))
-            for number, group in enumerate(groups):
-                set_options(group, before[number])
-                group["params"] = shards.given(number)
-            if not residency.may_be_late:
-                residency.finish_updates()
-            shards.clip = None
+            _update_parts(optimizer, shards)
         else:
-            with torch.no_grad():
-                shards.rule.update(shards, groups)
-            shards.results = {
-                number: {name: value for name, value in group.items() if name == COUNT}
-                for number, group in enumerate(groups) if shards.rule.state(group)
-            }
+            _update_by_rule(shards, groups)
     except BaseException:
         shards.results = {}
         if residency.on_host:
@@ -70,6 +66,41 @@ def _take_step(optimizer: Any, prepare: Prepare) -> None:
         residency.in_step = False
     for number in shards.results:
         groups[number]["params"] = []
+
+
+def _clip_in_kernel(shards: LocalShards) -> None:
+    """Leaves a clip to a kernel of ours, if one number multiplies all gradients."""
+    if shards.fused_step is None or shards.clip is None:
+        return
+    _, factor = shards.clip
+    if factor is not None:
+        device = shards.every[0][1].device
+        shards.fused_step.clip = factor(device)
+        shards.clip = None
+
+
+def _update_by_rule(shards: LocalShards, groups: Sequence[Options]) -> None:
+    """Updates the groups that are not the inner optimizer's. Of those it must not count a step."""
+    with torch.no_grad():
+        shards.rule.update(shards, groups)
+    results = {}
+    for number, group in enumerate(groups):
+        if shards.rule.state(group):
+            results[number] = {COUNT: group[COUNT]} if COUNT in group else {}
+    shards.results = results
+
+
+def _update_parts(optimizer: Any, shards: LocalShards) -> None:
+    """Updates all groups, a unit at a time; `_update_part` notes their options after it."""
+    residency = shards.residency
+    before = [options_of(group) for group in optimizer.param_groups]
+    residency.run(functools.partial(_update_part, optimizer, before))
+    for number, group in enumerate(optimizer.param_groups):
+        set_options(group, before[number])
+        group["params"] = shards.given(number)
+    if not residency.may_be_late:
+        residency.finish_updates()
+    shards.clip = None
 
 
 def _update_part(optimizer: Any, before: Sequence[Options], part: Part) -> None:
@@ -87,8 +118,9 @@ def _update_part(optimizer: Any, before: Sequence[Options], part: Part) -> None:
     step(optimizer)
     for own in part.groups:
         own.write_own_from_device()
-    groups = enumerate(optimizer.param_groups)
-    shards.results |= {n: options_of(group) for n, group in groups if part.pairs[n]}
+    for number, group in enumerate(optimizer.param_groups):
+        if part.pairs[number]:
+            shards.results[number] = options_of(group)
 
 
 def _steps_in_steps(kind: type) -> bool:
@@ -156,7 +188,7 @@ def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
 def _before_state_dict(optimizer: Any) -> None:
     end_step(optimizer)
     with _on_locals(optimizer):
-        """Takes over what a program has changed, and shows it."""
+        pass  # to enter takes over what a program has changed, and to leave shows it
 
 
 @torch.no_grad()
@@ -172,7 +204,9 @@ def initialize_state(optimizer: Any) -> None:
 def _complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
     """Moments of zero size for empty shards that the inner optimizer is not given, so that every
     rank has the same keys."""
-    for _, local in shards.every if shards.skip_empty else ():
+    if not shards.skip_empty:
+        return
+    for _, local in shards.every:
         if local.numel() == 0 and not shards.state[local]:
             names = moments_of(optimizer)
             shards.state[local] = {n: torch.zeros_like(local, dtype=torch.float32) for n in names}
@@ -195,11 +229,13 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed_dict = hook(optimizer, given)
         given = given if changed_dict is None else changed_dict
-    current, saved = optimizer.param_groups, copy.deepcopy(given["param_groups"])
+    current = optimizer.param_groups
+    saved = copy.deepcopy(given["param_groups"])
     sizes = [len(group["params"]) for group in current]
-    if sizes != [len(group["params"]) for group in saved]:
+    saved_sizes = [len(group["params"]) for group in saved]
+    if sizes != saved_sizes:
         raise ValueError(
-            f"optimizer state has groups of {[len(g['params']) for g in saved]} parameters, but "
+            f"optimizer state has groups of {saved_sizes} parameters, but "
             f"this optimizer has groups of {sizes}. Load the state of the same model with the "
             "same rules for weight decay and learning rates"
         )
@@ -222,18 +258,15 @@ def _local_class(base: type) -> type:
     """A subclass of the inner optimizer's class whose state dict is that of the shards. Torch's
     hooks on state dicts do not do: a load replaces the state instead of writing into it, and casts
     it to the parameters' dtype."""
-    return type(
-        base.__name__,
-        (base,),
-        {
-            "step": _ending(base.step, lambda optimizer, *_: end_step(optimizer)),  # type: ignore[attr-defined]
-            "load_state_dict": _load_state_dict,
-            # TE's own gives float32 copies, which know no place in a checkpoint and which a load in
-            # place would not reach.
-            "state_dict": torch.optim.Optimizer.state_dict,
-            "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
-        },
-    )
+    own = {
+        "step": _ending(base.step, end_step),  # type: ignore[attr-defined]
+        "load_state_dict": _load_state_dict,
+        # TE's own gives float32 copies, which know no place in a checkpoint and which a load in
+        # place would not reach.
+        "state_dict": torch.optim.Optimizer.state_dict,
+        "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
+    }
+    return type(base.__name__, (base,), own)
 
 
 def adopt(
@@ -267,15 +300,12 @@ def adopt(
         )
     skip_empty = not is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
     decoupled = hasattr(optimizer, "use_decoupled_grad")
-    for option, value in (
-        ("use_decoupled_grad", True), ("master_weights", False), ("store_param_remainders", False)
-    ):  # fmt: skip
+    for option, value in OF_FUSED.items():
         if hasattr(optimizer, option):
             setattr(optimizer, option, value)
     residency = residency or Residency((), optimizer)
-    shards = LocalShards(
-        optimizer, skip_empty, decoupled, rule, residency, install(optimizer)
-    )
+    fused_step = install(optimizer)
+    shards = LocalShards(optimizer, skip_empty, decoupled, rule, residency, fused_step)
     optimizer._fsdp_shards = shards  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
     if "step" in vars(optimizer):  # a scheduler's

@@ -54,7 +54,8 @@ def release_memory(
     """
     chosen = _chosen("keep", keep)
     kinds = [kind for kind in KINDS if kind not in chosen]
-    chunks, shards = sources(model), local_shards(optimizer)
+    chunks = sources(model)
+    shards = local_shards(optimizer)
     for source in chunks:
         _check_free(source.engine, kinds)
     found = dict.fromkeys(kinds, 0)
@@ -62,10 +63,10 @@ def release_memory(
         more = {MAIN: [(storage, None) for storage in _left_alone(source)]}
         for kind, nbytes in release(source.engine, kinds, more).items():
             found[kind] += nbytes
+    runtime = chunks[0].engine.runtime
     if OPTIMIZER not in chosen:
-        runtime = chunks[0].engine.runtime
         found[OPTIMIZER] = sum(park_state(one, runtime) for one in shards)
-    trim(chunks[0].engine.runtime)
+    trim(runtime)
     return found
 
 
@@ -78,15 +79,18 @@ def return_memory(
     chosen = ALL_KINDS if only is None else _chosen("only", only)
     for source in sources(model):
         take_back(source.engine, [kind for kind in KINDS if kind in chosen])
-    for shards in local_shards(optimizer) if OPTIMIZER in chosen else ():
-        take_state(shards)
+    if OPTIMIZER in chosen:
+        for shards in local_shards(optimizer):
+            take_state(shards)
 
 
 def _left_alone(source: Source) -> list[torch.Tensor]:
     """A tensor over each storage of the parameters that were left alone."""
     found = {}
     for described, value in source.rest:
-        for tensor in () if described.is_buffer else memory_of(value):
+        if described.is_buffer:
+            continue
+        for tensor in memory_of(value):
             found[tensor.untyped_storage()._cdata] = tensor
     return list(found.values())
 
@@ -137,11 +141,17 @@ def storages(engine: FsdpEngine) -> Storages:
 
 
 def _slots(engine: FsdpEngine) -> list[torch.Tensor]:
-    slots = [slot for group in engine.groups for slot in (group.weight_slot, group.bucket_slot)]
-    received = [domain.received for domain in engine.reduce.domains.values()]
-    made = [*(slot.memory for slot in slots), *(one.tensor for one in received if one is not None)]
-    shared = {id(one): one for one in made if one is not None}
-    return list(shared.values()) if engine.has_ordinary_slots else []
+    """The memory of slots that is there: of units and of collectives, each once."""
+    if not engine.has_ordinary_slots:
+        return []
+    found = []
+    for group in engine.groups:
+        found += [group.weight_slot.memory, group.bucket_slot.memory]
+    for domain in engine.reduce.domains.values():
+        if domain.received is not None:
+            found.append(domain.received.tensor)
+    shared = {id(memory): memory for memory in found if memory is not None}
+    return list(shared.values())
 
 
 def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
@@ -170,8 +180,9 @@ def local_shards(optimizer: Any) -> list[LocalShards]:
         return []
     if hasattr(optimizer, "_fsdp_shards"):
         return [optimizer._fsdp_shards]
-    chained = getattr(optimizer, "chained_optimizers", None)
-    several = list(optimizer) if isinstance(optimizer, list | tuple) else chained
+    several = getattr(optimizer, "chained_optimizers", None)
+    if isinstance(optimizer, list | tuple):
+        several = optimizer
     if several is not None:
         return [shards for one in several for shards in local_shards(one)]
     if getattr(optimizer, "is_stub_optimizer", False):

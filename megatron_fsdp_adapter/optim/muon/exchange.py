@@ -10,6 +10,9 @@ one's.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,15 +27,18 @@ from ...core.engine.group import ParamGroup
 from ...core.layout.ranges import nested_shard_rank
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
 from ...core.topology import DENSE, EXPERT
-from .matrices import Member, Run
+from .matrices import Member, Run, Shape
 from .plan import Runs, StagePlan
 
 MAX_BATCH = 1 << 22
 """Elements of the matrices that are computed at once, if there is more than one. Larger ones fill a
 device alone, and alone their bits do not depend on how many a rank owns."""
 
-Sources = dict[tuple[int, int], list[tuple[Run, torch.Tensor]]]
-"""Parameter and matrix -> what has arrived of it."""
+Key = tuple[int, int]
+"""A matrix: the numbers of its parameter, and of itself in that."""
+
+Cut = tuple[Run, torch.Tensor]
+"""A run, and its elements in a buffer."""
 
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
 """Orthogonalizes a batch of matrices, (batch, rows, columns)."""
@@ -47,15 +53,20 @@ def parties_in(group: ParamGroup) -> Parties:
     of an outer axis that splits shards again, and of tensor parallelism. Replicas of shards on an
     outer axis compute their own: its network is the slow one."""
     domain = group.domain
-    mesh, found = domain.mesh.mesh, {}
-    for place in torch.cartesian_prod(*(torch.arange(n) for n in mesh.shape)).view(-1, mesh.dim()):
-        outer, shard, part = (*([0] if domain.outer is None else ()), *place.tolist(), 0)[:3]
-        if domain.outer is not None and not group.splits_outer and outer != domain.outer.rank:
-            continue
-        shard = shard if group.shards_main else 0
+    mesh = domain.mesh.mesh
+    found = {}
+    for place in itertools.product(*map(range, mesh.shape)):
+        numbers = iter(place)  # (outer,) shard(, tensor-parallel)
+        outer = next(numbers) if domain.outer is not None else 0
+        shard = next(numbers)
+        part = next(numbers, 0)
+        if not group.shards_main:
+            shard = 0
         if group.splits_outer:
             shard = nested_shard_rank(shard, outer, domain.outer_size)
-        found[int(mesh[tuple(place.tolist())])] = shard, part
+        elif domain.outer is not None and outer != domain.outer.rank:
+            continue
+        found[int(mesh[place])] = shard, part
     return dict(sorted(found.items()))  # as torch sorts the ranks of a group
 
 
@@ -72,16 +83,18 @@ def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
     wanted = {}
     for engine in engines:
         for group in engine.groups:
+            domain = group.domain
             ranks = tuple(parties_in(group))
-            if ranks != group.domain.axis.ranks and group.domain.name in DOMAINS:
-                wanted[group.domain.name] = ranks
+            if ranks != domain.axis.ranks and domain.name in DOMAINS:
+                wanted[domain.name] = ranks
     return wanted
 
 
 def exchange_groups(engines: Sequence[FsdpEngine]) -> Groups:
     """Makes the groups that parties need beside the groups of their shards; collective over the
     default group, also for ranks whose engines have no parameters of some domain."""
-    wanted, made = wanted_groups(engines), {}
+    wanted = wanted_groups(engines)
+    made = {}
     for name in DOMAINS:
         ranks = wanted.get(name, ())
         group = duplicate_ranks(ranks, f"muon_{name}")
@@ -99,63 +112,65 @@ class StageExchange:
     """
 
     def __init__(
-        self, plan: StagePlan, communicator: Communicator, runtime: Runtime, dtype: torch.dtype,
+        self,
+        plan: StagePlan,
+        communicator: Communicator,
+        runtime: Runtime,
+        dtype: torch.dtype,
         result: torch.dtype,
-    ) -> None:  # fmt: skip
-        self._plan, self._communicator, self._runtime = plan, communicator, runtime
-        self._dtype, self._result = dtype, result
-        me = communicator.rank
-        owned: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, (param, of) in enumerate(zip(plan.params, plan.owners, strict=True)):
-            for matrix, owner in enumerate(of):
-                if owner == me:
-                    owned.setdefault(param.shapes[matrix], []).append((number, matrix))
-        self._batches = [
-            (shape, keys[start : start + _batch_size(shape)])
-            for shape, keys in owned.items()
-            for start in range(0, len(keys), _batch_size(shape))
-        ]
+    ) -> None:
+        self._plan = plan
+        self._communicator = communicator
+        self._runtime = runtime
+        self._dtype = dtype
+        self._result = result
+        # The matrices that this rank owns: those of one shape that are computed at once.
+        self._batches = list(_batches(plan, communicator.rank))
+        # Whether updates go back to the ranks that rows came from, and to no others.
         self._returns_alike = plan.returned == plan.received
+        # What an exchange that is under way writes and reads, and the event of its end.
         self._flight: Any = None
 
     @property
     def mean_bytes(self) -> int:
         """Mean bytes over all ranks of the rows that a rank sends and receives."""
-        numel = sum(rows * columns for param in self._plan.params for rows, columns in param.shapes)
+        numel = sum(param.numel for param in self._plan.params)
         return 2 * numel * self._dtype.itemsize // self._communicator.size
 
     def send(self, rows: Sequence[torch.Tensor | None]) -> None:
         """Starts to send this rank's flat rows of each parameter; zeros where there are none."""
-        source = self._empty(self._plan.sent, self._dtype)
-        targets, pieces = [], []
-        for run, target in _cut(source, self._plan.sent):
+        plan = self._plan
+        source = self._empty(plan.sent, self._dtype)
+        targets = []
+        pieces = []
+        for run, target in _cut(source, plan.sent):
             own = rows[run.param]
             if own is None:
                 target.zero_()
             else:
                 targets.append(target)
-                pieces.append(own[run.local.start : run.local.stop])
+                pieces.append(own[run.place])
         copy_each(targets, pieces)
-        self._exchange(source, self._plan.sent, self._plan.received)
+        self._exchange(source, plan.sent, plan.received)
 
     def compute(self, orthogonalize: Orthogonalize) -> None:
         """Waits for the matrices that this rank owns, and starts to send their updates back."""
+        plan = self._plan
         received = self._arrived()
-        sources: Sources = {}
-        for run, source in _cut(received, self._plan.received):
-            sources.setdefault((run.param, run.matrix), []).append((run, source))
+        sources = _by_matrix(received, plan.received)
         updates = self._memory_of_updates(received)
-        targets: Sources = {}
-        for run, target in _cut(updates, self._plan.returned):
-            targets.setdefault((run.param, run.matrix), []).append((run, target))
+        targets = _by_matrix(updates, plan.returned)
         for shape, keys in self._batches:
-            found = orthogonalize(self._received_batch(shape, keys, sources))
-            for key, panels in self._panels_of(found, keys):
-                copy_each(
-                    [target for _, target in targets[key]],
-                    [panels[at.panel][at.at : at.at + at.local.numel] for at, _ in targets[key]],
-                )
-        self._exchange(updates, self._plan.returned, self._plan.updates)
+            batch = self._received_batch(shape, keys, sources)
+            for key, matrix in zip(keys, orthogonalize(batch), strict=True):
+                panels = self._panels_of(key, matrix)
+                memory = []
+                pieces = []
+                for run, target in targets[key]:
+                    memory.append(target)
+                    pieces.append(panels[run.panel, run.place_in_panel])
+                copy_each(memory, pieces)
+        self._exchange(updates, plan.returned, plan.updates)
 
     def _memory_of_updates(self, received: torch.Tensor) -> torch.Tensor:
         """Memory to send updates from: where each matrix came from, which is read before its update
@@ -164,55 +179,54 @@ class StageExchange:
             return received.view(self._result)
         return self._empty(self._plan.returned, self._result)
 
-    def updates(self) -> Iterator[tuple[int, int, slice, torch.Tensor]]:
-        """Waits for the updates of this rank's rows: parameter, matrix, place in the flat rows, and
-        values."""
-        for run, values in _cut(self._arrived(), self._plan.updates):
-            yield run.param, run.matrix, slice(run.local.start, run.local.stop), values
+    def updates(self) -> Iterator[Cut]:
+        """Waits for the updates of this rank's rows, and gives the values of each run."""
+        return _cut(self._arrived(), self._plan.updates)
 
     def _received_batch(
-        self, shape: tuple[int, int], keys: Sequence[tuple[int, int]], sources: Sources
+        self, shape: Shape, keys: Sequence[Key], sources: Mapping[Key, Sequence[Cut]]
     ) -> torch.Tensor:
-        batch = torch.empty(
-            (len(keys), *shape), dtype=self._dtype, device=self._runtime.device
-        )
-        targets, pieces, split = [], [], []
-        for number, key in enumerate(keys):
-            panels = self._plan.params[key[0]].panels
-            whole = batch[number].view(1, -1)
+        """The matrices of `keys`, put together from what has arrived of their panels."""
+        batch = torch.empty((len(keys), *shape), dtype=self._dtype, device=self._runtime.device)
+        targets = []
+        pieces = []
+        split = []
+        for key, matrix in zip(keys, batch, strict=True):
+            panels = self._panels(key)
+            whole = matrix.view(1, -1)
             if panels > 1:
-                whole = torch.empty_like(batch[number]).view(panels, -1)
-                split.append((number, whole))
+                whole = torch.empty_like(matrix).view(panels, -1)
+                split.append((matrix, whole))
             for run, source in sources.get(key, ()):
-                targets.append(whole[run.panel, run.at : run.at + source.numel()])
+                targets.append(whole[run.panel, run.place_in_panel])
                 pieces.append(source)
         copy_each(targets, pieces)
-        for number, whole in split:
+        for matrix, whole in split:
             joined = whole.view(len(whole), shape[0], -1).transpose(0, 1)
-            batch[number].view(joined.shape).copy_(joined)
+            matrix.view(joined.shape).copy_(joined)
         return batch
 
-    def _panels_of(
-        self, batch: torch.Tensor, keys: Sequence[tuple[int, int]]
-    ) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-        """The panels of each matrix, flat."""
-        for key, matrix in zip(keys, batch, strict=True):
-            panels = self._plan.params[key[0]].panels
-            split = matrix.reshape(matrix.shape[0], panels, -1).transpose(0, 1)
-            yield key, split.reshape(panels, -1)
+    def _panels(self, key: Key) -> int:
+        param, _ = key
+        return self._plan.params[param].panels
+
+    def _panels_of(self, key: Key, matrix: torch.Tensor) -> torch.Tensor:
+        """The panels of a matrix, each of them flat."""
+        panels = self._panels(key)
+        split = matrix.reshape(matrix.shape[0], panels, -1).transpose(0, 1)
+        return split.reshape(panels, -1)
 
     def _empty(self, runs: Runs, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(sum(_counts(runs)), dtype=dtype, device=self._runtime.device)
 
     def _exchange(self, source: torch.Tensor, sent: Runs, received: Runs) -> None:
+        runtime = self._runtime
         output = self._empty(received, source.dtype)
         counts = _counts(received), _counts(sent)
-        self._runtime.wait(GATHER, self._runtime.record(COMPUTE))
-        self._runtime.launch(
-            GATHER, lambda: self._communicator.all_to_all(output, source, *counts)
-        )
+        runtime.wait(GATHER, runtime.record(COMPUTE))
+        runtime.launch(GATHER, lambda: self._communicator.all_to_all(output, source, *counts))
         # Kept until compute has waited: both were allocated on its stream.
-        self._flight = output, source, self._runtime.record(GATHER)
+        self._flight = output, source, runtime.record(GATHER)
 
     def _arrived(self) -> torch.Tensor:
         output, _, event = self._flight
@@ -221,15 +235,35 @@ class StageExchange:
         return output
 
 
-def _batch_size(shape: tuple[int, int]) -> int:
-    return max(1, MAX_BATCH // (shape[0] * shape[1]))
+def _batches(plan: StagePlan, owner: int) -> Iterator[tuple[Shape, list[Key]]]:
+    """The matrices of one shape that are computed at once, of those that a rank owns."""
+    owned = defaultdict[Shape, list[Key]](list)
+    for number, (param, owners) in enumerate(zip(plan.params, plan.owners, strict=True)):
+        for matrix, shape in enumerate(param.shapes):
+            if owners[matrix] == owner:
+                owned[shape].append((number, matrix))
+    for shape, keys in owned.items():
+        size = max(1, MAX_BATCH // math.prod(shape))
+        for start in range(0, len(keys), size):
+            yield shape, keys[start : start + size]
 
 
 def _counts(runs: Runs) -> list[int]:
     return [sum(run.local.numel for run in of) for of in runs]
 
 
-def _cut(flat: torch.Tensor, runs: Runs) -> Iterator[tuple[Run, torch.Tensor]]:
+def _cut(flat: torch.Tensor, runs: Runs) -> Iterator[Cut]:
     """Each run, and its elements in a buffer that has all of them in order."""
     every = [run for of in runs for run in of]
-    return zip(every, flat.split([run.local.numel for run in every]) if every else (), strict=True)
+    if not every:
+        return iter(())
+    sizes = [run.local.numel for run in every]
+    return zip(every, flat.split(sizes), strict=True)
+
+
+def _by_matrix(flat: torch.Tensor, runs: Runs) -> Mapping[Key, Sequence[Cut]]:
+    """The runs of each matrix, and their elements in a buffer that has all of them in order."""
+    found: dict[Key, list[Cut]] = {}
+    for run, values in _cut(flat, runs):
+        found.setdefault((run.param, run.matrix), []).append((run, values))
+    return found

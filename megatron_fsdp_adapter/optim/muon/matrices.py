@@ -20,6 +20,8 @@ from ...core.layout.ranges import FlatRange
 
 Blocks = tuple[tuple[int, int], ...]
 """(start, stop) of rows, in order."""
+Shape = tuple[int, int]
+"""(rows, columns) of a whole matrix."""
 
 
 def row_blocks(rows: int, heights: tuple[int, ...]) -> tuple[Blocks, ...]:
@@ -32,11 +34,13 @@ def row_blocks(rows: int, heights: tuple[int, ...]) -> tuple[Blocks, ...]:
         raise ValueError(f"parts of {list(heights)} rows do not make {rows} rows")
     if len(heights) == 1:
         return (((0, rows),),)
-    starts = [sum(heights[:number]) for number in range(len(heights))]
-    return tuple(
-        tuple((at + start, at + start + height) for at in range(0, rows, period))
-        for start, height in zip(starts, heights, strict=True)
-    )
+    blocks = []
+    first = 0
+    for height in heights:
+        starts = range(first, rows, period)
+        blocks.append(tuple((start, start + height) for start in starts))
+        first += height
+    return tuple(blocks)
 
 
 Member = tuple[int, int]
@@ -45,29 +49,38 @@ Member = tuple[int, int]
 
 @dataclass(frozen=True)
 class Run:
-    """Elements that a rank holds of a matrix, and that travel. param, matrix: their numbers, of the
-    parameter among those that are exchanged together; local: their place in the rank's rows of the
-    parameter; panel, at: the panel of the matrix, and the first element there."""
+    """Elements that a rank holds of a matrix, and that travel."""
 
+    # Numbers of the parameter, among those that are exchanged together, and of its matrix.
     param: int
     matrix: int
+    # Their place in the rank's rows of the parameter.
     local: FlatRange
+    # The panel of the matrix, and the first element there.
     panel: int
     at: int
+
+    @property
+    def place(self) -> slice:
+        """Where they are in the rank's flat rows."""
+        return slice(self.local.start, self.local.stop)
+
+    @property
+    def place_in_panel(self) -> slice:
+        return slice(self.at, self.at + self.local.numel)
 
 
 @dataclass(frozen=True)
 class MuonParam:
-    """A parameter that Muon updates.
+    """A parameter that Muon updates."""
 
-    layout, index: where its elements are; split: the dim that tensor parallelism splits, None if
-    each rank has all of it; parts: over how many ranks; heights: of the parts of fused rows.
-    """
-
+    # Where its elements are: its number in this layout.
     layout: GroupLayout
     index: int
+    # The dim that tensor parallelism splits, None if each rank has all of it; over how many ranks.
     split: int | None
     parts: int
+    # Of the parts of fused rows.
     heights: tuple[int, ...]
 
     @property
@@ -97,21 +110,27 @@ class MuonParam:
         return row_blocks(self.rows, self.heights)
 
     @cached_property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of each of its matrices, whole."""
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of its matrices."""
         columns = self.columns * self.panels
         return tuple((sum(b - a for a, b in blocks), columns) for blocks in self.blocks)
 
+    @property
+    def numel(self) -> int:
+        """The elements of its matrices."""
+        return sum(rows * columns for rows, columns in self.shapes)
+
     def runs(self, number: int, matrix: int, member: Member) -> Iterator[Run]:
         """The runs of `member` in one of its matrices, in order. number: of the parameter."""
-        shard, part = member[0], 0 if self.split is None else member[1]
+        shard, part = member
         height, width = self.local_shape
-        first = part * height if self.split == 0 else 0
-        held = self.layout.shard_range(self.index, shard)
+        first = part * height if self.split == 0 else 0  # of this part's rows
         panel = part if self.split == 1 else 0
+        held = self.layout.shard_range(self.index, shard)
         at = 0
         for start, stop in self.blocks[matrix]:
-            low, high = max(start, first), min(stop, first + height)
+            low = max(start, first)
+            high = min(stop, first + height)
             if low < high:
                 here = FlatRange((low - first) * width, (high - first) * width)
                 own = here.intersect(held)

@@ -83,7 +83,9 @@ def restarts_of(steps: int, rows: int, columns: int) -> tuple[int, ...]:
     one."""
     if max(rows, columns) <= SQUARE * min(rows, columns):
         return tuple(range(1, steps))
-    return tuple(step for step in (3,) if step < steps) if steps <= 5 else tuple(range(2, steps, 2))
+    if steps > 5:
+        return tuple(range(2, steps, 2))
+    return (3,) if steps > 3 else ()
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -92,9 +94,11 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def orthogonalized(
-    matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float = EPS,
+    matrices: torch.Tensor,
+    coefficients: Sequence[Coefficients],
+    eps: float = EPS,
     in_place: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The matrices with singular values of about 1; zeros stay zeros.
 
     matrices: (batch, rows, columns), float32, bf16 or float16. Returned is their shape, in
@@ -119,7 +123,8 @@ def _stepwise(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Te
     for a, b, c in coefficients:
         gram = symmetric_product(x, tall=tall)
         step = symmetric_product(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, *((x, step) if tall else (step, x)), beta=a)
+        left, right = (x, step) if tall else (step, x)
+        x = torch.baddbmm(x, left, right, beta=a)
     return x
 
 
@@ -127,21 +132,30 @@ def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> to
     """x: float16, with elements of a root mean square of 1, in memory that is written."""
     memory = [x, torch.empty_like(x)]  # to read from, and to write
     _, rows, columns = x.shape
-    tall, restarts = rows > columns, restarts_of(len(coefficients), rows, columns)
+    numel = rows * columns
+    tall = rows > columns
+    steps = len(coefficients)
+    restarts = restarts_of(steps, rows, columns)
     r_scale = float(min(rows, columns, LARGEST_SCALE))
-    to_gram = r_scale / (rows * columns)
-    gram, product = symmetric_product(x, alpha=to_gram, tall=tall), None
+    to_gram = r_scale / numel
+    gram = symmetric_product(x, alpha=to_gram, tall=tall)
+    product: torch.Tensor | None = None
     for number, (a, b, c) in enumerate(coefficients):
         if number in restarts:
             x = _times(memory, product, 1.0, tall)
-            gram, product = symmetric_product(x, alpha=to_gram, tall=tall), None
-        step = symmetric_product(
-            gram, gram, gram, beta=b / r_scale, alpha=c / r_scale**2, diagonal=a
-        )
-        product = step if product is None else product_into(torch.empty_like(step), step, product)
-        if number + 1 < len(coefficients) and number + 1 not in restarts:
+            gram = symmetric_product(x, alpha=to_gram, tall=tall)
+            product = None
+        beta = b / r_scale
+        alpha = c / r_scale**2
+        step = symmetric_product(gram, gram, gram, beta=beta, alpha=alpha, diagonal=a)
+        if product is None:
+            product = step
+        else:
+            product = product_into(torch.empty_like(step), step, product)
+        following = number + 1
+        if following < steps and following not in restarts:
             gram = symmetric_product(step, symmetric_product(step, gram))
-    return _times(memory, product, (rows * columns) ** -0.5, tall)
+    return _times(memory, product, numel**-0.5, tall)
 
 
 def _times(
@@ -151,7 +165,8 @@ def _times(
     in the second one; then they change places."""
     assert product is not None
     x, out = memory
-    product_into(out, *((x, product.mT) if tall else (product, x)), alpha=factor)
+    left, right = (x, product.mT) if tall else (product, x)
+    product_into(out, left, right, alpha=factor)
     memory.reverse()
     return out
 
@@ -160,9 +175,10 @@ def cost(rows: int, columns: int, steps: int = 5) -> int:
     """Floating-point operations of `steps` steps in half precision, of symmetric products half."""
     small, large = sorted((rows, columns))
     passes = len(restarts_of(steps, rows, columns)) + 1
+    outer = 3 * small * small * large
     # Of each pass of s steps: s polynomials, s - 1 whole products Q, 2 (s - 1) for the next R.
     inner = steps + 4 * (steps - passes)
-    return passes * 3 * small * small * large + inner * small**3
+    return passes * outer + inner * small**3
 
 
 Kernel = Callable[
@@ -176,16 +192,22 @@ TILE = 128
 
 
 def symmetric_product(
-    x: torch.Tensor, y: torch.Tensor | None = None, added: torch.Tensor | None = None,
-    beta: float = 0.0, alpha: float = 1.0, diagonal: float = 0.0, tall: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    y: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+    diagonal: float = 0.0,
+    tall: bool = False,
+) -> torch.Tensor:
     """alpha x y^T + beta added + diagonal I, which is to be symmetric but for rounding: y is x, or
     x and y are symmetric and commute. With `tall`, x^T y in the place of x y^T.
 
     x, y: (batch, n, k), or with `tall` (batch, k, n); added: (batch, n, n). Returns (batch, n, n)
     in their dtype, rounded once where the kernel computes it.
     """
-    y = x if y is None else y
+    if y is None:
+        y = x
     kernel = _kernel(x.device) if _fits(x, tall) else None
     if kernel is not None:
         return kernel(x, y, added, beta, alpha, diagonal, tall)
@@ -195,8 +217,10 @@ def symmetric_product(
         added = torch.empty(left.shape[0], n, n, dtype=x.dtype, device=x.device)
         beta = 0.0
     if _is_slow(x):
-        found = _in_float32(left, right, alpha)
-        found = (found.add_(added, alpha=beta) if beta else found).to(x.dtype)
+        total = _in_float32(left, right, alpha)
+        if beta:
+            total.add_(added, alpha=beta)
+        found = total.to(x.dtype)
     else:
         found = torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
     if diagonal:
@@ -225,11 +249,12 @@ def _in_float32(left: torch.Tensor, right: torch.Tensor, alpha: float) -> torch.
 
 def _fits(x: torch.Tensor, tall: bool) -> bool:
     """True if the kernel may have it: shapes alone decide, so that each rank takes the same way."""
-    n = x.shape[2] if tall else x.shape[1]
-    return (
-        x.is_cuda and x.dtype == torch.float16 and n >= SMALLEST and x.shape[2] % 8 == 0
-        and (not tall or all(size % TILE == 0 for size in x.shape[1:]))
-    )  # fmt: skip
+    if not x.is_cuda or x.dtype != torch.float16:
+        return False
+    _, rows, columns = x.shape
+    if tall:
+        return columns >= SMALLEST and rows % TILE == 0 and columns % TILE == 0
+    return rows >= SMALLEST and columns % 8 == 0
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -30,20 +30,28 @@ one stage. Every rank has the mean in its place: a rank may receive more, or les
 def stages_of(numels: Sequence[int], limit: int = STAGE_NUMEL) -> list[slice]:
     """Slices of the parameters, of these elements, that are exchanged together: neighbors up to
     `limit`."""
-    found, start, total = list[slice](), 0, 0
+    if not numels:
+        return []
+    found = []
+    start = 0
+    total = 0
     for index, numel in enumerate(numels):
         if index > start and total + numel > limit:
             found.append(slice(start, index))
-            start, total = index, 0
+            start = index
+            total = 0
         total += numel
-    return [*found, slice(start, len(numels))] if numels else []
+    found.append(slice(start, len(numels)))
+    return found
 
 
 def sent_before(sizes: Sequence[int], limit: int = IN_FLIGHT) -> tuple[int, ...]:
     """Number of stages whose rows are on their way before each stage is computed, itself among
     them, for stages of `sizes` bytes: as many as `limit` allows. The same on every rank, as
     exchanges are collective."""
-    found, sent, total = [], 0, 0
+    found = []
+    sent = 0
+    total = 0  # bytes of what is sent and not computed
     for number, size in enumerate(sizes):
         while sent < len(sizes) and (sent <= number or total + sizes[sent] <= limit):
             total += sizes[sent]
@@ -59,43 +67,66 @@ Runs = tuple[tuple[Run, ...], ...]
 
 @dataclass(frozen=True)
 class StagePlan:
-    """This rank's part of a stage. sent: its rows that each owner gets; received: what each rank
-    sends of the matrices that it owns; returned: of these, what each rank gets of their updates;
-    updates: what it gets of each owner, for its own rows. Two of them differ from the other two
-    where several ranks hold the same rows: one sends them, and all get their update."""
+    """This rank's part of a stage. `sent` and `received` differ from `updates` and `returned` where
+    several ranks hold the same rows: one sends them, and all get their update."""
 
     params: tuple[MuonParam, ...]
+    # Of each parameter's matrices.
     owners: tuple[tuple[int, ...], ...]
+    # Of its own rows: those that each owner gets.
     sent: Runs
+    # Of the matrices that it owns: what each rank sends.
     received: Runs
+    # Of the same matrices: what each rank gets of their updates.
     returned: Runs
+    # For its own rows: what it gets of each owner.
     updates: Runs
 
 
 def plan_stage(
-    params: Sequence[MuonParam], owners: Sequence[Sequence[int]], members: tuple[Member, ...],
+    params: Sequence[MuonParam],
+    owners: Sequence[Sequence[int]],
+    members: tuple[Member, ...],
     me: int,
-) -> StagePlan:  # fmt: skip
+) -> StagePlan:
     """The part of rank number `me` of `members`. owners: of each parameter's matrices, by number
     in `members`. Takes as long as there are matrices, and ranks for those that `me` owns."""
-    ranks = range(len(members))
-    # Most ranks have none of it.
-    found = tuple(defaultdict[int, list[Run]](list) for _ in range(4))
-    sent, received, returned, updates = found
+    sent = _no_runs()
+    received = _no_runs()
+    returned = _no_runs()
+    updates = _no_runs()
     for number, (param, of) in enumerate(zip(params, owners, strict=True)):
         sends = _sends(param.split is None, members)
         for matrix, owner in enumerate(of):
             mine = list(param.runs(number, matrix, members[me]))
             updates[owner] += mine
-            sent[owner] += mine if sends(me, owner) else []
-            for rank in ranks if owner == me else ():
-                theirs = list(param.runs(number, matrix, members[rank]))
+            if sends(me, owner):
+                sent[owner] += mine
+            if owner != me:
+                continue
+            for rank, member in enumerate(members):
+                theirs = list(param.runs(number, matrix, member))
                 returned[rank] += theirs
-                received[rank] += theirs if sends(rank, me) else []
+                if sends(rank, me):
+                    received[rank] += theirs
+    ranks = len(members)
     return StagePlan(
-        tuple(params), tuple(tuple(of) for of in owners),
-        *(tuple(tuple(runs.get(rank, ())) for rank in ranks) for runs in found),
-    )  # fmt: skip
+        params=tuple(params),
+        owners=tuple(map(tuple, owners)),
+        sent=_of_ranks(sent, ranks),
+        received=_of_ranks(received, ranks),
+        returned=_of_ranks(returned, ranks),
+        updates=_of_ranks(updates, ranks),
+    )
+
+
+def _no_runs() -> defaultdict[int, list[Run]]:
+    """Runs by rank: most ranks will have none."""
+    return defaultdict(list)
+
+
+def _of_ranks(runs: Mapping[int, Sequence[Run]], ranks: int) -> Runs:
+    return tuple(tuple(runs.get(rank, ())) for rank in range(ranks))
 
 
 @functools.lru_cache(maxsize=2)  # the same for all stages of the same ranks
@@ -103,15 +134,15 @@ def _sends(whole: bool, members: tuple[Member, ...]) -> Callable[[int, int], boo
     """A predicate of holder and owner: True if the holder sends the owner what several ranks hold:
     the owner itself if it is one of them, else one that the owner's number chooses. whole: tensor
     parallelism does not split it."""
-    keys = [(shard, 0 if whole else part) for shard, part in members]
-    holders = defaultdict[tuple[int, int], list[int]](list)
-    for number, key in enumerate(keys):
-        holders[key].append(number)
+    held = [(shard, 0) for shard, _ in members] if whole else members
+    holders = defaultdict[Member, list[int]](list)
+    for number, rows in enumerate(held):
+        holders[rows].append(number)
 
     def sends(holder: int, owner: int) -> bool:
-        if keys[holder] == keys[owner]:
+        if held[holder] == held[owner]:
             return holder == owner
-        alike = holders[keys[holder]]
+        alike = holders[held[holder]]
         return alike[owner % len(alike)] == holder
 
     return sends
@@ -126,13 +157,16 @@ def assign(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     Parts of a cost that are smaller were rejected: a matrix that several ranks share costs as much
     on each of them, or an exchange in every step of the iteration.
     """
-    load, owners = [0] * ranks, [0] * len(costs)
+    load = [0] * ranks
+    owners = [0] * len(costs)
     ordered = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
-    for kind, (_, alike) in enumerate(groupby(ordered, key=costs.__getitem__)):
+    for kind, (cost, alike) in enumerate(groupby(ordered, key=costs.__getitem__)):
+        # By load, number of matrices of this cost, and place after the rank that begins.
         heap = [(load[rank], 0, (rank + kind) % ranks, rank) for rank in range(ranks)]
         heapq.heapify(heap)
         for index in alike:
             least, count, place, rank = heapq.heappop(heap)
-            owners[index], load[rank] = rank, least + costs[index]
+            owners[index] = rank
+            load[rank] = least + cost
             heapq.heappush(heap, (load[rank], count + 1, place, rank))
     return tuple(owners)

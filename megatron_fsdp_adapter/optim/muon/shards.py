@@ -9,17 +9,19 @@ would need a layout of its own in checkpoints.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...core.comm.communicator import Communicator
 from ...core.engine.engine import FsdpEngine
+from ...core.engine.group import ParamGroup
 from ...core.engine.params import ParamPair
-from ...core.topology import TP_DIM
+from ...core.topology import TP_DIM, ShardDomain
 from ..local_shards import LocalShards, Options, UpdateRule
 from . import newton_schulz
 from .exchange import Groups, Parties, StageExchange, parties_in
@@ -32,18 +34,18 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True)
 class MuonOptions:
-    """The options of a parameter group's update; lr and weight decay are the group's own.
+    """The options of a parameter group's update; lr and weight decay are the group's own."""
 
-    momentum: m <- momentum m + (1 - momentum) g; nesterov: what is orthogonalized is the same sum
-    of g and the new m, and m without; coefficients: of each Newton-Schulz step; scale: of a
-    matrix's rows and columns, the factor on its update; dtype: of the products and on the wire.
-    """
-
+    # m <- momentum m + (1 - momentum) g
     momentum: float
+    # What is orthogonalized: the same sum of g and the new m; or, if not, m.
     nesterov: bool
+    # Of each Newton-Schulz step.
     coefficients: tuple[newton_schulz.Coefficients, ...]
     eps: float
+    # Of a matrix's rows and columns: the factor on its update.
     scale: Callable[[int, int], float]
+    # Of the products, and on the wire.
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -51,20 +53,31 @@ Chosen = Callable[[Options], MuonOptions | None]
 """Chooses the options of a parameter group, None if it is not Muon's."""
 Heights = Callable[[ParamPair], tuple[int, ...]]
 """Chooses the heights of the parts that a parameter is made of (`MuonParam.heights`)."""
-Entry = tuple[int, torch.Tensor, MuonParam]
-"""A parameter's group, and its local tensor, which is the key of its state."""
+
+
+class Entry(NamedTuple):
+    """A parameter, the number of its parameter group, and its local tensor, which is the key of its
+    state."""
+
+    group: int
+    local: torch.Tensor
+    param: MuonParam
 
 
 Stage = tuple[list[Entry], StageExchange]
 """The parameters that are exchanged together."""
+Where = Mapping[int, tuple[int, torch.Tensor]]
+"""Id of a parameter that Muon updates -> the number of its group, and its local tensor."""
 
 
 def tensor_split(pair: ParamPair) -> tuple[int | None, int]:
     """The dim that tensor parallelism splits of a parameter, None if it splits none, and the number
     of tensor-parallel ranks."""
     mesh = pair.group.domain.mesh
-    parts = mesh.size(-1) if (mesh.mesh_dim_names or ("",))[-1] == TP_DIM else 1
-    return (pair.managed.split if parts > 1 else None), parts
+    names = mesh.mesh_dim_names
+    parts = mesh.size(-1) if names and names[-1] == TP_DIM else 1
+    split = pair.managed.split if parts > 1 else None
+    return split, parts
 
 
 def muon(
@@ -87,11 +100,17 @@ class Muon:
     def __init__(
         self, engines: Sequence[FsdpEngine], exchange: Groups, chosen: Chosen, heights: Heights
     ) -> None:
-        self._engines, self._runtime = engines, engines[0].runtime
-        self._groups, self._chosen, self._heights = exchange, chosen, heights
+        self._engines = engines
+        self._runtime = engines[0].runtime
+        self._groups = exchange
+        self._chosen = chosen
+        self._heights = heights
+        # By ranks, as they are needed.
         self._communicators: dict[tuple[int, ...], Communicator] = {}
+        # What the stages are planned for: `LocalShards.pairs` at that time.
         self._pairs: Any = None
         self._stages: list[Stage] = []
+        # For each stage, the number of those whose rows are sent before it is computed.
         self._sent_before: tuple[int, ...] = ()
 
     # Planning.
@@ -101,65 +120,71 @@ class Muon:
         if self._pairs is shards.pairs:
             return
         self._pairs = shards.pairs
-        where = {
-            id(param): (number, local)
-            for number, group in enumerate(groups) if self._chosen(group) is not None
-            for param, local in shards.pairs[number]
-        }  # fmt: skip
-        rows = [row for engine in self._engines for row in self._rows_of(engine, where)]
-        owned = {}  # of what the same ranks exchange
-        for ranks in dict.fromkeys(tuple(parties) for parties, _ in rows):
-            costs = [
-                newton_schulz.cost(*shape)
-                for parties, entries in rows if tuple(parties) == ranks
-                for _, _, param in entries for shape in param.shapes
-            ]  # fmt: skip
-            owned[ranks] = iter(assign(costs, len(ranks)))
-        self._stages = [
-            (entries, self._exchange(parties, entries, owned[tuple(parties)], groups))
-            for parties, entries in rows
-        ]
-        self._sent_before = sent_before([exchange.mean_bytes for _, exchange in self._stages])
+        where = {}
+        for number, group in enumerate(groups):
+            if self._chosen(group) is not None:
+                for param, local in shards.pairs[number]:
+                    where[id(param)] = number, local
+        parts = [part for engine in self._engines for part in self._parts_of(engine, where)]
+        costs = defaultdict[tuple[int, ...], list[int]](list)  # of what the same ranks exchange
+        for parties, entries in parts:
+            for entry in entries:
+                for shape in entry.param.shapes:
+                    costs[tuple(parties)].append(newton_schulz.cost(*shape))
+        owned = {ranks: iter(assign(of, len(ranks))) for ranks, of in costs.items()}
+        stages = []
+        for parties, entries in parts:
+            exchange = self._exchange(parties, entries, owned[tuple(parties)], groups)
+            stages.append((entries, exchange))
+        self._stages = stages
+        self._sent_before = sent_before([exchange.mean_bytes for _, exchange in stages])
 
-    def _rows_of(
-        self, engine: FsdpEngine, where: dict[int, tuple[int, torch.Tensor]]
-    ) -> Iterator[tuple[Parties, list[Entry]]]:
+    def _parts_of(self, engine: FsdpEngine, where: Where) -> Iterator[tuple[Parties, list[Entry]]]:
         """The entries that are exchanged together, in the order of the units: of each of their
         groups, what Muon updates, in as many parts as its size asks for."""
         for unit in engine.units:
             for group in unit.groups:
-                entries: list[Entry] = []
-                for pair in engine.pairs:
-                    if pair.group is group and id(pair.sharded) in where:
-                        split, parts = tensor_split(pair)
-                        param = MuonParam(
-                            group.held.layout, pair.index, split, parts, self._heights(pair)
-                        )
-                        entries.append((*where[id(pair.sharded)], param))
+                entries = self._entries_of(engine, group, where)
                 if not entries:
                     continue
-                parties, domain = parties_in(group), group.domain
-                ranks = tuple(parties)
-                if ranks not in self._communicators:
-                    are_shards = ranks == domain.axis.ranks
-                    self._communicators[ranks] = Communicator(
-                        domain.reduce_group if are_shards else self._groups[ranks],
-                        self._runtime.device,
-                    )
-                numels = [sum(a * b for a, b in param.shapes) for _, _, param in entries]
-                for part in stages_of(numels):
+                parties = parties_in(group)
+                self._connect(group.domain, tuple(parties))
+                for part in stages_of([entry.param.numel for entry in entries]):
                     yield parties, entries[part]
 
+    def _entries_of(self, engine: FsdpEngine, group: ParamGroup, where: Where) -> list[Entry]:
+        entries = []
+        for pair in engine.pairs:
+            if pair.group is group and id(pair.sharded) in where:
+                number, local = where[id(pair.sharded)]
+                split, parts = tensor_split(pair)
+                layout = group.held.layout
+                param = MuonParam(layout, pair.index, split, parts, self._heights(pair))
+                entries.append(Entry(number, local, param))
+        return entries
+
+    def _connect(self, domain: ShardDomain, ranks: tuple[int, ...]) -> None:
+        """Makes the communicator of these parties, if it is not there."""
+        if ranks in self._communicators:
+            return
+        are_shards = ranks == domain.axis.ranks
+        group = domain.reduce_group if are_shards else self._groups[ranks]
+        self._communicators[ranks] = Communicator(group, self._runtime.device)
+
     def _exchange(
-        self, parties: Parties, entries: Sequence[Entry], owned: Iterator[int],
+        self,
+        parties: Parties,
+        entries: Sequence[Entry],
+        owned: Iterator[int],
         groups: Sequence[Options],
-    ) -> StageExchange:  # fmt: skip
+    ) -> StageExchange:
         """The exchange of parameters whose matrices' owners come next in `owned`."""
-        params = [param for _, _, param in entries]
+        params = [entry.param for entry in entries]
         of = [[next(owned) for _ in param.shapes] for param in params]
         ranks = tuple(parties)
         plan = plan_stage(params, of, tuple(parties.values()), ranks.index(dist.get_rank()))
-        dtype = self._chosen(groups[entries[0][0]]).dtype  # type: ignore[union-attr]
+        first = groups[entries[0].group]
+        dtype = self._chosen(first).dtype  # type: ignore[union-attr]
         result = newton_schulz.result_dtype(dtype)
         return StageExchange(plan, self._communicators[ranks], self._runtime, dtype, result)
 
@@ -170,21 +195,21 @@ class Muon:
         not to be computed alike."""
         self._plan(shards, groups)
         options: list[Any] = [self._chosen(group) for group in groups]
-        stages, trained, sent = self._stages, list[list[bool]](), 0
+        stages = self._stages
+        trained: list[list[bool]] = []
         for stage in stages:
             _check(stage, options)
-        for number, stage in enumerate(stages):
-            for ahead in stages[sent : self._sent_before[number]]:
+        for number, (entries, exchange) in enumerate(stages):
+            for ahead in stages[len(trained) : self._sent_before[number]]:
                 trained.append(_send(shards, ahead, options))
-            sent = self._sent_before[number]
-            entries, exchange = stage
-            first = options[entries[0][0]]
-            exchange.compute(
-                functools.partial(
-                    newton_schulz.orthogonalized, coefficients=first.coefficients, eps=first.eps,
-                    in_place=True,
-                )
+            first = options[entries[0].group]
+            orthogonalize = functools.partial(
+                newton_schulz.orthogonalized,
+                coefficients=first.coefficients,
+                eps=first.eps,
+                in_place=True,
             )
+            exchange.compute(orthogonalize)
             if number > 0:
                 _apply(shards, stages[number - 1], trained[number - 1], groups, options)
         if stages:
@@ -193,10 +218,10 @@ class Muon:
 
 def _check(stage: Stage, options: Sequence[Any]) -> None:
     entries, _ = stage
-    chosen = [options[group] for group, _, _ in entries]
+    chosen = [options[entry.group] for entry in entries]
     if len({(one.coefficients, one.eps, one.dtype) for one in chosen}) > 1:
         raise ValueError(
-            f"Muon: weights of one unit ({entries[0][2].name} and others) are in parameter "
+            f"Muon: weights of one unit ({entries[0].param.name} and others) are in parameter "
             "groups with different Newton-Schulz coefficients, steps, eps or dtypes. Give all "
             "parameter groups the same"
         )
@@ -205,12 +230,14 @@ def _check(stage: Stage, options: Sequence[Any]) -> None:
 def _send(shards: LocalShards, stage: Stage, options: Sequence[Any]) -> list[bool]:
     """Adds the gradients to the momentum, and sends what is to be orthogonalized. Returns which
     parameters have gradients."""
-    (entries, exchange), rows = stage, list[torch.Tensor | None]()
+    entries, exchange = stage
+    rows: list[torch.Tensor | None] = []
     for group, local, _ in entries:
-        grad, chosen = shards.gradient(local), options[group]
+        grad = shards.gradient(local)
         if grad is None:
             rows.append(None)
             continue
+        chosen = options[group]
         momentum = shards.completed(local, (MOMENTUM,))[MOMENTUM]
         momentum.lerp_(grad, 1 - chosen.momentum)
         update = grad.lerp(momentum, chosen.momentum) if chosen.nesterov else momentum
@@ -220,19 +247,24 @@ def _send(shards: LocalShards, stage: Stage, options: Sequence[Any]) -> list[boo
 
 
 def _apply(
-    shards: LocalShards, stage: Stage, trained: Sequence[bool], groups: Sequence[Options],
+    shards: LocalShards,
+    stage: Stage,
+    trained: Sequence[bool],
+    groups: Sequence[Options],
     options: Sequence[Any],
-) -> None:  # fmt: skip
+) -> None:
+    """Decays weights, and adds their updates when those have arrived."""
     entries, exchange = stage
     for (number, local, _), is_trained in zip(entries, trained, strict=True):
         group = groups[number]
         if is_trained and group["weight_decay"] != 0:
             local.mul_(1 - float(group["lr"]) * group["weight_decay"])
-    for entry, matrix, place, values in exchange.updates():
-        number, local, param = entries[entry]
-        if not trained[entry]:
+    for run, values in exchange.updates():
+        if not trained[run.param]:
             continue
-        alpha = -float(groups[number]["lr"]) * options[number].scale(*param.shapes[matrix])
+        number, local, param = entries[run.param]
+        scale = options[number].scale(*param.shapes[run.matrix])
+        alpha = -float(groups[number]["lr"]) * scale
         # It casts on the way. Kernels for many tensors do not, and casts of their own are two
         # passes more.
-        local.view(-1)[place].add_(values, alpha=alpha)
+        local.view(-1)[run.place].add_(values, alpha=alpha)

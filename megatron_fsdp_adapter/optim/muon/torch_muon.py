@@ -18,9 +18,9 @@ from .shards import MuonOptions, muon
 
 def is_torch_muon(kind: type) -> bool:
     """True if optimizers of this class step as `torch.optim.Muon` does."""
-    return issubclass(kind, torch.optim.Muon) and (
-        inspect.unwrap(kind.step) is inspect.unwrap(torch.optim.Muon.step)
-    )
+    if not issubclass(kind, torch.optim.Muon):
+        return False
+    return inspect.unwrap(kind.step) is inspect.unwrap(torch.optim.Muon.step)
 
 
 def torch_muon(engines: Sequence[FsdpEngine]) -> UpdateRule:
@@ -32,14 +32,16 @@ def torch_muon(engines: Sequence[FsdpEngine]) -> UpdateRule:
 
 
 def _whole(pair: ParamPair) -> tuple[int, ...]:
-    return (pair.group.layout.specs[pair.index].layout_shape[0],)
+    spec = pair.group.layout.specs[pair.index]
+    return (spec.layout_shape[0],)
 
 
 def _options(group: Options) -> MuonOptions:
+    step = tuple(group["ns_coefficients"])
     return MuonOptions(
         momentum=group["momentum"],
         nesterov=group["nesterov"],
-        coefficients=(tuple(group["ns_coefficients"]),) * group["ns_steps"],
+        coefficients=(step,) * group["ns_steps"],
         eps=group["eps"],
         scale=functools.partial(_scale, group["adjust_lr_fn"]),
     )
