@@ -80,6 +80,10 @@ class FSDPDistributedIndex:
         device_type: str,
         grad_scale: float,
     ) -> ShardDomain:
+        if gather is None:
+            gather = group
+        if reduce is None:
+            reduce = group
         shard = Axis.of(SHARD_DIM, group)
         axes = [shard]
         outer = None
@@ -94,8 +98,8 @@ class FSDPDistributedIndex:
         return ShardDomain(
             name=kind,
             axis=shard,
-            gather_group=group if gather is None else gather,
-            reduce_group=group if reduce is None else reduce,
+            gather_group=gather,
+            reduce_group=reduce,
             mesh=mesh_over(axes, device_type),
             grad_scale=grad_scale,
             outer=outer,

@@ -347,21 +347,21 @@ def _parts(engine: FsdpEngine, name: str, module: nn.Module) -> list[tuple[Param
     """The parts of buckets that the module's weight gradients go to, which from now on are open
     from the start of its unit's backward."""
     inside = {id(child) for child in module.modules()}
-    units = []
+    units = {}
     held = []
     for unit in engine.units:
-        of_unit = [(group, _held_by(inside, group)) for group in unit.groups]
-        of_unit = [(group, indices) for group, indices in of_unit if indices]
-        if of_unit:
-            units.append(unit)
-            held += of_unit
+        for group in unit.groups:
+            indices = _held_by(inside, group)
+            if indices:
+                units[unit.ordinal] = unit
+                held.append((group, indices))
     if len(units) != 1:
-        names = ", ".join(unit.name for unit in units)
+        names = ", ".join(unit.name for unit in units.values())
         raise ValueError(
             f"{name}: a CUDA graph needs all weights gathered at once, and its weights are in "
             f"{len(units)} units ({names or 'none'})"
         )
-    (unit,) = units
+    (unit,) = units.values()
     for group, _ in held:
         _check_fixed(unit, group)
     found = [(group, indices) for group, indices in held if group.key.requires_grad]

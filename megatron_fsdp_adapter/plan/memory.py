@@ -109,9 +109,12 @@ def updated_numel(
     """Elements, padding excluded, that `rank` updates, of the items that `of` accepts."""
     total = 0
     for index, spec in enumerate(layout.specs):
-        if of(spec):
-            held = layout.shard_range(index, rank) if row.shard_main else spec
-            total += held.numel
+        if not of(spec):
+            continue
+        if row.shard_main:
+            total += layout.shard_range(index, rank).numel
+        else:
+            total += spec.numel
     return total
 
 

@@ -258,8 +258,7 @@ class _Chunk:
             described = self._described[id(pair)]
             group = pair.group
             if self._is_chosen(group) and not self._is_left_out(described):
-                shape = group.layout.specs[pair.index].shape
-                found += _quantized_problems(described, shape, group.key.quantized)
+                found += _quantized_problems(described, pair.spec.shape, group.key.quantized)
         return found
 
     def listed(self) -> list[Listed]:
@@ -312,10 +311,10 @@ class _Chunk:
             yield described, {WEIGHT: torch.empty(tensor.shape, dtype=dtype, device="meta")}
 
     def _planes_on_meta(self, pair: ParamPair) -> Planes:
-        shape = pair.group.layout.specs[pair.index].shape
         planes = {}
         for plane, _ in self.wanted.planes(pair.group):
-            empty = torch.empty(plane.shape(shape), dtype=plane.dtype, device="meta")
+            shape = plane.shape(pair.spec.shape)
+            empty = torch.empty(shape, dtype=plane.dtype, device="meta")
             planes[plane.name] = empty
         if WEIGHT not in planes:
             add_scale(planes, scales_of(pair.unsharded))
@@ -340,7 +339,7 @@ class _Chunk:
             group = pair.group
             if self._is_chosen(group):
                 held = group.held.range(pair.index)
-                shape = group.layout.specs[pair.index].layout_shape
+                shape = pair.spec.layout_shape
                 rows = held.start // max(1, math.prod(shape[1:]))
                 local = group.main.items(group.held)[pair.index].detach()
                 dtype = cast_to(local.dtype, self.wanted.dtype)
@@ -418,7 +417,7 @@ def _quantized_problems(
 def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
     """Planes without the padding that scales of blocks are kept with."""
     if pair.group.key.quantized is BLOCK128 and SCALE in planes:
-        rows, columns = pair.group.layout.specs[pair.index].shape
+        rows, columns = pair.spec.shape
         scale = planes[SCALE][: divide_up(rows, 128), : divide_up(columns, 128)]
         planes[SCALE] = scale.contiguous()
     return planes

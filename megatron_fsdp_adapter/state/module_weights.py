@@ -31,7 +31,7 @@ class ModuleWeight:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.pair.group.layout.specs[self.pair.index].shape)
+        return torch.Size(self.pair.spec.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +93,7 @@ def gather_rows(pair: ParamPair, local: torch.Tensor, dtype: torch.dtype) -> tor
     group = pair.group
     held = group.held
     inner = group.inner
-    shape = torch.Size(group.layout.specs[pair.index].shape)
+    shape = torch.Size(pair.spec.shape)
     whole = torch.empty(shape.numel(), dtype=dtype, device=pair.unsharded.device)
     own = rows_of(pair, held, held.rank)
     whole[own.start : own.stop].copy_(local.view(-1))

@@ -49,8 +49,9 @@ _NOT_ELEMENTWISE = {"_foreach_max", "_fused_rms_norm", "_fused_dropout"}
 
 def kind_of(func: Any, args: Sequence[Any]) -> Kind:
     """The kind of an operator with these arguments; LOCAL for what is not torch's own."""
-    along_dims = func is _VECTOR_NORM and len(args) > 2 and args[2] is not None
-    return Kind.WHOLE if along_dims else _kind(func)
+    if func is _VECTOR_NORM and len(args) > 2 and args[2] is not None:  # along dims
+        return Kind.WHOLE
+    return _kind(func)
 
 
 _VECTOR_NORM = torch.ops.aten.linalg_vector_norm.default

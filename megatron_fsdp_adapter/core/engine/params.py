@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
+from megatron_fsdp_adapter.core.layout.group import ParamSpec
 
 from .group import ParamGroup
 from .partition import ManagedParam
@@ -73,6 +74,11 @@ class ParamPair:
     @property
     def unsharded(self) -> nn.Parameter:
         return self.managed.param
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The parameter in its group's layout."""
+        return self.group.layout.specs[self.index]
 
     def attach_grad(self) -> None:
         """One DTensor under both names that optimizers look at. A gradient that is there already,

@@ -29,7 +29,9 @@ def sum_rows(
     Both may be float32 or bfloat16; additions are in float32, the result is rounded once.
     """
     run = _kernel(rows.device) if rows.is_cuda else None
-    (run or _by_torch)(rows, output, scale, accumulate)
+    if run is None:
+        run = _by_torch
+    run(rows, output, scale, accumulate)
 
 
 def copy_large(output: torch.Tensor, value: torch.Tensor) -> None:

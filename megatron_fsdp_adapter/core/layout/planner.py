@@ -161,7 +161,8 @@ def plan_group(
     classes = _merge_classes(dict.fromkeys(spec.granularity for spec in specs), packed)
     for num_segments in range(1, min(max_segments, len(classes)) + 1):
         partitions = _partitions(classes, num_segments)
-        found = min((tuple(map(packed, blocks)) for blocks in partitions), key=_total)
+        candidates = [tuple(map(packed, blocks)) for blocks in partitions]
+        found = min(candidates, key=_total)
         if not best or _total(found) < _total(best):
             best = found
         if _total(best) <= allowed:
