@@ -126,6 +126,7 @@ class FaultReport:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
+        # A weak reference; gives None before the engine is made, and when it is gone.
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:

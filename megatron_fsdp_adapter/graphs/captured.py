@@ -162,8 +162,11 @@ class CapturedCall:
             outputs: list[torch.Tensor] = []
             return placed, inner, outputs, strip(output, outputs, returned=True)
 
+        # Replays the forward.
         self._forward, result = self._graphs.capture(forward, self._pool)
+        # Template of what the module returned.
         placed, inner, outputs, self._output = result
+        # Aliases: where the graph reads its inputs, and leaves its outputs.
         self._inputs = list(map(self._graphs.alias, placed))
         self._outputs = list(map(self._graphs.alias, outputs))
         # Of each output, whether it needs a gradient.
@@ -242,7 +245,7 @@ class CapturedCall:
         inner: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        # What the bucket held when the backward was captured, and what after it.
+        # Of which parameters the bucket held gradients when the backward was captured.
         self._before = self.site.written()
 
         def backward() -> Any:
@@ -261,9 +264,12 @@ class CapturedCall:
                 param.grad = grad
             return placed, [tensor.grad for tensor in inner]
 
+        # Replays the backward.
         self._backward, (placed, found) = self._graphs.capture(backward, self._pool)
         alias = self._graphs.alias
+        # Aliases: where the graph reads gradients of outputs, and leaves those of inputs.
         self._output_grads = [None if place is None else alias(place) for place in placed]
         self._input_grads = [None if grad is None else alias(grad) for grad in found]
+        # The same, when it had run.
         self._after = self.site.written()
         return found

@@ -131,16 +131,18 @@ class LayerGraphs:
         self._kinds = Counter(type(one).__name__ for _, one in modules)
         # How many training steps were done.
         self._steps = 0
-        # How many calls were.
+        # How many calls were captured, and how many replayed.
         self.captured = 0
         self.replayed = 0
         # Of `captured`, at the end of the last step.
         self._captured_before = 0
+        # The summary was printed.
         self._is_reported = False
         # The first pass that may capture has begun.
         self._began = False
         # A pass of this step has run eagerly.
         self._eager_in_step = False
+        # One for each pass that may be in flight, by its index.
         self._pools: list[Any] = []
         # Recorded, by the index of the pool.
         self._programs: dict[int, list[CapturedCall]] = {}

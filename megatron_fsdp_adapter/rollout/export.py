@@ -208,6 +208,7 @@ class _Chunk:
         is_news = which == CHANGED and engine.exported_loads != engine.loads
         self.source = source
         self.everything = everything
+        # Whether frozen weights are exported, and whether buffers.
         self.frozen_too = which == ALL or is_news
         self.buffers_too = which != TRAINED
         self.device = engine.runtime.device
@@ -216,6 +217,7 @@ class _Chunk:
         self.wanted = Wanted(self._is_chosen, dtype, quantized)
         # By a pair's id.
         self._described = {id(pair): source.describe(pair) for pair in engine.pairs}
+        # By this rank's name of an expert's weight, the names on all expert-parallel ranks.
         self._others = self._names_of_experts()
 
     def _is_chosen(self, group: ParamGroup) -> bool:

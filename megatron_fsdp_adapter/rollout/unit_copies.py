@@ -88,6 +88,7 @@ class _GroupCopy:
         # This rank's part of each segment of each plane, and what is cast into it.
         self._held: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
+        # Output and input of gathers over the shard axis, and over the outer axis.
         self.gather_pairs: list[Pair] = []
         self.outer_pairs: list[Pair] = []
         specs = (group.full, group.inner, group.held)

@@ -77,7 +77,7 @@ class Communicator:
         self.group = group
         self.device = device
         self.size: int = dist.get_world_size(group)
-        self.rank: int = dist.get_rank(group)
+        self.rank: int = dist.get_rank(group)  # in the group
         self.ranks = dist.get_process_group_ranks(group)  # global ones
         self.stream_ordered = is_stream_ordered(group, device)
 

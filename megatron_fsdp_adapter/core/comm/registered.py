@@ -119,6 +119,7 @@ class RegisteredMemory:
         self.at_once = at_once
         self.device = device
         self._groups = list(dict.fromkeys(groups))
+        # One for each call of `allocate`: their memory is there as long as they are.
         self._pools: list[Any] = []
         # Weak references to groups, and the pools that each one's communicator knows.
         self._registered: list[tuple[Any, Any]] = []

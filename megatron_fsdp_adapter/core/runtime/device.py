@@ -177,6 +177,7 @@ class CudaRuntime(Runtime):
                 self._streams[role] = torch.cuda.Stream(device=device, priority=priority)
         # torch looks a number up several times faster than a `torch.device`.
         self._index = torch.cuda.current_device() if device.index is None else device.index
+        # Of the same roles, what `set_stream_id` takes.
         self._ids = {role: stream_id(stream) for role, stream in self._streams.items()}
         # Current streams so far.
         self._seen: dict[StreamId, torch.cuda.Stream] = {}
