@@ -52,7 +52,7 @@ def layer_numels(plans: Sequence[UnitPlan]) -> list[int]:
 def _alone(plans: Sequence[UnitPlan]) -> set[str]:
     """Names of units that are modules, in no other unit and without one inside."""
     alone = set()
-    around = set()
+    around: set[str] = set()
     for plan in plans:
         if plan.module is None:
             continue

@@ -59,7 +59,7 @@ def beside_engine(
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Name and tensor of what `module` has beside the engine's parameters, each once: parameters
     that were left alone, quantized ones as they are, and persistent buffers (True)."""
-    managed = set()
+    managed: set[int] = set()
     for pair in engine.pairs:
         managed.update((id(pair.unsharded), id(pair.sharded)))
     for name, param in module.named_parameters():
