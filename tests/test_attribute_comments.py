@@ -14,7 +14,7 @@ import megatron_fsdp_adapter
 
 PACKAGE = Path(megatron_fsdp_adapter.__file__).parent
 
-FILES = sorted(PACKAGE.glob("core/engine/*.py"))
+FILES = [*sorted(PACKAGE.glob("core/engine/*.py")), PACKAGE / "optim/local_shards.py"]
 
 DATACLASSES = ("Backward", "DomainReduce", "InFlight", "Launched", "Reduction", "_Comparison")
 """Those that are looked at besides classes with an `__init__`."""

@@ -80,13 +80,6 @@ class LocalShards:
 
     `state` is keyed by local tensor and is what the inner optimizer reads and writes while it
     steps; `optimizer.state`, keyed by parameter, shows the same storages as DTensors.
-
-    Args:
-        skip_empty: the inner optimizer is not given shards without elements.
-        decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
-        rule: how groups are updated that are not its own.
-        residency: where main weights and state are between steps.
-        fused_step: the kernel in it, where it has one of ours.
     """
 
     def __init__(
@@ -98,12 +91,17 @@ class LocalShards:
         residency: Residency,
         fused_step: FusedAdamStep | None,
     ) -> None:
+        # Whether the inner optimizer is not given shards without elements.
         self.skip_empty = skip_empty
+        # Whether it reads `decoupled_grad`, of any dtype, in place of `grad`.
         self.decoupled = decoupled
+        # How groups are updated that are not its own.
         self.rule = rule
+        # Where main weights and state are between steps.
         self.residency = residency
+        # The kernel in it, where it has one of ours.
         self.fused_step = fused_step
-        # By parameter group. `every` has the pairs of all groups.
+        # By parameter group.
         self.pairs: list[list[LocalPair]] = []
         # What the inner optimizer keeps of each local tensor.
         self.state: dict[torch.Tensor, Entry] = defaultdict(dict)
@@ -161,7 +159,7 @@ class LocalShards:
                 "sharded model. Make it with parameters of the wrapped model"
             )
         self.pairs = [[(param, self._local_of(param)) for param in params] for params in groups]
-        self.every = [pair for pairs in self.pairs for pair in pairs]
+        self.every = [pair for pairs in self.pairs for pair in pairs]  # of all groups
 
     def _local_of(self, param: Any) -> torch.Tensor:
         """The tensor that the inner optimizer updates in the place of `param`."""
