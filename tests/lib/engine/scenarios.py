@@ -83,237 +83,261 @@ MORE_AT_ONCE = {
 """The unit that ended the last forward is kept for the backward that normally comes next. When that
 does not come next, or another layer came last, it is one more. A sync with `wait` gathers all."""
 
-SCENARIOS: dict[str, Scenario] = {
-    **{
-        event: Scenario(events=(event,), weights=MORE_AT_ONCE.get(event, 0))
-        for event in ONE_AFTER_ANOTHER
-    },
-    "further_backwards": Scenario(
-        events=("further_backwards",), strategies=SHARDED, weights=1, apart=("further_backwards",)
-    ),
-    # models
-    "tied": Scenario({"tied": True}),
-    "no_root": Scenario({"root_norm": False}, MIXED[:2]),
-    "frozen": Scenario({"frozen": True}, ("microbatches", "backward_raises")),
-    "one_unit": Scenario({"one_unit": True}, ("steps", "microbatches")),
-    "many_layers": Scenario({"layers": 12}, ("microbatches",), SHARDED),
-    "reentrant": Scenario({"recompute": "reentrant"}, apart=TWICE),
-    "non_reentrant": Scenario({"recompute": "non_reentrant"}),
-    "selective": Scenario({"recompute": "selective"}),
-    "overwrites": Scenario(FUSED, apart=TWICE),
-    "overwrites_early": Scenario({"fused": WgradProtocol.OVERWRITES_EARLY}, apart=TWICE),
-    "accumulates": Scenario(ADDING, apart=TWICE),
-    **{
-        f"operations{name}": Scenario(
-            options | {"operations": True},
-            ("microbatches", "evaluation_between"),
-            like={"operations": False},
-            rare=bool(name),
-        )
-        for name, options in (
-            ("", FUSED),
-            ("_adding", ADDING),
-            ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}),
-        )
-    },
-    "fused_recompute": Scenario(FUSED | {"recompute": "non_reentrant"}, apart=TWICE, rare=True),
-    # With one microbatch a step, so that gradients are added up in one order.
-    "any_strategy": Scenario(
-        {}, ("steps", "layers_skipped", "weights_loaded"), REDUCED, like={"strategy": ZERO_3}
-    ),
-    # when things are launched, and where
-    "far_prefetch": Scenario({"prefetch_bytes": 1 << 20}, like={"prefetch_bytes": 0}, weights=4),
-    "no_overlap": Scenario({"overlap": False}, like={"overlap": True}),
-    "checked": Scenario({"check_by": "parameter"}, MIXED[:1], like={"check_by": None}),
-    "slots": Scenario({"slots": True}, (*MIXED, "forwards_in_flight"), like={"slots": False}),
-    "slots_far_prefetch": Scenario(
-        {"slots": True, "prefetch_bytes": 1 << 20}, weights=4, rare=True
-    ),
-    "slots_fused": Scenario({"slots": True} | FUSED, apart=TWICE, rare=True),
-    "slots_recompute": Scenario({"slots": True, "recompute": "non_reentrant"}, rare=True),
-    "slots_two_domains": Scenario({"slots": True} | TWO_DOMAINS, rare=True),
-    "joined": Scenario({"joined": 150, "layers": 5}, (*MIXED, "layers_skipped"), weights=2),
-    "joined_slots": Scenario(
-        {"joined": 150, "layers": 5, "slots": True, "comm_dtype": BF16}, rare=True
-    ),
-    "joined_recompute": Scenario(
-        {"joined": 150, "layers": 5, "recompute": "reentrant"}, apart=TWICE, rare=True
-    ),
-    # dtypes
-    "bf16_comm": Scenario({"comm_dtype": BF16}, MIXED[:1]),
-    "bf16_grads": Scenario({"main_grads": BF16}, MIXED[:1]),
-    "bf16_grads_fp32_comm": Scenario({"main_grads": BF16, "comm_dtype": FP32}, MIXED[:1]),
-    "own_main": Scenario({"main_params": None}, MIXED[:1]),
-    "fp32": Scenario({"dtype": FP32, "world": 3}, (*MIXED, "weights_loaded")),
-    "fp32_sums": Scenario({"comm_dtype": BF16, "fp32_sums": True}, strategies=REDUCED),
-    "fp32_sums_instances": Scenario(
-        {"comm_dtype": BF16, "fp32_sums": True, "outer": 2, "world": 4, "rank": 1},
-        strategies=REDUCED,
-        rare=True,
-    ),
-    "scaled_before": Scenario(
-        {"scale_before_sum": True, "world": 4, "dtype": FP32},
-        MIXED[:1],
-        like={"scale_before_sum": False},
-    ),
-    # copy engines, whose buckets are as narrow as the gradients
-    "exchange": Scenario(
-        {"slots": True, "exchange": True},
-        (*MIXED, "gradients_late"),
-        SHARDED,
-        like={"exchange": False},
-    ),
-    "exchange_fused": Scenario(
-        {"slots": True, "exchange": True} | FUSED,
-        strategies=SHARDED,
-        like={"exchange": False},
-        apart=TWICE,
-        rare=True,
-    ),
-    "exchange_tied": Scenario(
-        {"slots": True, "exchange": True, "tied": True},
-        strategies=SHARDED,
-        like={"exchange": False},
-        rare=True,
-    ),
-    "exchange_bf16_grads": Scenario(
-        {"slots": True, "exchange": True, "main_grads": BF16, "comm_dtype": FP32},
-        strategies=SHARDED,
-        like={"exchange": False},
-        rare=True,
-    ),
-    "exchange_two_domains": Scenario(
-        {"slots": True, "exchange": True} | TWO_DOMAINS,
-        strategies=SHARDED,
-        like={"exchange": False},
-        rare=True,
-    ),
-    # ranks
-    "alone": Scenario({"world": 1, "whole": True}, (*TOGETHER, "weights_written"), SHARDED),
-    "alone_scaled": Scenario(
-        {"world": 1, "whole": True, "grad_scale": 0.5, "one_unit": True},
-        ("further_backwards",),
-        SHARDED,
-        apart=None,
-    ),
-    "two_domains": Scenario(TWO_DOMAINS),
-    "fused_two_domains": Scenario(FUSED | TWO_DOMAINS, apart=TWICE, rare=True),
-    "two_instances": Scenario({"outer": 2, "world": 4, "rank": 1}),
-    "sharded_instances": Scenario({"outer": 2, "shard_outer": True, "world": 6, "rank": 4}),
-    "instances_far_prefetch": Scenario(
-        INSTANCES | {"prefetch_bytes": 2560}, ("evaluation_between", "weights_loaded"), weights=1
-    ),
-    "shared_instances": Scenario(
-        {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6}
-    ),
-    "whole": Scenario(
-        ONE_RANK_EACH,
-        (*TOGETHER, "further_backwards"),
-        SHARDED,
-        like={"whole": False},
-        apart=("further_backwards",),
-    ),
-    "whole_scaled_before": Scenario(
-        ONE_RANK_EACH | {"scale_before_sum": True},
-        TOGETHER,
-        SHARDED,
-        like={"whole": False},
-        rare=True,
-    ),
-    "whole_slots": Scenario(
-        ONE_RANK_EACH | {"slots": True, "comm_dtype": BF16}, strategies=SHARDED, rare=True
-    ),
-    "whole_exchange": Scenario(
-        ONE_RANK_EACH | {"slots": True, "exchange": True}, strategies=SHARDED, rare=True
-    ),
-    "whole_fused": Scenario(ONE_RANK_EACH | ADDING, strategies=SHARDED, apart=TWICE, rare=True),
-    "whole_overwrites": Scenario(ONE_RANK_EACH | FUSED, strategies=SHARDED, apart=TWICE, rare=True),
-    "whole_recompute": Scenario(
-        ONE_RANK_EACH | {"recompute": "non_reentrant"}, strategies=SHARDED, rare=True
-    ),
-    "whole_kept": Scenario(ONE_RANK_EACH | KEPT, strategies=(ZERO_3,), rare=True),
-    "whole_instances": Scenario(ONE_RANK_EACH | INSTANCES, strategies=SHARDED, rare=True),
-    "whole_replicas": Scenario(
-        ONE_RANK_EACH | {"outer": 2, "world": 4, "rank": 1}, strategies=SHARDED, rare=True
-    ),
-    # units that keep weights, or gradients too
-    "kept": Scenario(KEPT, (*MIXED, "gradients_late"), (ZERO_3,)),
-    "kept_weights": Scenario({"own": (ZERO_2, ZERO_3)}, strategies=(ZERO_3,), like={"own": ()}),
-    "kept_weights_slots": Scenario(
-        {"own": (ZERO_2,), "slots": True}, strategies=(ZERO_3,), like={"own": ()}
-    ),
-    "kept_gradients": Scenario(
-        {"own": (ZERO_1,), "slots": True, "exchange": True},
+SCENARIOS: dict[str, Scenario] = {}
+for event in ONE_AFTER_ANOTHER:
+    SCENARIOS[event] = Scenario(events=(event,), weights=MORE_AT_ONCE.get(event, 0))
+SCENARIOS["further_backwards"] = Scenario(
+    events=("further_backwards",), strategies=SHARDED, weights=1, apart=("further_backwards",)
+)
+
+# models
+SCENARIOS["tied"] = Scenario({"tied": True})
+SCENARIOS["no_root"] = Scenario({"root_norm": False}, MIXED[:2])
+SCENARIOS["frozen"] = Scenario({"frozen": True}, ("microbatches", "backward_raises"))
+SCENARIOS["one_unit"] = Scenario({"one_unit": True}, ("steps", "microbatches"))
+SCENARIOS["many_layers"] = Scenario({"layers": 12}, ("microbatches",), SHARDED)
+SCENARIOS["reentrant"] = Scenario({"recompute": "reentrant"}, apart=TWICE)
+SCENARIOS["non_reentrant"] = Scenario({"recompute": "non_reentrant"})
+SCENARIOS["selective"] = Scenario({"recompute": "selective"})
+SCENARIOS["overwrites"] = Scenario(FUSED, apart=TWICE)
+SCENARIOS["overwrites_early"] = Scenario({"fused": WgradProtocol.OVERWRITES_EARLY}, apart=TWICE)
+SCENARIOS["accumulates"] = Scenario(ADDING, apart=TWICE)
+for name, options in (
+    ("", FUSED),
+    ("_adding", ADDING),
+    ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}),
+):
+    SCENARIOS[f"operations{name}"] = Scenario(
+        options | {"operations": True},
         ("microbatches", "evaluation_between"),
-        (ZERO_3,),
-        like={"own": (), "strategy": ZERO_1, "exchange": False},
-    ),
-    "kept_untold": Scenario(KEPT | {"told": False}, strategies=(ZERO_3,), like={"told": True}),
-    "kept_slots": Scenario(KEPT | {"slots": True}, strategies=(ZERO_3,), rare=True),
-    "kept_bf16_comm": Scenario(KEPT | {"slots": True, "comm_dtype": BF16}, strategies=(ZERO_3,)),
-    "kept_exchange": Scenario(
-        KEPT | {"slots": True, "exchange": True},
+        like={"operations": False},
+        rare=bool(name),
+    )
+SCENARIOS["fused_recompute"] = Scenario(
+    FUSED | {"recompute": "non_reentrant"}, apart=TWICE, rare=True
+)
+
+# With one microbatch a step, so that gradients are added up in one order.
+SCENARIOS["any_strategy"] = Scenario(
+    {}, ("steps", "layers_skipped", "weights_loaded"), REDUCED, like={"strategy": ZERO_3}
+)
+
+# when things are launched, and where
+SCENARIOS["far_prefetch"] = Scenario(
+    {"prefetch_bytes": 1 << 20}, like={"prefetch_bytes": 0}, weights=4
+)
+SCENARIOS["no_overlap"] = Scenario({"overlap": False}, like={"overlap": True})
+SCENARIOS["checked"] = Scenario({"check_by": "parameter"}, MIXED[:1], like={"check_by": None})
+SCENARIOS["slots"] = Scenario(
+    {"slots": True}, (*MIXED, "forwards_in_flight"), like={"slots": False}
+)
+SCENARIOS["slots_far_prefetch"] = Scenario(
+    {"slots": True, "prefetch_bytes": 1 << 20}, weights=4, rare=True
+)
+SCENARIOS["slots_fused"] = Scenario({"slots": True} | FUSED, apart=TWICE, rare=True)
+SCENARIOS["slots_recompute"] = Scenario({"slots": True, "recompute": "non_reentrant"}, rare=True)
+SCENARIOS["slots_two_domains"] = Scenario({"slots": True} | TWO_DOMAINS, rare=True)
+SCENARIOS["joined"] = Scenario({"joined": 150, "layers": 5}, (*MIXED, "layers_skipped"), weights=2)
+SCENARIOS["joined_slots"] = Scenario(
+    {"joined": 150, "layers": 5, "slots": True, "comm_dtype": BF16}, rare=True
+)
+SCENARIOS["joined_recompute"] = Scenario(
+    {"joined": 150, "layers": 5, "recompute": "reentrant"}, apart=TWICE, rare=True
+)
+
+# dtypes
+SCENARIOS["bf16_comm"] = Scenario({"comm_dtype": BF16}, MIXED[:1])
+SCENARIOS["bf16_grads"] = Scenario({"main_grads": BF16}, MIXED[:1])
+SCENARIOS["bf16_grads_fp32_comm"] = Scenario({"main_grads": BF16, "comm_dtype": FP32}, MIXED[:1])
+SCENARIOS["own_main"] = Scenario({"main_params": None}, MIXED[:1])
+SCENARIOS["fp32"] = Scenario({"dtype": FP32, "world": 3}, (*MIXED, "weights_loaded"))
+SCENARIOS["fp32_sums"] = Scenario({"comm_dtype": BF16, "fp32_sums": True}, strategies=REDUCED)
+SCENARIOS["fp32_sums_instances"] = Scenario(
+    {"comm_dtype": BF16, "fp32_sums": True, "outer": 2, "world": 4, "rank": 1},
+    strategies=REDUCED,
+    rare=True,
+)
+SCENARIOS["scaled_before"] = Scenario(
+    {"scale_before_sum": True, "world": 4, "dtype": FP32},
+    MIXED[:1],
+    like={"scale_before_sum": False},
+)
+
+# copy engines, whose buckets are as narrow as the gradients
+SCENARIOS["exchange"] = Scenario(
+    {"slots": True, "exchange": True},
+    (*MIXED, "gradients_late"),
+    SHARDED,
+    like={"exchange": False},
+)
+SCENARIOS["exchange_fused"] = Scenario(
+    {"slots": True, "exchange": True} | FUSED,
+    strategies=SHARDED,
+    like={"exchange": False},
+    apart=TWICE,
+    rare=True,
+)
+SCENARIOS["exchange_tied"] = Scenario(
+    {"slots": True, "exchange": True, "tied": True},
+    strategies=SHARDED,
+    like={"exchange": False},
+    rare=True,
+)
+SCENARIOS["exchange_bf16_grads"] = Scenario(
+    {"slots": True, "exchange": True, "main_grads": BF16, "comm_dtype": FP32},
+    strategies=SHARDED,
+    like={"exchange": False},
+    rare=True,
+)
+SCENARIOS["exchange_two_domains"] = Scenario(
+    {"slots": True, "exchange": True} | TWO_DOMAINS,
+    strategies=SHARDED,
+    like={"exchange": False},
+    rare=True,
+)
+
+# ranks
+SCENARIOS["alone"] = Scenario({"world": 1, "whole": True}, (*TOGETHER, "weights_written"), SHARDED)
+SCENARIOS["alone_scaled"] = Scenario(
+    {"world": 1, "whole": True, "grad_scale": 0.5, "one_unit": True},
+    ("further_backwards",),
+    SHARDED,
+    apart=None,
+)
+SCENARIOS["two_domains"] = Scenario(TWO_DOMAINS)
+SCENARIOS["fused_two_domains"] = Scenario(FUSED | TWO_DOMAINS, apart=TWICE, rare=True)
+SCENARIOS["two_instances"] = Scenario({"outer": 2, "world": 4, "rank": 1})
+SCENARIOS["sharded_instances"] = Scenario({"outer": 2, "shard_outer": True, "world": 6, "rank": 4})
+SCENARIOS["instances_far_prefetch"] = Scenario(
+    INSTANCES | {"prefetch_bytes": 2560}, ("evaluation_between", "weights_loaded"), weights=1
+)
+SCENARIOS["shared_instances"] = Scenario(
+    {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6}
+)
+SCENARIOS["whole"] = Scenario(
+    ONE_RANK_EACH,
+    (*TOGETHER, "further_backwards"),
+    SHARDED,
+    like={"whole": False},
+    apart=("further_backwards",),
+)
+SCENARIOS["whole_scaled_before"] = Scenario(
+    ONE_RANK_EACH | {"scale_before_sum": True},
+    TOGETHER,
+    SHARDED,
+    like={"whole": False},
+    rare=True,
+)
+SCENARIOS["whole_slots"] = Scenario(
+    ONE_RANK_EACH | {"slots": True, "comm_dtype": BF16}, strategies=SHARDED, rare=True
+)
+SCENARIOS["whole_exchange"] = Scenario(
+    ONE_RANK_EACH | {"slots": True, "exchange": True}, strategies=SHARDED, rare=True
+)
+SCENARIOS["whole_fused"] = Scenario(
+    ONE_RANK_EACH | ADDING, strategies=SHARDED, apart=TWICE, rare=True
+)
+SCENARIOS["whole_overwrites"] = Scenario(
+    ONE_RANK_EACH | FUSED, strategies=SHARDED, apart=TWICE, rare=True
+)
+SCENARIOS["whole_recompute"] = Scenario(
+    ONE_RANK_EACH | {"recompute": "non_reentrant"}, strategies=SHARDED, rare=True
+)
+SCENARIOS["whole_kept"] = Scenario(ONE_RANK_EACH | KEPT, strategies=(ZERO_3,), rare=True)
+SCENARIOS["whole_instances"] = Scenario(ONE_RANK_EACH | INSTANCES, strategies=SHARDED, rare=True)
+SCENARIOS["whole_replicas"] = Scenario(
+    ONE_RANK_EACH | {"outer": 2, "world": 4, "rank": 1}, strategies=SHARDED, rare=True
+)
+
+# units that keep weights, or gradients too
+SCENARIOS["kept"] = Scenario(KEPT, (*MIXED, "gradients_late"), (ZERO_3,))
+SCENARIOS["kept_weights"] = Scenario(
+    {"own": (ZERO_2, ZERO_3)}, strategies=(ZERO_3,), like={"own": ()}
+)
+SCENARIOS["kept_weights_slots"] = Scenario(
+    {"own": (ZERO_2,), "slots": True}, strategies=(ZERO_3,), like={"own": ()}
+)
+SCENARIOS["kept_gradients"] = Scenario(
+    {"own": (ZERO_1,), "slots": True, "exchange": True},
+    ("microbatches", "evaluation_between"),
+    (ZERO_3,),
+    like={"own": (), "strategy": ZERO_1, "exchange": False},
+)
+SCENARIOS["kept_untold"] = Scenario(
+    KEPT | {"told": False}, strategies=(ZERO_3,), like={"told": True}
+)
+SCENARIOS["kept_slots"] = Scenario(KEPT | {"slots": True}, strategies=(ZERO_3,), rare=True)
+SCENARIOS["kept_bf16_comm"] = Scenario(
+    KEPT | {"slots": True, "comm_dtype": BF16}, strategies=(ZERO_3,)
+)
+SCENARIOS["kept_exchange"] = Scenario(
+    KEPT | {"slots": True, "exchange": True},
+    strategies=(ZERO_3,),
+    like={"exchange": False},
+    rare=True,
+)
+SCENARIOS["kept_fused"] = Scenario(KEPT | ADDING, strategies=(ZERO_3,), apart=TWICE, rare=True)
+
+# units that are to keep them once the engine is made
+SCENARIOS["found_weights"] = Scenario(
+    {"found": (ZERO_2, ZERO_3)}, (*MIXED, "gradients_late"), (ZERO_3,), like={"found": ()}
+)
+SCENARIOS["found_gradients"] = Scenario(
+    {"found": (ZERO_1,)},
+    ("microbatches", "evaluation_between"),
+    (ZERO_3,),
+    like={"found": (), "strategy": ZERO_1},
+)
+for name, options, apart in (
+    ("", {}, ()),
+    ("_fused", FUSED, TWICE),
+    ("_adding", ADDING, TWICE),
+    ("_recompute", {"recompute": "non_reentrant"}, ()),
+    ("_instances", INSTANCES, ()),
+    ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}, TWICE),
+):
+    SCENARIOS[f"found{name}"] = Scenario(
+        {"found": KEPT["own"]} | options,
         strategies=(ZERO_3,),
-        like={"exchange": False},
-        rare=True,
-    ),
-    "kept_fused": Scenario(KEPT | ADDING, strategies=(ZERO_3,), apart=TWICE, rare=True),
-    # units that are to keep them once the engine is made
-    "found_weights": Scenario(
-        {"found": (ZERO_2, ZERO_3)}, (*MIXED, "gradients_late"), (ZERO_3,), like={"found": ()}
-    ),
-    "found_gradients": Scenario(
-        {"found": (ZERO_1,)},
-        ("microbatches", "evaluation_between"),
-        (ZERO_3,),
-        like={"found": (), "strategy": ZERO_1},
-    ),
-    **{
-        f"found{name}": Scenario(
-            {"found": KEPT["own"]} | options,
-            strategies=(ZERO_3,),
-            like={"found": (), "own": KEPT["own"]},
-            apart=apart,
-            rare=bool(name),
-        )
-        for name, options, apart in (
-            ("", {}, ()),
-            ("_fused", FUSED, TWICE),
-            ("_adding", ADDING, TWICE),
-            ("_recompute", {"recompute": "non_reentrant"}, ()),
-            ("_instances", INSTANCES, ()),
-            ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}, TWICE),
-        )
-    },
-    "kept_recompute": Scenario(
-        KEPT | {"recompute": "non_reentrant"}, strategies=(ZERO_3,), rare=True
-    ),
-    "kept_instances": Scenario(KEPT | INSTANCES, strategies=(ZERO_3,), rare=True),
-    # a schedule that takes passes apart
-    **{
-        f"scheduled{name}": Scenario(
-            {"scheduled": True} | options,
-            ("microbatches", "steps", "evaluation_between"),
-            like={"scheduled": False},
-            weights=1,
-            apart=None,
-            rare=bool(name),
-        )
-        for name, options in {
-            "": {},
-            "_tied": {"tied": True},
-            "_frozen": {"frozen": True},
-            "_odd": {"layers": 3},
-            "_no_overlap": {"overlap": False},
-            "_selective": {"recompute": "selective"},
-            "_fused": FUSED,
-            "_current": {"recipe": "current"},
-            "_mxfp8": {"recipe": "mxfp8"},
-        }.items()
-    },
-    # layers with a stream of their own
-    **{
-        f"{kind}{name}": Scenario(
+        like={"found": (), "own": KEPT["own"]},
+        apart=apart,
+        rare=bool(name),
+    )
+SCENARIOS["kept_recompute"] = Scenario(
+    KEPT | {"recompute": "non_reentrant"}, strategies=(ZERO_3,), rare=True
+)
+SCENARIOS["kept_instances"] = Scenario(KEPT | INSTANCES, strategies=(ZERO_3,), rare=True)
+
+# a schedule that takes passes apart
+for name, options in {
+    "": {},
+    "_tied": {"tied": True},
+    "_frozen": {"frozen": True},
+    "_odd": {"layers": 3},
+    "_no_overlap": {"overlap": False},
+    "_selective": {"recompute": "selective"},
+    "_fused": FUSED,
+    "_current": {"recipe": "current"},
+    "_mxfp8": {"recipe": "mxfp8"},
+}.items():
+    SCENARIOS[f"scheduled{name}"] = Scenario(
+        {"scheduled": True} | options,
+        ("microbatches", "steps", "evaluation_between"),
+        like={"scheduled": False},
+        weights=1,
+        apart=None,
+        rare=bool(name),
+    )
+
+# layers with a stream of their own
+for kind in ("dispatched", "computed", "reordered"):
+    for name, options in {
+        "": {},
+        "_slots": {"slots": True},
+        "_recompute": {"recompute": "non_reentrant"},
+        "_two_domains": TWO_DOMAINS,
+    }.items():
+        SCENARIOS[f"{kind}{name}"] = Scenario(
             {"side": kind} | options,
             ("microbatches", "evaluation_between", "forwards_in_flight"),
             like={"side": kind if kind == "computed" else None},
@@ -321,97 +345,71 @@ SCENARIOS: dict[str, Scenario] = {
             weights=1,
             rare=bool(name),
         )
-        for kind in ("dispatched", "computed", "reordered")
-        for name, options in {
-            "": {},
-            "_slots": {"slots": True},
-            "_recompute": {"recompute": "non_reentrant"},
-            "_two_domains": TWO_DOMAINS,
-        }.items()
-    },
-    # main weights and the state of Adam in host memory
-    **{
-        f"offload{name}": Scenario(
-            {"adam": True, "offload": True} | options,
-            ("steps",) if name else SAID,
-            like={"offload": False},
-            apart=None,
-            weights=1,
-            rare=bool(name),
-        )
-        for name, options in {
-            "": {},
-            "_fp32": {"dtype": FP32},
-            "_frozen": {"frozen": True},
-            "_tied": {"tied": True},
-            "_split": {"split": True},
-            "_slots": {"slots": True},
-            "_instances": INSTANCES,
-            "_bf16_main": {"main_params": BF16},
-            "_current": {"recipe": "current"},
-        }.items()
-    },
-    # quantized weights
-    **{
-        recipe: Scenario(
-            {"recipe": recipe},
-            weights=1,
-            events=("steps", "exports", "weights_loaded", *MIXED)
-            if recipe in BY_TENSOR_AND_BLOCK
-            else ("steps", "microbatches"),
-        )
-        for recipe in RECIPES
-    },
-    **{
-        f"{recipe}_in_all": Scenario({"recipe": recipe}, ONE_AFTER_ANOTHER, apart=None, rare=True)
-        for recipe in RECIPES
-    },
-    **{
-        f"{recipe}_{protocol.value}": Scenario(
-            {"recipe": recipe, "fused": protocol}, apart=TWICE, weights=1
-        )
-        for recipe, protocol in (
-            ("current", WgradProtocol.OVERWRITES),
-            ("mxfp8", WgradProtocol.OVERWRITES_EARLY),
-            ("block128", WgradProtocol.ACCUMULATES),
-        )
-    },
-    "mxfp8_shown": Scenario({"recipe": "mxfp8"}, ("gathered_while_shown",), apart=None),
-}
-SCENARIOS |= {
-    f"{recipe}_{name}": Scenario(
-        SCENARIOS[name].options | {"recipe": recipe},
-        MIXED[:2],
-        (strategy,),
+
+# main weights and the state of Adam in host memory
+for name, options in {
+    "": {},
+    "_fp32": {"dtype": FP32},
+    "_frozen": {"frozen": True},
+    "_tied": {"tied": True},
+    "_split": {"split": True},
+    "_slots": {"slots": True},
+    "_instances": INSTANCES,
+    "_bf16_main": {"main_params": BF16},
+    "_current": {"recipe": "current"},
+}.items():
+    SCENARIOS[f"offload{name}"] = Scenario(
+        {"adam": True, "offload": True} | options,
+        ("steps",) if name else SAID,
+        like={"offload": False},
         apart=None,
-        rare=is_long,
+        weights=1,
+        rare=bool(name),
     )
-    for is_long, names in enumerate(
-        (
-            ("tied", "frozen", "non_reentrant", "two_instances"),
-            (
-                "selective",
-                "slots",
-                "two_domains",
-                "far_prefetch",
-                "reentrant",
-                "shared_instances",
-                "slots_recompute",
-            ),
+
+# quantized weights
+for recipe in RECIPES:
+    seen: tuple[str, ...] = ("steps", "microbatches")
+    if recipe in BY_TENSOR_AND_BLOCK:
+        seen = ("steps", "exports", "weights_loaded", *MIXED)
+    SCENARIOS[recipe] = Scenario({"recipe": recipe}, seen, weights=1)
+for recipe in RECIPES:
+    SCENARIOS[f"{recipe}_in_all"] = Scenario(
+        {"recipe": recipe}, ONE_AFTER_ANOTHER, apart=None, rare=True
+    )
+for recipe, protocol in (
+    ("current", WgradProtocol.OVERWRITES),
+    ("mxfp8", WgradProtocol.OVERWRITES_EARLY),
+    ("block128", WgradProtocol.ACCUMULATES),
+):
+    SCENARIOS[f"{recipe}_{protocol.value}"] = Scenario(
+        {"recipe": recipe, "fused": protocol}, apart=TWICE, weights=1
+    )
+SCENARIOS["mxfp8_shown"] = Scenario({"recipe": "mxfp8"}, ("gathered_while_shown",), apart=None)
+
+# quantized weights, and what else changes how they are gathered
+QUANTIZED_WITH = ("tied", "frozen", "non_reentrant", "two_instances")
+RARELY_QUANTIZED_WITH = (
+    "selective", "slots", "two_domains", "far_prefetch", "reentrant", "shared_instances",
+    "slots_recompute",
+)  # fmt: skip
+for name in (*QUANTIZED_WITH, *RARELY_QUANTIZED_WITH):
+    for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8"), (ZERO_3, "current")):
+        options = SCENARIOS[name].options | {"recipe": recipe}
+        SCENARIOS[f"{recipe}_{name}"] = Scenario(
+            options, MIXED[:2], (strategy,), apart=None, rare=name in RARELY_QUANTIZED_WITH
         )
-    )
-    for name in names
-    for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8"), (ZERO_3, "current"))
-}
 
 
 def cells(*names: str, strategies: tuple[str, ...] = tuple(STRATEGIES)) -> list[Any]:
     """Parameters (strategy, scenario) of a test: the scenarios that are named, or all, each under
     each of its strategies."""
-    return [
-        pytest.param(strategy, name, marks=pytest.mark.full if scenario.rare else ())
-        for name, scenario in SCENARIOS.items()
-        if name in names or not names
-        for strategy in scenario.strategies
-        if strategy in strategies
-    ]
+    found = []
+    for name, scenario in SCENARIOS.items():
+        if names and name not in names:
+            continue
+        marks = pytest.mark.full if scenario.rare else ()
+        for strategy in scenario.strategies:
+            if strategy in strategies:
+                found.append(pytest.param(strategy, name, marks=marks))
+    return found
