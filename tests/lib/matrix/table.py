@@ -159,279 +159,386 @@ def recipe_of(precision: Value) -> str:
     return str(precision).partition("_")[2]
 
 
-RULES: tuple[Rule, ...] = (
-    # What a machine must have.
-    Rule(
-        "needs a GPU: buffers",
-        "registered memory and copy engines are NCCL's",
-        lambda target, buffers: target == "cpu" and buffers not in ("plain", "slots"),
-    ),
-    Rule(
-        "needs a GPU: graph",
-        "there are no CUDA graphs on a CPU",
-        lambda target, graph: target == "cpu" and graph == "on",
-    ),
-    Rule(
-        "needs Transformer Engine: layers",
-        "its layers need a GPU",
-        lambda target, layers: target == "cpu" and layers in ("te", "te_grouped"),
-    ),
-    Rule(
-        "needs Transformer Engine: FP8",
-        "only Transformer Engine's layers compute in FP8",
-        lambda target, precision, layers: _fp8(precision) and not uses_te(target, layers),
-    ),
-    Rule(
-        "needs ranks: model-parallel",
-        "TP x CP x PP must divide the number of ranks",
-        lambda tp, cp, pp, ranks: ranks % (tp * cp * pp) != 0,
-    ),
-    Rule(
-        "needs ranks: experts",
-        "EP x ETP x PP must divide the number of ranks",
-        lambda ep, etp, pp, ranks: ranks % (ep * etp * pp) != 0,
-    ),
-    Rule(
-        "needs ranks: outer axis",
-        "two optimizer instances require an even number of data-parallel ranks",
-        lambda outer, tp, pp, ranks: outer != "plain" and (ranks // (tp * pp)) % 2 != 0,
-    ),
-    Rule(
-        "needs ranks: outer axis of experts",
-        "two optimizer instances require an even number of ranks per expert",
-        lambda outer, layers, ep, etp, pp, ranks: (
-            outer != "plain" and layers in WITH_EXPERTS and (ranks // (ep * etp * pp)) % 2 != 0
-        ),
-    ),
-    # What this package refuses.
-    Rule(
-        "refused: FP8 recipe",
-        "`support.py` does not accept it",
-        lambda precision: _fp8(precision) and recipe_of(precision) not in FP8_RECIPES,
-    ),
-    Rule(
-        "refused: copy engines without ZeRO-3",
-        "weights that stay unsharded are gathered only once a step",
-        lambda buffers, strategy: (
-            buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
-        ),
-    ),
-    Rule(
-        "refused: nothing to keep",
-        "weights and gradients are unsharded anyway",
-        lambda kept, strategy: kept != "nothing" and strategy in ("optim", "no_shard"),
-    ),
-    Rule(
-        "refused: a budget that is found beside fixed addresses",
-        "units in fixed buffers share memory; a graph is captured before a budget is found",
-        lambda kept, buffers, graph: kept == "found" and (buffers != "plain" or graph != "off"),
-    ),
-    Rule(
-        "refused: ETP unlike TP without EP",
-        "core marks such experts as dense",
-        lambda layers, tp, ep, etp: layers in WITH_EXPERTS and ep == 1 and etp != tp,
-    ),
-    Rule(
-        "refused: fused GEMMs of another dtype",
-        "Transformer Engine's GEMMs write float32 or the weights' dtype",
-        lambda target, layers, fusion, wire, strategy, precision: (
-            fusion == "on"
-            and wire == "bf16"
-            and precision in ("fp32", "fp16")
-            and uses_te(target, layers)
-            and STRATEGIES[str(strategy)].shard_grads
-        ),
-    ),
-    Rule(
-        "refused: offload of the optimizer in a graph",
-        "a replay does not run the host code of the offload",
-        lambda offload, graph: offload == "streamed" and graph == "on",
-    ),
-    Rule(
-        "refused: graphs of layers without slots",
-        "a graph requires fixed addresses",
-        lambda graph, buffers: graph == "layers" and buffers in ("plain", "ce_gather"),
-    ),
-    Rule(
-        "refused: graphs of layers that add to gradients",
-        "each captured backward overwrites its bucket",
-        lambda graph, strategy, kept: (
-            graph == "layers" and (kept != "nothing" or not STRATEGIES[str(strategy)].shard_grads)
-        ),
-    ),
-    Rule(
-        "refused: graphs of layers that are recomputed",
-        "backward runs recomputed layers "
-        "eagerly; core recomputes experts only in graphs of its own",
-        lambda graph, recompute, layers: (
-            graph == "layers"
-            and (recompute == "full" or (recompute == "mlp" and layers in WITH_EXPERTS))
-        ),
-    ),
-    Rule(
-        "refused: graphs of layers and delayed scaling",
-        "scales are updated only for modules that are called, and a replay calls none",
-        lambda graph, precision: graph == "layers" and recipe_of(precision) == "delayed",
-    ),
-    Rule(
-        "refused: graphs of layers and CP",
-        "attention uses its own streams",
-        lambda graph, cp: graph == "layers" and cp > 1,
-    ),
-    Rule(
-        "refused: graphs of layers and parts of layers",
-        "core's schedule calls parts, a graph captures whole layers",
-        lambda graph, ep_overlap: graph == "layers" and ep_overlap == "on",
-    ),
-    Rule(
-        "refused: parts of layers in slots",
-        "two passes would need the same slots for different layers",
-        lambda ep_overlap, buffers, strategy: (
-            ep_overlap == "on"
-            and buffers in ("slots", "nccl_ub")
-            and STRATEGIES[str(strategy)].shard_weights
-        ),
-    ),
-    Rule(
-        "refused: joined layers in graphs of layers",
-        "a graph captures one layer",
-        lambda joined, graph: joined == "pairs" and graph == "layers",
-    ),
-    Rule(
-        "refused: joined layers and parts of layers",
-        "they would stay unsharded during a pass",
-        lambda joined, ep_overlap: joined == "pairs" and ep_overlap == "on",
-    ),
-    Rule(
-        "refused: Muon in fp16",
-        "megatron-core does not support it either",
-        lambda optimizer, precision: optimizer == "muon" and precision == "fp16",
-    ),
-    Rule(
-        "refused: offload of Muon",
-        "only Adam's state is streamed",
-        lambda optimizer, offload: optimizer == "muon" and offload == "streamed",
-    ),
-    # What has no meaning.
-    Rule(
-        "no hooks in a graph",
-        "saved-tensor hooks are Python",
-        lambda offload, graph: offload == "activations" and graph != "off",
-    ),
-    Rule(
-        "no hooks around parts",
-        "core's schedule does not call the model. Recompute in backward "
-        "then passes weights to the hooks",
-        lambda offload, ep_overlap, recompute: (
-            offload == "activations" and ep_overlap == "on" and recompute != "none"
-        ),
-    ),
-    Rule(
-        "no parts",
-        "only layers with experts have parts",
-        lambda units, layers: units == "parts" and layers not in WITH_EXPERTS,
-    ),
-    Rule(
-        "no layers to join",
-        "layers that contain units are not joined",
-        lambda joined, units: joined == "pairs" and units == "parts",
-    ),
-    Rule(
-        "no EP",
-        "`ep_overlap` overlaps communication of expert-parallel ranks",
-        lambda ep_overlap, ep: ep_overlap == "on" and ep == 1,
-    ),
-    Rule(
-        "no experts",
-        "EP and ETP are axes of experts",
-        lambda layers, ep, etp: layers not in WITH_EXPERTS and (ep > 1 or etp > 1),
-    ),
-    Rule(
-        "no TP",
-        "SP splits activations over the ranks of TP",
-        lambda sp, tp: sp == "on" and tp == 1,
-    ),
-    Rule("no PP", "only pipelines have several model chunks", lambda vpp, pp: vpp > 1 and pp == 1),
-    # What core cannot do with any wrapper.
-    Rule(
-        "core: parts of layers in float32",
-        "core's configuration requires a 16-bit dtype",
-        lambda ep_overlap, precision: ep_overlap == "on" and precision == "fp32",
-    ),
-    Rule(
-        "core: parts of layers and recompute",
-        "core's configuration excludes full recompute, and in 0.19 also recompute of experts",
-        lambda ep_overlap, recompute: ep_overlap == "on" and recompute in ("full", "mlp"),
-    ),
-    Rule(
-        "core: parts of layers in a pipeline without chunks",
-        "core's schedule of parts is an interleaved one",
-        lambda ep_overlap, pp, vpp: ep_overlap == "on" and pp > 1 and vpp == 1,
-    ),
-    Rule(
-        "core: parts of adapted layers",
-        "core's schedule calls `backward_dw` of an MLP, which adapted layers lack",
-        lambda ep_overlap, trained: ep_overlap == "on" and trained == "adapter",
-    ),
-    Rule(
-        "core: parts of layers need alltoall",
-        "with ETP, gloo has no alltoall of unequal sizes: such cells use the allgather dispatcher",
-        lambda ep_overlap, etp: ep_overlap == "on" and etp > 1,
-    ),
-    Rule(
-        "core: experts with TP need SP",
-        "MoELayer raises in training without it",
-        lambda layers, tp, sp: layers in WITH_EXPERTS and tp > 1 and sp == "off",
-    ),
-    Rule(
-        "core: interleaving needs microbatches",
-        "at least as many as stages",
-        lambda vpp, pp, microbatches: vpp > 1 and microbatches < pp,
-    ),
-    Rule(
-        "core: no CP in local attention on GPUs",
-        "only Transformer Engine's attention supports CP; CPU cells use the tests' own attention",
-        lambda target, layers, cp: target == "gpu" and cp > 1 and not uses_te(target, layers),
-    ),
-    Rule(
-        "core: no CP in float32 on GPUs",
-        "no attention kernel of Transformer Engine supports it",
-        lambda target, cp, precision: target == "gpu" and cp > 1 and precision == "fp32",
-    ),
-    Rule(
-        "core: fused, tied, MTP and PP",
-        "stock DDP drops the embedding's part of the fused "
-        "gradient of the tied weight on the last stage",
-        lambda fusion, trained, layers, pp: (
-            fusion == "on" and trained == "tied" and layers == "mtp" and pp > 1
-        ),
-    ),
-    Rule(
-        "core: graph, recompute and TP",
-        "recompute seeds the generator of tensor-parallel ranks differently from the capture",
-        lambda graph, recompute, tp: graph == "on" and recompute == "full" and tp > 1,
-    ),
-    Rule(
-        "core: graph and experts",
-        "the host reads the number of tokens of each expert",
-        lambda graph, layers: graph == "on" and layers in WITH_EXPERTS,
-    ),
-    Rule(
-        "core: graph and PP",
-        "the host synchronizes after sends between stages",
-        lambda graph, pp: graph == "on" and pp > 1,
-    ),
-    Rule(
-        "core: graph and CP",
-        "the split of a batch uses numbers copied from the host",
-        lambda graph, cp: graph == "on" and cp > 1,
-    ),
-    Rule(
-        "core: graph and fp16",
-        "the loss scaler replaces the tensor that the graph reads",
-        lambda graph, precision: graph == "on" and precision == "fp16",
-    ),
+RULES: list[Rule] = []
+
+
+def rule(name: str, reason: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    """Makes a row of `RULES` of the function below it."""
+
+    def add(broken: Callable[..., bool]) -> Callable[..., bool]:
+        RULES.append(Rule(name, reason, broken))
+        return broken
+
+    return add
+
+
+# What a machine must have.
+
+
+@rule("needs a GPU: buffers", "registered memory and copy engines are NCCL's")
+def _needs_a_gpu_buffers(target, buffers) -> bool:
+    return target == "cpu" and buffers not in ("plain", "slots")
+
+
+@rule("needs a GPU: graph", "there are no CUDA graphs on a CPU")
+def _needs_a_gpu_graph(target, graph) -> bool:
+    return target == "cpu" and graph == "on"
+
+
+@rule("needs Transformer Engine: layers", "its layers need a GPU")
+def _needs_transformer_engine_layers(target, layers) -> bool:
+    return target == "cpu" and layers in ("te", "te_grouped")
+
+
+@rule("needs Transformer Engine: FP8", "only Transformer Engine's layers compute in FP8")
+def _needs_transformer_engine_fp8(target, precision, layers) -> bool:
+    return _fp8(precision) and not uses_te(target, layers)
+
+
+@rule("needs ranks: model-parallel", "TP x CP x PP must divide the number of ranks")
+def _needs_ranks_model_parallel(tp, cp, pp, ranks) -> bool:
+    return ranks % (tp * cp * pp) != 0
+
+
+@rule("needs ranks: experts", "EP x ETP x PP must divide the number of ranks")
+def _needs_ranks_experts(ep, etp, pp, ranks) -> bool:
+    return ranks % (ep * etp * pp) != 0
+
+
+@rule(
+    "needs ranks: outer axis",
+    "two optimizer instances require an even number of data-parallel ranks",
 )
+def _needs_ranks_outer_axis(outer, tp, pp, ranks) -> bool:
+    return outer != "plain" and (ranks // (tp * pp)) % 2 != 0
+
+
+@rule(
+    "needs ranks: outer axis of experts",
+    "two optimizer instances require an even number of ranks per expert",
+)
+def _needs_ranks_outer_axis_of_experts(outer, layers, ep, etp, pp, ranks) -> bool:
+    if outer == "plain":
+        return False
+    if layers not in WITH_EXPERTS:
+        return False
+    return (ranks // (ep * etp * pp)) % 2 != 0
+
+
+# What this package refuses.
+
+
+@rule("refused: FP8 recipe", "`support.py` does not accept it")
+def _refused_fp8_recipe(precision) -> bool:
+    return _fp8(precision) and recipe_of(precision) not in FP8_RECIPES
+
+
+@rule(
+    "refused: copy engines without ZeRO-3",
+    "weights that stay unsharded are gathered only once a step",
+)
+def _refused_copy_engines_without_zero_3(buffers, strategy) -> bool:
+    return buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
+
+
+@rule("refused: nothing to keep", "weights and gradients are unsharded anyway")
+def _refused_nothing_to_keep(kept, strategy) -> bool:
+    return kept != "nothing" and strategy in ("optim", "no_shard")
+
+
+@rule(
+    "refused: a budget that is found beside fixed addresses",
+    "units in fixed buffers share memory; a graph is captured before a budget is found",
+)
+def _refused_a_budget_that_is_found_beside_fixed_addresses(kept, buffers, graph) -> bool:
+    return kept == "found" and (buffers != "plain" or graph != "off")
+
+
+@rule("refused: ETP unlike TP without EP", "core marks such experts as dense")
+def _refused_etp_unlike_tp_without_ep(layers, tp, ep, etp) -> bool:
+    if layers not in WITH_EXPERTS:
+        return False
+    if ep != 1:
+        return False
+    return etp != tp
+
+
+@rule(
+    "refused: fused GEMMs of another dtype",
+    "Transformer Engine's GEMMs write float32 or the weights' dtype",
+)
+def _refused_fused_gemms_of_another_dtype(
+    target, layers, fusion, wire, strategy, precision
+) -> bool:
+    if fusion != "on":
+        return False
+    if wire != "bf16":
+        return False
+    if precision not in ("fp32", "fp16"):
+        return False
+    if not (uses_te(target, layers)):
+        return False
+    return STRATEGIES[str(strategy)].shard_grads
+
+
+@rule(
+    "refused: offload of the optimizer in a graph",
+    "a replay does not run the host code of the offload",
+)
+def _refused_offload_of_the_optimizer_in_a_graph(offload, graph) -> bool:
+    return offload == "streamed" and graph == "on"
+
+
+@rule("refused: graphs of layers without slots", "a graph requires fixed addresses")
+def _refused_graphs_of_layers_without_slots(graph, buffers) -> bool:
+    return graph == "layers" and buffers in ("plain", "ce_gather")
+
+
+@rule(
+    "refused: graphs of layers that add to gradients",
+    "each captured backward overwrites its bucket",
+)
+def _refused_graphs_of_layers_that_add_to_gradients(graph, strategy, kept) -> bool:
+    return graph == "layers" and (kept != "nothing" or not STRATEGIES[str(strategy)].shard_grads)
+
+
+@rule(
+    "refused: graphs of layers that are recomputed",
+    "backward runs recomputed layers eagerly; core recomputes experts only in graphs of its own",
+)
+def _refused_graphs_of_layers_that_are_recomputed(graph, recompute, layers) -> bool:
+    return graph == "layers" and (
+        recompute == "full" or (recompute == "mlp" and layers in WITH_EXPERTS)
+    )
+
+
+@rule(
+    "refused: graphs of layers and delayed scaling",
+    "scales are updated only for modules that are called, and a replay calls none",
+)
+def _refused_graphs_of_layers_and_delayed_scaling(graph, precision) -> bool:
+    return graph == "layers" and recipe_of(precision) == "delayed"
+
+
+@rule("refused: graphs of layers and CP", "attention uses its own streams")
+def _refused_graphs_of_layers_and_cp(graph, cp) -> bool:
+    return graph == "layers" and cp > 1
+
+
+@rule(
+    "refused: graphs of layers and parts of layers",
+    "core's schedule calls parts, a graph captures whole layers",
+)
+def _refused_graphs_of_layers_and_parts_of_layers(graph, ep_overlap) -> bool:
+    return graph == "layers" and ep_overlap == "on"
+
+
+@rule(
+    "refused: parts of layers in slots", "two passes would need the same slots for different layers"
+)
+def _refused_parts_of_layers_in_slots(ep_overlap, buffers, strategy) -> bool:
+    if ep_overlap != "on":
+        return False
+    if buffers not in ("slots", "nccl_ub"):
+        return False
+    return STRATEGIES[str(strategy)].shard_weights
+
+
+@rule("refused: joined layers in graphs of layers", "a graph captures one layer")
+def _refused_joined_layers_in_graphs_of_layers(joined, graph) -> bool:
+    return joined == "pairs" and graph == "layers"
+
+
+@rule("refused: joined layers and parts of layers", "they would stay unsharded during a pass")
+def _refused_joined_layers_and_parts_of_layers(joined, ep_overlap) -> bool:
+    return joined == "pairs" and ep_overlap == "on"
+
+
+@rule("refused: Muon in fp16", "megatron-core does not support it either")
+def _refused_muon_in_fp16(optimizer, precision) -> bool:
+    return optimizer == "muon" and precision == "fp16"
+
+
+@rule("refused: offload of Muon", "only Adam's state is streamed")
+def _refused_offload_of_muon(optimizer, offload) -> bool:
+    return optimizer == "muon" and offload == "streamed"
+
+
+# What has no meaning.
+
+
+@rule("no hooks in a graph", "saved-tensor hooks are Python")
+def _no_hooks_in_a_graph(offload, graph) -> bool:
+    return offload == "activations" and graph != "off"
+
+
+@rule(
+    "no hooks around parts",
+    "core's schedule does not call the model. Recompute in backward "
+    "then passes weights to the hooks",
+)
+def _no_hooks_around_parts(offload, ep_overlap, recompute) -> bool:
+    if offload != "activations":
+        return False
+    if ep_overlap != "on":
+        return False
+    return recompute != "none"
+
+
+@rule("no parts", "only layers with experts have parts")
+def _no_parts(units, layers) -> bool:
+    return units == "parts" and layers not in WITH_EXPERTS
+
+
+@rule("no layers to join", "layers that contain units are not joined")
+def _no_layers_to_join(joined, units) -> bool:
+    return joined == "pairs" and units == "parts"
+
+
+@rule("no EP", "`ep_overlap` overlaps communication of expert-parallel ranks")
+def _no_ep(ep_overlap, ep) -> bool:
+    return ep_overlap == "on" and ep == 1
+
+
+@rule("no experts", "EP and ETP are axes of experts")
+def _no_experts(layers, ep, etp) -> bool:
+    return layers not in WITH_EXPERTS and (ep > 1 or etp > 1)
+
+
+@rule("no TP", "SP splits activations over the ranks of TP")
+def _no_tp(sp, tp) -> bool:
+    return sp == "on" and tp == 1
+
+
+@rule("no PP", "only pipelines have several model chunks")
+def _no_pp(vpp, pp) -> bool:
+    return vpp > 1 and pp == 1
+
+
+# What core cannot do with any wrapper.
+
+
+@rule("core: parts of layers in float32", "core's configuration requires a 16-bit dtype")
+def _core_parts_of_layers_in_float32(ep_overlap, precision) -> bool:
+    return ep_overlap == "on" and precision == "fp32"
+
+
+@rule(
+    "core: parts of layers and recompute",
+    "core's configuration excludes full recompute, and in 0.19 also recompute of experts",
+)
+def _core_parts_of_layers_and_recompute(ep_overlap, recompute) -> bool:
+    return ep_overlap == "on" and recompute in ("full", "mlp")
+
+
+@rule(
+    "core: parts of layers in a pipeline without chunks",
+    "core's schedule of parts is an interleaved one",
+)
+def _core_parts_of_layers_in_a_pipeline_without_chunks(ep_overlap, pp, vpp) -> bool:
+    if ep_overlap != "on":
+        return False
+    if pp <= 1:
+        return False
+    return vpp == 1
+
+
+@rule(
+    "core: parts of adapted layers",
+    "core's schedule calls `backward_dw` of an MLP, which adapted layers lack",
+)
+def _core_parts_of_adapted_layers(ep_overlap, trained) -> bool:
+    return ep_overlap == "on" and trained == "adapter"
+
+
+@rule(
+    "core: parts of layers need alltoall",
+    "with ETP, gloo has no alltoall of unequal sizes: such cells use the allgather dispatcher",
+)
+def _core_parts_of_layers_need_alltoall(ep_overlap, etp) -> bool:
+    return ep_overlap == "on" and etp > 1
+
+
+@rule("core: experts with TP need SP", "MoELayer raises in training without it")
+def _core_experts_with_tp_need_sp(layers, tp, sp) -> bool:
+    if layers not in WITH_EXPERTS:
+        return False
+    if tp <= 1:
+        return False
+    return sp == "off"
+
+
+@rule("core: interleaving needs microbatches", "at least as many as stages")
+def _core_interleaving_needs_microbatches(vpp, pp, microbatches) -> bool:
+    return vpp > 1 and microbatches < pp
+
+
+@rule(
+    "core: no CP in local attention on GPUs",
+    "only Transformer Engine's attention supports CP; CPU cells use the tests' own attention",
+)
+def _core_no_cp_in_local_attention_on_gpus(target, layers, cp) -> bool:
+    if target != "gpu":
+        return False
+    if cp <= 1:
+        return False
+    return not uses_te(target, layers)
+
+
+@rule("core: no CP in float32 on GPUs", "no attention kernel of Transformer Engine supports it")
+def _core_no_cp_in_float32_on_gpus(target, cp, precision) -> bool:
+    if target != "gpu":
+        return False
+    if cp <= 1:
+        return False
+    return precision == "fp32"
+
+
+@rule(
+    "core: fused, tied, MTP and PP",
+    "stock DDP drops the embedding's part of the fused "
+    "gradient of the tied weight on the last stage",
+)
+def _core_fused_tied_mtp_and_pp(fusion, trained, layers, pp) -> bool:
+    if fusion != "on":
+        return False
+    if trained != "tied":
+        return False
+    if layers != "mtp":
+        return False
+    return pp > 1
+
+
+@rule(
+    "core: graph, recompute and TP",
+    "recompute seeds the generator of tensor-parallel ranks differently from the capture",
+)
+def _core_graph_recompute_and_tp(graph, recompute, tp) -> bool:
+    if graph != "on":
+        return False
+    if recompute != "full":
+        return False
+    return tp > 1
+
+
+@rule("core: graph and experts", "the host reads the number of tokens of each expert")
+def _core_graph_and_experts(graph, layers) -> bool:
+    return graph == "on" and layers in WITH_EXPERTS
+
+
+@rule("core: graph and PP", "the host synchronizes after sends between stages")
+def _core_graph_and_pp(graph, pp) -> bool:
+    return graph == "on" and pp > 1
+
+
+@rule("core: graph and CP", "the split of a batch uses numbers copied from the host")
+def _core_graph_and_cp(graph, cp) -> bool:
+    return graph == "on" and cp > 1
+
+
+@rule("core: graph and fp16", "the loss scaler replaces the tensor that the graph reads")
+def _core_graph_and_fp16(graph, precision) -> bool:
+    return graph == "on" and precision == "fp16"
 
 
 REFERENCE: Mapping[str, Value | None] = {
