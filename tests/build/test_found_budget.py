@@ -24,9 +24,9 @@ from tests.lib.gpt.changed_models import inner_model
 from tests.lib.gpt.checks import Step
 from tests.lib.gpt.gpt import Trainer, agree_on, batches, forward_step
 from tests.lib.gpt.topologies import Topology, TopologyTrainer
+from tests.lib.gpt.units import ALL_GIB, EP2, EP2_CASE, KEPT_CASE, NEAR, WEIGHTS_GIB
 from tests.lib.gpt.variants import ZERO_1, ZERO_3, Variant, compare, marked, train
 from tests.lib.ranks.shared_ranks import on_ranks
-from tests.plan.test_units import ALL_GIB, EP2, EP2_CASE, KEPT_CASE, NEAR, WEIGHTS_GIB
 
 ALL_BYTES = int(ALL_GIB * GIB)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.test_bundled_interop import _assert_same
+from tests.lib.checkpoint.interop import assert_same
 
 ROOT = Path(__file__).parents[2]
 OTHER = os.environ.get("MEGATRON_FSDP_ADAPTER_OTHER_PYTHON")
@@ -56,4 +56,4 @@ def test_a_checkpoint_of_one_release_loads_in_the_other(
     saved = _half(*first, saves, "save", tmp_path)
     loaded = _half(*second, loads, "load", tmp_path)
     assert saved["release"] != loaded["release"]
-    _assert_same(loaded, saved)
+    assert_same(loaded, saved)

@@ -22,9 +22,17 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import convert
 from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
 from megatron_fsdp_adapter.megatron.frameworks import peft_base_weights
 from megatron_fsdp_adapter.megatron.frameworks.peft_base_weights import WHOLE, load_plain, place_in
-from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
 from tests.lib.checkpoint.convert_cases import Evil, save_fsdp
-from tests.lib.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
+from tests.lib.checkpoint.reshard_cases import (
+    ZERO1,
+    ZERO3,
+    Split,
+    case_of,
+    save_split,
+    split_of,
+    trainer_of,
+    whole_state,
+)
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.topologies import build_topology_trainer
 from tests.lib.megatron.stand_ins import stand_ins
@@ -33,7 +41,7 @@ from tests.lib.ranks.launch import run_ranks
 
 def small(*split: Any, **sizes: Any) -> Split:
     """With two layers."""
-    return replace(_split(*split, **sizes), case={"num_layers": 2})
+    return replace(split_of(*split, **sizes), case={"num_layers": 2})
 
 
 DENSE = small(2, ZERO3, tp=2)
@@ -59,7 +67,7 @@ def into_plain(root: Path, target: Split, vocab_size: int | None = None) -> dict
 def check_splits(
     rank: int, world: int, root: str, source: Split, targets: tuple[Split, ...]
 ) -> None:
-    _save(rank, root, source)
+    save_split(rank, root, source)
     saved = Path(root) / source.name
     plain = Path(root) / "torch_dist"
     if rank == 0:
@@ -87,7 +95,7 @@ def test_weights_go_to_other_splits(
 
 
 def check_misfits(rank: int, world: int, root: str) -> list[str]:
-    _save(rank, root, DENSE)
+    save_split(rank, root, DENSE)
     found: list[str] = []
     for change, vocab_size in (({"vocab": 56}, 53), ({"vocab": 56}, None),
                                ({"num_layers": 4}, None), ({"ffn": 48}, None)):  # fmt: skip

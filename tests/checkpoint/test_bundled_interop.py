@@ -7,105 +7,13 @@ something for each. Ours is on two ranks, with each strategy that shards differe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from megatron_fsdp_adapter.checkpoint.folders import TRACKER, write_atomically
-from tests.lib.gpt import gpt
-from tests.lib.gpt.checkpoints import loaded, saved
+from tests.lib.checkpoint.interop import assert_same, half, run_bundled, run_ours
 from tests.lib.ranks.launch import run_ranks
-
-CASE = gpt.Case(swiglu=True, bf16=True, microbatches=2)
-STEPS = (2, 3)
-Values = dict[str, np.ndarray]
-"""Flat, as arrays: a tensor's storage ends with the process that sends it."""
-
-
-def _whole(trainer: gpt.Trainer, full: Callable[[dict[str, Any]], dict[str, Any]]) -> Values:
-    """Main weights and moments, which `full` makes whole; collective."""
-    state = trainer.optimizer.optimizer.state
-    values: dict[str, Any] = {}
-    for name, param in trainer.wrapper.named_parameters():
-        values[gpt.plain_name(name)] = param
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if param in state:
-                values[f"{gpt.plain_name(name)}.{moment}"] = state[param][moment]
-    return {name: value.float().reshape(-1).numpy() for name, value in full(values).items()}
-
-
-def _steps(trainer: gpt.Trainer, device: torch.device, steps: tuple[int, ...]) -> list[float]:
-    """Losses on the data of one rank, which all ranks see."""
-    return [gpt.train_step(trainer, gpt.batches(CASE, step, 0, device))[0] for step in steps]
-
-
-def _bundled(rank: int, world: int, given: str, root: str, optimizer: bool) -> dict[str, Any]:
-    """Saves into `root` what it loads from `given`, or trains where there is no such folder."""
-    from tests.lib.checkpoint import bundled
-
-    device = gpt.init_megatron()
-    bundled.run_on_cpu()
-    trainer = bundled.build_bundled(CASE.but(seed=7), "optim_grads_params", device)
-    if given:
-        bundled.load(trainer, f"{given}/iter_0000002", optimizer)
-    else:
-        _steps(trainer, device, (0, 1))
-    bundled.save(trainer, f"{root}/iter_0000002", optimizer)
-    if rank == 0:
-        write_atomically(Path(root) / TRACKER, "2")
-    whole: Values = {}
-    if world == 1:
-        trainer.wrapper.module.state_dict()  # it shows the main weights then
-        whole = _whole(
-            trainer,
-            lambda values: {  # on one rank every local tensor is whole
-                name: value.to_local().detach().clone() for name, value in values.items()
-            },
-        )
-    trainer.wrapper.module.zero_grad_buffer()
-    return {"whole": whole, "losses": _steps(trainer, device, STEPS)}
-
-
-def _ours(
-    rank: int, world: int, action: str, root: str, optimizer: bool, strategy: str
-) -> dict[str, Any]:
-    device = gpt.init_megatron()
-    trainer = gpt.build_trainer(CASE.but(seed=8), strategy, device)
-    if action == "save":
-        _steps(trainer, device, (0, 1))
-        saved(trainer, root, 2, with_optimizer=optimizer)
-    else:
-        loaded(trainer, root, with_optimizer=optimizer)
-    trainer.wrapper.stop_communication()
-    return {"whole": _whole(trainer, gpt.full_all), "losses": _steps(trainer, device, STEPS)}
-
-
-def half(
-    engine: str, action: str, root: str, strategy: str = "optim_grads_params"
-) -> dict[str, Any]:
-    """Saves or loads: the bundled engine on one rank, where it can save optimizer state; ours on
-    two, under a strategy."""
-    if engine == "bundled":
-        if action == "save":
-            folders = ("", root)
-        else:
-            folders = (root, f"{root}/again")
-        return run_ranks(_bundled, 1, *folders, True, timeout=300)[0]
-    return run_ranks(_ours, 2, action, root, True, strategy, timeout=300)[0]
-
-
-def _assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert set(a["whole"]) == set(b["whole"])
-    assert sum(name.endswith("exp_avg_sq") for name in a["whole"]) > 10
-    different = [n for n in a["whole"] if not np.array_equal(a["whole"][n], b["whole"][n])]
-    assert different == []
-    # bf16 compute: the two engines add gradients up in other orders.
-    for mine, theirs in zip(a["losses"], b["losses"], strict=True):
-        assert abs(mine - theirs) <= 2e-3 * abs(theirs), (a["losses"], b["losses"])
 
 
 @pytest.mark.full
@@ -119,7 +27,7 @@ def test_a_checkpoint_of_each_engine_loads_in_the_other(
     """Weights and moments bit for bit; training goes on with the same losses."""
     loads = {"bundled": "ours", "ours": "bundled"}[saves]
     written = half(saves, "save", str(tmp_path), strategy)
-    _assert_same(written, half(loads, "load", str(tmp_path), strategy))
+    assert_same(written, half(loads, "load", str(tmp_path), strategy))
 
 
 @pytest.mark.full
@@ -127,7 +35,7 @@ def test_weights_go_both_ways_between_two_ranks(tmp_path: Path) -> None:
     """Without optimizer state, which the bundled engine cannot save from two ranks."""
     first = str(tmp_path / "first")
     second = str(tmp_path / "second")
-    written = run_ranks(_ours, 2, "save", first, False, "optim_grads_params")[0]["whole"]
-    run_ranks(_bundled, 2, first, second, False)
-    read = run_ranks(_ours, 2, "load", second, False, "optim_grads")[0]["whole"]
+    written = run_ranks(run_ours, 2, "save", first, False, "optim_grads_params")[0]["whole"]
+    run_ranks(run_bundled, 2, first, second, False)
+    read = run_ranks(run_ours, 2, "load", second, False, "optim_grads")[0]["whole"]
     assert read and all(np.array_equal(one, written[name]) for name, one in read.items())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,43 +17,12 @@ from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
 from megatron_fsdp_adapter.megatron.checkpoint.checkpoint_drivers import wrapped_to_evaluate
-from megatron_fsdp_adapter.megatron.compat.table import DRIVERS, LM
+from tests.lib.checkpoint import drivers
 from tests.lib.checkpoint.checkpoint_cases import same
-from tests.lib.gpt.gpt import Case, Trainer, build_trainer
-from tests.lib.megatron.stand_ins import stand_ins
+from tests.lib.checkpoint.drivers import CASE, asked_state, load_by_driver
+from tests.lib.gpt.gpt import Trainer, build_trainer
 
-CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
-
-
-def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: Any, model: Any) -> Any:
-    state = dict(raw_state_dict)
-    assert isinstance(state["model"], dict)  # as the real one, which looks for no other key
-    return state
-
-
-def _load_base_checkpoint(
-    load_dir: str, args: Any, rank0: bool = False, sharded_state_dict: Any = None
-) -> Any:
-    state = sharded_state_dict
-    optimizer = dict(state["optimizer"]) if "optimizer" in state else None
-    model = dict(state["model"]) if "model" in state else None
-    chunks = state.pop("_model")
-    state = sys.modules[LM].preprocess_fsdp_dtensor_state_dict(args, state, chunks[0])
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=not args.strict_fsdp_dtensor_load)
-    dcp.load(state, checkpoint_id=load_dir, planner=planner)
-    kept = {"optimizer": optimizer, "model": model}
-    return {**state, **{k: v for k, v in kept.items() if v is not None}}, load_dir, False, "type"
-
-
-@pytest.fixture
-def driver() -> Iterator[ModuleType]:
-    names = {
-        "preprocess_fsdp_dtensor_state_dict": preprocess_fsdp_dtensor_state_dict,
-        "_load_base_checkpoint": _load_base_checkpoint,
-        "get_load_checkpoint_path_by_args": lambda args: args.load,
-    }
-    with stand_ins({LM: names}, DRIVERS) as made:
-        yield made[LM]
+driver = drivers.driver
 
 
 @pytest.fixture
@@ -67,9 +35,6 @@ def _saved(trainer: Trainer, folder: Path, **more: Any) -> Path:
     return folder
 
 
-def _asked(trainer: Trainer, **more: Any) -> dict[str, Any]:
-    state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
-    return {**state, "_model": [trainer.wrapper.module], **more}
 
 
 def _in_chunks(state: dict[str, Any]) -> dict[str, Any]:
@@ -82,9 +47,6 @@ def _in_chunks(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _load(driver: ModuleType, folder: Path, state: dict[str, Any], strict: bool = True) -> Any:
-    args = SimpleNamespace(strict_fsdp_dtensor_load=strict)
-    return driver._load_base_checkpoint(str(folder), args, sharded_state_dict=state)[0]
 
 
 def test_model_chunks_are_merged_for_a_save(driver: ModuleType, trainer: Trainer) -> None:
@@ -103,9 +65,9 @@ def test_model_chunks_are_loaded_and_taken_apart_again(
     expected = [value.clone() for value in held]
     for value in held:
         value.detach().fill_(77)
-    asked = _in_chunks(_asked(trainer))
+    asked = _in_chunks(asked_state(trainer))
     chunks = {key: asked[key] for key in ("model0", "model1")}
-    state = _load(driver, folder, asked)
+    state = load_by_driver(driver, folder, asked)
     assert all(map(torch.equal, held, expected))
     assert "model" not in state
     assert all(state[key] is chunks[key] for key in chunks)
@@ -141,7 +103,7 @@ def test_generators_are_read_under_the_same_split_alone(
 ) -> None:
     folder = _saved(trainer, tmp_path / "saved", rng_state=_generators(1.0))
     before = copy.deepcopy(own)
-    found = _load(driver, folder, _asked(trainer, rng_state=own))["rng_state"]
+    found = load_by_driver(driver, folder, asked_state(trainer, rng_state=own))["rng_state"]
     assert same(found, _generators(1.0) if are_read else before)
     assert are_read or found is own
     assert ("generators keep their seeds" in capsys.readouterr().out) is is_printed
@@ -155,7 +117,7 @@ def test_options_of_parameter_groups_are_those_that_were_read(
     folder = _saved(trainer, tmp_path / "saved")
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.5
-    state = _load(driver, folder, _asked(trainer))
+    state = load_by_driver(driver, folder, asked_state(trainer))
     assert {meta["lr"] for meta in state["optimizer"]["param_to_group_meta"].values()} == {0.25}
     trainer.optimizer.load_state_dict(state["optimizer"])
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.25}
@@ -168,13 +130,13 @@ def test_padding_of_the_vocabulary_follows_the_tokenizer(
     wider = build_trainer(CASE.but(vocab=32), "optim_grads_params", torch.device("cpu"))
     expected = {name: p._local_tensor.clone() for name, p in trainer.wrapper.named_parameters()}
     with pytest.raises(ValueError, match=r"stored with shape \(23, 12\), wanted with \(32, 12\)"):
-        _load(driver, folder, _asked(wider))
+        load_by_driver(driver, folder, asked_state(wider))
     monkeypatch.setitem(
         sys.modules,
         "megatron.training.global_vars",
         SimpleNamespace(_GLOBAL_TOKENIZER=SimpleNamespace(vocab_size=22)),
     )
-    state = _load(driver, folder, _asked(wider))
+    state = load_by_driver(driver, folder, asked_state(wider))
     wider.wrapper.load_state_dict(state["model"])  # of its own shapes
     for name, param in wider.wrapper.named_parameters():
         assert torch.equal(param._local_tensor[: len(expected[name])], expected[name]), name
@@ -188,9 +150,9 @@ def test_what_is_missing_is_one_error_or_if_allowed_one_message(
     kept = {key: value for key, value in model.items() if key not in lost}
     folder = _saved(trainer, tmp_path / "saved", model=kept)
     with pytest.raises(ValueError, match="the model does not fit") as caught:
-        _load(driver, folder, _asked(trainer))
+        load_by_driver(driver, folder, asked_state(trainer))
     capsys.readouterr()
-    _load(driver, folder, _asked(trainer), strict=False)
+    load_by_driver(driver, folder, asked_state(trainer), strict=False)
     printed = capsys.readouterr().out
     assert f"{len(lost)} keys" in printed
     assert all(f"model.{key}" in told for key in lost for told in (str(caught.value), printed))
@@ -199,7 +161,7 @@ def test_what_is_missing_is_one_error_or_if_allowed_one_message(
 def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_path: Path) -> None:
     state = {"model": {"a": torch.zeros(2)}, "_model": [torch.nn.Linear(1, 1)]}
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    loaded = _load(driver, tmp_path / "saved", state)
+    loaded = load_by_driver(driver, tmp_path / "saved", state)
     assert torch.equal(loaded["model"]["a"], torch.ones(2))
 
 

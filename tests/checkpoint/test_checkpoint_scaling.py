@@ -8,12 +8,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import test_checkpoint_drivers as drivers
 import torch
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.state.names import FP8_SCALING
 from megatron_fsdp_adapter.tools.inspection import describe
+from tests.lib.checkpoint import drivers as drivers
 from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
 from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.gpt.gpt import Trainer, build_trainer
@@ -69,7 +69,7 @@ def load(request: pytest.FixtureRequest, driver: ModuleType) -> Any:
 
     def by_megatron(trainer: Trainer, folder: Path) -> None:
         """Its function, with strict loading, whose state goes to the wrapper."""
-        state = drivers._load(driver, folder, drivers._asked(trainer), strict=True)
+        state = drivers.load_by_driver(driver, folder, drivers.asked_state(trainer), strict=True)
         trainer.wrapper.load_state_dict(state["model"])
 
     return {"by us": by_us, "by Megatron": by_megatron}[request.param]

@@ -28,113 +28,79 @@ from megatron_fsdp_adapter.checkpoint import (
     training_state,
 )
 from megatron_fsdp_adapter.tools.inspection import diff
-from tests.lib.checkpoint.reshard_cases import Split, Whole, differences, trainer_of, whole_state
+from tests.lib.checkpoint.reshard_cases import (
+    TRAINED,
+    ZERO0,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    Split,
+    Whole,
+    differences,
+    save_split,
+    split_of,
+    trainer_of,
+    whole_state,
+)
 from tests.lib.gpt.checkpoints import loaded, saved
-from tests.lib.gpt.gpt import STRATEGIES
-from tests.lib.gpt.topologies import Topology, TopologyTrainer, topology_step
+from tests.lib.gpt.topologies import TopologyTrainer, topology_step
 from tests.lib.ranks.launch import run_ranks
 
-TRAINED = 2
-ZERO0, ZERO1, ZERO2, ZERO3 = STRATEGIES
+DEFAULT = (split_of(4, ZERO3, tp=2, outer="optim"), split_of(4, ZERO2, pp=2, vpp=2))
 
-
-def _split(
-    world: int,
-    strategy: str,
-    tp: int = 1,
-    pp: int = 1,
-    vpp: int | None = None,
-    ep: int = 0,
-    outer: str | None = None,
-    cp: int = 1,
-    etp: int | None = None,
-) -> Split:
-    """ep: 0 for the dense model. outer: of two optimizer instances; None for one. Experts with
-    tensor parallelism are split over it too, unless etp says otherwise."""
-    experts = 4 if ep else None
-    if ep:
-        if etp is None:
-            etp = tp
-        else:
-            etp = etp
-    else:
-        etp = None
-    topology = Topology(
-        "",
-        tp=tp,
-        cp=cp,
-        pp=pp,
-        vpp=vpp,
-        ep=max(ep, 1),
-        etp=etp,
-        sp=tp > 1,
-        experts=experts,
-        dispatcher="allgather" if (etp or 1) > 1 else "alltoall",
-        aligned=pp > 1,
-    )
-    axes = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp or 1, "ep": ep, "etp": etp or 1}
-    parts = [f"{name}{size}" for name, size in axes.items() if size > 1]
-    outer_name = {None: [], "no_shard": ["hsdp"], "optim": ["hybrid"]}[outer]
-    dp = world // (tp * cp * pp)
-    name = "-".join(["moe" if ep else "dense", f"dp{dp}", strategy, *parts, *outer_name])
-    return Split(name, world, topology, strategy, 2 if outer else 1, outer or "no_shard")
-
-
-DEFAULT = (_split(4, ZERO3, tp=2, outer="optim"), _split(4, ZERO2, pp=2, vpp=2))
-
-TP4 = _split(4, ZERO3, tp=4)
+TP4 = split_of(4, ZERO3, tp=4)
 
 DENSE = (
-    _split(1, ZERO0),
-    _split(2, ZERO3, tp=2),
-    _split(2, ZERO1, pp=2),
-    _split(4, ZERO2, tp=2, pp=2),
-    _split(2, ZERO2, outer="no_shard"),
-    _split(4, ZERO1, tp=2),
-    _split(4, ZERO0, pp=2, vpp=2),
-    _split(4, ZERO1),
-    _split(8, ZERO3, tp=2, pp=2),
-    _split(2, ZERO3, outer="optim"),
-    _split(3, ZERO3),
-    _split(6, ZERO0, tp=2),
-    _split(6, ZERO2, pp=2),
-    _split(3, ZERO1),
-    _split(4, ZERO3, outer="no_shard"),
-    _split(8, ZERO2, tp=2, outer="optim"),
-    _split(8, ZERO1, pp=2, vpp=2, outer="no_shard"),
-    _split(8, ZERO0, tp=2, outer="no_shard"),
-    _split(8, ZERO1, pp=2, outer="optim"),
-    _split(4, ZERO0, outer="optim"),
-    _split(4, ZERO2, outer="no_shard"),
-    _split(4, ZERO3, cp=2),
+    split_of(1, ZERO0),
+    split_of(2, ZERO3, tp=2),
+    split_of(2, ZERO1, pp=2),
+    split_of(4, ZERO2, tp=2, pp=2),
+    split_of(2, ZERO2, outer="no_shard"),
+    split_of(4, ZERO1, tp=2),
+    split_of(4, ZERO0, pp=2, vpp=2),
+    split_of(4, ZERO1),
+    split_of(8, ZERO3, tp=2, pp=2),
+    split_of(2, ZERO3, outer="optim"),
+    split_of(3, ZERO3),
+    split_of(6, ZERO0, tp=2),
+    split_of(6, ZERO2, pp=2),
+    split_of(3, ZERO1),
+    split_of(4, ZERO3, outer="no_shard"),
+    split_of(8, ZERO2, tp=2, outer="optim"),
+    split_of(8, ZERO1, pp=2, vpp=2, outer="no_shard"),
+    split_of(8, ZERO0, tp=2, outer="no_shard"),
+    split_of(8, ZERO1, pp=2, outer="optim"),
+    split_of(4, ZERO0, outer="optim"),
+    split_of(4, ZERO2, outer="no_shard"),
+    split_of(4, ZERO3, cp=2),
 )
 
 MOE = (
-    _split(1, ZERO1, ep=1),
-    _split(2, ZERO3, ep=2),
-    _split(2, ZERO3, tp=2, ep=2, etp=1),
-    _split(3, ZERO2, ep=1),
-    _split(4, ZERO1, pp=2, ep=1, outer="no_shard"),
-    _split(4, ZERO0, ep=2, outer="no_shard"),
-    _split(2, ZERO2, tp=2, ep=1),
-    _split(4, ZERO1, tp=2, ep=2),
-    _split(6, ZERO3, tp=2, ep=2, etp=1),
-    _split(8, ZERO2, tp=2, ep=2, outer="optim"),
-    _split(4, ZERO0, pp=2, ep=2),
-    _split(6, ZERO1, pp=2, ep=1),
-    _split(8, ZERO3, pp=2, vpp=2, ep=2),
-    _split(8, ZERO2, tp=2, pp=2, ep=2),
-    _split(6, ZERO0, tp=2, ep=1),
-    _split(8, ZERO1, pp=2, ep=2, outer="optim"),
-    _split(4, ZERO3, ep=1, outer="no_shard"),
-    _split(8, ZERO3, tp=2, ep=1, outer="optim"),
-    _split(2, ZERO0, ep=1, outer="optim"),
-    _split(8, ZERO2, pp=2, ep=2, outer="no_shard"),
-    _split(4, ZERO3, tp=2, pp=2, ep=1),
-    _split(2, ZERO0, pp=2, ep=1),
-    _split(4, ZERO1, ep=2, outer="no_shard"),
-    _split(8, ZERO1, tp=2, ep=1, outer="no_shard"),
-    _split(4, ZERO0, tp=2, ep=2, etp=1),
+    split_of(1, ZERO1, ep=1),
+    split_of(2, ZERO3, ep=2),
+    split_of(2, ZERO3, tp=2, ep=2, etp=1),
+    split_of(3, ZERO2, ep=1),
+    split_of(4, ZERO1, pp=2, ep=1, outer="no_shard"),
+    split_of(4, ZERO0, ep=2, outer="no_shard"),
+    split_of(2, ZERO2, tp=2, ep=1),
+    split_of(4, ZERO1, tp=2, ep=2),
+    split_of(6, ZERO3, tp=2, ep=2, etp=1),
+    split_of(8, ZERO2, tp=2, ep=2, outer="optim"),
+    split_of(4, ZERO0, pp=2, ep=2),
+    split_of(6, ZERO1, pp=2, ep=1),
+    split_of(8, ZERO3, pp=2, vpp=2, ep=2),
+    split_of(8, ZERO2, tp=2, pp=2, ep=2),
+    split_of(6, ZERO0, tp=2, ep=1),
+    split_of(8, ZERO1, pp=2, ep=2, outer="optim"),
+    split_of(4, ZERO3, ep=1, outer="no_shard"),
+    split_of(8, ZERO3, tp=2, ep=1, outer="optim"),
+    split_of(2, ZERO0, ep=1, outer="optim"),
+    split_of(8, ZERO2, pp=2, ep=2, outer="no_shard"),
+    split_of(4, ZERO3, tp=2, pp=2, ep=1),
+    split_of(2, ZERO0, pp=2, ep=1),
+    split_of(4, ZERO1, ep=2, outer="no_shard"),
+    split_of(8, ZERO1, tp=2, ep=1, outer="no_shard"),
+    split_of(4, ZERO0, tp=2, ep=2, etp=1),
 )
 
 OFFSETS = (1, 5, 9)
@@ -156,14 +122,6 @@ def _poison(trainer: TopologyTrainer) -> None:
             chunk.engine.main_weights_changed()
 
 
-def _save(rank: int, root: str, split: Split) -> None:
-    trainer = trainer_of(split)
-    for step in range(TRAINED):
-        topology_step(trainer, step)
-    saved(trainer, f"{root}/{split.name}", TRAINED, iteration=TRAINED)
-    whole = whole_state(trainer)
-    if rank == 0:
-        torch.save(whole, f"{root}/{split.name}.pt")
 
 
 def _load(root: str, source: Split, target: Split) -> TopologyTrainer:
@@ -179,7 +137,7 @@ def _run(
 ) -> dict[str, list[str]]:
     """What was found wrong with each pair; all saves come first."""
     for split in saves:
-        _save(rank, root, split)
+        save_split(rank, root, split)
     found = {}
     for source, target in loads:
         whole = torch.load(f"{root}/{source.name}.pt")
@@ -227,8 +185,8 @@ def test_pairwise_cover(tmp_path: Path, splits: tuple[Split, ...]) -> None:
 
 
 MUON = (
-    _split(2, ZERO3, tp=2, ep=1), _split(2, ZERO3, ep=1), _split(2, ZERO3, ep=2),
-    _split(2, ZERO3, tp=2, ep=1),
+    split_of(2, ZERO3, tp=2, ep=1), split_of(2, ZERO3, ep=1), split_of(2, ZERO3, ep=2),
+    split_of(2, ZERO3, tp=2, ep=1),
 )  # fmt: skip
 """What is saved under one is loaded under the next, and saved again."""
 

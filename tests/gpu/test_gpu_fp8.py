@@ -22,10 +22,10 @@ from megatron_fsdp_adapter.checkpoint import (
     training_state,
 )
 from megatron_fsdp_adapter.state.names import FP8_SCALING
-from tests.gpu.test_gpu_fp8_params import CASE as QUANTIZED_CASE
-from tests.gpu.test_gpu_fp8_params import RECIPES, quantized_of, same_weights
 from tests.lib.gpt.checks import check_run_bits
 from tests.lib.gpt.gpt import Case, Trainer, batches, forward_backward, init_megatron, train_step
+from tests.lib.gpu.fp8 import CASE as QUANTIZED_CASE
+from tests.lib.gpu.fp8 import RECIPES, quantized_of, same_weights
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import NONE, ZERO_1, ZERO_3, Change, fp8, te_run, te_trainer, with_te_layers
 from tests.lib.quantized.te_checks import same

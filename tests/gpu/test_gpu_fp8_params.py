@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -18,43 +17,24 @@ from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.quantized.tables import BLOCK
 from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
     Trainer,
     batches,
     init_megatron,
-    plain_name,
     train_step,
 )
+from tests.lib.gpu.fp8 import CASE, RECIPES, quantized_of, same_weights
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import fp8, te_trainer
 from tests.lib.quantized.te_checks import same
 
-CASE = Case(
-    num_layers=2,
-    hidden=256,
-    heads=4,
-    ffn=640,
-    vocab=256,
-    seq=64,
-    batch=2,
-    bf16=True,
-    swiglu=True,
-    bias=False,
-    microbatches=1,
-    clip=0.0,
-    overlap=False,
-)
-RECIPES = ("delayed", "tensorwise", "blockwise")
 STEPS = 5
 BOUND = 2e-2
 """Relative, of losses whose gradients were added up in another order."""
 
 
-Weights = tuple[Mapping[str, tuple[torch.Tensor, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""Quantized weights and main weights."""
 
 
 def trainer_of(case: Case, recipe: str, strategy: str | None, device: torch.device) -> Trainer:
@@ -62,45 +42,8 @@ def trainer_of(case: Case, recipe: str, strategy: str | None, device: torch.devi
     return te_trainer(case, strategy, device, fp8(recipe, fp8_param=True))
 
 
-def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Bytes and scales of every quantized weight, copied, by name. What fills up the scales of
-    blocks to a multiple of four belongs to no block."""
-    found = {}
-
-    def note(name: str, param: Any) -> None:
-        data = getattr(param, "_data", None)
-        if data is not None:
-            found[plain_name(name)] = data.clone(), param._scale_inv.clone()
-        elif hasattr(param, "_rowwise_data"):
-            scales = param._rowwise_scale_inv[:, : -(-param.shape[1] // BLOCK)]
-            found[plain_name(name)] = param._rowwise_data.clone(), scales.clone()
-
-    if trainer.strategy is None:
-        for name, param in trainer.wrapper.named_parameters():
-            note(name, param)
-        return found
-    engine = trainer.wrapper.engine
-    engine.to_unsharded()
-    for unit in engine.units:
-        engine.gather.unshard(unit)
-        for group in unit.groups:
-            for entry in group.managed if group.key.quantized else ():
-                note(entry.fqns[0], entry.param)
-        engine.gather.reshard(unit)
-    return found
 
 
-def same_weights(mine: Weights, other: Weights, label: str, count: int) -> None:
-    """Bits of all quantized weights, by bytes and scales, and of main weights."""
-    (ours, mains) = mine
-    (theirs, reference) = other
-    assert ours.keys() == theirs.keys() and len(ours) == count, (label, sorted(ours))
-    for name, (data, scales) in ours.items():
-        same(data, theirs[name][0], f"{label}, bytes of {name}")
-        same(scales, theirs[name][1], f"{label}, scales of {name}")
-    assert mains.keys() == reference.keys(), label
-    for name, main in mains.items():
-        same(main, reference[name], f"{label}, main weights of {name}")
 
 
 def compare(ours: Trainer, theirs: Trainer, label: str, count: int = 4 * CASE.num_layers) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,6 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.plan.memory import (
     Precision,
     bytes_between_steps,
-    model_bytes,
-    unit_bytes,
 )
 from tests.lib.gpt.gpt import (
     Case,
@@ -25,7 +23,15 @@ from tests.lib.gpt.gpt import (
     build_trainer,
     forward_backward,
     init_megatron,
-    train_step,
+)
+from tests.lib.gpu.device_memory import (
+    SMALL,
+    forget_grads,
+    formula,
+    requested_now,
+    run_steps,
+    stays_flat,
+    warm_libraries,
 )
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 
@@ -40,65 +46,38 @@ WIDE = Case(
     microbatches=2,
     bf16=True,
 )
-SMALL = 64 * 1024
-"""Bytes beside the formula: rotary frequencies, Adam's step counts, flags of fused kernels."""
 
 
-def _steps(trainer: Trainer, rank: int, count: int, device: torch.device) -> None:
-    for number in range(count):
-        train_step(trainer, batches(trainer.case, number % 2, rank, device))
 
 
-def _forget_grads(trainer: Trainer) -> None:
-    trainer.wrapper.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
-    torch.cuda.synchronize()
 
 
-def _warm_libraries(case: Case, rank: int, device: torch.device) -> None:
-    """cuBLAS workspaces and the like are allocated once and stay."""
-    _steps(build_trainer(case, "optim", device), rank, 1, device)
-    gc.collect()
-    torch.cuda.synchronize()
 
 
-def _requested() -> int:
-    """Bytes that tensors asked for. What the allocator counts as allocated is more by up to 1 MiB
-    a tensor, where it hands out a cached block without splitting it."""
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
-def formula(trainer: Trainer, rank: int, precision: Precision) -> dict[str, int]:
-    """Bytes by kind from the layouts alone."""
-    engine = trainer.wrapper.engine
-    row = STRATEGIES[str(trainer.strategy)]
-    every = [
-        unit_bytes([group.layout for group in unit.groups], row, precision, rank)
-        for unit in engine.units
-    ]
-    return model_bytes(every[-1], every[:-1])
 
 
 def held_bytes(rank: int, world: int, strategy: str) -> str:
     """Between two steps the allocator holds what the formula says, and nothing after deletion."""
     device = init_megatron()
-    _warm_libraries(WIDE, rank, device)
+    warm_libraries(WIDE, rank, device)
     RotaryEmbedding.forward.cache_clear()  # core caches the angles, of deleted models too
     gc.collect()
-    before = _requested()
+    before = requested_now()
     trainer = build_trainer(WIDE, strategy, device)
-    _steps(trainer, rank, 2, device)
-    _forget_grads(trainer)
+    run_steps(trainer, rank, 2, device)
+    forget_grads(trainer)
     trainer.wrapper.engine.gather.reshard_all()  # what the next forward has gathered ahead
     torch.cuda.synchronize()
     RotaryEmbedding.forward.cache_clear()
     expected = bytes_between_steps(formula(trainer, rank, Precision()))
-    held = _requested() - before
+    held = requested_now() - before
     allocated = torch.cuda.memory_allocated()
     del trainer
     gc.collect()
     torch.cuda.synchronize()
-    left = _requested() - before
+    left = requested_now() - before
     assert expected <= held - left <= expected + SMALL, (held, left, expected)
     assert left <= SMALL, f"{left} bytes are left after the model was deleted"
     return f"held {held}, formula {expected}, left {left}, allocated in all {allocated}"
@@ -164,17 +143,17 @@ def peak_bytes(rank: int, world: int) -> str:
     last unit, which stay from forward to backward; at most two buckets. The allocator's peak of a
     whole step is within that, the shards, and what the bare model needs for activations."""
     device = init_megatron()
-    _warm_libraries(WIDE, rank, device)
+    warm_libraries(WIDE, rank, device)
     activations = _floor_activations(WIDE, rank, device)
     gc.collect()
     trainer = build_trainer(WIDE, "optim_grads_params", device)
-    _steps(trainer, rank, 2, device)
-    _forget_grads(trainer)
+    run_steps(trainer, rank, 2, device)
+    forget_grads(trainer)
     tally = Tally(trainer)
     tally.watch()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _steps(trainer, rank, 2, device)
+    run_steps(trainer, rank, 2, device)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     return _within_peaks(trainer, rank, tally, peak, activations)
@@ -202,27 +181,8 @@ def _within_peaks(trainer: Trainer, rank: int, tally: Tally, peak: int, activati
     return text
 
 
-def _allocator() -> Mapping[str, int]:
-    torch.cuda.synchronize()
-    stats = torch.cuda.memory_stats()
-    return {
-        "requested": stats["requested_bytes.all.current"],
-        "reserved": stats["reserved_bytes.all.current"],
-        "device allocations": stats["num_device_alloc"],
-        "device frees": stats["num_device_free"],
-        "retries": stats["num_alloc_retries"],
-    }
 
 
-def stays_flat(trainer: Trainer, rank: int, count: int) -> str:
-    """So many steps allocate nothing new from the device, and hold the same after the last."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    _steps(trainer, rank, 4, device)
-    early = _allocator()
-    _steps(trainer, rank, count, device)
-    late = _allocator()
-    assert early == late, f"{early} became {late}"
-    return str(late)
 
 
 def flat_memory(rank: int, world: int, strategy: str) -> str:

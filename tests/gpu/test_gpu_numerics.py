@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
+from tests.lib.gpt import numerics as numerics
 from tests.lib.gpt.checks import check_run_bits, check_same_bits, free_run
 from tests.lib.gpt.gpt import STRATEGIES, Case, Trainer, build_trainer, init_megatron
 from tests.lib.gpt.random_cases import fresh_seed
 from tests.lib.gpt.variants import check_row
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import run_of
-from tests.megatron.wrapper import test_numerics as numerics
 
 WIDE = Case(
     num_layers=3, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True, bf16=True

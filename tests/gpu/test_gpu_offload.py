@@ -24,14 +24,6 @@ from megatron_fsdp_adapter.plan.memory import (
     bytes_between_steps,
     most_bytes,
 )
-from tests.gpu.test_gpu_memory import (
-    SMALL,
-    _forget_grads,
-    _requested,
-    _steps,
-    _warm_libraries,
-    formula,
-)
 from tests.lib.gpt.checks import Step, check_run_bits, check_same_bits, free_run
 from tests.lib.gpt.gpt import (
     STRATEGIES,
@@ -44,9 +36,17 @@ from tests.lib.gpt.gpt import (
     init_megatron,
     train_step,
 )
+from tests.lib.gpt.host_offload import CONTIGUOUS, storages
+from tests.lib.gpu.device_memory import (
+    SMALL,
+    forget_grads,
+    formula,
+    requested_now,
+    run_steps,
+    warm_libraries,
+)
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import ZERO_1, ZERO_3, local_run, te_layers
-from tests.megatron.layers.test_activation_offload import CONTIGUOUS, storages
 
 WIDE = Case(
     num_layers=4,
@@ -88,17 +88,17 @@ def same_bits(rank: int, world: int, strategy: str, wide: bool) -> None:
 def memory(rank: int, world: int, strategy: str) -> str:
     """Between steps and at most the device holds what the formula says; host memory is pinned."""
     device = init_megatron()
-    _warm_libraries(UNEVEN, rank, device)
+    warm_libraries(UNEVEN, rank, device)
     gc.collect()  # of earlier trainers, which go by and by
-    before = _requested()
+    before = requested_now()
     trainer = build_trainer(WIDE, strategy, device, ddp=STREAMED)
-    _steps(trainer, rank, 2, device)
+    run_steps(trainer, rank, 2, device)
     held = formula(trainer, rank, Precision(offload=True))
-    _forget_grads(trainer)
+    forget_grads(trainer)
     trainer.wrapper.stop_communication()  # the last step's updates are over
     trainer.wrapper.engine.gather.reshard_all()
     torch.cuda.synchronize()
-    found = _requested() - before
+    found = requested_now() - before
     expected = bytes_between_steps(held)
     # What the last step of an earlier check has left goes with a step of this one.
     assert -LEFT <= found - expected <= SMALL + expected // 1000, (found, expected)
@@ -109,7 +109,7 @@ def memory(rank: int, world: int, strategy: str) -> str:
             on_host += buffer.host.nbytes
     assert on_host == held[IN_HOST_MEMORY], (on_host, held)
     torch.cuda.reset_peak_memory_stats()
-    _steps(trainer, rank, 1, device)
+    run_steps(trainer, rank, 1, device)
     peak = torch.cuda.max_memory_allocated() - before
     return (
         f"{strategy}: {expected:,} between steps, at most {peak:,} of {most_bytes(held):,} and "
@@ -129,7 +129,7 @@ def spans_of(
     """When long copies to the device and from it, and GEMMs, ran in these steps: start
     and end in microseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _steps(trainer, rank, steps, device)
+        run_steps(trainer, rank, steps, device)
         torch.cuda.synchronize()
     found: dict[str, list[Span]] = {"HtoD": [], "DtoH": [], "products": []}
     for event in profile.events():
@@ -166,7 +166,7 @@ def copies_beside_compute(rank: int, world: int) -> str:
     """Copies to the device and from it are on two streams, and run at one time."""
     device = init_megatron()
     trainer = build_trainer(WIDE, ZERO_3, device, ddp=STREAMED)
-    _steps(trainer, rank, 2, device)
+    run_steps(trainer, rank, 2, device)
     spans = spans_of(trainer, rank, 1, device)
     both = _shared(spans["HtoD"], spans["DtoH"])
     one = _total(spans["DtoH"])
@@ -179,7 +179,7 @@ def updates_beside_the_next_forward(rank: int, world: int) -> str:
     step when that waited for them, runs beside GEMMs."""
     device = init_megatron()
     trainer = build_trainer(MANY_TOKENS, ZERO_3, device, ddp=STREAMED)
-    _steps(trainer, rank, 2, device)
+    run_steps(trainer, rank, 2, device)
     torch.cuda.synchronize()
     spans = spans_of(trainer, rank, 3, device)
     copies = spans["HtoD"] + spans["DtoH"]

@@ -21,9 +21,8 @@ from megatron_fsdp_adapter.core.kernels.sums import WIDE, _kernel, copy_large, s
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from tests.core.kernels.test_sums import DTYPES, is_rounded_once
 from tests.lib.gpt.checks import check_run_bits
-from tests.lib.gpt.exact import gamma
+from tests.lib.gpt.exact import DTYPES, gamma, is_rounded_once
 from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.gpu.test_gpu_memory import _steps, stays_flat
 from tests.lib.gpt.checks import check_run_bits, free_run
 from tests.lib.gpt.gpt import Case, batches, build_trainer, forward_backward, init_megatron
+from tests.lib.gpu.device_memory import run_steps, stays_flat
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
 
@@ -67,11 +67,11 @@ def two_wrappers(rank: int, world: int) -> None:
     device = init_megatron()
     options = OPTIONS["copy engines, all registered"]
     one, two = (build_trainer(WIDE, ZERO_3, device, ddp=options) for _ in range(2))
-    _steps(one, rank, 2, device)
-    _steps(two, rank, 1, device)
+    run_steps(one, rank, 2, device)
+    run_steps(two, rank, 1, device)
     del one
     gc.collect()
-    _steps(two, rank, 2, device)
+    run_steps(two, rank, 2, device)
 
 
 def fixed_memory(rank: int, world: int, name: str) -> str:
@@ -96,12 +96,12 @@ def registers_once(rank: int, world: int) -> str:
         memory = trainer.wrapper.param_and_grad_buffer._slots
         every = len(memory._pools) * len(memory._groups)
         assert every > 0 and len(memory._registered) == (0 if manual else every)
-        _steps(trainer, rank, 2, device)
+        run_steps(trainer, rank, 2, device)
         assert len(memory._registered) == (0 if manual else every)
         for _ in range(2):
             trainer.wrapper.param_and_grad_buffer.manual_buffer_registration()
             assert len(memory._registered) == every
-        _steps(trainer, rank, 2, device)
+        run_steps(trainer, rank, 2, device)
         assert len({(id(ref()), id(pool)) for ref, pool in memory._registered}) == every
         del trainer, memory
         gc.collect()

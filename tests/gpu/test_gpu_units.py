@@ -15,10 +15,10 @@ from megatron_fsdp_adapter import fully_shard, fully_shard_model
 from megatron_fsdp_adapter.build.auto_budget import failed_allocations
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
 from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
-from tests.core.engine.test_launches import HANGS, LIKE, UNLIKE, loss_of, sharded
 from tests.lib.gpt.gpt import STRATEGIES, Case, batches, build_trainer, init_megatron, train_step
 from tests.lib.gpu.gpu_ranks import WORLD, Check, Outcomes, expecting
 from tests.lib.gpu.runs import ZERO_3
+from tests.lib.plain.launches import HANGS, LIKE, UNLIKE, loss_of, sharded
 from tests.lib.ranks.launch import settle_ranks
 
 # Ranks that use different units: reported a step later, since no host waits for a device. Gathers

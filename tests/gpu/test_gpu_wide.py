@@ -16,10 +16,10 @@ from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, OPTION
-from tests.gpu import test_gpu_experts as moe
-from tests.gpu.test_gpu_memory import _steps
 from tests.lib.gpt.checks import relative
 from tests.lib.gpt.gpt import Case, batches, build_trainer, give_up, init_megatron, train_step
+from tests.lib.gpu import experts as moe
+from tests.lib.gpu.device_memory import run_steps
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, ZERO_1, ZERO_3, Fields, fp8, te_layers
 
@@ -119,14 +119,14 @@ def overlap(rank: int, world: int, strategy: str) -> str:
     the host too, which has to launch kernels faster than the device runs them."""
     device = init_megatron()
     trainer = build_trainer(LONG_KERNELS, strategy, device)
-    _steps(trainer, rank, 3, device)
+    run_steps(trainer, rank, 3, device)
     torch.cuda.synchronize()
     if rank != 0:
-        _steps(trainer, rank, 2, device)
+        run_steps(trainer, rank, 2, device)
         return "traced on the first rank"
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        _steps(trainer, rank, 2, device)
+        run_steps(trainer, rank, 2, device)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

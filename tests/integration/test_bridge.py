@@ -7,7 +7,6 @@ Opt-in: needs megatron-bridge and what it imports, without its GPU packages (see
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import subprocess
 import sys
@@ -21,23 +20,13 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.tools.cli import verify
 from tests.lib.integration import lm_log
 from tests.lib.integration.bridge_on_cpu import TINY_LLAMA
+from tests.lib.integration.bridge_runs import EXAMPLE, need_bridge
 from tests.lib.integration.lm_runs import ROOT, train_recipe
 
 pytestmark = pytest.mark.full
-EXAMPLE = ROOT / "scripts" / "pretrain_bridge.py"
 STEPS = 4
 
 
-def need_bridge(needed: str = "") -> None:
-    """Skips where Megatron-Bridge cannot be used. needed: a statement that it has to allow."""
-    if importlib.util.find_spec("megatron.bridge") is None:
-        pytest.skip("megatron-bridge is not installed")
-    probe = f"import tests.lib.integration.bridge_on_cpu as b; b.prepare_bridge(); {needed}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", probe], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"megatron-bridge: {done.stderr.strip().rpartition(chr(10))[2]}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,8 +12,8 @@ import pytest
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
 from megatron_fsdp_adapter.tools.cli import convert
-from tests.integration.test_bridge import EXAMPLE, need_bridge
 from tests.lib.integration import lm_log
+from tests.lib.integration.bridge_runs import EXAMPLE, need_bridge
 from tests.lib.integration.lm_runs import HARNESSES, train_recipe
 
 pytestmark = pytest.mark.full

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_bridge import need_bridge
-from tests.integration.test_documented_commands import BLOCKS
+from tests.lib.integration.bridge_runs import need_bridge
+from tests.lib.integration.documented import BLOCKS
 from tests.lib.integration.lm_runs import HARNESSES, ROOT, run_worker
 
 pytestmark = pytest.mark.full

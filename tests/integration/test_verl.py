@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_bridge import need_bridge
+from tests.lib.integration.bridge_runs import need_bridge
 from tests.lib.integration.lm_runs import run_worker
 
 pytestmark = pytest.mark.full

@@ -35,9 +35,9 @@ from tests.lib.gpt.gpt import (
 )
 from tests.lib.gpt.topologies import TOPOLOGIES, TopologyTrainer, run_schedule
 from tests.lib.gpt.variants import Variant, compare, marked, train
+from tests.lib.megatron.bridge_stand_in import Task, standing_in
 from tests.lib.plain.plain import assert_nothing_is_staged
 from tests.lib.ranks.shared_ranks import on_ranks
-from tests.megatron.frameworks.test_bridge_weights import Task, standing_in
 
 CPU = torch.device("cpu")
 SMALL = {"num_layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 23, "microbatches": 2,

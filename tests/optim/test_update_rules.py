@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core.optimizer import OptimizerConfig
 from torch.distributed.tensor import DTensor
 
 from tests.lib.gpt.checks import Step, check_run_bits, recorded_step
@@ -30,18 +29,13 @@ from tests.lib.gpt.gpt import (
     distributed_optimizer,
     init_megatron,
 )
+from tests.lib.gpt.lion import BETAS, LION, LION_BESIDE_ADAM, LION_IN_CORE, OF_LATER_CORE
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
 CPU = torch.device("cpu")
 
-LION_IN_CORE = hasattr(OptimizerConfig, "lion_beta1")
-"""Before 0.17 there is no such optimizer."""
-LION_BESIDE_ADAM = hasattr(core_optimizer, "_get_megatron_emerging_optimizer")
-"""From 0.18 on core's has Adam's betas, and matrices that are no embedding or output layer."""
-BETAS = {"adam_beta1": 0.8, "adam_beta2": 0.95, "lion_beta1": 0.9, "lion_beta2": 0.85}
-LION = {"optimizer": "lion", **BETAS}
 
 
 # Steps of whole weights.
@@ -140,7 +134,6 @@ RULES: Mapping[str, Rule] = {
 WITHOUT = {"use_distributed_optimizer": False}
 """In both configs: wrapper and optimizer switch it on, and a checkpoint has their form."""
 
-OF_LATER_CORE = pytest.mark.skipif(not LION_IN_CORE, reason="this release has no optimizer 'lion'")
 OF_CORE = ("SGD", pytest.param("Lion", marks=OF_LATER_CORE))
 
 

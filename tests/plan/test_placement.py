@@ -12,7 +12,7 @@ import pytest
 
 from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.gpt.gpt import batches, init_megatron, make_trainer, train_step
-from tests.lib.gpt.models import ALONE, CASE, TwoTowers, freeze_part, gpt, varied
+from tests.lib.gpt.models import ALONE, CASE, SIZES, TwoTowers, freeze_part, gpt, towers, varied
 from tests.lib.gpt.topologies import model_config
 from tests.lib.gpt.variants import (
     STRATEGIES,
@@ -26,7 +26,6 @@ from tests.lib.gpt.variants import (
     unchanged,
 )
 from tests.lib.ranks.shared_ranks import on_ranks
-from tests.megatron.wrapper.test_models import SIZES, towers
 
 LEFT: dict[str, str] = {"*": "leave", "text*": "shard", "projector": "shard"}
 """All but the frozen tower is sharded: later patterns win."""

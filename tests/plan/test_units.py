@@ -8,11 +8,9 @@ expert as data parallelism or a world of one, of which nothing is sharded.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +20,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES as STRATEGY_ROWS
-from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
-from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron.layers.schedule_plans import OPTION as PLANS
@@ -35,7 +31,8 @@ from megatron_fsdp_adapter.plan.memory import Precision
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB, unsharded_units
 from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from megatron_fsdp_adapter.tools.cli import estimate
-from tests.lib.gpt.checks import Step, check_numbers, check_same_bits, check_step
+from tests.lib.gpt.checks import Step, check_same_bits, check_step
+from tests.lib.gpt.estimates import estimated, flags
 from tests.lib.gpt.gpt import Case, Trainer, build_trainer, init_megatron
 from tests.lib.gpt.memory import measure
 from tests.lib.gpt.topologies import (
@@ -43,8 +40,20 @@ from tests.lib.gpt.topologies import (
     TopologyTrainer,
     build_topology_trainer,
     case_for,
+    feed_two_experts,
     init_topology,
     topology_step,
+)
+from tests.lib.gpt.units import (
+    ALL_GIB,
+    EP2,
+    EP2_CASE,
+    FINE,
+    KEPT_CASE,
+    NEAR,
+    RECOMPUTED,
+    WEIGHTS_GIB,
+    gathered_bytes,
 )
 from tests.lib.gpt.variants import (
     STRATEGIES,
@@ -58,17 +67,12 @@ from tests.lib.gpt.variants import (
     marked,
 )
 from tests.lib.ranks.shared_ranks import on_ranks
-from tests.megatron.wrapper.test_topologies import feed_two_experts
-from tests.plan.test_memory import estimated, flags
 
 SLOTS = {"fsdp_double_buffer": True}
-FINE = {"megatron_fsdp_enable_fine_grained_param_gather": True}
 FINE_SLOTS = {**FINE, **SLOTS}
 CLASSES = [TransformerLayer, MLP]
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 FOUR = Topology("4 experts", experts=4)
 TWELVE = Topology("12 experts", experts=12)
-EP2 = Topology("ep2", ep=2, experts=4)
 
 # Rows.
 
@@ -143,17 +147,11 @@ JOINED = (
     _joined("whole", ddp={BUDGET: 1.0}),
 )
 
-KEPT_CASE = {"num_layers": 4, "bf16": True, "microbatches": 3, "positions": "learned_absolute"}
-WEIGHTS_GIB = 39_200 / GIB
 SOME_GIB = 60_000 / GIB
-ALL_GIB = 1.0
 
 
-def _near(ours: Step, reference: Step, label: str) -> None:
-    check_numbers(ours, reference, label, 1e-3)
 
 
-NEAR = Comparison(_near, _near)
 
 
 def _kept(name: str, gib: float, ddp: Options, reference: str = "own", **more: Any) -> Variant:
@@ -199,7 +197,6 @@ def experts_have_no_bucket(ours: TopologyTrainer, reference: Any, strategy: str)
     assert experts and all(group.bucket is group.grad for group in experts)
 
 
-EP2_CASE = {"bf16": True, "microbatches": 2}
 WHOLE = (
     # Dense gradients are summed in another order, so each step starts from the same weights.
     *(
@@ -263,24 +260,8 @@ def test_a_world_of_one_trains_as_ddp(row: Variant, rank: int, seed: int) -> Non
 # Parts of layers: a layer of many experts is not gathered whole.
 
 
-@contextmanager
-def gathered_bytes(trainer: TopologyTrainer) -> Iterator[list[int]]:
-    """Inside, appends the bytes of gathered weights that there are each time memory is taken."""
-    units = [unit for chunk in trainer.chunks for unit in chunk.engine.units]
-    buffers = [buffer for unit in units for group in unit.groups for buffer in group.weights]
-    found: list[int] = []
-    allocate = FlatBuffer.allocate
-
-    def counted(self: FlatBuffer) -> None:
-        allocate(self)
-        found.append(sum(buffer.nbytes for buffer in buffers if buffer.allocated))
-
-    with mock.patch.object(FlatBuffer, "allocate", counted):
-        yield found
 
 
-def nbytes(unit: Unit) -> int:
-    return sum(buffer.nbytes for group in unit.groups for buffer in group.weights)
 
 
 @on_ranks(2)

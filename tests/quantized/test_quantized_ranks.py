@@ -24,10 +24,10 @@ from tests.lib.quantized.emulated import RECIPES, TE_RECIPES, field_of, roll, wh
 from tests.lib.quantized.quantized_cases import PlainQuantizedRig
 from tests.lib.quantized.te_checks import same, same_planes
 from tests.lib.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.lib.quantized.te_models import computed_with
 from tests.lib.quantized.te_weights import KNOWS, gathered
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.launch import run_ranks
-from tests.quantized.test_te_export import computed_with
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,40 +24,19 @@ from tests.lib.gpt.gpt import (
     init_megatron,
     train_step,
 )
-from tests.lib.quantized.te_checks import same, same_planes
+from tests.lib.quantized.te_checks import same
 from tests.lib.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.lib.quantized.te_models import check_weights, computed_with
 from tests.lib.quantized.te_scaling import quantize_layers
-from tests.lib.quantized.te_weights import KNOWS, RECIPES, gathered, te_whole
+from tests.lib.quantized.te_weights import RECIPES
 
 CASE = Case(hidden=64, heads=2, ffn=192, bf16=True, microbatches=2, lr=3e-3)
 
 pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 
-def check_weights(trainer: Trainer, recipe: str, label: str) -> int:
-    """Gathered bytes and scales, against TE's function over whole main weights."""
-    mains = trainer.params()
-    checked = 0
-    for name, param in gathered(trainer.wrapper.engine):
-        same_planes(param, te_whole(recipe, mains[name]), f"{label}, {name}")
-        # cuBLAS refuses a scale that begins elsewhere.
-        assert all(one.data_ptr() % 16 == 0 for one in KNOWS.scales(param)), f"{label}, {name}"
-        checked += 1
-    return checked
 
 
-def computed_with(engine: Any, recipe: str) -> dict[str, torch.Tensor]:
-    """Gathered bytes and scales by name, as modules see them."""
-    found = {}
-    for name, param in gathered(engine):
-        fields = KNOWS.fields(param)
-        found[name] = fields["rowwise"].clone().view(torch.float8_e4m3fn)
-        scale = fields.get("rowwise_scales", (*KNOWS.scales(param), None)[0])
-        rows, columns = param.shape
-        if recipe == "block128":
-            scale = scale[: -(-rows // 128), : -(-columns // 128)]
-        found[name + "_scale_inv"] = scale.clone()
-    return found
 
 
 def _exported(rank: int, world: int, strategy: str) -> None:

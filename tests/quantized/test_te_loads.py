@@ -29,13 +29,13 @@ from tests.lib.gpt.gpt import (
     plain_name,
     train_step,
 )
+from tests.lib.megatron.bridge_stand_in import standing_in
 from tests.lib.quantized.arithmetic import e4m3
 from tests.lib.quantized.te_checks import same
 from tests.lib.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.lib.quantized.te_models import check_weights
 from tests.lib.quantized.te_scaling import quantize_layers, scale_layers
 from tests.lib.quantized.te_weights import KNOWS, gathered
-from tests.megatron.frameworks.test_bridge_weights import standing_in
-from tests.quantized.test_te_export import check_weights
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
 RECIPES = ("current", "block128")

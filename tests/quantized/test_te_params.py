@@ -17,8 +17,8 @@ from megatron_fsdp_adapter.core.engine.params import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
 from megatron_fsdp_adapter.quantized import format_of
 from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, standing_in
+from tests.lib.quantized.te_linear import Linear
 from tests.lib.quantized.te_weights import KNOWS, RECIPES, quantizer
-from tests.quantized.test_te_start import Linear
 
 SHAPE = (128, 256)
 

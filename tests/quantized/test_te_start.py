@@ -4,7 +4,6 @@ initializes them: bytes, scales and main weights are those of a start without it
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,47 +16,15 @@ from megatron_fsdp_adapter.megatron.wrapper.announcement import _quantized
 from tests.lib.gpt.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
 from tests.lib.quantized.te_checks import same, same_planes
 from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, run_te
-from tests.lib.quantized.te_weights import RECIPES, gathered, planes_of, quantizer, te_parameter
+from tests.lib.quantized.te_linear import Linear
+from tests.lib.quantized.te_weights import RECIPES, gathered, planes_of
 
 CASE = Case(bf16=True)
 SHAPES = ((256, 128), (128, 256))
-METHODS = {
-    "current": "Float8CurrentScaling", "delayed": "DelayedScaling",
-    "block128": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
-}  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 
-class Linear(nn.Module):
-    """What Transformer Engine's modules have and do about weights that are quantized from the
-    start: the constructor leaves a weight on the meta device as it is, `reset_parameters` draws,
-    quantizes, with columns only where gradients are enabled, and keeps the value on the host."""
-
-    def __init__(self, recipe: str, shape: tuple[int, int], device: str) -> None:
-        super().__init__()
-        from transformer_engine.common import recipe as recipes
-
-        self._recipe = recipe
-        self.primary_weights_in_fp8 = True
-        self.fp8_meta = {"recipe": getattr(recipes, METHODS[recipe])()}
-        self.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=0)}
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device))
-        if device != "meta":
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        assert not self.weight.is_meta
-        nn.init.normal_(self.weight)
-        found = te_parameter(self.weight, quantizer(self._recipe, torch.tensor([100.0, 0.0])))
-        found.partition_dim = 0
-        if self._recipe == "mxfp8" and not torch.is_grad_enabled():
-            found._columnwise_data = None
-            found._columnwise_scale_inv = None
-        self.weight = found
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight)
 
 
 class Layer(nn.Module):

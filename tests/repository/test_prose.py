@@ -7,15 +7,11 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
-)
+from tests.lib.pages import PAGES, ROOT
+
 SOURCES = sorted((*ROOT.glob("megatron_fsdp_adapter/**/*.py"), *ROOT.glob("scripts/**/*.py")))
 MAX_LINE = 250
 MAX_WORDS = 2_500

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.again import AGAIN, is_again
-from tests.repository.test_prose import PAGES
+from tests.lib.pages import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted((ROOT / "docs").glob("traps*.md"))

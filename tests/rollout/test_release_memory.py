@@ -40,10 +40,10 @@ from tests.lib.gpt.gpt import (
     init_megatron,
     train_step,
 )
+from tests.lib.plain.exports import assert_same, mesh_options, sharded, train
 from tests.lib.plain.plain import tokens
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
-from tests.rollout.test_export import assert_same, mesh_options, sharded, train
 
 
 def buffers(model: Any) -> list[torch.Tensor]:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_convert_run_config import bridge_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
-from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
+from tests.lib.checkpoint.convert_cases import Model, bridge_checkpoint, fsdp_state, save_fsdp
 
 ITERATION = "iter_0000003"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -6,24 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.tools import inspection
 from tests.lib.checkpoint.convert_cases import (
+    BRIDGE_FOLDER,
     FFN,
     GROUPS,
     HEAD,
     HEADS,
     HIDDEN,
     Model,
+    bridge_checkpoint,
     differences,
-    fsdp_state,
     load_all,
-    save_fsdp,
 )
-
-FOLDER = "iter_0000003"
 
 
 def config(model: Model) -> dict[str, Any]:
@@ -47,12 +44,6 @@ def config(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bridge_checkpoint(root: Path, model: Model, told: Any) -> Path:
-    state = fsdp_state(model)
-    del state["args"]
-    save_fsdp(root, state)
-    (root / FOLDER / "run_config.yaml").write_text(yaml.safe_dump(told))
-    return root
 
 
 @pytest.mark.parametrize(
@@ -63,11 +54,11 @@ def test_it_tells_what_arguments_tell(tmp_path: Path, model: Model) -> None:
     source = bridge_checkpoint(tmp_path / "bridge", model, config(model))
     convert(source, tmp_path / "td", "torch_dist")
     convert(tmp_path / "td", tmp_path / "back", "fsdp_dtensor")
-    before, after = (load_all(root / FOLDER) for root in (source, tmp_path / "back"))
+    before, after = (load_all(root / BRIDGE_FOLDER) for root in (source, tmp_path / "back"))
     assert vars(after.pop("args"))["num_experts"] == (model.experts or None)
     assert differences(before, after) == []
-    told = [(root / FOLDER / "run_config.yaml").read_bytes() for root in (source, tmp_path / "td")]
-    assert told[0] == told[1]
+    file = f"{BRIDGE_FOLDER}/run_config.yaml"
+    assert (source / file).read_bytes() == (tmp_path / "td" / file).read_bytes()
     known = inspection.describe(source)["model"]
     given = {"num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "bf16": True}
     assert given.items() <= known.items()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.engine import buffer
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.core.kernels.test_sums import DTYPES
+from tests.lib.gpt.exact import DTYPES
 
 
 @given(

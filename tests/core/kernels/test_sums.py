@@ -7,25 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.core.kernels.sums import _kernel, sum_rows
-
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-def is_rounded_once(
-    rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
-) -> bool:
-    """Sums `rows` into `output`, and compares with the sum in float64."""
-    expected = rows.double().sum(0) * scale
-    size = rows.double().abs().sum(0) * abs(scale)
-    if accumulate:
-        expected = expected + output.double()
-        size = size + output.double().abs()
-    kept = output.dtype
-    sum_rows(rows, output, scale, accumulate)
-    of_sums, of_output = (torch.finfo(dtype).eps / 2 for dtype in (torch.float32, kept))
-    bound = (len(rows) + 2) * of_sums * size + of_output * expected.abs() * 1.01
-    return output.dtype == kept and bool(((output.double() - expected).abs() <= bound).all())
+from megatron_fsdp_adapter.core.kernels.sums import _kernel
+from tests.lib.gpt.exact import DTYPES, is_rounded_once
 
 
 @given(

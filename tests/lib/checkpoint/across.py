@@ -10,7 +10,7 @@ from pathlib import Path
 
 import megatron.core
 
-from tests.checkpoint.test_bundled_interop import half
+from tests.lib.checkpoint.interop import half
 
 if __name__ == "__main__":
     engine, action, root, out = sys.argv[1:]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -208,3 +209,14 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Keys that only one has, or whose values differ in type, dtype, shape or any bit."""
     both = set(a) & set(b)
     return sorted(set(a) ^ set(b)) + sorted(key for key in both if not same(a[key], b[key]))
+
+
+BRIDGE_FOLDER = "iter_0000003"
+
+
+def bridge_checkpoint(root: Path, model: Model, told: Any) -> Path:
+    state = fsdp_state(model)
+    del state["args"]
+    save_fsdp(root, state)
+    (root / BRIDGE_FOLDER / "run_config.yaml").write_text(yaml.safe_dump(told))
+    return root

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as ps
 
+from tests.lib.gpt.checkpoints import saved
 from tests.lib.gpt.gather_full import full_values
-from tests.lib.gpt.gpt import Case
+from tests.lib.gpt.gpt import STRATEGIES, Case
 from tests.lib.gpt.topologies import (
     Topology,
     TopologyTrainer,
@@ -22,6 +23,7 @@ from tests.lib.gpt.topologies import (
     global_name,
     init_topology,
     local_of,
+    topology_step,
 )
 from tests.lib.ranks.groups import destroy_groups, everyones
 
@@ -138,3 +140,59 @@ def differences(ours: Whole, expected: Whole) -> list[str]:
         for what in FIELDS
         if not torch.equal(ours[name][what], expected[name][what])
     ]
+
+
+TRAINED = 2
+ZERO0, ZERO1, ZERO2, ZERO3 = STRATEGIES
+
+
+def split_of(
+    world: int,
+    strategy: str,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 0,
+    outer: str | None = None,
+    cp: int = 1,
+    etp: int | None = None,
+) -> Split:
+    """ep: 0 for the dense model. outer: of two optimizer instances; None for one. Experts with
+    tensor parallelism are split over it too, unless etp says otherwise."""
+    experts = 4 if ep else None
+    if ep:
+        if etp is None:
+            etp = tp
+        else:
+            etp = etp
+    else:
+        etp = None
+    topology = Topology(
+        "",
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        vpp=vpp,
+        ep=max(ep, 1),
+        etp=etp,
+        sp=tp > 1,
+        experts=experts,
+        dispatcher="allgather" if (etp or 1) > 1 else "alltoall",
+        aligned=pp > 1,
+    )
+    axes = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp or 1, "ep": ep, "etp": etp or 1}
+    parts = [f"{name}{size}" for name, size in axes.items() if size > 1]
+    outer_name = {None: [], "no_shard": ["hsdp"], "optim": ["hybrid"]}[outer]
+    dp = world // (tp * cp * pp)
+    name = "-".join(["moe" if ep else "dense", f"dp{dp}", strategy, *parts, *outer_name])
+    return Split(name, world, topology, strategy, 2 if outer else 1, outer or "no_shard")
+
+
+def save_split(rank: int, root: str, split: Split) -> None:
+    trainer = trainer_of(split)
+    for step in range(TRAINED):
+        topology_step(trainer, step)
+    saved(trainer, f"{root}/{split.name}", TRAINED, iteration=TRAINED)
+    whole = whole_state(trainer)
+    if rank == 0:
+        torch.save(whole, f"{root}/{split.name}.pt")

@@ -17,6 +17,7 @@ import torch
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
+from tests.lib.engine.engine_cases import buffers_of
 
 
 class Copied:
@@ -78,3 +79,11 @@ def core_offloads_on_the_host(copied: Copied) -> Iterator[None]:
         module.PipelineOffloadManager.reset_instance()
         yield
     module.PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+CONTIGUOUS = ("attn_norm", "qkv_linear", "mlp_norm")
+
+
+def storages(wrapper: Any) -> set[int]:
+    """Of all buffers of the wrapper's engine."""
+    return {flat.untyped_storage()._cdata for _, flat in buffers_of(wrapper.engine)}

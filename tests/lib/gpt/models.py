@@ -99,3 +99,13 @@ def varied(
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.02)
     return model
+
+
+SIZES: dict[str, Any] = {
+    "num_layers": 2, "hidden": 24, "heads": 3, "ffn": 40, "vocab": 53, "seq": 8, "batch": 1,
+    "bias": False, "tied": False, "swiglu": False, "positions": "rope",
+}  # fmt: skip
+
+
+def towers(case: Case, device: torch.device, recompute: Any, tied: bool, change: Any) -> nn.Module:
+    return varied(lambda: TwoTowers(recompute, tied), case.seed, change)

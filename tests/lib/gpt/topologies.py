@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.tools.models.local_spec import TorchNorm
@@ -416,3 +417,11 @@ def run_schedule(
 def topology_step(trainer: TopologyTrainer, step: int, schedule: Any = None) -> Step:
     """A training step, by core's schedule or another; collective."""
     return finished(trainer, run_schedule(trainer, step, schedule=schedule))
+
+
+def feed_two_experts(model: nn.Module) -> None:
+    """All tokens become alike to the router: two of the experts get all of them, the others none,
+    and with one expert a rank some ranks get no token at all."""
+    for name, param in model.named_parameters():
+        if name.endswith("pre_mlp_layernorm.weight"):
+            param.data.zero_()

@@ -17,23 +17,18 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from tests.lib.engine.engine_cases import buffers_of
 from tests.lib.gpt.checks import Step
 from tests.lib.gpt.gpt import Trainer
-from tests.lib.gpt.host_offload import Copied, core_offloads_on_the_host
+from tests.lib.gpt.host_offload import CONTIGUOUS, Copied, core_offloads_on_the_host, storages
 from tests.lib.gpt.variants import STRATEGIES, ZERO_3, Variant, compare, marked, train_and_evaluate
 from tests.lib.ranks.shared_ranks import on_ranks
 
 SIZES = {"num_layers": 4, "hidden": 24, "ffn": 40, "seq": 8}
-CONTIGUOUS = ("attn_norm", "qkv_linear", "mlp_norm")
 MODULES = (*CONTIGUOUS, "core_attn", "attn_proj")
 """The last two save transposed tensors, which core gives back contiguous: products of those are
 rounded in another order."""
 
 
-def storages(wrapper: Any) -> set[int]:
-    """Of all buffers of the wrapper's engine."""
-    return {flat.untyped_storage()._cdata for _, flat in buffers_of(wrapper.engine)}
 
 
 def offloading(modules: tuple[str, ...]) -> dict[str, Any]:

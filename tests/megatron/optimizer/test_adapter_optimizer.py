@@ -27,7 +27,7 @@ from tests.lib.gpt.gpt import (
     train_step,
 )
 from tests.lib.gpt.one_layer import CASE, DEVICE, data, wrapped
-from tests.megatron.optimizer.test_precision_aware import _trainer as precision_aware_trainer
+from tests.lib.gpt.precision_aware import precision_aware_trainer as precision_aware_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -13,16 +13,14 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
 from tests.lib.gpt.checks import check_same_bits, recorded_step
-from tests.lib.gpt.fused_adam import FusedAdam, precision_aware, transformer_engine_optimizer
-from tests.lib.gpt.gpt import STRATEGIES, Case, Trainer, batches, build_trainer, init_megatron
+from tests.lib.gpt.fused_adam import FusedAdam
+from tests.lib.gpt.gpt import STRATEGIES, Trainer, batches, build_trainer, init_megatron
+from tests.lib.gpt.lion import LION, LION_BESIDE_ADAM, OF_LATER_CORE
+from tests.lib.gpt.precision_aware import CASE, precision_aware_trainer
 from tests.lib.ranks.shared_ranks import on_ranks
-from tests.optim.test_update_rules import LION, LION_BESIDE_ADAM, OF_LATER_CORE
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
-CASE = Case(
-    num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, bf16=True, clip=0.05
-)
 
 POLICIES: dict[str, dict[str, Any]] = {
     "bf16 gradients": {"megatron_fsdp_main_grads_dtype": BF16},
@@ -33,15 +31,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 MOMENTS = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
 
 
-def _trainer(strategy: str, policy: dict[str, Any], device: torch.device, **options: Any) -> Any:
-    with transformer_engine_optimizer():
-        return build_trainer(
-            CASE,
-            strategy,
-            device,
-            ddp=policy,
-            optimizer=lambda config: precision_aware(config, **options),
-        )
 
 
 def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data: Any) -> None:
@@ -73,7 +62,7 @@ def test_gradients_moments_and_main_weights_in_bf16(rank: int, strategy: str, po
     state itself, not a copy."""
     device = init_megatron()
     moments = MOMENTS if policy in ("bf16 moments", "all bf16") else {}
-    trainer = _trainer(strategy, POLICIES[policy], device, **moments)
+    trainer = precision_aware_trainer(strategy, POLICIES[policy], device, **moments)
     plain = {name: nn.Parameter(value.clone()) for name, value in trainer.params().items()}
     groups = [[name for name, p in plain.items() if (p.dim() == 1) == flat] for flat in (0, 1)]
     whole = FusedAdam(

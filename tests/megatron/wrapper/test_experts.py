@@ -32,15 +32,18 @@ from megatron_fsdp_adapter.tools.prove.build import coordinates
 from tests.lib.gpt import deep_ep_stand_in
 from tests.lib.gpt.checks import Step, check_gradients, check_number
 from tests.lib.gpt.delayed_weights import delay_weight_gradients
+from tests.lib.gpt.host_offload import storages
 from tests.lib.gpt.topologies import (
     Topology,
     TopologyTrainer,
     build_topology_trainer,
     case_for,
+    feed_two_experts,
     init_topology,
     run_schedule,
     topology_step,
 )
+from tests.lib.gpt.units import FINE, RECOMPUTED, gathered_bytes, nbytes
 from tests.lib.gpt.variants import (
     STRATEGIES,
     ZERO_0,
@@ -54,9 +57,6 @@ from tests.lib.gpt.variants import (
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.one_rank import as_one_of_many
 from tests.lib.ranks.shared_ranks import on_ranks
-from tests.megatron.layers.test_activation_offload import storages
-from tests.megatron.wrapper.test_topologies import feed_two_experts
-from tests.plan.test_units import FINE, RECOMPUTED, gathered_bytes, nbytes
 
 EP2 = Topology("ep2", ep=2, experts=4)
 SPLIT = Topology("tp2-ep2-etp1", tp=2, ep=2, etp=1, sp=True, experts=4)

@@ -28,7 +28,16 @@ from megatron_fsdp_adapter.tools.models.local_spec import TorchNorm
 from tests.lib.gpt import gpt, models, topologies
 from tests.lib.gpt.checks import Step, check_number
 from tests.lib.gpt.gpt import Case, batches, distributed_optimizer, forward_backward
-from tests.lib.gpt.models import ALONE, ATTENTION, BLOCK, CASE, TwoTowers, freeze_part, varied
+from tests.lib.gpt.models import (
+    ALONE,
+    ATTENTION,
+    BLOCK,
+    CASE,
+    SIZES,
+    freeze_part,
+    towers,
+    varied,
+)
 from tests.lib.gpt.topologies import Topology, model_config
 from tests.lib.gpt.variants import (
     ZERO_1,
@@ -41,15 +50,6 @@ from tests.lib.gpt.variants import (
     unchanged,
 )
 from tests.lib.ranks.shared_ranks import on_ranks
-
-SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden": 24, "heads": 3, "ffn": 40, "vocab": 53, "seq": 8, "batch": 1,
-    "bias": False, "tied": False, "swiglu": False, "positions": "rope",
-}  # fmt: skip
-
-
-def towers(case: Case, device: torch.device, recompute: Any, tied: bool, change: Any) -> nn.Module:
-    return varied(lambda: TwoTowers(recompute, tied), case.seed, change)
 
 
 def _row(name: str, strategy: str, recompute: Any, tied: bool, change: Any) -> Variant:

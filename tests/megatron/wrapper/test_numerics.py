@@ -7,135 +7,15 @@ step spent on making optimizer state). Sums in low precision: test_precision_mat
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
-import torch
 
-from tests.lib.gpt.checks import Step
-from tests.lib.gpt.gpt import STRATEGIES, batches, forward_backward
-from tests.lib.gpt.injected_faults import Spoiler
+from tests.lib.gpt.numerics import ROWS
 from tests.lib.gpt.variants import (
-    ZERO_0,
-    ZERO_1,
-    Comparison,
     Variant,
     compare,
-    differ_by_rank,
     marked,
-    unchanged,
 )
 from tests.lib.ranks.shared_ranks import on_ranks
-
-KEPT_GRADS = (ZERO_0, ZERO_1)
-"""These sum microbatches on each rank before they reduce, as stock DDP does; the others reduce
-each microbatch."""
-SCALE = 2.0**24
-TAKEN = 3
-
-
-def scaled_step(trainer: Any, number: int, rank: int) -> Step:
-    """A step that may be left out; the loss scale after it in the place of the norm."""
-    device = next(trainer.wrapper.parameters()).device
-    loss = forward_backward(trainer, batches(trainer.case, number, rank, device))
-    trainer.optimizer.step()
-    scale = trainer.optimizer.get_loss_scale().item()
-    return Step(loss, scale, {}, trainer.params())
-
-
-SPOILER = Spoiler("decoder.layers.0.mlp.linear_fc1.weight")
-
-
-def spoiled_step(trainer: Any, number: int, rank: int) -> Step:
-    """In the second step there is an infinity in one gradient of one rank."""
-    SPOILER.value = math.inf if number == 1 else None
-    return scaled_step(trainer, number, rank)
-
-
-def one_step_was_left_out(ours: Any, reference: Any, strategy: str) -> None:
-    assert ours.optimizer.get_loss_scale().item() == SPOILED.case["loss_scale"] / 2
-
-
-def same_scale(ours: Step, reference: Step, label: str) -> None:
-    assert ours.norm == reference.norm, label
-
-
-def some_steps_were_left_out(ours: Any, reference: Any, strategy: str) -> None:
-    """The first one was, and `TAKEN` were not."""
-    scale = ours.optimizer.get_loss_scale().item()
-    assert SCALE / 2 ** (SCALED.steps - TAKEN) <= scale <= SCALE / 2, scale
-
-
-EACH = Variant("each step", random=True)
-FREE = EACH.but("ten free steps", case={"num_layers": 1, "batch": 1}, compare="free", steps=10)
-BITS = EACH.but("bits", case={"clip": 0.0}, compare="bits but norm", steps=5)
-SCALED = EACH.but(
-    "fp16 with a loss scaler",
-    case={"fp16": True, "loss_scale": SCALE, "clip": 0.0},
-    strategies=KEPT_GRADS,
-    compare="bits",
-    drive=scaled_step,
-    steps=20,
-    expect=some_steps_were_left_out,
-)
-ONE_MICROBATCH = SCALED.but(
-    "fp16, one microbatch", case={**SCALED.case, "microbatches": 1}, strategies=STRATEGIES
-)
-SPOILED = ONE_MICROBATCH.but(
-    "fp16, an infinity on one rank",
-    case={**ONE_MICROBATCH.case, "loss_scale": 256.0},
-    change=SPOILER.attach,
-    drive=spoiled_step,
-    expect=one_step_was_left_out,
-    steps=3,
-)
-ROWS = (
-    *(EACH.but(f"each step, {n} ranks", world=n, full=n == 8) for n in (1, 2, 4, 8)),
-    EACH.but(
-        "averaged in the collective",
-        ddp={"average_in_collective": True, "gradient_reduce_div_fusion": False},
-    ),
-    *(
-        EACH.but(f"loss per token, {n} ranks", world=n, case={"per_token_loss": True})
-        for n in (1, 2)
-    ),
-    EACH.but(
-        "ranks that begin differently",
-        change=differ_by_rank,
-        reference={"change": unchanged},
-        compare="free",
-    ),
-    # Trap G5: without overlap ZeRO-0 and ZeRO-1 reduce at the end of the step, once.
-    *(
-        EACH.but(f"no overlap, {n} microbatches", case={"overlap": False, "microbatches": n})
-        for n in (1, 3)
-    ),
-    *(FREE.but(f"ten free steps, {n} ranks", world=n, full=n > 2) for n in (1, 2, 4, 8)),
-    # Two addends commute, and halving is exact. Without clipping: the norm is a sum over tensors,
-    # which the two systems cut and order differently. In bf16 no bound on a rounding error allows
-    # what these steps show: one flipped bit grows.
-    *(
-        BITS.but(
-            f"bits, {world} ranks, {n} microbatches, {'bf16' if bf16 else 'fp32'}",
-            world=world,
-            strategies=strategies,
-            case={**BITS.case, "microbatches": n, "bf16": bf16},
-        )
-        for world, n, strategies in ((1, 3, STRATEGIES), (2, 3, KEPT_GRADS), (2, 1, STRATEGIES))
-        for bf16 in (False, True)
-    ),
-    SCALED,
-    ONE_MICROBATCH,
-    SPOILED,
-    SPOILED.but(
-        f"{SPOILED.name}, bf16 on the wire",
-        ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
-        compare=Comparison(same_scale, same_scale),
-    ),
-)
-"""Each run draws other sizes of the models. Where a loss scaler leaves a step out, all ranks
-do, the scale is halved, and no weight has moved."""
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

@@ -32,6 +32,7 @@ from tests.lib.gpt.topologies import (
     TopologyTrainer,
     build_topology_trainer,
     case_for,
+    feed_two_experts,
     global_name,
     init_topology,
     run_schedule,
@@ -45,12 +46,6 @@ FIRST = (ZERO_0, ZERO_2)
 SECOND = (ZERO_1, ZERO_3)
 
 
-def feed_two_experts(model: nn.Module) -> None:
-    """All tokens become alike to the router: two of the experts get all of them, the others none,
-    and with one expert a rank some ranks get no token at all."""
-    for name, param in model.named_parameters():
-        if name.endswith("pre_mlp_layernorm.weight"):
-            param.data.zero_()
 
 
 def freeze_stage(first: bool, model: nn.Module) -> None:

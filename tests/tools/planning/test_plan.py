@@ -44,8 +44,8 @@ from megatron_fsdp_adapter.tools.planning.search import (
     splits,
 )
 from megatron_fsdp_adapter.tools.planning.shapes import waits_for_longer
+from tests.lib.megatron.core_layers import layers_of_core
 from tests.lib.tools.presets import model_named
-from tests.megatron.options.test_sizes import layers_of_core
 
 H200 = machine_named("h200")
 
