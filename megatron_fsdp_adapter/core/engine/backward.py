@@ -1,4 +1,4 @@
-"""What is known of one backward while it runs."""
+"""The state of one backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .unit import Unit
 
 @dataclass
 class Backward:
-    """A backward."""
+    """A backward, while it runs and until the next begins."""
 
     # Whether it accumulates gradients of weights.
     accumulates: bool = True

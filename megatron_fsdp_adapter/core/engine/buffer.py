@@ -95,7 +95,7 @@ class FlatBuffer:
     """
 
     label = "a buffer"
-    """What it is, and whose, for messages."""
+    """Its name in messages: what is in it, and whose."""
 
     def __init__(
         self,

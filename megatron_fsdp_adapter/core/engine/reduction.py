@@ -1,4 +1,4 @@
-"""How the gradients of a domain are reduced over one axis, and one group's part in a launch."""
+"""Reductions of a domain's gradients over one axis, and one group's part in a launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .group import ParamGroup
 
 
 class Scaled(enum.Enum):
-    """What a domain's scale is applied to."""
+    """The tensors that a domain's scale is applied to."""
 
     # What is communicated.
     SENT = "sent"
