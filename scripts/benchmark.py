@@ -35,6 +35,8 @@ from lib.check import Machine, this_machine, validated
 from lib.options import Options, parse, read_preset
 from lib.ranks import run_ranks
 
+from megatron_fsdp_adapter.tools.models.spec import flag
+
 # Defaults of a benchmark. A preset overrides the first, but not the second, because its learning
 # rate is for training with a warm-up and diverges on two batches. The command line overrides both.
 DEFAULTS = ("--train-iters=1", "--micro-batch-size=1")
@@ -86,8 +88,9 @@ def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) ->
     given, rest = make_parser().parse_known_args(list(arguments))
     preset = [] if given.preset is None else read_preset(given.preset)
     for name in (*COUNTS, "ranks", "row_limit", "time_limit"):
-        if getattr(given, name) is not None and getattr(given, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: must be above 0")
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{flag(name)} {value}: must be above 0")
     given.machine = machine or this_machine()
     if given.ranks is not None:
         given.isolated = True
@@ -95,9 +98,12 @@ def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) ->
     options = parse([*DEFAULTS, *preset, *LEARNING, *rest])
     given.options = common_options(options, given.num_microbatches, given.machine)
     given.subjects = parse_subjects(given.wrappers)
-    passed = (*COUNTS, "preset", "profile")
-    told = {f"--{name.replace('_', '-')}": getattr(given, name) for name in passed}
-    given.rest = [*(f"{name}={value}" for name, value in told.items() if value), *rest]
+    given.rest = []
+    for name in (*COUNTS, "preset", "profile"):
+        value = getattr(given, name)
+        if value:
+            given.rest.append(f"{flag(name)}={value}")
+    given.rest += rest
     return given
 
 
@@ -190,18 +196,17 @@ def measure_apart(given: argparse.Namespace) -> bool:
             failure = run_ranks(command, given.machine.world_size, left, log) or "no numbers"
             if numbers.is_file():
                 row = json.loads(numbers.read_text())["rows"][0]
-            else:
-                row = None
-        if row is None:
-            found = Result(subject, error=failure)
-        else:
+        found = Result(subject, error=failure)
+        if row is not None:
             found = bench_report.from_plain(row)
         results.append(found)
         print(f"{subject.name}: {found.error or 'measured'}", file=sys.stderr, flush=True)
     floors = {one.subject: median(one.seconds) for one in results if one.error is None}
     for one in results:
         base = floors.get(one.subject.floor)
-        one.floor_seconds = [] if base is None else [base] * len(one.seconds)
+        one.floor_seconds = []
+        if base is not None:
+            one.floor_seconds = [base] * len(one.seconds)
     table = bench_report.rows(results, given, given.options)
     text = f"{title(given)}\n{bench_report.table_text(table)}"
     given.out.mkdir(parents=True, exist_ok=True)
@@ -215,9 +220,11 @@ def earlier(given: argparse.Namespace, numbers: Path) -> dict[str, Any] | None:
     if not numbers.is_file():
         return None
     content = json.loads(numbers.read_text())
-    same = all(content[name] == value for name, value in settings(given).items())
+    for name, value in settings(given).items():
+        if content[name] != value:
+            return None
     row: dict[str, Any] = content["rows"][0]
-    return row if same and not row["error"] else None
+    return None if row["error"] else row
 
 
 def title(given: argparse.Namespace) -> str:
@@ -229,14 +236,12 @@ def title(given: argparse.Namespace) -> str:
             f"{options.num_experts} experts of {options.moe_ffn_hidden_size}, "
             f"top {options.moe_router_topk}, EP {options.expert_model_parallel_size}"
         )
-    if given.isolated:
-        layout = "one wrapper at a time"
-    else:
-        layout = "all wrappers interleaved"
+    layout = "one wrapper at a time" if given.isolated else "all wrappers interleaved"
+    precision = "bf16" if options.bf16 else "fp32"
     return (
         f"\n{options.num_layers} layers, hidden {options.hidden_size}, {mlp}, "
         f"seq {options.seq_length}, {given.num_microbatches} x {options.micro_batch_size} "
-        f"sequences, {'bf16' if options.bf16 else 'fp32'}, {options.transformer_impl}, "
+        f"sequences, {precision}, {options.transformer_impl}, "
         f"{given.machine.world_size} x {options.distributed_backend}\n"
         f"{given.repeats} rounds of {given.steps} steps, {layout}"
     )
@@ -251,9 +256,8 @@ def main(arguments: Sequence[str]) -> int:
         if is_first_rank():
             print(f"benchmark.py: {error}", file=sys.stderr)
         return 2
-    if (measure if given.ranks is None else measure_apart)(given):
-        return 0
-    return 1
+    alike = measure(given) if given.ranks is None else measure_apart(given)
+    return 0 if alike else 1
 
 
 if __name__ == "__main__":

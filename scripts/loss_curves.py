@@ -30,13 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = "ours:optim_grads_params"
 LAST = 20
 """The reference, in bf16; number of last steps whose losses are averaged."""
+_OF_BF16 = f"{OURS}@bf16#1,{OURS}@bf16#2,{OURS}@bf16#3"
+_OF_FP8 = [f"{OURS}@fp8w_{recipe}#1,ddp@fp8w_{recipe}#1" for recipe in RECIPES]
 SETS = {
-    "fp8": ",".join(
-        [
-            f"{OURS}@bf16#1,{OURS}@bf16#2,{OURS}@bf16#3,{OURS}@fp8_tensorwise#1",
-            *(f"{OURS}@fp8w_{recipe}#1,ddp@fp8w_{recipe}#1" for recipe in RECIPES),
-        ]
-    ),
+    "fp8": ",".join([_OF_BF16, f"{OURS}@fp8_tensorwise#1", *_OF_FP8]),
     "muon": f"{OURS}@bf16#1,ours-muon:optim_grads_params@bf16#1",
 }
 Log = dict[int, dict[str, Any]]
@@ -61,13 +58,16 @@ NUMBERS = ("loss", "grad_norm", "validation_loss")
 
 def differences(first: Log, second: Log) -> list[str]:
     """A line for each iteration that only one run has, or whose numbers differ in any bit."""
-    pairs = [(n, first.get(n, {}), second.get(n, {})) for n in sorted({*first, *second})]
-    return [
-        f"iteration {n}: {name} {one.get(name)!r} and {other.get(name)!r}"
-        for n, one, other in pairs
-        for name in NUMBERS
-        if one.get(name) != other.get(name)
-    ]
+    lines = []
+    for number in sorted({*first, *second}):
+        one = first.get(number, {})
+        other = second.get(number, {})
+        for name in NUMBERS:
+            mine = one.get(name)
+            theirs = other.get(name)
+            if mine != theirs:
+                lines.append(f"iteration {number}: {name} {mine!r} and {theirs!r}")
+    return lines
 
 
 def draw(logs: Mapping[str, Log], path: Path) -> None:
@@ -80,7 +80,8 @@ def draw(logs: Mapping[str, Log], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for label, log in logs.items():
         steps = sorted(step for step, record in log.items() if "loss" in record)
-        axes.plot(steps, [log[step]["loss"] for step in steps], linewidth=0.9, label=label)
+        losses = [log[step]["loss"] for step in steps]
+        axes.plot(steps, losses, linewidth=0.9, label=label)
     axes.set(title="Training loss by run", xlabel="iteration", ylabel="loss (nats per byte)")
     axes.legend(fontsize=7)
     figure.tight_layout()
@@ -93,24 +94,28 @@ def parse_runs(text: str) -> dict[str, tuple[Subject, int]]:
     runs = {}
     for name in SETS.get(text, text).split(","):
         wrapper, _, seed = name.partition("#")
-        subjects = parse_subjects(wrapper)
-        trained = subjects[0].is_ours or subjects[0].kind == "ddp"
-        if len(subjects) > 1 or not seed.isdigit() or subjects[0].captures or not trained:
+        subject, *others = parse_subjects(wrapper)
+        trains = subject.is_ours or subject.kind == "ddp"
+        if others or not seed.isdigit() or subject.captures or not trains:
             raise ValueError(
                 f"--runs {name}: must be ours or ddp, without graphs, a precision and a seed, as "
                 f"{OURS}@fp8w_delayed#1"
             )
-        runs[name] = subjects[0], int(seed)
+        runs[name] = subject, int(seed)
     return runs
 
 
 def words_of(subject: Subject, seed: int) -> list[str]:
     """Flags of pretrain_gpt.py that select it."""
     options = {
-        "use_megatron_fsdp": subject.is_ours, "seed": seed, "use_distributed_optimizer": True,
-        "overlap_grad_reduce": True, "overlap_param_gather": True,
-        "data_parallel_sharding_strategy": subject.strategy, **subject.options(),
-    }  # fmt: skip
+        "use_megatron_fsdp": subject.is_ours,
+        "seed": seed,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "data_parallel_sharding_strategy": subject.strategy,
+        **subject.options(),
+    }
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -124,10 +129,7 @@ def words_of(subject: Subject, seed: int) -> list[str]:
 def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
     """A line for each run, and True if no run differs from the reference with its seed by more than
     the reference's seeds differ."""
-    finals = {
-        name: fmean([one["loss"] for _, one in sorted(log.items()) if "loss" in one][-LAST:])
-        for name, log in logs.items()
-    }
+    finals = {name: _final_loss(log) for name, log in logs.items()}
     bases = {name: final for name, final in finals.items() if name.startswith(f"{OURS}@bf16#")}
     spread = max(bases.values(), default=0.0) - min(bases.values(), default=0.0)
     lines = [
@@ -136,16 +138,24 @@ def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
     ]
     inside = True
     for name, log in logs.items():
-        base = bases.get(f"{OURS}@bf16#{name.partition('#')[2]}")
-        if base is None or name in bases:
-            apart = ""
-        else:
+        _, _, seed = name.partition("#")
+        base = bases.get(f"{OURS}@bf16#{seed}")
+        apart = ""
+        if base is not None and name not in bases:
             apart = f"{finals[name] - base:+.4f}"
-        inside = inside and (not apart or len(bases) < 2 or abs(float(apart)) <= spread)
+            if len(bases) > 1 and not abs(float(apart)) <= spread:
+                inside = False
         valid = [one["validation_loss"] for one in log.values() if "validation_loss" in one]
         last = f"{valid[-1]:.4f}" if valid else ""
         lines.append(f"| {name} | {finals[name]:.4f} | {last} | {apart} |")
-    return "\n".join([*lines, f"spread of the seeds of bf16: {spread:.4f}"]), inside
+    lines.append(f"spread of the seeds of bf16: {spread:.4f}")
+    return "\n".join(lines), inside
+
+
+def _final_loss(log: Log) -> float:
+    """The mean of the last losses."""
+    losses = [log[step]["loss"] for step in sorted(log) if "loss" in log[step]]
+    return fmean(losses[-LAST:])
 
 
 def train(given: argparse.Namespace, rest: Sequence[str]) -> tuple[dict[str, Log], int]:
@@ -184,7 +194,7 @@ def train(given: argparse.Namespace, rest: Sequence[str]) -> tuple[dict[str, Log
     table = "\n".join([table, *failed])
     (given.out / "table.md").write_text(table + "\n")
     print(table)
-    return logs, int(bool(failed) or not inside)
+    return logs, 1 if failed or not inside else 0
 
 
 def compare(first: Log, second: Log) -> int:
@@ -216,8 +226,9 @@ def main(arguments: Sequence[str]) -> int:
     given, rest = parser.parse_known_args(list(arguments))
     try:
         if given.compare:
+            first, second = given.compare
             logs = {str(path): read_log(path) for path in given.compare}
-            status = compare(*(logs[str(path)] for path in given.compare))
+            status = compare(logs[str(first)], logs[str(second)])
         else:
             logs, status = train(given, rest)
     except (ValueError, FileNotFoundError) as error:

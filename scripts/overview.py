@@ -16,7 +16,10 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-OURS, PEER, TEXT, FAINT = "#2f6fd6", "#9aa7b4", "#1b2733", "#5b6b7b"
+OURS = "#2f6fd6"
+PEER = "#9aa7b4"
+TEXT = "#1b2733"
+FAINT = "#5b6b7b"
 STYLE = {
     "font.family": ["sans-serif"],
     "font.size": 10,
@@ -51,13 +54,13 @@ def draw(table: dict[str, Any], path: Path) -> None:
     bars(memory, "peak GiB per GPU", [row["gib"] for row in rows])
     times.set_yticks(range(len(rows)), [row["name"] for row in rows])
     times.get_yticklabels()[0].set_fontweight("bold")
-    times.axvline(table["floor"], color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
-    floor = f"forward and backward alone: {table['floor']}"
-    times.text(table["floor"] - 5, len(rows) - 0.38, floor, ha="right", va="center", fontsize=8)
+    floor = table["floor"]
+    label = f"forward and backward alone: {floor}"
+    times.axvline(floor, color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
+    times.text(floor - 5, len(rows) - 0.38, label, ha="right", va="center", fontsize=8)
     times.set_ylim(len(rows) - 0.05, -0.45)
-    figure.suptitle(
-        f"{table['model']}, {table['machine']}", x=0.012, ha="left", fontsize=11.5, weight="bold"
-    )
+    title = f"{table['model']}, {table['machine']}"
+    figure.suptitle(title, x=0.012, ha="left", fontsize=11.5, weight="bold")
     figure.text(0.012, 0.86, table["setting"], fontsize=9, color=FAINT)
     source = f"{table['versions']}; commit {table['commit']}, {table['date']}; one run"
     figure.text(0.012, 0.025, source, fontsize=8, color=FAINT)

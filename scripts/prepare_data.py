@@ -38,8 +38,10 @@ def documents_of(corpus: argparse.Namespace) -> Iterator[bytes]:
     total = 0
     for path in sorted(corpus.input.rglob(corpus.pattern)):
         folders = path.relative_to(corpus.input).parts[:-1]
-        content = path.read_bytes() if path.is_file() else b""
-        if not content or b"\0" in content or {*folders} & {*SKIPPED_FOLDERS}:
+        if not path.is_file() or not set(folders).isdisjoint(SKIPPED_FOLDERS):
+            continue
+        content = path.read_bytes()
+        if not content or b"\0" in content:
             continue
         total += len(content)
         if corpus.max_bytes is not None and total > corpus.max_bytes:
@@ -93,7 +95,8 @@ def write_splits(corpus: argparse.Namespace) -> dict[Path, tuple[int, int]]:
         for number, document in enumerate(documents_of(corpus)):
             builder = builders[prefixes[split_of(number, corpus.valid_share)]]
             ids = np.frombuffer(document, dtype=np.uint8).astype(np.uint16)
-            builder.add_item(torch.from_numpy(np.append(ids, np.uint16(END_OF_DOCUMENT))))
+            item = np.append(ids, np.uint16(END_OF_DOCUMENT))
+            builder.add_item(torch.from_numpy(item))
             builder.end_document()
         lengths = {path: builder.sequence_lengths for path, builder in builders.items()}
         written = {path: (len(found), sum(found)) for path, found in lengths.items()}

@@ -47,16 +47,15 @@ def run(options: Options, lines: Sequence[str]) -> None:
 
 
 def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[str]) -> None:
-    mode = ["CPU mode is on: megatron-core's calls of CUDA run on the CPU"]
-    strategy = options.data_parallel_sharding_strategy
     if options.use_megatron_fsdp:
-        wrapper = f"Megatron FSDP, {strategy}"
+        wrapper = f"Megatron FSDP, {options.data_parallel_sharding_strategy}"
+    elif options.use_distributed_optimizer:
+        wrapper = "stock DDP with distributed optimizer"
     else:
         wrapper = "stock DDP"
-    if not options.use_megatron_fsdp and options.use_distributed_optimizer:
-        wrapper += " with distributed optimizer"
+    if place.device.type == "cpu":
+        lines = ["CPU mode is on: megatron-core's calls of CUDA run on the CPU", *lines]
     print(
-        *(mode if place.device.type == "cpu" else []),
         *lines,
         f"{trainee.parameters:,} parameters per tensor-parallel rank | {wrapper} | "
         f"{place.world_size} x {place.device.type} over {options.distributed_backend} | "

@@ -101,10 +101,7 @@ class Bench:
         if self.given.isolated:
             for number, result in enumerate(results, start=1):
                 floor = result.subject.floor
-                if floor in subjects and result.subject != floor:
-                    beside = [floor]
-                else:
-                    beside = []
+                beside = [floor] if floor in subjects and result.subject != floor else []
                 self._attempt(result, lambda r=result, b=beside: self._alone(r, b))
                 free_memory(self.place.device)
                 self.note(results[:number])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import statistics
 from argparse import Namespace
@@ -37,10 +38,9 @@ def spread(samples: Sequence[float]) -> Spread:
 
 def ratio(samples: Sequence[float], base: Sequence[float]) -> float | None:
     """Median of sample over base of the same round; None without a base."""
-    pairs = zip(samples, base, strict=True) if base else ()
-    if base:
-        return statistics.median([mine / other for mine, other in pairs])
-    return None
+    if not base:
+        return None
+    return statistics.median([mine / other for mine, other in zip(samples, base, strict=True)])
 
 
 Deviation = tuple[float, float | None]
@@ -55,8 +55,11 @@ def deviation(result: Result, reference: Result) -> Deviation:
     common = 1 if result.subject.is_floor else None
     pairs = list(zip(result.steps[:common], reference.steps, strict=False))
     (_, norm), (start, other) = pairs[0]
-    apart = [abs(mine[0] - theirs[0]) / max(abs(start), 1e-30) for mine, theirs in pairs]  # type: ignore[operator, arg-type]
-    loss = next((one for one in apart if one != one), max(apart))  # `max` would hide a NaN
+    scale = max(abs(start), 1e-30)  # type: ignore[arg-type]
+    apart = [abs(mine[0] - theirs[0]) / scale for mine, theirs in pairs]  # type: ignore[operator]
+    loss = max(apart)
+    if any(math.isnan(one) for one in apart):  # `max` may hide one
+        loss = math.nan
     if norm is None or other is None:
         return loss, None
     return loss, abs(norm - other) / max(abs(other), 1e-30)
@@ -69,10 +72,7 @@ def flops_per_token(options: Options) -> int:
     width = options.hidden_size
     heads = options.num_attention_heads
     ffn = options.ffn_hidden_size
-    if options.group_query_attention:
-        groups = options.num_query_groups
-    else:
-        groups = heads
+    groups = options.num_query_groups if options.group_query_attention else heads
     matrices = 3 if options.swiglu else 2
     mlp = width * ffn * matrices
     if options.num_experts is not None:
@@ -99,16 +99,8 @@ def rows(results: Sequence[Result], given: Namespace, options: Options) -> list[
         table.append({**dataclasses.asdict(result), "subject": result.subject.name, "flag": False})
         if result.error is not None:
             continue
-        precision = result.subject.precision
-        alike = [
-            one
-            for one in results
-            if one.error is None and one.subject.precision == precision and not one.subject.is_floor
-        ]
-        ddp = next((one for one in alike if one.subject == Subject("ddp", None, precision)), None)
-        reference = ddp or next(iter(alike), None)
+        ddp, reference = _references(results, result.subject.precision)
         apart = None if reference is None else deviation(result, reference)
-        limit = TOLERANCE[options.bf16]  # not-a-number is beyond it as well
         rate = tokens / statistics.median(result.seconds)
         table[-1] |= {
             "time": spread(result.seconds),
@@ -117,9 +109,30 @@ def rows(results: Sequence[Result], given: Namespace, options: Options) -> list[
             "over_floor": ratio(result.seconds, result.floor_seconds),
             "over_ddp": _over(result, ddp, given.isolated),
             "flops_per_second": rate * flops_per_token(options),
-            "flag": not all(one is None or one <= limit for one in apart or ()),
+            "flag": _is_beyond(apart, TOLERANCE[options.bf16]),
         }
     return table
+
+
+def _references(
+    results: Sequence[Result], precision: str | None
+) -> tuple[Result | None, Result | None]:
+    """DDP in a precision, if it ran; and it, else the first that trained in it."""
+    first = None
+    for one in results:
+        subject = one.subject
+        if one.error is not None or subject.precision != precision or subject.is_floor:
+            continue
+        if subject == Subject("ddp", None, precision):
+            return one, one
+        first = first or one
+    return None, first
+
+
+def _is_beyond(apart: Deviation | None, limit: float) -> bool:
+    if apart is None:
+        return False
+    return any(one is not None and not one <= limit for one in apart)  # not-a-number is beyond, too
 
 
 def _over(result: Result, ddp: Result | None, isolated: bool) -> float | None:
@@ -129,41 +142,47 @@ def _over(result: Result, ddp: Result | None, isolated: bool) -> float | None:
         return None
     if not isolated or result is ddp:
         return ratio(result.seconds, ddp.seconds)
-    mine, other = (ratio(one.seconds, one.floor_seconds) for one in (result, ddp))
+    mine = ratio(result.seconds, result.floor_seconds)
+    other = ratio(ddp.seconds, ddp.floor_seconds)
     if mine is None or other is None:
-        mine, other = (statistics.median(one.seconds) for one in (result, ddp))
+        return statistics.median(result.seconds) / statistics.median(ddp.seconds)
     return mine / other
 
 
-HEAD = ("wrapper", "ms/step", "min p25 p75 max", "x floor", "x ddp", "tok/s/rank", "TFLOP/s",
-        "held GiB", "peak GiB", "reserved GiB", "host ms", "loss/norm off")  # fmt: skip
+HEAD = (
+    "wrapper", "ms/step", "min p25 p75 max", "x floor", "x ddp", "tok/s/rank", "TFLOP/s",
+    "held GiB", "peak GiB", "reserved GiB", "host ms", "loss/norm off",
+)  # fmt: skip
 """`host ms`: on a GPU, launch time of forward and backward + the optimizer; else processor time."""
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value * scale, form)
+    if value is None:
+        return "-"
+    return format(value * scale, form)
 
 
 def _cells(row: Row) -> list[str]:
-    time = row["time"]
-    apart = row["deviation"]
-    memory = row["memory"]
+    low, quarter, middle, three_quarters, high = (f"{1e3 * one:.1f}" for one in row["time"])
     host = row["host"] or [statistics.median(row["cpu_seconds"])]
-    if apart is None:
-        off = "-"
-    else:
-        off = f"{apart[0]:.1e}/{_number(apart[1], '.0e')}"
+    off = "-"
+    if row["deviation"] is not None:
+        loss, norm = row["deviation"]
+        off = f"{loss:.1e}/{_number(norm, '.0e')}"
+    if row["flag"]:
+        off += " DIFFERS"
+    memory = [row["memory"].get(kind) for kind in ("held", "peak", "reserved")]
     return [
         row["subject"],
-        _number(time[2], ".1f", 1e3),
-        " ".join(_number(one, ".1f", 1e3) for one in (*time[:2], *time[3:])),
+        middle,
+        f"{low} {quarter} {three_quarters} {high}",
         _number(row["over_floor"], ".3f"),
         _number(row["over_ddp"], ".3f"),
         _number(row["tokens_per_second"], ",.0f"),
         _number(row["flops_per_second"], ".3g", 1e-12),
-        *(_number(memory.get(kind), ".3f", 2.0**-30) for kind in ("held", "peak", "reserved")),
-        "+".join(_number(one, ".1f", 1e3) for one in host),
-        off + " DIFFERS" * row["flag"],
+        *(_number(nbytes, ".3f", 2.0**-30) for nbytes in memory),
+        "+".join(f"{1e3 * one:.1f}" for one in host),
+        off,
     ]
 
 
@@ -185,17 +204,17 @@ def write_json(
     path: Path, table: Sequence[Row], settings: Mapping[str, Any], device: torch.device
 ) -> None:
     """The report as JSON text. settings: plain values common to the rows of a table."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    name = platform.processor()
+    if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    else:
-        name = platform.processor()
     machine = {"device": name, "torch": torch.__version__}
+    text = json.dumps({"machine": machine, **settings, "rows": table}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, **settings, "rows": table}, indent=1) + "\n")
+    path.write_text(text + "\n")
 
 
 def from_plain(row: Row) -> Result:
     """The result of a row."""
     values = {item.name: row[item.name] for item in dataclasses.fields(Result)}
-    return Result(**{**values, "subject": parse_subjects(row["subject"])[0]})
+    values["subject"] = parse_subjects(row["subject"])[0]
+    return Result(**values)

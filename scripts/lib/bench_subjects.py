@@ -91,12 +91,14 @@ class Subject:
 
     @property
     def name(self) -> str:
-        if self.strategy is None:
-            name = self.kind
-        else:
-            name = f"{self.kind}:{self.strategy}"
-        name += f"+{self.budget}".removesuffix(".0") if self.budget else ""
-        return name if self.precision is None else f"{name}@{self.precision}"
+        name = self.kind
+        if self.strategy is not None:
+            name += f":{self.strategy}"
+        if self.budget:
+            name += f"+{self.budget}".removesuffix(".0")
+        if self.precision is not None:
+            name += f"@{self.precision}"
+        return name
 
     @property
     def file_name(self) -> str:
@@ -124,15 +126,15 @@ class Subject:
 
     def options(self) -> dict[str, Any]:
         """Options of `pretrain_gpt.py` that select it and override those of the run."""
-        found: dict[str, Any] = {**KINDS[self.kind].options}
-        if self.precision is not None:
-            kind, _, recipe = self.precision.partition("_")
-            found |= {
-                "bf16": True,
-                "fp8_format": "hybrid" if recipe else None,
-                "fp8_param_gather": kind == "fp8w",
-            }
-            found |= {"fp8_recipe": recipe} if recipe else {}
+        found = dict(KINDS[self.kind].options)
+        if self.precision is None:
+            return found
+        kind, _, recipe = self.precision.partition("_")
+        found["bf16"] = True
+        found["fp8_format"] = "hybrid" if recipe else None
+        found["fp8_param_gather"] = kind == "fp8w"
+        if recipe:
+            found["fp8_recipe"] = recipe
         return found
 
 
@@ -140,7 +142,9 @@ def parse_subjects(text: str) -> list[Subject]:
     """Parses "floor,ddp,ours:optim+4@fp8w_delayed": names, or kinds that stand for several; each
     once, in order. Raises a ValueError that lists the known ones."""
     subjects: list[Subject] = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
+    for part in map(str.strip, text.split(",")):
+        if not part:
+            continue
         wrapper, _, precision = part.partition("@")
         wrapper, _, budget = wrapper.partition("+")
         kind, _, strategy = wrapper.partition(":")
@@ -161,10 +165,11 @@ def parse_subjects(text: str) -> list[Subject]:
 
 
 def _known() -> str:
-    wrappers = ", ".join(
-        f"{kind}[:{'|'.join(row.strategies)}]" if row.strategies else kind
-        for kind, row in KINDS.items()
-    )
+    names = []
+    for name, kind in KINDS.items():
+        strategies = "|".join(kind.strategies)
+        names.append(f"{name}[:{strategies}]" if strategies else name)
+    wrappers = ", ".join(names)
     return (
         f"{wrappers}; each may end in +GIB (ours: for units that stay unsharded over a step) and "
         f"@{'|'.join(PRECISIONS)}"

@@ -38,11 +38,15 @@ def beyond(spans: Sequence[Span], covered: Sequence[Span]) -> float:
 def kind_of(name: str) -> str | None:
     """The collective of a kernel: "other" if its name does not show it, None if it is none. Copies
     between GPUs are all-gathers on copy engines."""
-    if "ptop" in name.lower():
+    kernel = name.lower()
+    if "ptop" in kernel:
         return COLLECTIVES[0]
-    if "nccl" not in name.lower():
+    if "nccl" not in kernel:
         return None
-    return next((kind for kind in COLLECTIVES if kind.lower() in name.lower()), "other")
+    for kind in COLLECTIVES:
+        if kind.lower() in kernel:
+            return kind
+    return "other"
 
 
 def budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -55,9 +59,12 @@ def budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     spans: dict[str | None, list[Span]] = {None: []}
     for event in events:
-        if event.get("cat") in DEVICE_EVENTS:
-            span = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
-            spans.setdefault(kind_of(event["name"]), []).append(span)
+        if event.get("cat") not in DEVICE_EVENTS:
+            continue
+        start = event["ts"]
+        end = start + event["dur"]
+        kind = kind_of(event["name"])
+        spans.setdefault(kind, []).append((start / 1e3, end / 1e3))
     busy = merged(spans.pop(None))
     by_kind = {str(kind): merged(found) for kind, found in spans.items()}
     talk = merged(span for found in by_kind.values() for span in found)
@@ -65,7 +72,8 @@ def budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     if not anything:
         raise ValueError("the trace has no event of a GPU")
     extent = anything[-1][1] - anything[0][0]
-    gathers, reductions = (by_kind.get(kind, []) for kind in COLLECTIVES[:2])
+    gathers = by_kind.get("AllGather", [])
+    reductions = by_kind.get("ReduceScatter", [])
     exposed = beyond(talk, busy)
     return {
         "span": extent,
@@ -81,9 +89,12 @@ def budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a trace file, compressed or not."""
     content = path.read_bytes()
-    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    return json.loads(content)["traceEvents"]
 
 
 def budget_text(name: str, found: Mapping[str, float]) -> str:
     """A summary in one line."""
-    return f"{name}: " + ", ".join(f"{what} {value:.2f} ms" for what, value in found.items())
+    parts = ", ".join(f"{what} {value:.2f} ms" for what, value in found.items())
+    return f"{name}: {parts}"

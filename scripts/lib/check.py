@@ -29,6 +29,11 @@ class Machine:
     transformer_engine: bool
     max_connections: str | None = None
 
+    @property
+    def has_te_layers(self) -> bool:
+        """True if Transformer Engine's layers can run."""
+        return self.cuda and self.transformer_engine
+
 
 def data_parallel_size(options: Options, machine: Machine) -> int:
     """Number of data-parallel ranks; 0 if the sizes do not divide."""
@@ -47,7 +52,7 @@ DERIVED: tuple[tuple[str, Callable[[Options, Machine], Any]], ...] = (
     ("max_position_embeddings", lambda o, m: o.seq_length),
     (
         "transformer_impl",
-        lambda o, m: "transformer_engine" if m.transformer_engine and m.cuda else "local",
+        lambda o, m: "transformer_engine" if m.has_te_layers else "local",
     ),
     ("global_batch_size", lambda o, m: o.micro_batch_size * data_parallel_size(o, m)),
     ("lr_decay_iters", lambda o, m: o.train_iters),
@@ -69,69 +74,103 @@ FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
     (
         "rope_fusion",
         False,
-        lambda o, m: not (m.cuda and m.transformer_engine),
+        lambda o, m: not m.has_te_layers,
         "a kernel of Transformer Engine",
     ),
 )
 
+SIZES_OF_EXPERTS = (
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+ABOVE_ZERO = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
+    "num_query_groups", "seq_length", "max_position_embeddings", "micro_batch_size",
+    "global_batch_size", "train_iters", "eval_interval", "exit_interval", "lr_decay_iters",
+    "recompute_num_layers", "tensor_model_parallel_size", "ddp_bucket_size",
+    "num_distributed_optimizer_instances", "distributed_timeout_minutes", "vocab_size",
+    "padded_vocab_size", "make_vocab_size_divisible_by", "save_interval", "log_interval",
+    "fp8_amax_history_len",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "eval_iters", "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "hidden_dropout",
+    "attention_dropout", "seed",
+)  # fmt: skip
 AT_LEAST: dict[str, float] = {
-    **dict.fromkeys(
-        (
-            "num_experts",
-            "moe_ffn_hidden_size",
-            "moe_router_topk",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        ),
-        1,
-    ),
+    **dict.fromkeys(SIZES_OF_EXPERTS, 1),
     "moe_aux_loss_coeff": 0,
     "suggested_communication_unit_size": 0,
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "ffn_hidden_size",
-            "kv_channels",
-            "num_query_groups",
-            "seq_length",
-            "max_position_embeddings",
-            "micro_batch_size",
-            "global_batch_size",
-            "train_iters",
-            "eval_interval",
-            "exit_interval",
-            "lr_decay_iters",
-            "recompute_num_layers",
-            "tensor_model_parallel_size",
-            "ddp_bucket_size",
-            "num_distributed_optimizer_instances",
-            "distributed_timeout_minutes",
-            "vocab_size",
-            "padded_vocab_size",
-            "make_vocab_size_divisible_by",
-            "save_interval",
-            "log_interval",
-            "fp8_amax_history_len",
-        ),
-        1,
-    ),
-    **dict.fromkeys(
-        (
-            "eval_iters",
-            "lr",
-            "min_lr",
-            "lr_warmup_iters",
-            "weight_decay",
-            "clip_grad",
-            "hidden_dropout",
-            "attention_dropout",
-            "seed",
-        ),
-        0,
-    ),
+    **dict.fromkeys(ABOVE_ZERO, 1),
+    **dict.fromkeys(NOT_NEGATIVE, 0),
 }
+
+
+def _splits_heads_unevenly(o: Options, m: Machine) -> bool:
+    heads = o.num_query_groups if o.group_query_attention else o.num_attention_heads
+    return heads % o.tensor_model_parallel_size != 0
+
+
+def _splits_batch_unevenly(o: Options, m: Machine) -> bool:
+    ranks = data_parallel_size(o, m)
+    if ranks == 0:
+        return False
+    return (o.global_batch_size or 0) % (o.micro_batch_size * ranks) != 0
+
+
+def _recomputes_without_method(o: Options, m: Machine) -> bool:
+    if o.recompute_granularity != "full":
+        return False
+    return o.recompute_method is None or o.recompute_num_layers is None
+
+
+def _has_method_without_recomputation(o: Options, m: Machine) -> bool:
+    if o.recompute_granularity == "full":
+        return False
+    return o.recompute_method is not None or o.recompute_num_layers is not None
+
+
+def _overlaps_gathers_without_shards(o: Options, m: Machine) -> bool:
+    if not o.overlap_param_gather or o.use_megatron_fsdp:
+        return False
+    return not (o.use_distributed_optimizer and o.overlap_grad_reduce)
+
+
+def _splits_experts_unevenly(o: Options, m: Machine) -> bool:
+    if o.num_experts is None:
+        return False
+    return m.world_size % (o.expert_model_parallel_size * o.expert_tensor_parallel_size) != 0
+
+
+def _needs_sequence_parallel(o: Options, m: Machine) -> bool:
+    if o.num_experts is None or o.sequence_parallel:
+        return False
+    return o.tensor_model_parallel_size > 1
+
+
+def _overlaps_no_exchange(o: Options, m: Machine) -> bool:
+    if not o.overlap_moe_expert_parallel_comm:
+        return False
+    return o.expert_model_parallel_size == 1 or o.moe_token_dispatcher_type != "alltoall"
+
+
+def _evaluates_nothing(o: Options, m: Machine) -> bool:
+    if o.eval_iters <= 0 or o.eval_interval is None:
+        return False
+    return bool(o.train_data_path) and not o.valid_data_path
+
+
+def _has_no_row_for_the_end(o: Options, m: Machine) -> bool:
+    if o.padded_vocab_size is None:
+        return False
+    return o.padded_vocab_size <= (o.vocab_size or BYTE_VOCABULARY)
+
+
+def _has_no_te(o: Options, m: Machine) -> bool:
+    return o.transformer_impl == "transformer_engine" and not m.has_te_layers
+
 
 RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
     # predicate of a problem, its text (o: options, m: machine, d: data-parallel ranks) Model
@@ -146,11 +185,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "{o.num_attention_heads}. Change one of them",
     ),
     (
-        lambda o, m: (
-            (o.num_query_groups if o.group_query_attention else o.num_attention_heads)
-            % o.tensor_model_parallel_size
-            != 0
-        ),
+        _splits_heads_unevenly,
         "--tensor-model-parallel-size {o.tensor_model_parallel_size} does not divide the number "
         "of key/value heads. Change one of them",
     ),
@@ -165,9 +200,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "be below 1",
     ),
     (
-        lambda o, m: (
-            o.transformer_impl == "transformer_engine" and not (m.transformer_engine and m.cuda)
-        ),
+        _has_no_te,
         "--transformer-impl transformer_engine needs a GPU and an installed Transformer Engine: "
         "use --transformer-impl local",
     ),
@@ -186,10 +219,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "of processes {m.world_size}. Change one of them",
     ),
     (
-        lambda o, m: (
-            data_parallel_size(o, m) > 0
-            and (o.global_batch_size or 0) % (o.micro_batch_size * data_parallel_size(o, m)) != 0
-        ),
+        _splits_batch_unevenly,
         "--global-batch-size {o.global_batch_size} is not a multiple of --micro-batch-size "
         "{o.micro_batch_size} x {d} data-parallel ranks. Use a multiple of {u}",
     ),
@@ -224,18 +254,12 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "hybrid, or leave it out",
     ),
     (
-        lambda o, m: (
-            o.recompute_granularity == "full"
-            and (o.recompute_method is None or o.recompute_num_layers is None)
-        ),
+        _recomputes_without_method,
         "--recompute-granularity full needs --recompute-method (uniform or block) and "
         "--recompute-num-layers",
     ),
     (
-        lambda o, m: (
-            o.recompute_granularity != "full"
-            and (o.recompute_method is not None or o.recompute_num_layers is not None)
-        ),
+        _has_method_without_recomputation,
         "--recompute-method and --recompute-num-layers only go with --recompute-granularity full",
     ),
     # Parallelism
@@ -253,11 +277,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "--sequence-parallel with --tensor-model-parallel-size 1. Leave it out",
     ),
     (
-        lambda o, m: (
-            o.overlap_param_gather
-            and not o.use_megatron_fsdp
-            and not (o.use_distributed_optimizer and o.overlap_grad_reduce)
-        ),
+        _overlaps_gathers_without_shards,
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     ),
     (
@@ -276,10 +296,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "--num-experts {o.num_experts}. Change one of them",
     ),
     (
-        lambda o, m: (
-            o.num_experts is not None
-            and m.world_size % (o.expert_model_parallel_size * o.expert_tensor_parallel_size) != 0
-        ),
+        _splits_experts_unevenly,
         "--expert-model-parallel-size {o.expert_model_parallel_size} x "
         "--expert-tensor-parallel-size {o.expert_tensor_parallel_size} does not divide the number "
         "of processes {m.world_size}. Change one of them",
@@ -290,11 +307,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "it",
     ),
     (
-        lambda o, m: (
-            o.num_experts is not None
-            and o.tensor_model_parallel_size > 1
-            and not o.sequence_parallel
-        ),
+        _needs_sequence_parallel,
         "--num-experts with --tensor-model-parallel-size {o.tensor_model_parallel_size} needs "
         "--sequence-parallel",
     ),
@@ -303,14 +316,11 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "--moe-grouped-gemm needs --transformer-impl transformer_engine. Leave it out",
     ),
     (
-        lambda o, m: o.moe_permute_fusion and not (m.cuda and m.transformer_engine),
+        lambda o, m: o.moe_permute_fusion and not m.has_te_layers,
         "--moe-permute-fusion needs a GPU and an installed Transformer Engine. Leave it out",
     ),
     (
-        lambda o, m: (
-            o.overlap_moe_expert_parallel_comm
-            and (o.expert_model_parallel_size == 1 or o.moe_token_dispatcher_type != "alltoall")
-        ),
+        _overlaps_no_exchange,
         "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1 and "
         "--moe-token-dispatcher-type alltoall. Give both, or leave it out",
     ),
@@ -359,12 +369,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "give --train-data-path (made by scripts/prepare_data.py) or --mock-data, one of them",
     ),
     (
-        lambda o, m: (
-            o.eval_iters > 0
-            and o.eval_interval is not None
-            and bool(o.train_data_path)
-            and not o.valid_data_path
-        ),
+        _evaluates_nothing,
         "--eval-iters {o.eval_iters}, but there is no validation data. Give --valid-data-path "
         "or --eval-iters 0",
     ),
@@ -378,10 +383,7 @@ RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
         "leave it out, or use NullTokenizer",
     ),
     (
-        lambda o, m: (
-            o.padded_vocab_size is not None
-            and o.padded_vocab_size <= (o.vocab_size or BYTE_VOCABULARY)
-        ),
+        _has_no_row_for_the_end,
         "--padded-vocab-size {o.padded_vocab_size} has no row for the end of a document. Raise it "
         "above the vocabulary (256 for ByteLevelTokenizer, else --vocab-size)",
     ),
@@ -416,8 +418,10 @@ def _range_problems(options: Options) -> Iterator[str]:
 def _prefixes(blend: Sequence[str] | None) -> Sequence[str]:
     """The prefixes of a --train-data-path, which may have weights between them."""
     parts = blend or []
-    pairs = len(parts) % 2 == 0 and all(part.replace(".", "", 1).isdigit() for part in parts[::2])
-    return parts[1::2] if pairs else parts
+    if len(parts) % 2 == 1:
+        return parts
+    have_weights = all(part.replace(".", "", 1).isdigit() for part in parts[::2])
+    return parts[1::2] if have_weights else parts
 
 
 def missing_files(options: Options) -> list[str]:
@@ -425,10 +429,11 @@ def missing_files(options: Options) -> list[str]:
     lines = []
     for name in ("train_data_path", "valid_data_path"):
         for prefix in _prefixes(getattr(options, name)):
-            gone = [ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
+            files = (f"{prefix}.bin", f"{prefix}.idx")
+            gone = [file for file in files if not Path(file).is_file()]
             if gone:
                 lines.append(
-                    f"{flag(name)} {prefix}: no file {' and '.join(prefix + end for end in gone)}. "
+                    f"{flag(name)} {prefix}: no file {' and '.join(gone)}. "
                     "Make them with scripts/prepare_data.py, or correct the prefix"
                 )
     if options.load not in (None, options.save) and not Path(options.load).is_dir():

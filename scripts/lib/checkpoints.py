@@ -90,8 +90,10 @@ def begins(options: Options) -> bool:
     """True if the run starts from its beginning: there is nothing to load, or --load is the folder
     of --save, where nothing was saved yet. So the command that a launcher starts again, after a
     failure, is the first one. Collective: nodes may see a shared folder at different times."""
-    if options.load is None or options.load != options.save:
-        return options.load is None
+    if options.load is None:
+        return True
+    if options.load != options.save:
+        return False
     files = Path(options.load).glob("*iter*")
     decided = [all(file.name.startswith(TEMPORARY) for file in files)]
     dist.broadcast_object_list(decided)
@@ -110,9 +112,10 @@ def load(trainee: Trainee, options: Options) -> Progress:
     state = _state(trainee, Progress(), options, is_loading=True)
     asked = {"world_size": 0, "args": dict.fromkeys(_PLACES)}
     _, saved = load_checkpoint(root, asked, ignore_unexpected=("",))
-    same = saved["world_size"] == dist.get_world_size() and all(
-        saved["args"][name] == getattr(options, name) for name in _PLACES
-    )
+    places = {name: getattr(options, name) for name in _PLACES}
+    same_places = all(saved["args"][name] == value for name, value in places.items())
+    same = same_places and saved["world_size"] == dist.get_world_size()
+    ignored = () if same else ("rng_state.",)
     if not same:
         del state["rng_state"]
         if dist.get_rank() == 0:
@@ -121,12 +124,8 @@ def load(trainee: Trainee, options: Options) -> Progress:
                 "random generators keep this run's seeds",
                 flush=True,
             )
-    _, state = load_checkpoint(
-        root,
-        state,
-        ignore_unexpected=() if same else ("rng_state.",),
-        vocab_size=vocabulary(options).vocab_size,
-    )
+    rows = vocabulary(options).vocab_size
+    _, state = load_checkpoint(root, state, ignore_unexpected=ignored, vocab_size=rows)
     load_training_state([trainee.model], state, trainee.optimizer)
     if same:
         set_random_states(state["rng_state"])

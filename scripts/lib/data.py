@@ -30,10 +30,7 @@ def vocabulary(options: Options) -> SimpleNamespace:
 
     Data is tokenized before training, so it does not read text. `pad` is not an id of any text.
     """
-    if options.vocab_size is None:
-        tokens = BYTE_VOCABULARY
-    else:
-        tokens = options.vocab_size
+    tokens = BYTE_VOCABULARY if options.vocab_size is None else options.vocab_size
     names = {"class": options.tokenizer_type, "tokens": tokens}
     return SimpleNamespace(
         name=options.tokenizer_type,
@@ -65,8 +62,9 @@ def build_datasets(options: Options) -> tuple[Any, Any]:
     sizes = [options.train_iters * batch, valid, 0]
     blend: dict[str, Any] = {}
     if options.train_data_path:
-        parts = (options.train_data_path, options.valid_data_path if valid else None, None)
-        blend["blend_per_split"] = [get_blend_from_list(part and list(part)) for part in parts]
+        valid_path = options.valid_data_path if valid else None
+        paths = (options.train_data_path, valid_path, None)
+        blend["blend_per_split"] = [get_blend_from_list(path and list(path)) for path in paths]
     config = GPTDatasetConfig(
         random_seed=options.seed,
         sequence_length=options.seq_length,

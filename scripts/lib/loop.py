@@ -64,7 +64,8 @@ def run_schedule(
         forward_only=forward_only,
     )
     total = torch.stack(sums).sum(dim=0)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -77,16 +78,19 @@ def train_step(trainee: Trainee, data: Batches, options: Options) -> dict[str, A
     updated, norm, _ = trainee.optimizer.step()
     if updated:
         trainee.scheduler.step(increment=options.global_batch_size)
+    mean = loss / max(tokens, 1.0)
+    grad_norm = float(norm) if updated and norm is not None else None
+    rate = get_canonical_lr_for_logging(trainee.optimizer.param_groups)
     found = {
-        "loss": loss / max(tokens, 1.0),
-        "grad_norm": float(norm) if updated and norm is not None else None,
-        "learning_rate": get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0,
+        "loss": mean,
+        "grad_norm": grad_norm,
+        "learning_rate": rate or 0.0,
         "seconds": time.perf_counter() - started,
     }
-    finite = math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"] or 0.0)
+    finite = math.isfinite(mean) and math.isfinite(grad_norm or 0.0)
     if options.check_for_nan_in_loss_and_grad and not finite:
         raise RuntimeError(
-            f"loss {found['loss']}, gradient norm {found['grad_norm']}. Lower --lr, or give "
+            f"loss {mean}, gradient norm {grad_norm}. Lower --lr, or give "
             "--no-check-for-nan-in-loss-and-grad to continue"
         )
     return found

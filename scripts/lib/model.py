@@ -60,16 +60,17 @@ def transformer_config(options: Options) -> TransformerConfig:
     """Core's model configuration."""
     dtype = params_dtype(options)
     fields = chosen(options, MODEL)
-    if (
-        options.num_experts is not None
-    ):  # core warns about, or rejects, some of them without experts
+    if options.num_experts is not None:
+        # Without experts core warns about, or rejects, some of them.
         fields |= {"num_moe_experts": options.num_experts, **chosen(options, EXPERTS)}
     if options.fp8_format is not None:
         fields |= {"fp8": options.fp8_format, "fp8_param": options.fp8_param_gather}
         fields |= chosen(options, FP8)
     if options.swiglu:
+        activation: Any = torch.nn.functional.silu
         fused = options.bias_swiglu_fusion
     else:
+        activation = torch.nn.functional.gelu
         fused = options.bias_gelu_fusion
     has_bias = not options.disable_bias_linear
     return TransformerConfig(
@@ -77,7 +78,7 @@ def transformer_config(options: Options) -> TransformerConfig:
         num_query_groups=options.num_query_groups if options.group_query_attention else None,
         add_bias_linear=has_bias,
         gated_linear_unit=options.swiglu,
-        activation_func=torch.nn.functional.silu if options.swiglu else torch.nn.functional.gelu,
+        activation_func=activation,
         # Without a bias core has a fused kernel for SwiGLU only.
         bias_activation_fusion=fused and (has_bias or options.swiglu),
         apply_rope_fusion=options.rope_fusion and options.position_embedding_type == "rope",
@@ -161,8 +162,11 @@ def _muon_fields(options: Options) -> dict[str, Any]:
     rate. With core's DDP it is core's Muon, which assigns whole matrices to ranks."""
     if options.optimizer != "muon":
         return {}
-    own = {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}
-    return {"muon_extra_scale_factor": 0.2, **({} if options.use_megatron_fsdp else own)}
+    fields: dict[str, Any] = {"muon_extra_scale_factor": 0.2}
+    if not options.use_megatron_fsdp:
+        fields["use_distributed_optimizer"] = False
+        fields["use_layer_wise_distributed_optimizer"] = True
+    return fields
 
 
 def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimizer:

@@ -148,12 +148,12 @@ def texts_of(config: type) -> dict[str, str]:
     for one in reversed(config.__mro__[:-1]):
         if not one.__module__.startswith("megatron."):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body  # type: ignore[attr-defined]
-        found |= {
-            item.target.id: " ".join(ast.literal_eval(text.value).split())
-            for item, text in itertools.pairwise(body)
-            if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr)
-        }  # type: ignore[union-attr]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        for item, text in itertools.pairwise(body):
+            if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr):
+                words = ast.literal_eval(text.value).split()
+                found[item.target.id] = " ".join(words)  # type: ignore[union-attr]
     return found
 
 
@@ -169,20 +169,19 @@ def _rows() -> dict[str, tuple[Any, Any, str]]:
             rows.setdefault(name, (hints[name], default, texts.get(name, config.__name__)))
     names = tuple(STRATEGIES)
     rows["data_parallel_sharding_strategy"] = (Literal[names], names[-1], "ZeRO 0 to 3 by name")
-    return rows | {name: row for name, *row in SCRIPT}  # type: ignore[misc]
+    for name, hint, default, text in SCRIPT:
+        rows[name] = (hint, default, text)
+    return rows
 
 
 if typing.TYPE_CHECKING:
     Options = Any
 else:
-    Options = dataclasses.make_dataclass(
-        "Options",
-        [
-            (name, hint, dataclasses.field(default=default, metadata={"help": text}))
-            for name, (hint, default, text) in _rows().items()
-        ],
-        frozen=True,
-    )
+    _fields = []
+    for _name, (_hint, _default, _text) in _rows().items():
+        _field = dataclasses.field(default=_default, metadata={"help": _text})
+        _fields.append((_name, _hint, _field))
+    Options = dataclasses.make_dataclass("Options", _fields, frozen=True)
 
 
 def chosen(options: Options, names: Sequence[str]) -> dict[str, Any]:
@@ -222,18 +221,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for item in dataclasses.fields(Options):
         scalar, choices, many = form_of(item.type)
-        if item.default in (None, False, True):
-            shown = ""
-        else:
-            shown = f" (default {item.default})"
+        text = item.metadata["help"]
+        if item.default not in (None, False, True):
+            text += f" (default {item.default})"
         how: dict[str, Any] = {"default": item.default}
         if scalar is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
-            how |= {"type": scalar, "choices": choices, "nargs": "+" if many else None}
-            how |= {} if choices else {"metavar": scalar.__name__.upper()}
-        text = (item.metadata["help"] + shown).replace("%", "%%")
-        parser.add_argument(flag(item.name), help=text, **how)
+            how["type"] = scalar
+            how["choices"] = choices
+            how["nargs"] = "+" if many else None
+            if not choices:
+                how["metavar"] = scalar.__name__.upper()
+        parser.add_argument(flag(item.name), help=text.replace("%", "%%"), **how)
     return parser
 
 
@@ -254,12 +254,7 @@ def read_preset(path: str) -> list[str]:
             continue
         scalar, _, many = form_of(known[key])
         listed = value if isinstance(value, list) and many else [value]
-        wrong = [
-            one
-            for one in listed
-            if isinstance(one, list | dict) or isinstance(one, bool) is not (scalar is bool)
-        ]
-        if wrong:
+        if not all(_is_of(scalar, one) for one in listed):
             wanted = "true or false" if scalar is bool else f"one {scalar.__name__}"
             raise ValueError(f"--config {path}: {key} is {value!r}, must be {wanted}")
         if scalar is bool:
@@ -269,9 +264,18 @@ def read_preset(path: str) -> list[str]:
     return arguments
 
 
+def _is_of(scalar: type, value: object) -> bool:
+    """True if a value of YAML is one value of a flag, and a boolean only for a switch."""
+    if isinstance(value, list | dict):
+        return False
+    return isinstance(value, bool) is (scalar is bool)
+
+
 def _unknown(key: str, known: typing.Iterable[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    if near:
+        return f"unknown key {key!r}, did you mean {near[0]!r}?"
+    return f"unknown key {key!r}"
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -285,5 +289,7 @@ def parse(arguments: Sequence[str]) -> Options:
     missing = [flag(name) for name in REQUIRED if values[name] is None]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not given. Set on the command line or in --config")
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Options(**{**values, **lists})
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+    return Options(**values)

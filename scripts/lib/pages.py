@@ -27,15 +27,21 @@ NAMED_AS_FILE = re.compile(r"\[([\w]+\.md)\]\((\1[^)\s]*)\)")
 
 def titled(fence: re.Match[str]) -> str:
     """The first line of a code block, with the titles of its marks in place of them."""
+    language = fence[1]
     title = ", ".join(TITLES[mark] for mark in fence[2].split() if mark in TITLES)
     if title:
-        return f'```{fence[1]} title="{title}"'
-    return f"```{fence[1]}"
+        return f'```{language} title="{title}"'
+    return f"```{language}"
 
 
 def tabbed(section: re.Match[str]) -> str:
     """Content tabs, one for each heading of the third level."""
-    return TAB.sub(lambda tab: f'=== "{tab[1]}"\n{textwrap.indent(tab[2], "    ")}', section[1])
+    return TAB.sub(_tab, section[1])
+
+
+def _tab(section: re.Match[str]) -> str:
+    body = textwrap.indent(section[2], "    ")
+    return f'=== "{section[1]}"\n{body}'
 
 
 def nav_titles(nav: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -54,8 +60,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **unused: Any) -> st
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
     titles = dict(nav_titles(config["nav"]))
-    text = NAMED_AS_FILE.sub(lambda link: f"[{titles.get(link[1], link[1])}]({link[2]})", markdown)
-    return OUTSIDE.sub(r"\1", TABS.sub(tabbed, FENCE.sub(titled, text)))
+
+    def with_title(link: re.Match[str]) -> str:
+        file = link[1]
+        return f"[{titles.get(file, file)}]({link[2]})"
+
+    text = NAMED_AS_FILE.sub(with_title, markdown)
+    text = FENCE.sub(titled, text)
+    text = TABS.sub(tabbed, text)
+    return OUTSIDE.sub(r"\1", text)
 
 
 def breakable(cell: re.Match[str]) -> str:

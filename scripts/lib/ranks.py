@@ -30,25 +30,28 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> st
     # Its port stays in use; a free port passed to rank 0 could be taken before it listens.
     store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
     environment = {
-        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
     with log.open("wb") as output:
         try:
             for rank in range(ranks):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env={**environment, **place},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                        preexec_fn=_end_with_parent,
-                    )
+                process = subprocess.Popen(
+                    command,
+                    env={**environment, **place},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,
                 )
+                processes.append(process)
             failure = _wait(processes, limit)
         finally:
             for process in processes:
@@ -70,10 +73,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> str | N
     failure = None
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]
-        bad = next(((rank, code) for rank, code in enumerate(codes) if code), None)
-        if bad is not None and failure is None:
-            failure = f"rank {bad[0]} ended with status {bad[1]}"
-            end = min(end, time.monotonic() + GRACE_S)
+        for rank, code in enumerate(codes):
+            if code and failure is None:
+                failure = f"rank {rank} ended with status {code}"
+                end = min(end, time.monotonic() + GRACE_S)
         if None not in codes:
             return failure
         time.sleep(0.05)
@@ -84,4 +87,6 @@ def last_line(log: Path) -> str:
     """The last nonempty line of a log, at most 200 characters."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     said = [line for line in lines if line and not line.startswith(("warn", "["))]
-    return said[-1][:200] if said else "it printed nothing"
+    if not said:
+        return "it printed nothing"
+    return said[-1][:200]

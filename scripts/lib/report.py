@@ -51,9 +51,8 @@ class Log:
     ) -> None:
         """Logs every --log-interval steps: tokens per second since the last line, the last step,
         and the largest peak of any rank."""
-        if step["grad_norm"] is None:
-            norm = "skipped"
-        else:
+        norm = "skipped"
+        if step["grad_norm"] is not None:
             norm = f"{step['grad_norm']:.4f}"
         self.line(
             f"iteration {iteration}/{self._last} | loss {step['loss']:.6f} | grad norm {norm} | "

@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.convert import FORMATS, convert
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 
-from .output import answer, base_parser, size_text
+from .output import Report, answer, base_parser, size_text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def render(report: dict[str, Any]) -> str:
+def render(report: Report) -> str:
     """The report as text."""
     size = size_text(report["nbytes"])
     lines = [
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Converts and prints a report. Returns 0, or 2 if the input cannot be converted."""
     given = make_parser().parse_args(argv)
 
-    def converted(progress: Progress) -> dict[str, Any]:
+    def converted(progress: Progress) -> Report:
         return convert(
             given.source,
             given.target,

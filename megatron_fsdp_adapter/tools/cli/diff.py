@@ -17,7 +17,7 @@ from typing import Any
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.tools.inspection import diff
 
-from .output import answer, base_parser
+from .output import Report, answer, base_parser
 
 SHOWN = 20
 TITLES = {
@@ -54,14 +54,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def render(found: dict[str, Any]) -> str:
+def render(found: Report) -> str:
     """The difference as text, with some lines of each kind, and the verdict."""
     lines = list(_lines(found))
     lines.append("diff: they differ (above)" if lines else "diff: the same")
     return "\n".join(lines)
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
+def _lines(found: Report) -> Iterator[str]:
     for kind, title in TITLES.items():
         entries = found[kind]
         if not entries:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     read."""
     given = make_parser().parse_args(argv)
 
-    def differences(progress: Progress) -> dict[str, Any]:
+    def differences(progress: Progress) -> Report:
         found = diff(
             given.a,
             given.b,

@@ -19,7 +19,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +39,8 @@ from megatron_fsdp_adapter.tools.cli import machine, nodes, prove
 from megatron_fsdp_adapter.tools.cli.named_options import named_options, optimizer_options
 from megatron_fsdp_adapter.tools.cli.output import answer, base_parser
 from megatron_fsdp_adapter.tools.models import sources
+
+from .output import Report
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -74,7 +76,7 @@ def bindings() -> dict[str, str]:
     return {}
 
 
-def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
+def configuration(given: argparse.Namespace) -> Report | None:
     """Changes and problems for the script's command line or the options of `--set`; None if
     neither is given."""
     if given.script is None and not given.set:
@@ -99,7 +101,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def examine(given: argparse.Namespace) -> dict[str, Any]:
+def examine(given: argparse.Namespace) -> Report:
     """The whole report, of plain values. Raises ValueError for bad input."""
     if given.world_size is not None and given.world_size < 1:
         raise ValueError(f"--world-size {given.world_size}: must be at least 1.")
@@ -128,13 +130,13 @@ def gathered(value: Any) -> list[Any]:
         dist.destroy_process_group()
 
 
-def examine_together(given: argparse.Namespace) -> dict[str, Any]:
+def examine_together(given: argparse.Namespace) -> Report:
     """The first rank's report with a comparison of all, on every rank. Raises ValueError with bad
     input of any rank. Collective."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        own: dict[str, Any] | str = examine(given)
+        own: Report | str = examine(given)
     except (ValueError, OSError) as error:
         own = str(error)
     every = gathered((own, nodes.node(), nodes.variables(os.environ)))
@@ -153,7 +155,7 @@ def examine_together(given: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def problems(report: Mapping[str, Any]) -> list[str]:
+def problems(report: Report) -> list[str]:
     """The problems in the report that prevent a run."""
     missing = report["bindings"].get("error")
     found = [missing] if missing else []
@@ -162,7 +164,7 @@ def problems(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def verdict(report: Mapping[str, Any]) -> str:
+def verdict(report: Report) -> str:
     """The report in one line."""
     wrong = len(problems(report))
     found = report.get("configuration")
@@ -180,7 +182,7 @@ def verdict(report: Mapping[str, Any]) -> str:
     return f"doctor: {text}"
 
 
-def render(report: Mapping[str, Any]) -> str:
+def render(report: Report) -> str:
     """The report as text."""
     lines = ["versions"]
     for name, row in report["versions"].items():
@@ -204,7 +206,7 @@ def render(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
+def _configuration_lines(found: Report) -> list[str]:
     if "note" in found:
         return ["configuration", f"  {found['note']}"]
     changes = [Change(**row) for row in found["sets"]]

@@ -29,6 +29,7 @@ from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from megatron_fsdp_adapter.tools.models.quantization import STRINGS, quantization
 from megatron_fsdp_adapter.tools.models.quantization import SWITCHES as FP8_SWITCHES
 from megatron_fsdp_adapter.tools.models.sources import (
+    Flags,
     add_arguments,
     add_flags,
     from_options,
@@ -39,7 +40,7 @@ from megatron_fsdp_adapter.tools.models.spec import Parallel, flag
 from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, layer_numels, planned_units
 
 from .estimate_text import render
-from .output import USAGE, answer, base_parser
+from .output import USAGE, Report, answer, base_parser
 from .precision_options import (
     MOMENTS,
     POLICY_DTYPES,
@@ -64,7 +65,7 @@ _SWITCHES = {
     for option, meaning in {**SWITCHES, **FP8_SWITCHES}.items()
 }
 
-RUN: Mapping[str, Mapping[str, Any]] = {
+RUN: Flags = {
     "data_parallel_size": {
         "type": int,
         "default": 1,
@@ -122,7 +123,7 @@ def estimate(
     precision: Precision,
     rank: int | None = None,
     memory_gib: float | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """The report as plain values. rank: default: the one that holds most."""
     if rank is None:
         rank = model.fullest_rank
@@ -189,7 +190,7 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(f"--memory-gib {memory} must be above 0")
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
+def run(given: argparse.Namespace) -> Report:
     """The report of the command. Raises ValueError or FileNotFoundError for bad input."""
     _check(given)
     values = vars(given)
@@ -242,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
     given = make_parser().parse_args(argv)
 
-    def as_text(report: dict[str, Any]) -> str:
+    def as_text(report: Report) -> str:
         return render(report, given.memory_gib)
 
     found = answer(given, "estimate", lambda _: run(given), as_text)

@@ -9,6 +9,8 @@ from megatron_fsdp_adapter.build.description import aligned
 from megatron_fsdp_adapter.plan.memory import LIFE
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 
+from .output import Report
+
 TOTALS = {
     "held between steps": "between_steps",
     "held at most": "peak",
@@ -16,7 +18,7 @@ TOTALS = {
 """Total rows of the report -> their names in `estimate`'s values."""
 
 
-def render(report: Mapping[str, Any], memory_gib: float | None) -> str:
+def render(report: Report, memory_gib: float | None) -> str:
     """The report as text."""
     quantized = f", {report['quantized']}" if report["quantized"] else ""
     lines = [

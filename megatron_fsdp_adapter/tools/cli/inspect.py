@@ -17,7 +17,7 @@ from typing import Any
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.tools.inspection import OPTIMIZER, describe
 
-from .output import answer, base_parser, size_text
+from .output import Report, answer, base_parser, size_text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def _row(entry: dict[str, Any]) -> str:
     return f"  {entry['key']:<90} {of:<18} {entry['dtype'] or '':<9} {size:>10}  {pieces}".rstrip()
 
 
-def _lines(found: dict[str, Any], keys: bool, match: str) -> Iterator[str]:
+def _lines(found: Report, keys: bool, match: str) -> Iterator[str]:
     where = ""
     if found["iteration"] is not None:
         where = f", iteration {found['iteration']}"
@@ -80,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
     """Prints the contents of a checkpoint. Returns 0, or 2 if it cannot be read."""
     given = make_parser().parse_args(argv)
 
-    def described(progress: Progress) -> dict[str, Any]:
+    def described(progress: Progress) -> Report:
         return describe(given.path, given.iteration)
 
-    def render(found: dict[str, Any]) -> str:
+    def render(found: Report) -> str:
         return "\n".join(_lines(found, given.keys, given.match))
 
     found = answer(given, "inspect", described, render)

@@ -7,9 +7,10 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megatron_fsdp_adapter.tools.cli import machine
+
+from .output import Report
 
 NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", machine.CONNECTIONS)
 """Prefixes of variables that concern communication."""
@@ -29,7 +30,7 @@ def node() -> str:
     return f"{host} (node {number})"
 
 
-def facts(report: Mapping[str, Any]) -> dict[str, str]:
+def facts(report: Report) -> dict[str, str]:
     """Facts that must be equal on all ranks: versions, and capabilities of the machine."""
     found = {name: row["version"] for name, row in report["versions"].items()}
     found |= report["machine"]
@@ -59,7 +60,7 @@ def differences(rows: Sequence[Mapping[str, str]], nodes: Sequence[str]) -> list
     return lines
 
 
-def lines_of(found: Mapping[str, Any]) -> list[str]:
+def lines_of(found: Report) -> list[str]:
     """The text of what the ranks are together."""
     nodes = found["nodes"]
     lines = [f"ranks: {len(nodes)}, nodes: {len(set(nodes))}"]

@@ -20,6 +20,9 @@ USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAG
 
 T = TypeVar("T")
 
+Report = dict[str, Any]
+"""What a command found, as plain values."""
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that suggests the option that an unknown one may mean."""

@@ -12,12 +12,13 @@ Exit status: 0, or 2 for bad input, or if no configuration fits.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.tools.models.sources import (
+    Flags,
     add_arguments,
     add_flags,
     from_options,
@@ -50,7 +51,7 @@ def _fixing(field: str, kind: type) -> dict[str, Any]:
     }
 
 
-RUN: Mapping[str, Mapping[str, Any]] = {
+RUN: Flags = {
     "gpus": {
         "type": int,
         "default": 8,

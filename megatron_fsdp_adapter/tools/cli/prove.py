@@ -32,7 +32,7 @@ GLOO_RANKS = 4
 """Default for `--ranks` without GPUs."""
 
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
+OPTIONS: sources.Flags = {
     "prove": {"action": "store_true", "help": "train it, scaled down, and compare"},
     **sources.FILES,  # instead of a script
     "ranks": {"type": int, "metavar": "N",

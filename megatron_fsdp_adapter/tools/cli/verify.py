@@ -16,18 +16,15 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_fsdp_adapter.checkpoint import digests, folders
 
-from .output import answer, base_parser
+from .output import Report, answer, base_parser
 
 _SHOWN = 20
 
 
-def examine(
-    folder: Path, jobs: int = 1, progress: digests.Progress = digests.silent
-) -> dict[str, Any]:
+def examine(folder: Path, jobs: int = 1, progress: digests.Progress = digests.silent) -> Report:
     """Checks a folder; returns the report as plain values.
 
     Raises ValueError if the folder has no digests, or damaged ones.
@@ -51,7 +48,7 @@ def examine(
     }
 
 
-def render(report: dict[str, Any]) -> str:
+def render(report: Report) -> str:
     """The report as text."""
     size = f"{report['files']} files, {report['bytes'] / 2**30:.3f} GiB"
     lines = [f"{report['folder']}: {size}"]
@@ -81,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the report. Returns 0, 1 if the checkpoint is damaged, 2 if it cannot be checked."""
     given = make_parser().parse_args(argv)
 
-    def report(progress: digests.Progress) -> dict[str, Any]:
+    def report(progress: digests.Progress) -> Report:
         folder = folders.find_folder(*folders.locate(given.folder, given.iteration))
         return examine(folder, min(8, os.cpu_count() or 1), progress)
 

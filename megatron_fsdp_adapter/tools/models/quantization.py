@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_fsdp_adapter.core.layout.format import (
     BLOCK128,
@@ -13,7 +12,7 @@ from megatron_fsdp_adapter.core.layout.format import (
     WeightFormat,
 )
 
-from .spec import flag
+from .spec import Options, flag
 
 RECIPES: Mapping[str, WeightFormat] = {
     "delayed": PER_TENSOR,
@@ -64,7 +63,7 @@ class Quantization:
 PLAIN = Quantization()
 
 
-def quantization(options: Mapping[str, Any], dtype: str) -> Quantization:
+def quantization(options: Options, dtype: str) -> Quantization:
     """The quantization by Megatron's options. dtype: that of compute weights. Raises ValueError
     with option, value and remedy."""
     for name in FP4:

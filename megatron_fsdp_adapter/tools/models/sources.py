@@ -15,7 +15,10 @@ import yaml
 
 from megatron_fsdp_adapter.megatron.options import sizes
 
-from .spec import OPTIONS, ModelSpec, Parallel, flag
+from .spec import OPTIONS, ModelSpec, Options, Parallel, flag
+
+Flags = Mapping[str, Mapping[str, Any]]
+"""Option -> the arguments of `add_argument` for its flag."""
 
 _LLAMA3 = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -25,12 +28,12 @@ _LLAMA3 = {
 _LLAMA = {**_LLAMA3, "vocab_size": 32000, "seq_length": 4096}
 
 
-def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> dict[str, Any]:
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> Options:
     named = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn}
     return {**named, "num_attention_heads": heads, **more}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS: Mapping[str, Options] = {
     "llama-1.5b": {**_LLAMA3, **_sizes(16, 2048, 8192, 32), "seq_length": 2048},
     "llama3-8b": {**_LLAMA3, **_sizes(32, 4096, 14336, 32)},
     "llama-13b": {**_LLAMA, **_sizes(40, 5120, 13824, 40, num_query_groups=40)},
@@ -81,7 +84,7 @@ MEANINGS: Mapping[str, str] = {
 }
 """Options of a model that are flags of commands, and their help."""
 
-FILES: Mapping[str, Mapping[str, Any]] = {
+FILES: Flags = {
     "preset": {
         "choices": tuple(PRESETS),
         "metavar": "NAME",
@@ -118,9 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_flags(group: Any, table: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds a flag for each option to a parser or a group of it. table: option -> the arguments of
-    `add_argument`."""
+def add_flags(group: Any, table: Flags) -> None:
+    """Adds a flag for each option to a parser or a group of it."""
     for name, named in table.items():
         group.add_argument(flag(name), **named)
 
@@ -140,7 +142,7 @@ def read_preset(path: str) -> dict[Any, Any]:
     return content
 
 
-def read_options(path: str) -> dict[str, Any]:
+def read_options(path: str) -> Options:
     """A preset by option name, training options included. Raises as `read_preset`."""
     options = {str(key).replace("-", "_"): value for key, value in read_preset(path).items()}
     if "disable_bias_linear" in options:
@@ -148,10 +150,10 @@ def read_options(path: str) -> dict[str, Any]:
     return options
 
 
-def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
+def options_from(given: Options) -> Options:
     """Options of `preset`, `hf_config` and the file `config`, if given, and all of `given`; later
     ones override. Raises as the files' readers."""
-    readers: dict[str, Callable[[str], Mapping[str, Any]]] = {
+    readers: dict[str, Callable[[str], Options]] = {
         "preset": PRESETS.__getitem__,
         "hf_config": read_hugging_face,
         "config": read_options,
@@ -164,13 +166,13 @@ def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def name_of(given: Mapping[str, Any]) -> str:
+def name_of(given: Options) -> str:
     """The name of the model: the preset and the files that describe it."""
     parts = [str(given[name]) for name in FILES if given.get(name)]
     return " and ".join(parts) or "the model"
 
 
-def read_hugging_face(path: str) -> dict[str, Any]:
+def read_hugging_face(path: str) -> Options:
     """A decoder's config.json (or that in a folder) by the names of Megatron's arguments. Raises
     FileNotFoundError or ValueError, naming the file."""
     file = Path(path)
@@ -213,7 +215,7 @@ _OF_HUGGING_FACE = {
 }  # fmt: skip
 
 
-def _experts_of(found: Mapping[str, Any]) -> dict[str, Any]:
+def _experts_of(found: Options) -> Options:
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     number = next((found[name] for name in names if found.get(name)), None)
     if number is None:
@@ -231,7 +233,7 @@ def _experts_of(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _latent_of(found: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_of(found: Options) -> Options:
     if not found.get("kv_lora_rank"):
         return {}
     return {
@@ -242,7 +244,7 @@ def _latent_of(found: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_REFUSED: Mapping[str, Any] = {
+_REFUSED: Options = {
     "softmax_type": "vanilla",
     "qk_l2_norm": False,
     "attention_output_gate": False,
@@ -252,7 +254,7 @@ _REFUSED: Mapping[str, Any] = {
 """Unsupported options that change the parameters, and their neutral values."""
 
 
-def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
+def from_options(options: Options, name: str) -> ModelSpec:
     """The model, dense or not, described by Megatron's options. Raises ValueError for missing
     options and for options that make no GPT."""
     chosen = {k: options[k] for k in OPTIONS if options.get(k) is not None}
@@ -310,7 +312,7 @@ def _dense_layers(frequency: Any, layers: int) -> int:
     return dense
 
 
-def parallel_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
+def parallel_options(spec: ModelSpec, parallel: Parallel) -> Options:
     """Megatron's options for a model-parallel split. Stages with different numbers of layers have a
     layout."""
     parts = parallel.pipeline * parallel.virtual

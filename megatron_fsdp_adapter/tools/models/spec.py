@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 ROOT = "root"
 EMBEDDING = "embedding"
@@ -22,6 +23,9 @@ EXPERT = "expert"
 
 Row = tuple[str, str, tuple[int, ...], str]
 """Unit, fully qualified name, shape and domain of a parameter."""
+
+Options = Mapping[str, Any]
+"""Options by Megatron's names."""
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 

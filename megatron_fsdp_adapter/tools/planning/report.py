@@ -9,7 +9,7 @@ from typing import Any
 from megatron_fsdp_adapter.build.description import aligned
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
 from megatron_fsdp_adapter.tools.models.sources import parallel_options
-from megatron_fsdp_adapter.tools.models.spec import ModelSpec
+from megatron_fsdp_adapter.tools.models.spec import ModelSpec, Options
 
 from .configurations import Configuration
 from .prediction import Prediction
@@ -21,7 +21,7 @@ REASONS = 12
 chosen."""
 
 
-def ddp_options(chosen: Configuration) -> dict[str, Any]:
+def ddp_options(chosen: Configuration) -> Options:
     """Fields of the DDP config that differ from the runner's settings."""
     options: dict[str, Any] = {"data_parallel_sharding_strategy": chosen.strategy}
     if chosen.instances > 1:
@@ -37,7 +37,7 @@ def ddp_options(chosen: Configuration) -> dict[str, Any]:
     return options
 
 
-def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
+def model_options(spec: ModelSpec, chosen: Configuration) -> Options:
     """Options of the model's config and the run."""
     options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
     options |= parallel_options(spec, chosen.parallel)

@@ -151,13 +151,8 @@ def record_step(
                 _run_step(engine, model, runtime, microbatches, warmup)
         program = runtime.program
         del model, engine
-    if chosen.graph:
-        program = _replayed(program)
-    return program
-
-
-def _replayed(program: Program) -> Program:
-    """The program without the host's time for what a graph replays."""
+    if not chosen.graph:
+        return program
     operations = []
     for one in program.operations:
         if one.part not in OUTSIDE_GRAPH:

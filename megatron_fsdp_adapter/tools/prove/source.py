@@ -15,9 +15,9 @@ from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change
 from megatron_fsdp_adapter.tools.models.spec import flag
-from megatron_fsdp_adapter.tools.prove.scale_down import ranks_over
+from megatron_fsdp_adapter.tools.prove.scale_down import Options, ranks_over
 
-BASE: Mapping[str, Any] = {
+BASE: Options = {
     **validation.PLAIN_OPTIONS,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
@@ -33,7 +33,7 @@ class Recipe:
     Megatron is imported (None: the installed one)."""
 
     source: str
-    options: Mapping[str, Any]
+    options: Options
     changes: tuple[Change, ...]
     folder: Path | None = None
 
@@ -55,7 +55,7 @@ def of_script(script: Path, arguments: Sequence[str], world_size: int | None) ->
     )
 
 
-def of_options(options: Mapping[str, Any], source: str, world_size: int | None) -> Recipe:
+def of_options(options: Options, source: str, world_size: int | None) -> Recipe:
     """The recipe of a preset with defaults. world_size: None if unknown. Raises ValueError if it is
     invalid."""
     args = SimpleNamespace(**BASE)
@@ -94,7 +94,7 @@ ALIASES: Mapping[str, str] = {
 }
 
 
-def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def _named_like_configs(options: Options, world_size: int) -> dict[str, Any]:
     """Adds values that Megatron derives from other options before it builds anything."""
     found = dict(options)
     for mine, theirs in ALIASES.items():
