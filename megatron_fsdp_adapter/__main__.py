@@ -68,7 +68,8 @@ def _is_closed(pipe: int) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Runs a command, or a script with the wrapper installed; else prints the usage and returns
     2. argv: default: the arguments of this process."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     if argv and argv[0] in COMMANDS:
         return _command(argv)
     if argv and argv[0].endswith(".py"):
@@ -78,13 +79,15 @@ def main(argv: list[str] | None = None) -> int:
     if argv == ["--version"]:
         print(f"megatron_fsdp_adapter {__version__}")
         return 0
-    asked = argv[:1] in (["-h"], ["--help"])
-    if argv and not asked:
+    if argv[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    if argv:
         from .tools.cli.unknown import unknown
 
         print(unknown("command", argv[0], COMMANDS), file=sys.stderr)
-    print(USAGE, file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    print(USAGE, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def _activation(options: Options) -> dict[str, Any]:
     """Fields of the MLP's activation. Its fusion with biases is used where there are biases."""
     gated = bool(options.get("swiglu"))
     if gated:
-        function = torch.nn.functional.silu
+        function: Any = torch.nn.functional.silu
         fused = options.get("bias_swiglu_fusion")
     else:
         function = torch.nn.functional.gelu
