@@ -142,19 +142,16 @@ def load_checkpoint(
     """
     root = Path(root)
     with coordination(group) as ranks:
-
-        def opening() -> _Opened:
-            return _open(root, iteration, state, ranks.rank, vocab_size)
-
-        opened, summaries = ranks.run("opening the checkpoint", opening, share=_Opened.summary)
+        opened, summaries = ranks.run(
+            "opening the checkpoint",
+            lambda: _open(root, iteration, state, ranks.rank, vocab_size),
+            share=_Opened.summary,
+        )
         mismatch = _mismatch_of_all(ranks, opened, summaries, tuple(ignore_unexpected))
         if mismatch:
             raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
 
-        def reading() -> dict[str, Any]:
-            return _loaded(opened, state, ranks.rank)
-
-        loaded, _ = ranks.run("reading the checkpoint", reading)
+        loaded, _ = ranks.run("reading the checkpoint", lambda: _loaded(opened, state, ranks.rank))
         return opened.iteration, loaded
 
 

@@ -58,20 +58,24 @@ def apply_fsdp_overrides(
     Raises:
         ValueError: one message with all problems that it cannot fix itself.
     """
-    environment = os.environ if environment is None else environment
+    if environment is None:
+        environment = os.environ
     asked = {
-        STRATEGY: strategy, OUTER: outer_strategy, INSTANCES: num_optimizer_instances,
+        STRATEGY: strategy,
+        OUTER: outer_strategy,
+        INSTANCES: num_optimizer_instances,
         GRAD_COMM: grad_comm_dtype,
-    }  # fmt: skip
-    wanted = [
-        Setting("ddp", option, value, "set by the caller", (RECIPE,))
-        for option, value in asked.items() if value is not None
-    ]  # fmt: skip
+    }
+    wanted = []
+    for option, value in asked.items():
+        if value is not None:
+            wanted.append(Setting("ddp", option, value, "set by the caller", (RECIPE,)))
     changes = settle(RECIPE, sections_of(cfg), wanted)
-    if isinstance(getattr(cfg, "mixed_precision", None), str) and is_narrow(cfg.ddp):
+    precision = getattr(cfg, "mixed_precision", None)
+    if isinstance(precision, str) and is_narrow(cfg.ddp):
         # A name has no fields to change, so use the config of that name.
         module = importlib.import_module("megatron.bridge.training.mixed_precision")
-        cfg.mixed_precision = module.get_mixed_precision_config(cfg.mixed_precision)
+        cfg.mixed_precision = module.get_mixed_precision_config(precision)
     changes += settle(RECIPE, sections_of(cfg))
     changes += complete_environment(environment)
     if is_first_rank():

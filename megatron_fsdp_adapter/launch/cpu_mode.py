@@ -45,7 +45,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 class NullStream:
     """A no-op stream or event that has always finished."""
 
-    __init__ = __exit__ = wait_stream = wait_event = wait = record = synchronize = _nothing
+    __init__ = _nothing
+    __exit__ = _nothing
+    wait_stream = _nothing
+    wait_event = _nothing
+    wait = _nothing
+    record = _nothing
+    synchronize = _nothing
 
     def __enter__(self) -> NullStream:
         return self
@@ -194,11 +200,19 @@ _LATER = ("models.common.utils", "models.hybrid.hybrid_block", "transformer.moe.
 """Modules that 0.16.1 does not have."""
 
 _VIEW = make_view()
+
+
 VIEWS = tuple(
-    Patch(f"{_CORE}.{module}", "torch", _VIEW, stands, required=module not in _LATER,
-          why=f"uses {asks}")
+    Patch(
+        f"{_CORE}.{module}",
+        "torch",
+        _VIEW,
+        stands,
+        required=module not in _LATER,
+        why=f"uses {asks}",
+    )
     for module, asks in _VIEW_ROWS
-)  # fmt: skip
+)
 """Modules of core whose global `torch` is replaced, and the names that they use in any release."""
 
 
@@ -223,14 +237,18 @@ def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any, 
 
 def _type_as_on_cuda(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     name = original(tensor, *args, **kwargs)
-    # Only the query `tensor.type()` returns a string; a conversion returns a tensor.
-    return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
+    if not isinstance(name, str):
+        # Only the query `tensor.type()` returns a string; a conversion returns a tensor.
+        return name
+    return name.replace("torch.", "torch.cuda.", 1)
 
 
 def _splits_as_numpy(
     original: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    if as_numpy and torch.is_tensor(tensor):
+        return tensor.numpy()
+    return tensor
 
 
 FUNCTIONS = (
@@ -239,27 +257,40 @@ FUNCTIONS = (
     # In models.common (language_module, rope_utils), tensor_parallel.data, optimizer.optimizer,
     # dist_checkpointing.exchange_utils: stays on the host.
     Patch(
-        "torch", "Tensor.cuda",
-        _for_callers_in(_CORE, lambda original, tensor, *args, **kwargs: tensor), makes,
+        "torch",
+        "Tensor.cuda",
+        _for_callers_in(_CORE, lambda original, tensor, *args, **kwargs: tensor),
+        makes,
     ),
     Patch(
-        _RANDOM, "_get_cuda_rng_state", _get_host_rng_state, stands,
+        _RANDOM,
+        "_get_cuda_rng_state",
+        _get_host_rng_state,
+        stands,
         why="reads torch.cuda's generators",
     ),
     Patch(
-        _RANDOM, "_set_cuda_rng_state", _set_host_rng_state, stands,
+        _RANDOM,
+        "_set_cuda_rng_state",
+        _set_host_rng_state,
+        stands,
         why="calls torch._C's CUDA functions",
     ),
     Patch(
-        f"{_CORE}.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _splits_as_numpy,
+        f"{_CORE}.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        _splits_as_numpy,
         why="makes the split sizes numpy arrays only if is_cuda",
     ),
     # Bound only with Transformer Engine, but read without it too.
     Patch(
-        f"{_CORE}.transformer.moe.moe_utils", "te_general_gemm",
-        lambda module, original: original, makes, default=None,
+        f"{_CORE}.transformer.moe.moe_utils",
+        "te_general_gemm",
+        lambda module, original: original,
+        makes,
+        default=None,
     ),
-)  # fmt: skip
+)
 
 PATCHES = (*VIEWS, *FUNCTIONS)
 
@@ -284,11 +315,15 @@ def enable_cpu_mode() -> None:
         )
     import megatron.core
 
-    patches.install(
-        PATCHES,
-        lambda lacks: f"CPU mode does not support megatron-core {megatron.core.__version__}, "
-        f"which has no {lacks}. {releases.remedy()}",
-    )
+    version = megatron.core.__version__
+
+    def error(lacks: str) -> str:
+        return (
+            f"CPU mode does not support megatron-core {version}, which has no {lacks}. "
+            f"{releases.remedy()}"
+        )
+
+    patches.install(PATCHES, error)
     logging.getLogger(_RANDOM).addFilter(_is_of_one_generator)
 
 

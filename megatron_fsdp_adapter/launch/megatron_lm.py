@@ -46,7 +46,8 @@ NO_GPU = (
 
 def was_given(flag: str, argv: Sequence[str]) -> bool:
     """True if the command line has the flag, as `--flag`, `--flag value` or `--flag=value`."""
-    return any(word == flag or word.startswith(f"{flag}=") for word in argv)
+    with_value = f"{flag}="
+    return any(word == flag or word.startswith(with_value) for word in argv)
 
 
 def complete(args: Any, argv: Sequence[str]) -> list[Change]:
@@ -96,13 +97,15 @@ def hook_arguments(
             on_other()
         return args
 
+    def error(lacks: str) -> str:
+        return (
+            f"this Megatron-LM has no {lacks}: {FSDP_FLAG} cannot be completed. "
+            f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script"
+        )
+
     hooks = {"add_megatron_arguments": add, "parse_args": parse, "validate_args": validate}
     rows = [Patch(ARGUMENTS, name, ours, everywhere=True) for name, ours in hooks.items()]
-    patches.install(
-        rows,
-        lambda lacks: f"this Megatron-LM has no {lacks}: {FSDP_FLAG} cannot be completed. "
-        f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script",
-    )
+    patches.install(rows, error)
 
 
 def validate(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
@@ -112,7 +115,7 @@ def validate(original: Callable[..., Any], args: Any, *positional: Any, **named:
     It asserts that optimizers other than Adam and SGD have no sharded weights and use another
     format of checkpoints, which is not true here."""
     asked = args.optimizer
-    if not (getattr(args, "use_megatron_fsdp", False) and asked in EMERGING):
+    if asked not in EMERGING or not getattr(args, "use_megatron_fsdp", False):
         return original(args, *positional, **named)
     args.optimizer = "adam"
     try:
@@ -133,7 +136,9 @@ def finds_gpu() -> bool:
     """False if `megatron.training.arguments`, which queries the GPU's capability, would find no
     GPU."""
     seen = getattr(sys.modules[ARGUMENTS], "torch", None)
-    return seen is None or bool(seen.cuda.is_available())
+    if seen is None:
+        return True
+    return bool(seen.cuda.is_available())
 
 
 def problems_of_run(
@@ -143,15 +148,18 @@ def problems_of_run(
     and of CUDA graphs. The wrapper reports problems that depend on the release of megatron-core."""
     options = launch_options(args)
     on_gpu = SimpleNamespace(device=GPU, asks_tokens=False, fsdp_double_buffer=False)
-    return [
-        *launch_problems(args, environment),
-        *([] if device is None else capability.device_problems(options, device)),
-        *problems(Joined(options, on_gpu), (*GRAPH_RULES, *SCHEDULE_RULES)),
-    ]
+    found = list(launch_problems(args, environment))
+    if device is not None:
+        found += capability.device_problems(options, device)
+    found += problems(Joined(options, on_gpu), (*GRAPH_RULES, *SCHEDULE_RULES))
+    return found
 
 
 def finish(
-    args: Any, argv: Sequence[str], environment_changes: Sequence[Change], has_gpu: bool = True,
+    args: Any,
+    argv: Sequence[str],
+    environment_changes: Sequence[Change],
+    has_gpu: bool = True,
     silent: object = False,
 ) -> None:
     """Completes parsed arguments and prints the changes on rank 0. If there are problems, or no
@@ -159,8 +167,11 @@ def finish(
     changes = [*complete(args, argv), *environment_changes]
     # GPU capabilities are checked after the rank has chosen its GPU, because the query initializes
     # CUDA.
-    found = problems_of_run(args, os.environ, None if has_gpu else torch.device("cpu"))
-    found += [] if has_gpu else [NO_GPU]
+    if has_gpu:
+        found = problems_of_run(args, os.environ, None)
+    else:
+        found = problems_of_run(args, os.environ, torch.device("cpu"))
+        found.append(NO_GPU)
     if is_first_rank() and not silent:
         print(format_changes(f"{FSDP_FLAG} sets", changes), flush=True)
     if found:
@@ -173,10 +184,11 @@ def refuse(message: str) -> NoReturn:
     0."""
     if is_first_rank():
         print(message, file=sys.stderr, flush=True)
-        if REPORT in os.environ:
+        report = os.environ.get(REPORT)
+        if report is not None:
             extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-            report = {"message": {"message": message, "extraInfo": extra}}
-            Path(os.environ[REPORT]).write_text(json.dumps(report))
+            content = {"message": {"message": message, "extraInfo": extra}}
+            Path(report).write_text(json.dumps(content))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_0)
     raise SystemExit(2)

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
     folder = script.resolve().parent
     _put_on_path(folder)
-    sys.argv = [argv[0], *argv[1:]]
+    sys.argv = list(argv)
     file = str(script.absolute())
     # First, because imported modules may read `__main__`.
     main = _become_main(file)
@@ -74,9 +74,7 @@ def _become_main(script: str) -> ModuleType:
     after its last line."""
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", script)
-    vars(module).update(
-        __file__=script, __loader__=loader, __cached__=None, __builtins__=builtins
-    )
+    vars(module).update(__file__=script, __loader__=loader, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = module
     # Workers of multiprocessing use this name for the script's classes.
     if "__mp_main__" in sys.modules:
@@ -100,7 +98,8 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
     from .installation import install, uninstall
 
     _refuse_mixture(folder)
-    at_once = arguments is None or not (asks or (folder / "megatron" / "training").is_dir())
+    is_megatron_lm = asks or (folder / "megatron" / "training").is_dir()
+    at_once = arguments is None or not is_megatron_lm
     if arguments is not None:
         on_other = uninstall if at_once else lambda: None
         megatron_lm.hook_arguments(argv, changes, install, on_other)

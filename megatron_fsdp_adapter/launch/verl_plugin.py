@@ -36,7 +36,8 @@ class AfterImport(MetaPathFinder):
     """Calls `then` once, when the module `name` has been imported."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self.name, self.then = name, then
+        self.name = name
+        self.then = then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -24,6 +24,8 @@ from ..quantized import TransformerEngineParams, format_of
 from .casts import cast_inputs_of
 from .user_loop import UserLoopEngine
 
+SUBJECT = "fully_shard_model"
+
 
 def engine_for(
     module: nn.Module,
@@ -34,23 +36,30 @@ def engine_for(
 ) -> UserLoopEngine:
     """The engine that shards `module`. Collective. Call `raise_model_problems` first."""
     units = _chosen_units(module, named)
+    dtype = config.policy.compute_dtype
     plans = partition(
         module,
         units,
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not only_looks_up(unit, {nn.Embedding}),
         format_of=format_of,
-        compute_dtype_of=lambda unit: config.policy.compute_dtype,
+        compute_dtype_of=lambda unit: dtype,
     )
     engine = build_engine(
-        UserLoopEngine, "fully_shard_model", module, plans, dict(domains),
+        UserLoopEngine,
+        SUBJECT,
+        module,
+        plans,
+        dict(domains),
         with_single_rank_domains(config, domains),
-        target_device(module, None), own_initializer, grad_check=check,
+        target_device(module, None),
+        own_initializer,
+        grad_check=check,
         quantized=TransformerEngineParams(),
     )
-    if config.policy.compute_dtype is not None:
+    if dtype is not None:
         for each in (*units.values(), module):
-            cast_inputs_of(each, config.policy.compute_dtype)
+            cast_inputs_of(each, dtype)
     if named is None and dist.get_rank() == 0:
         _announce(module, list(units.values()), engine)
     return engine
@@ -68,37 +77,41 @@ def _chosen_units(
 
 def _announce(module: nn.Module, units: Sequence[nn.Module], engine: UserLoopEngine) -> None:
     """Prints the units that were chosen where no class was named."""
-    sizes = [unit.weight_bytes / GIB for unit in engine.units]
-    if len(sizes) == 1:
+    count = len(engine.units)
+    largest = max(unit.weight_bytes for unit in engine.units) / GIB
+    if count == 1:
         text = (
-            f"1 unit, whose weights, {sizes[0]:.3f} GiB, are gathered at once: "
+            f"1 unit, whose weights, {largest:.3f} GiB, are gathered at once: "
             f"{type(module).__name__} has no layers that repeat (_no_split_modules, a ModuleList, "
             f"ModuleDict or Sequential). Name their class in {UNITS}"
         )
     else:
         kinds = Counter(type(unit).__name__ for unit in units)
-        counted = ", ".join(f"{count} {name}" for name, count in kinds.items())
+        counted = ", ".join(f"{number} {name}" for name, number in kinds.items())
         text = (
-            f"{len(sizes)} units ({counted}, root) of at most {max(sizes):.3f} GiB of weights; "
+            f"{count} units ({counted}, root) of at most {largest:.3f} GiB of weights; "
             f"{UNITS} names others"
         )
-    print(f"fully_shard_model: {text}", flush=True)
+    print(f"{SUBJECT}: {text}", flush=True)
 
 
 def raise_model_problems(
-    module: nn.Module, classes: Sequence[type[nn.Module] | str] | None, main: torch.dtype | None,
+    module: nn.Module,
+    classes: Sequence[type[nn.Module] | str] | None,
+    main: torch.dtype | None,
     on_meta: bool,
 ) -> None:
     """ValueError with all problems of `module`, its unit classes, the dtype of main weights, and
     parameters on the meta device."""
-    raise_problems("fully_shard_model", [
-        *module_problems(module, classes, None, main),
-        *meta_problems(module, on_meta, own_initializer),
-    ])  # fmt: skip
+    found = module_problems(module, classes, None, main)
+    found += meta_problems(module, on_meta, own_initializer)
+    raise_problems(SUBJECT, found)
 
 
 def trained_dtype(module: nn.Module) -> torch.dtype:
     """In which gradients accumulate as the parameters are: bfloat16 if all that are trained are in
     it, else float32."""
     dtypes = {param.dtype for param in module.parameters() if param.requires_grad}
-    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+    if dtypes == {torch.bfloat16}:
+        return torch.bfloat16
+    return torch.float32

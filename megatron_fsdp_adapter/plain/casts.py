@@ -18,9 +18,8 @@ def cast_inputs_of(module: nn.Module, dtype: torch.dtype) -> None:
 
 def cast_outputs_of(module: nn.Module, dtype: torch.dtype) -> None:
     """Casts floating-point tensors in the outputs of `module` to `dtype`."""
-    module.register_forward_hook(
-        torch.compiler.disable(lambda module, args, output: cast(dtype, output))
-    )
+    hook = torch.compiler.disable(lambda module, args, output: cast(dtype, output))
+    module.register_forward_hook(hook)
 
 
 def cast(dtype: torch.dtype | None, values: Any) -> Any:
@@ -29,6 +28,8 @@ def cast(dtype: torch.dtype | None, values: Any) -> Any:
     values, for example) stay what they are: the caller may look at them afterwards."""
     if dtype is None:
         return values
-    return _apply_to_tensors(
-        lambda value: value.to(dtype) if value.is_floating_point() else value, values
-    )
+
+    def cast_one(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return _apply_to_tensors(cast_one, values)

@@ -110,12 +110,14 @@ class ShardedModule(NotCopyable, FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the module's weights and holds them until `reshard`; parameters of all modules
         are the unsharded ones meanwhile. Not recursive. With `async_op` the handle waits."""
-        mark, engine = mark_on(self), engine_of(self)
+        engine = engine_of(self)
+        gather = engine.gather
+        unit = mark_on(self).unit
         engine.to_unsharded()
-        engine.gather.hold_once(mark.unit)
-        engine.gather.launch_unshard(mark.unit)
+        gather.hold_once(unit)
+        gather.launch_unshard(unit)
         handle = UnshardHandle()
-        handle.wait = functools.partial(engine.gather.wait_unshard, mark.unit)  # type: ignore[method-assign]
+        handle.wait = functools.partial(gather.wait_unshard, unit)  # type: ignore[method-assign]
         if async_op:
             return handle
         handle.wait()
@@ -123,10 +125,12 @@ class ShardedModule(NotCopyable, FSDPModule):
 
     def reshard(self) -> None:
         """Releases gathered weights; parameters are DTensors again between passes."""
-        mark, engine = mark_on(self), engine_of(self)
-        engine.gather.unhold_once(mark.unit)
-        engine.gather.reshard(mark.unit)
-        if not engine.gather.holds_any:
+        engine = engine_of(self)
+        gather = engine.gather
+        unit = mark_on(self).unit
+        gather.unhold_once(unit)
+        gather.reshard(unit)
+        if not gather.holds_any:
             engine.show_between_passes()
 
     def reset_iter_state(self) -> None:
@@ -196,11 +200,11 @@ class ShardedModule(NotCopyable, FSDPModule):
                 f"stream={stream}: the mesh has replicas, and the hook runs in the stream of the "
                 "reduction over them. Leave stream out"
             )
+        if stream is not None:
+            hook = functools.partial(_run_in, stream, hook)
         engine_of(self)
         for group in mark.unit.groups:
-            group.reduced_hook = hook if stream is None else functools.partial(
-                _run_in, stream, hook
-            )
+            group.reduced_hook = hook
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """RuntimeError: the engine gathers and reduces by its own collectives."""
@@ -214,13 +218,15 @@ class ShardedModule(NotCopyable, FSDPModule):
 
     # What torch's functions ask of the state of a module: `register_fsdp_forward_method` to run a
     # method as its forward is run, `share_comm_ctx` for streams, which are the engine's.
-    _comm_ctx, _fsdp_param_groups = None, ()
+    _comm_ctx = None
+    _fsdp_param_groups = ()
 
     def _get_fsdp_state(self) -> Any:
         return self
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        engine, mark = engine_of(self, runs=True), mark_on(self)
+        engine = engine_of(self, runs=True)
+        mark = mark_on(self)
         args, kwargs = cast(mark.options.input_dtype, (args, kwargs))
         if mark.unit is not engine.root:
             return engine.pre_forward(mark.unit, args, kwargs)
@@ -228,7 +234,8 @@ class ShardedModule(NotCopyable, FSDPModule):
         return args, kwargs
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
-        engine, mark = engine_of(self), mark_on(self)
+        engine = engine_of(self)
+        mark = mark_on(self)
         if mark.unit is not engine.root:
             engine.post_forward(mark.unit, output, args)
         else:
@@ -311,11 +318,14 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     options = Options(
-        data_parallel_groups(mesh, dp_mesh_dims), data_parallel_mesh(mesh, dp_mesh_dims),
-        reshard_after_forward is not False, mp_policy,
-        isinstance(offload_policy, CPUOffloadPolicy), frozenset(ignored_params or ()),
-        device_type_of(mesh),
-    )  # fmt: skip
+        groups=data_parallel_groups(mesh, dp_mesh_dims),
+        mesh=data_parallel_mesh(mesh, dp_mesh_dims),
+        reshards=reshard_after_forward is not False,
+        policy=mp_policy,
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        ignored=frozenset(ignored_params or ()),
+        device_type=device_type_of(mesh),
+    )
     for one in modules:
         with unsharded_reads(one):
             _check(one, shard_placement_fn, options.ignored)
@@ -330,37 +340,53 @@ def fully_shard(
 
 
 def _check(
-    module: nn.Module, placement_of: Callable[[nn.Parameter], Any] | None,
+    module: nn.Module,
+    placement_of: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
-) -> None:  # fmt: skip
+) -> None:
     """ValueError for a module that `fully_shard` cannot be called with, or cannot shard."""
-    lists = (nn.ModuleList, nn.ModuleDict)
-    has_no_forward = type(module).forward is nn.Module.forward  # type: ignore[comparison-overlap]
-    inside = [mark.model for _, mark in marked(module)]
-    problems = {
-        "fully_shard was called with it before": mark_of(module) is not None,
-        "it has no forward. Call fully_shard for its entries": (
-            isinstance(module, lists) and has_no_forward
-        ),
-        "modules in it are sharded already, as their parameters were read, or they have run. Call "
-        "fully_shard for the model before that": any(model.engine is not None for model in inside),
-        "set_gradient_divide_factor was called for modules in it, but holds for a whole model. "
-        "Call it for the model": any(model.divide_factor is not None for model in inside),
-    }
-    found = [f"module={type(module).__name__}: {text}" for text, so in problems.items() if so]
+    found = [f"module={type(module).__name__}: {text}" for text in _problems_of_call(module)]
     skipped = {id(param) for param in ignored}
-    distributed = {
-        name for name, param in module.named_parameters()
-        if isinstance(param, DTensor) and id(param) not in skipped
-    }  # fmt: skip
+    distributed = set()
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor) and id(param) not in skipped:
+            distributed.add(name)
     found += parameter_problems(module, distributed.__contains__)
-    dims = {
-        getattr(getattr(placed, "placement", placed), "dim", 0)
-        for placed in map(placement_of, module.parameters()) if placed is not None
-    } if placement_of is not None else set()  # fmt: skip
-    if dims - {0}:
-        found.append(
-            f"shard_placement_fn returned Shard({max(dims)}): only dim 0 can be sharded. Return "
-            "Shard(0) or None"
-        )
+    if placement_of is not None:
+        found += _placement_problems(map(placement_of, module.parameters()))
     raise_problems(SUBJECT, found)
+
+
+def _problems_of_call(module: nn.Module) -> Iterator[str]:
+    if mark_of(module) is not None:
+        yield "fully_shard was called with it before"
+    has_no_forward = type(module).forward is nn.Module.forward  # type: ignore[comparison-overlap]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and has_no_forward:
+        yield "it has no forward. Call fully_shard for its entries"
+    inside = [mark.model for _, mark in marked(module)]
+    if any(model.engine is not None for model in inside):
+        yield (
+            "modules in it are sharded already, as their parameters were read, or they have run. "
+            "Call fully_shard for the model before that"
+        )
+    if any(model.divide_factor is not None for model in inside):
+        yield (
+            "set_gradient_divide_factor was called for modules in it, but holds for a whole model. "
+            "Call it for the model"
+        )
+
+
+def _placement_problems(placements: Iterable[Any]) -> list[str]:
+    """Problems of what `shard_placement_fn` returned: torch's Shard, an object that has one, or
+    None."""
+    dims = set()
+    for placed in placements:
+        if placed is not None:
+            shard = getattr(placed, "placement", placed)
+            dims.add(getattr(shard, "dim", 0))
+    if not dims - {0}:
+        return []
+    return [
+        f"shard_placement_fn returned Shard({max(dims)}): only dim 0 can be sharded. Return "
+        "Shard(0) or None"
+    ]

@@ -35,13 +35,18 @@ from ..core.topology import DENSE, ShardDomain
 from ..plan.module_problems import module_problems
 from ..plan.unit_grouping import joined
 from ..quantized import TransformerEngineParams, format_of
+from .accelerate import give_addresses
 from .building import trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
 from .mesh import Groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
-SUBJECT, MARK = "fully_shard", "_fsdp_adapter_mark"
-PENDING, ON_META, BUILDING, BUILT = "pending", "on the meta device", "being built", "built"
+SUBJECT = "fully_shard"
+MARK = "_fsdp_adapter_mark"
+PENDING = "pending"
+ON_META = "on the meta device"
+BUILDING = "being built"
+BUILT = "built"
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Options:
     device_type: str
 
     def __post_init__(self) -> None:
-        Policy(compute_dtype=self.policy.param_dtype)  # ValueError for a dtype that it has not
+        _check_compute_dtype(self.policy.param_dtype)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -68,41 +73,40 @@ class Options:
     def of_the_model(self) -> dict[str, Any]:
         """The options that are the same for all modules of a model."""
         return {
-            "mesh": self.groups, "mp_policy.reduce_dtype": self.policy.reduce_dtype,
+            "mesh": self.groups,
+            "mp_policy.reduce_dtype": self.policy.reduce_dtype,
             "offload_policy": self.offload,
-        }  # fmt: skip
+        }
+
+
+def _check_compute_dtype(dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a dtype that weights cannot have in a forward."""
+    Policy(compute_dtype=dtype)  # the engine's, which checks its dtypes
 
 
 @dataclass(eq=False)
 class Model:
-    """The modules that are sharded together: the outermost marked one, the root, with all in it.
+    """The modules that are sharded together: the outermost marked one, the root, with all in it."""
 
-    Attributes:
-        root: a reference to that, which does not keep it alive.
-        state: PENDING until it is sharded; ON_META while its parameters are DTensors without
-            memory.
-        engine: once it is sharded.
-        divide_factor: what sums of gradients are divided by; None for the number of ranks.
-    """
-
+    # Does not keep the root alive.
     root: weakref.ref[nn.Module]
+    # PENDING until it is sharded; ON_META while its parameters are DTensors without memory.
     state: str = PENDING
+    # Once it is sharded.
     engine: UserLoopEngine | None = None
+    # What sums of gradients are divided by; None for the number of ranks.
     divide_factor: float | None = None
 
 
 @dataclass
 class Mark:
-    """The mark of a module that `fully_shard` was called with.
+    """The mark of a module that `fully_shard` was called with."""
 
-    Attributes:
-        options: those of its call, which it shares with no other call's modules.
-        model: of the outermost marked module around it.
-        unit: the module's unit, once the model is sharded.
-    """
-
+    # Those of its call, which it shares with no other call's modules.
     options: Options
+    # Of the outermost marked module around it.
     model: Model
+    # The module's unit, once the model is sharded.
     unit: Any = None
 
 
@@ -110,6 +114,7 @@ class PendingParameters(dict[str, Any]):
     """`_parameters` of a module in a model that is to be sharded. `items`, which `parameters()` of
     a module around the model calls, shards the model first; reads by name do not."""
 
+    # Of the module that was given to `fully_shard`, and the one whose parameters these are.
     mark: Mark
     owner: nn.Module
 
@@ -130,7 +135,8 @@ def await_reads(module: nn.Module, mark: Mark) -> None:
     for owner in module.modules():
         if type(owner._parameters) is dict and owner._parameters:
             pending = PendingParameters(owner._parameters)
-            pending.mark, pending.owner = mark, owner
+            pending.mark = mark
+            pending.owner = owner
             owner._parameters = pending
 
 
@@ -160,8 +166,13 @@ def mark_of(module: nn.Module) -> Mark | None:
 
 
 def marked(module: nn.Module) -> list[tuple[nn.Module, Mark]]:
-    found = ((child, mark_of(child)) for child in module.modules())
-    return [(child, mark) for child, mark in found if mark is not None]
+    """The marked modules in `module`, and their marks."""
+    found = []
+    for child in module.modules():
+        mark = mark_of(child)
+        if mark is not None:
+            found.append((child, mark))
+    return found
 
 
 def mark_on(module: Any) -> Mark:
@@ -212,13 +223,14 @@ def shows_meta(module: Any) -> bool:
     if not sharded or not all(one.param.is_meta for one in sharded):
         return False
     mesh = _domain(root).mesh
+    replicas = [Replicate()] * (mesh.ndim - 1)
     for one in sharded:
-        like = one.param.detach().view(one.param.shape or (1,))
-        made = distribute_tensor(
-            like, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], src_data_rank=None
-        )
-        shown: Any = one.shown_as(nn.Parameter(made, one.param.requires_grad))
-        shown._fsdp_plain, vars(one.param)["_fsdp_shown"] = one.param, shown
+        param = one.param
+        like = param.detach().view(param.shape or (1,))
+        made = distribute_tensor(like, mesh, [*replicas, Shard(0)], src_data_rank=None)
+        shown: Any = one.shown_as(nn.Parameter(made, param.requires_grad))
+        shown._fsdp_plain = param
+        vars(param)["_fsdp_shown"] = shown
         for owner, name in one.slots:
             owner._parameters[name] = shown
     model.state = ON_META
@@ -239,10 +251,11 @@ def _build(root: nn.Module) -> None:
                 module._parameters = dict(module._parameters)
         mark_on(root).model.engine = _engine(root)
         for child, mark in marked(root):
-            if mark.options.input_dtype is not None:
-                cast_inputs_of(child, mark.options.input_dtype)
-            if mark.options.policy.output_dtype is not None:
-                cast_outputs_of(child, mark.options.policy.output_dtype)
+            options = mark.options
+            if options.input_dtype is not None:
+                cast_inputs_of(child, options.input_dtype)
+            if options.policy.output_dtype is not None:
+                cast_outputs_of(child, options.policy.output_dtype)
 
 
 def _sharded_params(root: nn.Module) -> list[ManagedParam]:
@@ -253,32 +266,61 @@ def _sharded_params(root: nn.Module) -> list[ManagedParam]:
 
 def _domain(root: nn.Module) -> ShardDomain:
     """The ranks that share the model `root`."""
-    options, divide_factor = mark_on(root).options, mark_on(root).model.divide_factor
+    mark = mark_on(root)
+    options = mark.options
     shard, outer = options.groups
+    factor = mark.model.divide_factor or rank_count(options.groups)
     index = FSDPDistributedIndex(
-        shard, device_type=options.device_type, outer_fsdp_group=outer,
-        grad_scale=1.0 / (divide_factor or rank_count(options.groups)),
-    )  # fmt: skip
+        shard,
+        device_type=options.device_type,
+        outer_fsdp_group=outer,
+        grad_scale=1.0 / factor,
+    )
     domain = index.domain(DENSE)
     return replace(domain, mesh=options.mesh or domain.mesh)
 
 
 def _engine(root: nn.Module) -> UserLoopEngine:
-    sharded, marks = _sharded_params(root), [mark for _, mark in marked(root)]
-    names, ids = {one.fqns[0] for one in sharded}, {id(one.param) for one in sharded}
-    raise_problems(SUBJECT, [
-        *_options_that_differ(marks),
-        *module_problems(root, None, None, None, names.__contains__, True),
-    ])  # fmt: skip
+    """The engine that shards `root`. Collective. Raises as `_build`."""
+    sharded = _sharded_params(root)
+    options = [mark.options for _, mark in marked(root)]
+    names = {one.fqns[0] for one in sharded}
+    problems = _options_that_differ(options)
+    problems += module_problems(root, None, None, None, names.__contains__, may_be_frozen=True)
+    raise_problems(SUBJECT, problems)
     device = device_of_type(root, mark_on(root).options.device_type)
     move(root.buffers(), device)
     domains = {DENSE: _domain(root)}
+    plans = _plans(root, sharded)
+    config = with_single_rank_domains(_config(root, options), domains)
+    engine = build_engine(
+        UserLoopEngine,
+        SUBJECT,
+        root,
+        plans,
+        domains,
+        config,
+        device,
+        lambda module, parent: values_come_later,
+        quantized=TransformerEngineParams(),
+    )
+    engine.auto_sync = True
+    _set_units(engine, root, plans)
+    _distribute_rows()
+    mark_shards(engine, root, root)
+    give_addresses(engine.pairs)
+    return engine
+
+
+def _plans(root: nn.Module, sharded: Iterable[ManagedParam]) -> list[UnitPlan]:
+    """The plans of the units of the model `root`, with those parameters."""
+    ids = {id(one.param) for one in sharded}
     units = unit_modules(root, lambda child: mark_of(child) is not None)
-    # The class of a marked module is a subclass of its own one.
-    look_ups: set[type[nn.Module]] = {nn.Embedding, *(
-        type(child) for child in units.values()
-        if isinstance(child, nn.Embedding) and type(child).forward is nn.Embedding.forward
-    )}  # fmt: skip
+    look_ups = {nn.Embedding}
+    for child in units.values():
+        # The class of a marked module is a subclass of its own one.
+        if isinstance(child, nn.Embedding) and type(child).forward is nn.Embedding.forward:
+            look_ups.add(type(child))
     plans = partition(
         root,
         units,
@@ -288,40 +330,22 @@ def _engine(root: nn.Module) -> UserLoopEngine:
         format_of=format_of,
         compute_dtype_of=lambda name: mark_on(units.get(name, root)).options.policy.param_dtype,
     )
-    plans = _joined_by_call([
-        replace(plan, strategy=STRATEGIES["optim_grads"])
-        if plan.module is not None and not mark_on(plan.module).options.reshards else plan
-        for plan in plans
-    ])
-    engine = build_engine(
-        UserLoopEngine, SUBJECT, root, plans, domains,
-        with_single_rank_domains(_config(root, [each.options for each in marks]), domains), device,
-        lambda module, parent: values_come_later,
-        quantized=TransformerEngineParams(),
-    )
-    engine.auto_sync = True
-    for one in marks:
-        one.unit = engine.root
+    return _as_called(plans)
+
+
+def _set_units(engine: UserLoopEngine, root: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Tells marks their units, and parameters whose weights stay after forward how to gather
+    them."""
+    for _, mark in marked(root):
+        mark.unit = engine.root
     for unit, plan in zip(engine.units, plans, strict=True):
         for own in plan.modules:
             mark_on(own).unit = unit
-        for group in unit.groups if plan.strategy is not None else ():
-            for param in group.params:
-                param._fsdp_reach = functools.partial(_reached, weakref.ref(engine), unit.ordinal)  # type: ignore[attr-defined]
-    _distribute_rows()
-    mark_shards(engine, root, root)
-    _distinguish(engine)
-    return engine
-
-
-def _distinguish(engine: UserLoopEngine) -> None:
-    """Gives each parameter an address of its own: accelerate finds the parameters of an optimizer
-    by those of their local tensors, and torch has 0 for all that are empty."""
-    for number, pair in enumerate(engine.pairs):
-        local = pair.sharded._local_tensor  # type: ignore[attr-defined]
-        if local.numel() == 0:
-            local.data_ptr = lambda own=-1 - number: own
-        pair.sharded.data_ptr = local.data_ptr  # type: ignore[method-assign]
+        if plan.strategy is not None:
+            reach = functools.partial(_reached, weakref.ref(engine), unit.ordinal)
+            for group in unit.groups:
+                for param in group.params:
+                    param._fsdp_reach = reach  # type: ignore[attr-defined]
 
 
 def _reached(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:
@@ -334,23 +358,34 @@ def _reached(engine: weakref.ref[UserLoopEngine], ordinal: int) -> bool:
     return True
 
 
-def _joined_by_call(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
-    """`plans`, of which those of modules that one call was given are one."""
+def _as_called(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
+    """`plans`, of which those of modules that one call was given are one, whose weights stay after
+    forward if it says so."""
     found: dict[int, UnitPlan] = {}
     for plan in plans:
-        call = id(plan if plan.module is None else mark_on(plan.module).options)
-        found[call] = joined(found[call], plan) if call in found else plan
+        call = id(plan)
+        if plan.module is not None:
+            options = mark_on(plan.module).options
+            call = id(options)
+            if not options.reshards:
+                plan = replace(plan, strategy=STRATEGIES["optim_grads"])
+        if call in found:
+            plan = joined(found[call], plan)
+        found[call] = plan
     return list(found.values())
 
 
-def _options_that_differ(marks: Sequence[Mark]) -> list[str]:
-    first = marks[0].options.of_the_model()
-    return [
-        f"{name}={value}: another call for this model was given {first[name]}. Give all calls the "
-        "same"
-        for mark in marks for name, value in mark.options.of_the_model().items()
-        if value != first[name]
-    ][:1]
+def _options_that_differ(options: Sequence[Options]) -> list[str]:
+    """The first option, if any, that is to be equal in all calls for a model and is not."""
+    first = options[0].of_the_model()
+    for one in options:
+        for name, value in one.of_the_model().items():
+            if value != first[name]:
+                return [
+                    f"{name}={value}: another call for this model was given {first[name]}. Give "
+                    "all calls the same"
+                ]
+    return []
 
 
 def _config(root: nn.Module, options: Sequence[Options]) -> EngineConfig:
@@ -358,18 +393,18 @@ def _config(root: nn.Module, options: Sequence[Options]) -> EngineConfig:
     under FSDP2, if gradients may have it. Gradients are sent in bfloat16 if it is asked for, or all
     modules compute in it."""
     own = trained_dtype(root)
+    first = options[0]
+    wire = first.policy.reduce_dtype
     computes = {one.policy.param_dtype or own for one in options}
-    wire = options[0].policy.reduce_dtype or (
-        torch.bfloat16 if computes == {torch.bfloat16} else None
-    )
+    if wire is None and computes == {torch.bfloat16}:
+        wire = torch.bfloat16
+    elif wire == torch.float16:
+        wire = None
     return EngineConfig(
         strategy=STRATEGIES["optim_grads_params"],
-        policy=Policy(
-            main_params_dtype=None, main_grads_dtype=own,
-            grad_comm_dtype=None if wire == torch.float16 else wire,
-        ),
-        offload=options[0].offload,
-    )  # fmt: skip
+        policy=Policy(main_params_dtype=None, main_grads_dtype=own, grad_comm_dtype=wire),
+        offload=first.offload,
+    )
 
 
 @functools.cache
@@ -386,12 +421,13 @@ def _distribute_rows() -> None:
         rows = next((p for p in reversed(placements or ()) if isinstance(p, OwnRows)), None)
         if rows is None:
             return original(tensor, device_mesh, placements, **options)
+        start = rows.start
+        size = rows.size
         rest = tensor.shape[1:]
-        box = ((rows.start, *[0] * len(rest)), (rows.size, *rest))
-        return UnevenDTensor.over(
-            tensor[rows.start : rows.start + rows.size].clone(), device_mesh,
-            [Shard(0) if isinstance(one, OwnRows) else one for one in placements],
-            tensor.shape, tensor.stride(), Chunks((box,) if rows.size else ()),
-        )  # fmt: skip
+        box = ((start, *[0] * len(rest)), (size, *rest))
+        chunks = Chunks((box,) if size else ())
+        local = tensor[start : start + size].clone()
+        shown = [Shard(0) if isinstance(one, OwnRows) else one for one in placements]
+        return UnevenDTensor.over(local, device_mesh, shown, tensor.shape, tensor.stride(), chunks)
 
     _state_dict_utils.distribute_tensor = distribute

@@ -33,7 +33,7 @@ from ..rollout.export_source import Described, Source, beside_engine
 from ..state.not_copyable import refuse_compilation
 from ..state.sharded_state_dict import ShardedStateDict
 from .building import engine_for, raise_model_problems
-from .mesh import data_parallel_groups, rank_count
+from .mesh import Ranks, data_parallel_groups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
 
@@ -48,7 +48,8 @@ class FullyShardedModel(GradSync, ShardedStateDict):
 
     def __init__(self, module: nn.Module, engine: UserLoopEngine) -> None:
         super().__init__()
-        self.module, self.engine = module, engine
+        self.module = module
+        self.engine = engine
         mark_shards(engine, module, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,29 +99,31 @@ class FullyShardedModel(GradSync, ShardedStateDict):
 
     def _norm(self, shards: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm of the elements of all ranks' `shards`, none of which is empty; collective."""
-        config, largest = self.engine.config, norm_type == float("inf")
+        config = self.engine.config
+        largest = norm_type == float("inf")
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         total = torch.zeros((), device=self.engine.runtime.device)
         if shards:
             norms = torch.stack(torch._foreach_norm([s.float() for s in shards], norm_type))
             total = norms.max() if largest else norms.pow(norm_type).sum()
-        [domain] = {id(g.domain): g.domain for g in self.engine.groups}.values()
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        if largest:  # a maximum over ranks drops NaN, so it is sent beside it
+        [domain] = {id(group.domain): group.domain for group in self.engine.groups}.values()
+        if largest:
+            # A maximum over ranks drops NaN, so it is sent beside it.
             total = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan()])
         if config.strategy.shard_main:
             dist.all_reduce(total, op, domain.reduce_group)
         if config.shard_outer and domain.outer is not None:
             dist.all_reduce(total, op, domain.outer.group)
-        if largest:
-            return torch.where(total[1] > 0, math.nan, total[0])
-        return total.pow(1.0 / norm_type)
+        if not largest:
+            return total.pow(1.0 / norm_type)
+        value, is_nan = total
+        return torch.where(is_nan > 0, math.nan, value)
 
     def export_source(self) -> Source:
         """The model as `export_weights` sees it."""
-        rest = [
-            (Described(name, is_buffer=is_buffer), value)
-            for name, value, is_buffer in beside_engine(self.module, self.engine)
-        ]
+        rest = []
+        for name, value, is_buffer in beside_engine(self.module, self.engine):
+            rest.append((Described(name, is_buffer=is_buffer), value))
         return Source(self.engine, lambda pair: Described(pair.managed.fqns[0]), rest)
 
     def describe(self) -> str:
@@ -129,25 +132,28 @@ class FullyShardedModel(GradSync, ShardedStateDict):
 
 
 def _index_over(
-    mesh: DeviceMesh | dist.ProcessGroup | None, module: nn.Module, mean: bool, outer_name: str
+    mesh: Ranks, module: nn.Module, mean: bool, outer_name: str
 ) -> FSDPDistributedIndex:
-    shard, outer = groups = data_parallel_groups(mesh)
+    groups = data_parallel_groups(mesh)
+    shard, outer = groups
     if outer_name not in OUTER_STRATEGIES:
         raise ValueError(
             f"outer_dp_sharding_strategy={outer_name!r}: unknown. Use one of "
             f"{list(OUTER_STRATEGIES)}"
         )
-    if OUTER_STRATEGIES[outer_name] and outer is None:
+    shard_outer = OUTER_STRATEGIES[outer_name]
+    if shard_outer and outer is None:
         raise ValueError(
             f"outer_dp_sharding_strategy={outer_name!r}: there is no outer axis to shard over. "
             "Pass a mesh of two dims (outer axis, shard axis), or 'no_shard'"
         )
+    scale = 1.0 / rank_count(groups) if mean else 1.0
     return FSDPDistributedIndex(
         shard,
         device_type=target_device(module, None).type,
-        grad_scale=1.0 / rank_count(groups) if mean else 1.0,
+        grad_scale=scale,
         outer_fsdp_group=outer,
-        hsdp_outer_dp_shard=OUTER_STRATEGIES[outer_name],
+        hsdp_outer_dp_shard=shard_outer,
     )
 
 
@@ -194,20 +200,23 @@ def fully_shard_model(
     The other options are Megatron's. ValueError: no trainable parameters, a module that is sharded
     already or on several devices, a unit class that matches nothing, a wrong value.
     """
-    policy, on_meta = mixed_precision_policy, init_model_with_meta_device
+    policy = mixed_precision_policy
+    on_meta = init_model_with_meta_device
     raise_model_problems(module, fsdp_unit_modules, policy.main_params_dtype, on_meta)
+    reduce_scatter = ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
         policy=policy,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
-        reduce_scatter=ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER,
+        reduce_scatter=reduce_scatter,
         offload=chunked_optimizer_state_offload,
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
-    checks = check_for_nan_in_grad or report_nan_in_param_grad
-    check = GradCheck(report_nan_in_param_grad) if checks else None
+    check = None
+    if check_for_nan_in_grad or report_nan_in_param_grad:
+        check = GradCheck(report_nan_in_param_grad)
     engine = engine_for(module, fsdp_unit_modules, index.domains, config, check)
     engine.auto_sync = sync_model_each_microbatch
     return FullyShardedModel(module, engine)

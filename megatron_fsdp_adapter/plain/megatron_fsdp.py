@@ -35,7 +35,6 @@ from ..core.config import (
     MixedPrecisionPolicy,
     strategy_named,
 )
-from ..core.distributed_index import FSDPDistributedIndex as Index
 from ..core.problems import raise_problems
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE
@@ -46,6 +45,7 @@ from ..plan.unit_classes import classes_of, unit_problems
 from . import optimizer as plain_optimizer
 from .building import engine_for, raise_model_problems, trained_dtype
 from .fully_shard import FullyShardedModel
+from .named_dims import OF_EXPERTS, FSDPDistributedIndex, Group
 
 SUBJECT = "megatron_fsdp"
 Units = Sequence[type[nn.Module] | str] | None
@@ -64,69 +64,6 @@ ShardingStrategy = IntEnum("ShardingStrategy", [*map(str.upper, STRATEGIES)], st
 """The numbers of strategies."""
 
 
-def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup:
-    """The process group of the dim `name` of `mesh`, which may be a flattened one."""
-    try:
-        return mesh[name].get_group()  # type: ignore[index]
-    except (KeyError, TypeError, RuntimeError):
-        raise ValueError(
-            f"{option}={name!r}: the mesh has only the dims {mesh.mesh_dim_names}. Name one of "
-            "them, or a dim that they were flattened to"
-        ) from None
-
-
-class FSDPDistributedIndex(Index):
-    """The groups behind named dims of a mesh. hybrid_fsdp_group: both data-parallel dims together,
-    which `get_dp_group` gives; nothing else needs it.
-
-    Raises:
-        ValueError: a dim that the mesh has not, or a mesh of experts.
-    """
-
-    def __init__(
-        self, device_mesh: DeviceMesh, dp_shard_dim: str | None = None,
-        dp_outer_dim: str | None = None, tp_dim: str | None = None,
-        hybrid_fsdp_group: dist.ProcessGroup | None = None,
-        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-        hsdp_outer_dp_shard: bool = False, expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: dist.ProcessGroup | None = None,
-        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
-        if expt_device_mesh is not None:
-            raise ValueError(f"expt_device_mesh={expt_device_mesh}: {OF_EXPERTS}")
-        if dp_outer_dim is None and hybrid_fsdp_group is not None:
-            raise ValueError(
-                "hybrid_fsdp_group: dp_outer_dim is None, so there is one data-parallel dim. Set "
-                "dp_outer_dim too, or leave the group out"
-            )
-        if tp_dim is not None:
-            _group(device_mesh, "tp_dim", tp_dim)
-        shard = _group(device_mesh, "dp_shard_dim", dp_shard_dim)
-        outer = None if dp_outer_dim is None else _group(device_mesh, "dp_outer_dim", dp_outer_dim)
-        super().__init__(
-            shard, device_type=device_mesh.device_type, grad_scale=1.0,
-            fsdp_group_ag=fsdp_group_ag, outer_fsdp_group=outer, dp_group=hybrid_fsdp_group,
-            hsdp_outer_dp_shard=hsdp_outer_dp_shard and outer is not None,
-        )  # fmt: skip
-        self._mesh = device_mesh
-        self.dp_shard_dim, self.dp_outer_dim = dp_shard_dim, dp_outer_dim  # type: ignore[assignment]
-        self.tp_dim = tp_dim  # type: ignore[assignment]
-
-    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """The mesh that was given."""
-        return self._mesh
-
-    def get_submesh(self, mesh_dim_names: Any, is_expert_parallel: bool = False) -> DeviceMesh:
-        """The part of it over the named dims."""
-        return self._mesh[mesh_dim_names]
-
-
-OF_EXPERTS = (
-    "experts cannot be sharded over ranks of their own. Leave it out, or use Megatron's wrapper, "
-    "FullyShardedDataParallel"
-)
-
-
 def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
     """The units among `named`, classes of modules below `module`; warns of the others. ValueError
     for what is no class."""
@@ -135,7 +72,7 @@ def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
     classes = [(one, classes_of(module, [one])) for one in named or ()]
     unknown = [one for one, kinds in classes if not kinds]
     raise_problems(SUBJECT, unit_problems(module, unknown))
-    below = list(module.modules())[1:]
+    _, *below = module.modules()
     found = [one for one, kinds in classes if any(isinstance(child, kinds) for child in below)]
     left = [one for one, _ in classes if one not in found]
     if left:
@@ -148,11 +85,15 @@ def _units(module: nn.Module, named: Units) -> list[type[nn.Module] | str]:
 
 def _ddp_config(**given: Any) -> SimpleNamespace:
     """The fields that are read of a `DistributedDataParallelConfig`."""
-    return SimpleNamespace(**{
-        "data_parallel_sharding_strategy": "optim_grads_params", "overlap_grad_reduce": True,
-        "outer_dp_sharding_strategy": "no_shard", "overlap_param_gather": True,
-        "keep_fp8_transpose_cache": False, "megatron_fsdp_cuda_graph_mode": False, **given,
-    })  # fmt: skip
+    defaults = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "outer_dp_sharding_strategy": "no_shard",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "keep_fp8_transpose_cache": False,
+        "megatron_fsdp_cuda_graph_mode": False,
+    }
+    return SimpleNamespace(**defaults | given)
 
 
 class MegatronFSDP(FullyShardedModel):
@@ -160,23 +101,30 @@ class MegatronFSDP(FullyShardedModel):
     `ddp_config` hold; those after `report_nan_in_param_grad` have no effect.
 
     Methods that Megatron's loop calls around a pass do nothing where the engine does it by itself.
-    microbatch_count: without effect.
     """
 
     def __init__(
-        self, module: nn.Module, dist_index: FSDPDistributedIndex, ddp_config: Any = None,
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        ddp_config: Any = None,
         mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
-        fsdp_unit_modules: Units = None, disable_bucketing: bool = False,
-        device: torch.device | None = None, calculate_per_token_loss: bool = False,
-        init_model_with_meta_device: bool = False, sync_model_each_microbatch: bool = False,
-        keep_fp8_transpose_cache: bool = False, report_nan_in_param_grad: bool = False,
-        nccl_ub: bool = False, fsdp_double_buffer: bool = False,
+        fsdp_unit_modules: Units = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        report_nan_in_param_grad: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
         fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
         disable_symmetric_registration: bool = False,
         enable_fine_grained_param_gather_hook: bool = False,
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         given = ddp_config or _ddp_config(keep_fp8_transpose_cache=keep_fp8_transpose_cache)
         graph = getattr(given, "megatron_fsdp_cuda_graph_mode", None)
         if graph:
@@ -186,32 +134,35 @@ class MegatronFSDP(FullyShardedModel):
             )
         if any(getattr(param, "allreduce", True) is False for param in module.parameters()):
             raise ValueError(f"module={type(module).__name__}: it has experts; " + OF_EXPERTS)
-        policy, named = mixed_precision_policy, _units(module, fsdp_unit_modules)
-        raise_model_problems(
-            module, named, policy.main_params_dtype, init_model_with_meta_device
-        )
+        policy = mixed_precision_policy
+        named = _units(module, fsdp_unit_modules)
+        raise_model_problems(module, named, policy.main_params_dtype, init_model_with_meta_device)
         if device is not None and not init_model_with_meta_device:
             module.to(device)
         domain = dist_index.domain(DENSE)
-        scale = 1.0 if calculate_per_token_loss else 1.0 / (domain.axis.size * domain.outer_size)
+        ranks = domain.axis.size * domain.outer_size
+        scale = 1.0 if calculate_per_token_loss else 1.0 / ranks
+        strategy = given.data_parallel_sharding_strategy
+        grads_dtype = policy.main_grads_dtype or trained_dtype(module)
         config = EngineConfig(
-            strategy=strategy_named(given.data_parallel_sharding_strategy),
-            policy=replace(
-                policy, main_grads_dtype=policy.main_grads_dtype or trained_dtype(module)
-            ),
+            strategy=strategy_named(strategy),
+            policy=replace(policy, main_grads_dtype=grads_dtype),
             overlap_grad_reduce=given.overlap_grad_reduce,
             overlap_param_gather=given.overlap_param_gather,
             shard_outer=dist_index.hsdp_outer_dp_shard,
             keep_derived=given.keep_fp8_transpose_cache,
         )
-        engine = engine_for(
-            module, named, {DENSE: replace(domain, grad_scale=scale)}, config,
-            GradCheck(True) if report_nan_in_param_grad else None,
-        )  # fmt: skip
+        domains = {DENSE: replace(domain, grad_scale=scale)}
+        check = GradCheck(True) if report_nan_in_param_grad else None
+        engine = engine_for(module, named, domains, config, check)
         engine.zero_absent_grads(engine.groups, True)
         super().__init__(module, engine)
-        self.dist_index, self.ddp_config, self.mp_policy = dist_index, given, mixed_precision_policy
-        self.data_parallel_sharding_strategy = given.data_parallel_sharding_strategy
+        # What was given, under the names that `megatron_fsdp` has.
+        self.dist_index = dist_index
+        self.ddp_config = given
+        self.mp_policy = policy
+        self.data_parallel_sharding_strategy = strategy
+        # Without effect.
         self.microbatch_count = 0
         self.set_model_auto_sync(sync_model_each_microbatch)
         for param in self.parameters():
@@ -239,7 +190,8 @@ class MegatronFSDP(FullyShardedModel):
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Sets whether each of the next backwards ends a step. If not, the optimizer's step does,
         or `finish_grad_sync`: until then gradients are summed, and `.grad` is None."""
-        self.engine.auto_sync = self.engine.is_last_microbatch = sync_model
+        self.engine.auto_sync = sync_model
+        self.engine.is_last_microbatch = sync_model
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -284,8 +236,12 @@ class MegatronFSDP(FullyShardedModel):
     def _does_nothing(self, *args: Any, **kwargs: Any) -> None:
         """No-op: the engine does it by itself when it is due."""
 
-    start_param_sync = start_grad_sync = synchronize_param_gather = _does_nothing
-    synchronize_gradient_reduce = broadcast_params = reset_mixed_precision_policy = _does_nothing
+    start_param_sync = _does_nothing
+    start_grad_sync = _does_nothing
+    synchronize_param_gather = _does_nothing
+    synchronize_gradient_reduce = _does_nothing
+    broadcast_params = _does_nothing
+    reset_mixed_precision_policy = _does_nothing
 
 
 def _strategy(option: str, value: str | int, names: Collection[str]) -> str:
@@ -298,25 +254,40 @@ def _strategy(option: str, value: str | int, names: Collection[str]) -> str:
 
 
 def fully_shard_model(
-    module: nn.Module, device_mesh: DeviceMesh | None = None, dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None, tp_dim: str | None = None,
-    hybrid_fsdp_group: dist.ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-    expt_device_mesh: DeviceMesh | None = None, fsdp_group_ag: dist.ProcessGroup | None = None,
-    expt_fsdp_group_ag: dist.ProcessGroup | None = None, fsdp_unit_modules: Units = None,
-    zero_dp_strategy: str | int = 3, outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | None = None, init_model_with_meta_device: bool = False,
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: Group = None,
+    hybrid_fsdp_expt_group: Group = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: Group = None,
+    expt_fsdp_group_ag: Group = None,
+    fsdp_unit_modules: Units = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | None = None,
+    init_model_with_meta_device: bool = False,
     mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
-    overlap_grad_reduce: bool = True, overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True, preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False, average_in_collective: bool = False,
-    disable_bucketing: bool = False, calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False, fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False, enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
     maxpool_double_buffer: bool = False,
-) -> MegatronFSDP:  # fmt: skip
+) -> MegatronFSDP:
     """Shards `module` over the ranks of `dp_shard_dim`. `HINTS` are arguments without effect.
 
     Args:
@@ -334,28 +305,43 @@ def fully_shard_model(
     strategy = _strategy("zero_dp_strategy", zero_dp_strategy, STRATEGIES)
     outer = _strategy("outer_dp_sharding_strategy", outer_dp_sharding_strategy, OUTER_STRATEGIES)
     if device_mesh is None:
-        dp_outer_dim, tp_dim, hybrid_fsdp_group = None, None, None
-        dp_shard_dim, kind = dp_shard_dim or "fsdp", target_device(module, device).type
+        dp_shard_dim = dp_shard_dim or "fsdp"
+        dp_outer_dim = None
+        tp_dim = None
+        hybrid_fsdp_group = None
+        kind = target_device(module, device).type
         world = (dist.get_world_size(),)
         device_mesh = init_device_mesh(kind, world, mesh_dim_names=(dp_shard_dim,))
     index = FSDPDistributedIndex(
-        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group,
-        hsdp_outer_dp_shard=OUTER_STRATEGIES[outer], expt_device_mesh=expt_device_mesh,
+        device_mesh,
+        dp_shard_dim,
+        dp_outer_dim,
+        tp_dim,
+        hybrid_fsdp_group,
+        hsdp_outer_dp_shard=OUTER_STRATEGIES[outer],
+        expt_device_mesh=expt_device_mesh,
         fsdp_group_ag=fsdp_group_ag,
-    )  # fmt: skip
+    )
     config = _ddp_config(
-        data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer,
-        overlap_grad_reduce=overlap_grad_reduce, overlap_param_gather=overlap_param_gather,
+        data_parallel_sharding_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
         keep_fp8_transpose_cache=keep_fp8_transpose_cache,
         megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
-    )  # fmt: skip
+    )
     return MegatronFSDP(
-        module, index, config, mixed_precision_policy, fsdp_unit_modules, device=device,
+        module,
+        index,
+        config,
+        mixed_precision_policy,
+        fsdp_unit_modules,
+        device=device,
         calculate_per_token_loss=calculate_per_token_loss,
         init_model_with_meta_device=init_model_with_meta_device,
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=report_nan_in_param_grad,
-    )  # fmt: skip
+    )
 
 
 def fully_shard_optimizer(
@@ -383,9 +369,12 @@ def _with_keywords(base: Any) -> type:
 
     @functools.wraps(base.step)
     def step(
-        self: Any, *args: Any, sync_grad_before_optimizer_step: bool = True,
-        install_optimized_model_weights: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        *args: Any,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+        **kwargs: Any,
+    ) -> Any:
         """Gradients are complete before, and weights new after it, with either value."""
         return base.step(self, *args, **kwargs)
 
@@ -411,10 +400,12 @@ def fully_shard(
         ValueError: parameters that are not of `module`, or state of some; and as both do.
     """
     names = {id(param): name for name, param in module.named_parameters()}
-    groups = [
-        [names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups
-    ]
-    foreign = sum(group.count(None) for group in groups)
+    groups = []
+    foreign = 0
+    for group in optimizer.param_groups:
+        members = [names.get(id(param)) for param in group["params"]]
+        groups.append(members)
+        foreign += members.count(None)
     if foreign or optimizer.state:
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: {foreign} of its parameters are not of the "
@@ -429,10 +420,9 @@ def fully_shard(
     return model, fully_shard_optimizer(optimizer)
 
 
-_own, _rest = (inspect.signature(one).parameters for one in (fully_shard, fully_shard_model))
-fully_shard.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*list(_own.values())[:2], *list(_rest.values())[1:]]
-)
+_own = list(inspect.signature(fully_shard).parameters.values())[:2]
+_rest = list(inspect.signature(fully_shard_model).parameters.values())[1:]
+fully_shard.__signature__ = inspect.Signature(_own + _rest)  # type: ignore[attr-defined]
 
 
 def find_megatron_fsdp(model: Any) -> MegatronFSDP | None:

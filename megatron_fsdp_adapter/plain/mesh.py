@@ -17,24 +17,31 @@ Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 """The process groups of the shard axis, and of the outer one, None without replicas."""
 
 
+Ranks = DeviceMesh | dist.ProcessGroup | None
+"""The ranks to shard over: a mesh, a process group, or all."""
+
+
 def rank_count(groups: Groups) -> int:
     """Number of ranks that `groups` have together."""
     shard, outer = groups
-    return dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
+    count = dist.get_world_size(shard)
+    if outer is not None:
+        count *= dist.get_world_size(outer)
+    return count
 
 
-def device_type_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> str:
+def device_type_of(mesh: Ranks) -> str:
     """The type of the devices that have the shards, chosen as torch's `fully_shard` does: the
     mesh's; without a mesh this machine's accelerator, or "cpu" where there is none."""
     if isinstance(mesh, DeviceMesh):
         return mesh.device_type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+    if accelerator is None:
+        return "cpu"
+    return accelerator.type
 
 
-def data_parallel_groups(
-    mesh: DeviceMesh | dist.ProcessGroup | None, dims: Any = None
-) -> Groups:
+def data_parallel_groups(mesh: Ranks, dims: Any = None) -> Groups:
     """The groups of the shard axis and of the outer one, None without replicas.
 
     mesh: the ranks to shard over: a process group; a mesh of one dim (shards); of two (replicas,
@@ -51,7 +58,8 @@ def data_parallel_groups(
     if not isinstance(mesh, DeviceMesh):
         return mesh, None
     if dims is not None:
-        shard, outer = (_joined(mesh, names) for names in (dims.shard_names, dims.replicate_names))
+        shard = _joined(mesh, dims.shard_names)
+        outer = _joined(mesh, dims.replicate_names)
         if shard is None:
             raise ValueError(
                 f"dp_mesh_dims={dims}: it names no dim for shards. Name one, or use DDP"
@@ -68,7 +76,10 @@ def data_parallel_groups(
             f"mesh={mesh}: its dims have no names, so tensor parallelism looks like replicas. Give "
             "init_device_mesh mesh_dim_names"
         )
-    return mesh.get_group(axes[-1]), mesh.get_group(axes[0]) if len(axes) == 2 else None
+    shard = mesh.get_group(axes[-1])
+    if len(axes) == 1:
+        return shard, None
+    return shard, mesh.get_group(axes[0])
 
 
 def data_parallel_mesh(mesh: Any, dims: Any = None) -> DeviceMesh | None:
@@ -77,7 +88,9 @@ def data_parallel_mesh(mesh: Any, dims: Any = None) -> DeviceMesh | None:
     if dims is not None or not isinstance(mesh, DeviceMesh):
         return None
     axes = _axes(mesh)
-    return mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.mesh_dim_names[a] for a in axes)]  # type: ignore[index]
+    if len(axes) == mesh.ndim:
+        return mesh
+    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]  # type: ignore[index]
 
 
 def _axes(mesh: DeviceMesh) -> list[int]:
@@ -86,16 +99,21 @@ def _axes(mesh: DeviceMesh) -> list[int]:
 
 def _is_model_parallel(mesh: DeviceMesh, axis: int) -> bool:
     """True if a dim, by its name, is no axis of data parallelism."""
-    name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[axis]
-    if name in MODEL_PARALLEL and mesh.size(axis) > 1:
+    names = mesh.mesh_dim_names
+    if not names or names[axis] not in MODEL_PARALLEL:
+        return False
+    count = mesh.size(axis)
+    if count > 1:
         raise ValueError(
-            f"mesh={mesh}: its dim {name!r} has {mesh.size(axis)} ranks, whose weights differ, so "
+            f"mesh={mesh}: its dim {names[axis]!r} has {count} ranks, whose weights differ, so "
             "they cannot share shards. Pass the data-parallel dims, as mesh['dp']"
         )
-    return name in MODEL_PARALLEL
+    return True
 
 
 def _joined(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
     if not names:
         return None
-    return (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten()).get_group()
+    if len(names) == 1:
+        return mesh[names[0]].get_group()
+    return mesh[tuple(names)]._flatten().get_group()

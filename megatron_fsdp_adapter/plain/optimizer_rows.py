@@ -40,14 +40,15 @@ def _before_step(optimizer: Any, *_: Any) -> None:
             "Make the optimizer from parameters() of the sharded model, after the last call of "
             "fully_shard"
         )
-    mixes = isinstance(optimizer, torch.optim.Adam) and not hasattr(optimizer, "_fsdp_engines")
-    for param in sharded if mixes else ():
-        if param.grad is not None and param.grad.dtype != param.dtype:
-            raise RuntimeError(
-                f"optimizer={type(optimizer).__name__}: a parameter is in {param.dtype} and its "
-                f"gradients accumulate in {param.grad.dtype}, which torch's Adam does not combine. "
-                "Call megatron_fsdp_adapter.fully_shard_optimizer(optimizer) first"
-            )
+    if isinstance(optimizer, torch.optim.Adam) and not hasattr(optimizer, "_fsdp_engines"):
+        for param in sharded:
+            grad = param.grad
+            if grad is not None and grad.dtype != param.dtype:
+                raise RuntimeError(
+                    f"optimizer={type(optimizer).__name__}: a parameter is in {param.dtype} and "
+                    f"its gradients accumulate in {grad.dtype}, which torch's Adam does not "
+                    "combine. Call megatron_fsdp_adapter.fully_shard_optimizer(optimizer) first"
+                )
     _own_rows(optimizer)
 
 
@@ -55,12 +56,12 @@ def _own_rows(optimizer: Any, *_: Any) -> None:
     """Makes DTensors in the state of an optimizer ones that know the rows that they have: those of
     `distribute_tensor`, which cuts evenly, and those that torch before 2.13 makes of ours."""
     for param, state in optimizer.state.items():
-        if isinstance(param, UnevenDTensor):
-            state.update({
-                key: _rows_of(param, value, key) for key, value in state.items()
-                if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
-                and value.shape == param.shape
-            })  # fmt: skip
+        if not isinstance(param, UnevenDTensor):
+            continue
+        for key, value in list(state.items()):
+            is_cut_otherwise = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+            if is_cut_otherwise and value.shape == param.shape:
+                state[key] = _rows_of(param, value, key)
 
 
 def _rows_of(param: UnevenDTensor, value: DTensor, key: str) -> UnevenDTensor:

@@ -21,10 +21,9 @@ def use_as_fsdp2() -> list[str]:
     Returns:
         Where it was put, as "module.name". Models that are sharded already stay as they are.
     """
-    places = [
-        (module, name)
-        for module in _modules() for name, value in vars(module).items() if value is ORIGINAL
-    ]
+    places = []
+    for module in _modules():
+        places += [(module, name) for name, value in vars(module).items() if value is ORIGINAL]
     for module, name in places:
         setattr(module, name, fully_shard)
         module.__dict__.setdefault(REPLACED, []).append(name)
@@ -33,9 +32,11 @@ def use_as_fsdp2() -> list[str]:
 
 def leave_fsdp2() -> list[str]:
     """Takes it back from there; where it was."""
-    places = [(module, name) for module in _modules() for name in vars(module).pop(REPLACED, [])]
-    for module, name in places:
-        setattr(module, name, ORIGINAL)
+    places = []
+    for module in _modules():
+        for name in vars(module).pop(REPLACED, []):
+            setattr(module, name, ORIGINAL)
+            places.append((module, name))
     return _dotted(places)
 
 

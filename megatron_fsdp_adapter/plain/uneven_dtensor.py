@@ -17,8 +17,7 @@ from ..core.dtensor.uneven import Chunks, UnevenDTensor, known_chunks, whole_ten
 
 
 def _chunks(dtensor: DTensor) -> Chunks:
-    """The block that this rank has, if any; ValueError if it has several, or its place is unknown.
-    """
+    """The block that this rank has, if any; ValueError for several, or for an unknown place."""
     chunks = known_chunks(dtensor)
     if len(chunks.boxes) > 1:
         raise ValueError(
@@ -31,8 +30,10 @@ def _chunks(dtensor: DTensor) -> Chunks:
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     """Offsets and sizes of this rank's part. Not collective."""
     listed = _chunks(dtensor).listed()
+    if listed:
+        return listed[0]
     none = torch.Size([0] * dtensor.dim())
-    return listed[0] if listed else ChunkStorageMetadata(none, none)
+    return ChunkStorageMetadata(none, none)
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -57,25 +58,34 @@ gather_uneven_dtensor_to_full_tensor = redistribute_uneven_dtensor_to_replicated
 
 
 def split_dtensor(
-    dtensor: DTensor, split_size_or_sections: int | Sequence[int], dim: int = 0,
+    dtensor: DTensor,
+    split_size_or_sections: int | Sequence[int],
+    dim: int = 0,
     update_uneven_dtensor_chunk_meta: bool = False,
-) -> Iterator[DTensor]:  # fmt: skip
+) -> Iterator[DTensor]:
     """The parts of `dtensor` along `dim`, as `torch.split` cuts the whole; views, and not
     collective. All know their rows, with either `update_uneven_dtensor_chunk_meta`."""
-    whole, sections = dtensor.shape[dim], split_size_or_sections
+    sections = split_size_or_sections
     if isinstance(sections, int):
+        whole = dtensor.shape[dim]
         sections = [min(sections, whole - start) for start in range(0, whole, sections)]
-    chunk, first = gather_and_compute_chunk_metadata(dtensor), 0
+    chunk = gather_and_compute_chunk_metadata(dtensor)
+    own_first = chunk.offsets[dim]
+    own_end = own_first + chunk.sizes[dim]
+    first = 0
     for section in sections:
-        start = max(first, chunk.offsets[dim])
-        size = max(0, min(first + section, chunk.offsets[dim] + chunk.sizes[dim]) - start)
-        offsets, sizes, shape = list(chunk.offsets), list(chunk.sizes), list(dtensor.shape)
-        local = dtensor._local_tensor.detach()
-        local = local.narrow(dim, start - chunk.offsets[dim] if size else 0, size)
-        offsets[dim], sizes[dim], shape[dim] = start - first, size, section
-        boxes = ((tuple(offsets), tuple(sizes)),) if local.numel() else ()
+        start = max(first, own_first)
+        size = max(0, min(first + section, own_end) - start)
+        inside = start - own_first if size else 0
+        local = dtensor._local_tensor.detach().narrow(dim, inside, size)
+        offsets = list(chunk.offsets)
+        offsets[dim] = start - first
+        shape = list(dtensor.shape)
+        shape[dim] = section
+        stride = torch.empty(shape, device="meta").stride()
+        boxes = ((tuple(offsets), tuple(local.shape)),) if local.numel() else ()
+        placements = dtensor._spec.placements
         yield UnevenDTensor.over(
-            local, dtensor.device_mesh, dtensor._spec.placements, shape,
-            torch.empty(shape, device="meta").stride(), Chunks(boxes),
-        )  # fmt: skip
+            local, dtensor.device_mesh, placements, shape, stride, Chunks(boxes)
+        )
         first += section

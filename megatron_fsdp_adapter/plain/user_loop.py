@@ -102,10 +102,11 @@ class UserLoopEngine(FsdpEngine):
         flags = self.compared_numbers()
         if not all(flags):
             flags = self.launches.largest()
-        absent = [
-            pair for pair, given in zip(self.trained, flags, strict=True)
-            if pair.sharded.grad is None and not (given and self._takes_grad(pair))
-        ]  # fmt: skip
+        absent = []
+        for pair, given in zip(self.trained, flags, strict=True):
+            is_due = given and self._takes_grad(pair)
+            if pair.sharded.grad is None and not is_due:
+                absent.append(pair)
         if len(absent) == len(self.trained):
             self.zero_grads()
             return
@@ -125,7 +126,10 @@ class UserLoopEngine(FsdpEngine):
 
     def zero_absent_grads(self, groups: Iterable[ParamGroup], zeroed: bool) -> None:
         """Has parameters of `groups` have zeros, or nothing, for gradients that no rank gives."""
-        self._zeroed = self._zeroed | {*groups} if zeroed else self._zeroed - {*groups}
+        if zeroed:
+            self._zeroed.update(groups)
+        else:
+            self._zeroed.difference_update(groups)
 
     def grads_finished(self) -> None:
         """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
@@ -163,8 +167,10 @@ class UserLoopEngine(FsdpEngine):
         gradients after if none ran anywhere. With sharded weights it cannot join, as the others
         wait for it in forward; and gradients that the user has given stay."""
         if not self.has_grads:
+            if self.config.strategy.shard_weights:
+                return
             given = any(pair.sharded.grad is not None for pair in self.trained)
-            if self.config.strategy.shard_weights or (given and not self.grads_attached):
+            if given and not self.grads_attached:
                 return
             self.to_unsharded()
             self.gather.unshard_all(as_forward=True)
@@ -185,13 +191,16 @@ class UserLoopEngine(FsdpEngine):
         """Takes over what the user has done to gradients and `requires_grad` since the last pass.
         A group is idle if it was frozen in every forward whose backward is still to come."""
         self._follow_grads()
-        if self._follow_requires_grad() or self._has_frozen:
-            self._has_frozen = False
-            for group in (group for unit in self.units for group in unit.trainable_groups):
+        if not (self._follow_requires_grad() or self._has_frozen):
+            return
+        self._has_frozen = False
+        for unit in self.units:
+            for group in unit.trainable_groups:
                 with unchecked():
                     frozen = not any(param.requires_grad for param in group.params)
                 group.idle = frozen and (group.idle or self.in_flight <= 0)
-                self._has_frozen |= frozen
+                if frozen:
+                    self._has_frozen = True
 
     def _follow_requires_grad(self) -> bool:
         """Gives both parameters of a pair the `requires_grad` that the user has given one of them
@@ -212,7 +221,7 @@ class UserLoopEngine(FsdpEngine):
                         "register_post_accumulate_grad_hook, which runs when the reduced gradient "
                         "is in .grad"
                     )
-                if pair.unsharded.requires_grad is known is pair.sharded.requires_grad:
+                if pair.unsharded.requires_grad is known and pair.sharded.requires_grad is known:
                     continue
                 if pair.grad is None:
                     raise RuntimeError(
@@ -226,21 +235,22 @@ class UserLoopEngine(FsdpEngine):
                 trained = pair in self._frozen
                 if not trained and self.has_grads:
                     self._frozen_late.add(pair)
-                pair.unsharded.requires_grad = pair.sharded.requires_grad = trained
+                pair.unsharded.requires_grad = trained
+                pair.sharded.requires_grad = trained
         self._frozen ^= {*changed}
         return bool(changed)
 
     def _follow_grads(self) -> None:
         """Takes over what the user has done to `.grad` of the sharded parameters since it was
         attached: taken away, under either name, or replaced by another tensor."""
-        names = ("grad", "decoupled_grad")
-        cleared = {
-            pair for pair in self._given
-            if any(getattr(pair.sharded, name, None) is None for name in names)
-        }  # fmt: skip
-        replaced = [
-            pair for pair in self._given - cleared if pair.sharded.grad is not pair.grad
-        ]
+        cleared = set()
+        replaced = []
+        for pair in self._given:
+            sharded = pair.sharded
+            if sharded.grad is None or getattr(sharded, "decoupled_grad", None) is None:
+                cleared.add(pair)
+            elif sharded.grad is not pair.grad:
+                replaced.append(pair)
         if cleared or replaced:
             self.reduce.finish()
         for pair in replaced:
@@ -295,10 +305,13 @@ def _zero_grads(group: ParamGroup, indices: Sequence[int], collected: bool) -> N
     """Makes the gradients of some of the group's parameters zeros, wherever they are by now; with
     `collected` also forgets what a backward has left on the unsharded ones."""
     with unchecked():
-        for index in indices if collected else ():
-            group.params[index].grad = None
+        if collected:
+            for index in indices:
+                group.params[index].grad = None
     group.given -= {*indices}
     if group.grad_state is not GradState.EMPTY:
-        reduced = group.grad_state is not GradState.ACCUMULATED
-        items = group.grad.items(group.held) if reduced else group.collected.params
+        if group.grad_state is GradState.ACCUMULATED:
+            items = group.collected.params
+        else:
+            items = group.grad.items(group.held)
         torch._foreach_zero_([items[index] for index in indices])

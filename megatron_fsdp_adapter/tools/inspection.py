@@ -17,7 +17,7 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.common_state import OBJECT, has_common, load_common
 from megatron_fsdp_adapter.checkpoint.convert.conversion import state_of
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import BLOCK_BYTES, COMMON, DcpFolder
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, blocks
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
@@ -206,7 +206,7 @@ def _described(
     }
 
 
-_Contents = tuple[dict[str, LazyTensor], dict[str, Callable[[], Any]]]
+_Contents = tuple[Tensors, dict[str, Callable[[], Any]]]
 
 
 def _by_key(folder: DcpFolder, weights_only: bool) -> _Contents:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, from_tensor
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, cast, from_tensor
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     NameStyle,
@@ -137,7 +137,7 @@ def _with_optimizer(
     tensors: Mapping[KeyPath, LazyTensor],
     objects: Mapping[KeyPath, str],
 ) -> TrainingState:
-    kinds: dict[str, dict[str, LazyTensor]] = {}
+    kinds: dict[str, Tensors] = {}
     steps: dict[str, torch.Tensor] = {}
     groups: dict[str, dict[str, Any]] = {}
     depths = set()
@@ -170,7 +170,7 @@ def _with_optimizer(
 
 def _check_moments(
     state: TrainingState,
-    moments: Mapping[str, Mapping[str, LazyTensor]],
+    moments: Mapping[str, Tensors],
     groups: Mapping[str, Any],
     where: Path,
 ) -> None:
@@ -219,7 +219,7 @@ def _depth(state: TrainingState) -> int:
     return 2 if state.params_dtype == torch.float32 else 3
 
 
-def _halves(name: str, tensor: LazyTensor, style: NameStyle) -> dict[str, LazyTensor]:
+def _halves(name: str, tensor: LazyTensor, style: NameStyle) -> Tensors:
     if _has_halves(name, style):
         return split_halves(tensor)
     return {"": tensor}

@@ -52,6 +52,10 @@ class LazyTensor:
         return self.block(((0,) * len(self.shape), self.shape))
 
 
+Tensors = dict[str, LazyTensor]
+"""Tensors by the names of parameters, or by keys."""
+
+
 def from_tensor(tensor: torch.Tensor) -> LazyTensor:
     """A lazy view of a tensor in memory."""
 

@@ -109,13 +109,14 @@ def _groups(stored: Any) -> Iterator[dict[str, Any]]:
             yield from _groups(part)
 
 
-def _traits(group: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+def _traits(group: Mapping[str, Any]) -> tuple[bool, ...]:
     """Whether the group is of experts, has no weight decay, and is of another optimizer than
     Adam."""
-    of_experts = bool(group.get("is_expert_parallel"))
-    undecayed = group.get("wd_mult", 1.0) == 0.0
-    beside_adam = group.get(_KIND) in _BESIDE_ADAM
-    return of_experts, undecayed, beside_adam
+    return (
+        bool(group.get("is_expert_parallel")),
+        group.get("wd_mult", 1.0) == 0.0,
+        group.get(_KIND) in _BESIDE_ADAM,
+    )
 
 
 def _group_of(

@@ -38,7 +38,7 @@ from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
     DcpFolder,
     KeyPath,
 )
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, select, stack
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, cast, select, stack
 from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
     from_optimizer_state,
     to_optimizer_state,
@@ -89,8 +89,8 @@ def read(folder: DcpFolder, weights_only: bool = False) -> TrainingState:
     common = with_arguments(load_common(folder), folder.folder)
     if not weights_only:
         _check_optimizer(folder)
-    model: dict[str, LazyTensor] = {}
-    optimizer: dict[str, dict[str, LazyTensor]] = {}
+    model: Tensors = {}
+    optimizer: dict[str, Tensors] = {}
     for key in folder.tensor_keys:
         if match := _OPTIMIZER.fullmatch(key):
             optimizer.setdefault(match[1], {}).update(_unstacked(match[2], folder.tensor(key)))
@@ -203,7 +203,7 @@ class _Keys:
             return f"{layer}.{last}", at, sizes
         return f"decoder.layers.{last}", (int(number), *at), (self.layers, *sizes)
 
-    def stacked(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    def stacked(self, tensors: Tensors) -> Tensors:
         """Key -> tensor. Raises ValueError if a stack has gaps."""
         parts: dict[str, dict[tuple[int, ...], LazyTensor]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -265,12 +265,12 @@ def _unstacked(key: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]
 
 def _with_optimizer(
     state: TrainingState,
-    optimizer: Mapping[str, Mapping[str, LazyTensor]],
+    optimizer: Mapping[str, Tensors],
     common: Mapping[str, Any],
     where: Path,
 ) -> TrainingState:
     kinds = {kind: in_common(parts) for kind, parts in optimizer.items()}
-    main: dict[str, LazyTensor] = {}
+    main: Tensors = {}
     for kind in _MAIN_WEIGHTS:
         main |= kinds.pop(kind, {})
     moments = turned(kinds)
@@ -348,7 +348,7 @@ def _dropped(folder: DcpFolder) -> tuple[str, ...]:
     return tuple(key for key in kept if key != OBJECT and "_extra_state" not in key)
 
 
-def _majority(weights: Mapping[str, LazyTensor]) -> torch.dtype | None:
+def _majority(weights: Tensors) -> torch.dtype | None:
     dtypes = [tensor.dtype for name, tensor in weights.items() if is_parameter(name)]
     return max(set(dtypes), key=dtypes.count) if dtypes else None
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, concat, narrow
 from megatron_fsdp_adapter.state.names import HALVES, split_depth
 
 _FUSED = (
@@ -67,8 +67,8 @@ class TrainingState:
     """
 
     iteration: int
-    weights: Mapping[str, LazyTensor]
-    moments: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
+    weights: Tensors
+    moments: Mapping[str, Tensors] = field(default_factory=dict)
     steps: Mapping[str, torch.Tensor] = field(default_factory=dict)
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rest: Mapping[str, Any] = field(default_factory=dict)
@@ -168,9 +168,9 @@ def is_expert(name: str) -> bool:
     return bool(_EXPERT.fullmatch(name))
 
 
-def join_halves(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def join_halves(tensors: Tensors) -> Tensors:
     """Joins `NAME_w` and `NAME_v` into NAME. Raises ValueError for one without the other."""
-    joined: dict[str, LazyTensor] = {}
+    joined: Tensors = {}
     for key, tensor in tensors.items():
         name, suffix = key[:-2], key[-2:]
         if suffix not in HALVES or not name.rstrip("0123456789").endswith(("weight", "bias")):
@@ -183,7 +183,7 @@ def join_halves(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return joined
 
 
-def in_common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def in_common(tensors: Tensors) -> Tensors:
     """Tensors of a model of any style by common names, with halves joined and leading "module."
     prefixes removed. Raises ValueError for half a weight, or for a weight stored under two
     names."""
@@ -196,17 +196,17 @@ def in_common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def turned(
-    kinds: Mapping[str, Mapping[str, LazyTensor]],
-) -> dict[str, dict[str, LazyTensor]]:
+    kinds: Mapping[str, Tensors],
+) -> dict[str, Tensors]:
     """Swaps the two levels of keys: kind of moment -> name becomes name -> kind, and vice versa."""
-    found: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, Tensors] = {}
     for outer, tensors in kinds.items():
         for inner, tensor in tensors.items():
             found.setdefault(inner, {})[outer] = tensor
     return found
 
 
-def split_halves(tensor: LazyTensor) -> dict[str, LazyTensor]:
+def split_halves(tensor: LazyTensor) -> Tensors:
     """Suffix -> half. Raises ValueError for an odd number of rows."""
     rows, odd = divmod(tensor.shape[0], 2)
     if odd:

@@ -1,0 +1,19 @@
+"""What accelerate reads of a model's parameters, and torch does not give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..core.engine.params import ParamPair
+
+
+def give_addresses(pairs: Iterable[ParamPair]) -> None:
+    """Gives each parameter an address of its own: accelerate finds the parameters of an optimizer
+    by those of their local tensors, and torch has 0 for all that are empty."""
+    for number, pair in enumerate(pairs):
+        sharded: Any = pair.sharded
+        local = sharded._local_tensor
+        if local.numel() == 0:
+            local.data_ptr = lambda own=-1 - number: own
+        sharded.data_ptr = local.data_ptr

@@ -1,0 +1,84 @@
+"""The groups behind named dims of a mesh, as `megatron_fsdp` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.distributed_index import FSDPDistributedIndex as Index
+
+Group = dist.ProcessGroup | None
+
+OF_EXPERTS = (
+    "experts cannot be sharded over ranks of their own. Leave it out, or use Megatron's wrapper, "
+    "FullyShardedDataParallel"
+)
+
+
+def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup:
+    """The process group of the dim `name` of `mesh`, which may be a flattened one."""
+    try:
+        return mesh[name].get_group()  # type: ignore[index]
+    except (KeyError, TypeError, RuntimeError):
+        raise ValueError(
+            f"{option}={name!r}: the mesh has only the dims {mesh.mesh_dim_names}. Name one of "
+            "them, or a dim that they were flattened to"
+        ) from None
+
+
+class FSDPDistributedIndex(Index):
+    """The groups behind named dims of a mesh. hybrid_fsdp_group: both data-parallel dims together,
+    which `get_dp_group` gives; nothing else needs it.
+
+    Raises:
+        ValueError: a dim that the mesh has not, or a mesh of experts.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: Group = None,
+        hybrid_fsdp_expt_group: Group = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: Group = None,
+        expt_fsdp_group_ag: Group = None,
+    ) -> None:
+        if expt_device_mesh is not None:
+            raise ValueError(f"expt_device_mesh={expt_device_mesh}: {OF_EXPERTS}")
+        if dp_outer_dim is None and hybrid_fsdp_group is not None:
+            raise ValueError(
+                "hybrid_fsdp_group: dp_outer_dim is None, so there is one data-parallel dim. Set "
+                "dp_outer_dim too, or leave the group out"
+            )
+        if tp_dim is not None:
+            _group(device_mesh, "tp_dim", tp_dim)
+        shard = _group(device_mesh, "dp_shard_dim", dp_shard_dim)
+        outer = None if dp_outer_dim is None else _group(device_mesh, "dp_outer_dim", dp_outer_dim)
+        super().__init__(
+            shard,
+            device_type=device_mesh.device_type,
+            grad_scale=1.0,
+            fsdp_group_ag=fsdp_group_ag,
+            outer_fsdp_group=outer,
+            dp_group=hybrid_fsdp_group,
+            hsdp_outer_dp_shard=hsdp_outer_dp_shard and outer is not None,
+        )
+        self._mesh = device_mesh
+        # The names of dims that were given.
+        self.dp_shard_dim = dp_shard_dim  # type: ignore[assignment]
+        self.dp_outer_dim = dp_outer_dim  # type: ignore[assignment]
+        self.tp_dim = tp_dim  # type: ignore[assignment]
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The mesh that was given."""
+        return self._mesh
+
+    def get_submesh(self, mesh_dim_names: Any, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The part of it over the named dims."""
+        return self._mesh[mesh_dim_names]
