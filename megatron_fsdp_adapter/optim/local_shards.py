@@ -210,7 +210,8 @@ class LocalShards:
         state = self.state.get(local, {})
         for name in names:
             if self.residency.on_host:
-                self.residency.to_write(local).get(name, state[name]).zero_()
+                values = state | self.residency.to_write(local)
+                values[name].zero_()
             else:
                 state.pop(name, None)
         if not state:
