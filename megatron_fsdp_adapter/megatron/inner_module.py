@@ -16,6 +16,7 @@ from ..core.engine.engine import FsdpEngine
 from ..rollout.release import release, take_back
 from ..state.not_copyable import refuse_compilation
 from ..state.sharded_state_dict import ShardedStateDict
+from .compat.patches import Original
 
 
 class ParamAndGradBuffer:
@@ -127,7 +128,7 @@ def for_ours(function: Callable[..., Any]) -> Callable[..., Any]:
     package in front of the call's own arguments, where there are such; else the original."""
 
     @functools.wraps(function)
-    def chosen(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    def chosen(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = our_chunks(self)
         if not ours:
             return original(self, *args, **kwargs)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_fsdp_adapter.checkpoint.asynchronous import AsyncSaver, Writing
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
+from megatron_fsdp_adapter.megatron.compat.patches import Original
 
 STRATEGY = "mcore"
 """The strategy whose table is completed: the other one's needs a package."""
@@ -115,9 +116,7 @@ class AsyncStrategy:
     original: Megatron's; topology: the contents of a save's record (`record.topology_of`).
     """
 
-    def __init__(
-        self, original: Callable[..., Any], topology: Callable[[], Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, original: Original, topology: Callable[[], Mapping[str, Any]]) -> None:
         self._original, self._topology = original, topology
         self._background: tuple[AsyncSaver, Coordinator] | None = None
         self._last: Writing | None = None

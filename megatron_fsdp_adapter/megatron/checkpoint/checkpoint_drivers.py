@@ -35,6 +35,7 @@ from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER, merged
 from ...state.names import MODEL
 from ...state.sharded_state_dict import ShardedStateDict
+from ..compat.patches import Original
 from ..compat.table import BRIDGE, LM
 from ..options.rules import is_on
 
@@ -89,7 +90,7 @@ def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _preprocess(original: Original, *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments["raw_state_dict"] = merged_chunks(call.arguments["raw_state_dict"])
     return original(*call.args, **call.kwargs)
@@ -97,7 +98,7 @@ def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _load(
     asked_of: Callable[[Mapping[str, Any]], _Asked],
-    original: Callable[..., Any],
+    original: Original,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -119,10 +120,12 @@ def _load(
             share=lambda result: result[1],
         )
     seen = [found for found in every if found is not None]
-    if not all(has_generators for has_generators, _ in seen):
+    has_generators = all(is_stored for is_stored, _ in seen)
+    if not has_generators:
         prepared.pop(_RNG, None)
     if rank == 0:
-        for line in _remarks(folder, seen):
+        missing = sorted({key for _, keys in seen for key in keys})
+        for line in _remarks(folder, has_generators, missing):
             print(line, flush=True)
     call.arguments["sharded_state_dict"] = prepared
     state, *others = original(*call.args, **call.kwargs)
@@ -131,14 +134,13 @@ def _load(
     return (state, *others)
 
 
-def _remarks(folder: Path, seen: Sequence[_Found]) -> Iterator[str]:
-    """What keeps its initial value on some rank, one line for each kind."""
-    if not all(has_generators for has_generators, _ in seen):
+def _remarks(folder: Path, has_generators: bool, missing: Sequence[str]) -> Iterator[str]:
+    """What keeps its initial value, one line for each kind."""
+    if not has_generators:
         yield (
             f"{folder} has RNG states of another split of the model. This run's generators keep "
             "their seeds"
         )
-    missing = sorted({key for _, keys in seen for key in keys})
     if missing:
         yield (
             f"{len(missing)} keys are not in {folder} and keep their initial values, because "
@@ -146,7 +148,7 @@ def _remarks(folder: Path, seen: Sequence[_Found]) -> Iterator[str]:
         )
 
 
-def wrapped_to_evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def wrapped_to_evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Wraps the model for `--skip-train` too. Megatron-LM leaves the wrapper out then, and the
     names and shapes of an unwrapped model are not those of an `fsdp_dtensor` checkpoint."""
     run = sys.modules["megatron.training.global_vars"].get_args()

@@ -30,7 +30,7 @@ from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint.background_saves import (
     AsyncStrategy,
 )
-from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
+from megatron_fsdp_adapter.megatron.compat.patches import ModuleView, Original
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 
 
@@ -54,7 +54,7 @@ class ReplacingFile(io.StringIO):
         super().close()
 
 
-def opening(original: Callable[..., Any]) -> Callable[..., Any]:
+def opening(original: Original) -> Callable[..., Any]:
     """`open`, but a tracker that is opened for writing is replaced as a whole."""
 
     def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def opening(original: Callable[..., Any]) -> Callable[..., Any]:
     return open_file
 
 
-def copying(original: Callable[..., Any]) -> Callable[..., Any]:
+def copying(original: Original) -> Callable[..., Any]:
     """`shutil.copy`, but a file that is there already is replaced as a whole."""
 
     def copy(source: Any, target: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,9 @@ MORE = "..."
 NOTHING = object()
 """There is no such attribute."""
 
+Original = Callable[..., Any]
+"""A function or method of another package that one of ours is called in the place of."""
+
 _PACKAGE = __name__.partition(".")[0]
 _DEFAULTS = "__defaults__"
 _KEPT = f"__{_PACKAGE}_kept__"

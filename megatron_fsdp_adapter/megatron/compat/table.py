@@ -130,18 +130,14 @@ BASE_WEIGHTS = (
 _DRIVERS = "megatron.checkpoint.checkpoint_drivers"
 
 
-def _preprocesses(module: str) -> Patch:
-    return Patch(module, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess")
-
-
 def _makes_models(module: str, name: str) -> Patch:
     ours = f"{_DRIVERS}:wrapped_to_evaluate"
     return Patch(module, name, ours, required=False, everywhere=True)
 
 
 DRIVERS = (
-    _preprocesses(LM),
-    _preprocesses(BRIDGE),
+    Patch(LM, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess"),
+    Patch(BRIDGE, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess"),
     Patch(LM, "_load_base_checkpoint", f"{_DRIVERS}:load_of_megatron_lm"),
     Patch(
         BRIDGE,

@@ -30,6 +30,7 @@ from torch import nn
 from megatron_fsdp_adapter.build.shard_attributes import engines_behind
 from megatron_fsdp_adapter.core.engine.buffer import MAIN, check_here
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.megatron.compat.patches import Original
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
 from megatron_fsdp_adapter.quantized.scaling import scalings_of
 from megatron_fsdp_adapter.quantized.start import values_follow
@@ -63,7 +64,7 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _bound(
-    original: Callable[..., Any], args: Any, kwargs: Any
+    original: Original, args: Any, kwargs: Any
 ) -> tuple[inspect.BoundArguments, list[nn.Module], list[FsdpEngine]]:
     """The arguments of a call of `original`, the models among them, and the engines of those that
     are sharded. With such, wrappers around the models are taken off in the arguments."""
@@ -95,7 +96,7 @@ def ordinary_parameters(engines: Iterable[FsdpEngine]) -> Iterator[None]:
             engine.show_between_passes()
 
 
-def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _load(original: Original, /, *args: Any, **kwargs: Any) -> Any:
     call, models, engines = _bound(original, args, kwargs)
     if not engines:
         with values_follow(models):
@@ -147,13 +148,13 @@ def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
         vars(owner).update(before)
 
 
-def _tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _tasks(original: Original, /, *args: Any, **kwargs: Any) -> Any:
     call, _, engines = _bound(original, args, kwargs)
     with ordinary_parameters(engines):
         return original(*call.args, **call.kwargs)
 
 
-def _stream(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+def _stream(original: Original, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
     call, _, engines = _bound(original, args, kwargs)
     given = call.arguments
     if not engines:
@@ -200,7 +201,7 @@ class _Gathered(Sequence[Any]):
         return dataclasses.replace(task, param_weight=weight.gather(dtype))
 
 
-def _adapters(original: Callable[..., Any], bridge: Any, /, adapter_tasks: Iterable[Any]) -> Any:
+def _adapters(original: Original, bridge: Any, /, adapter_tasks: Iterable[Any]) -> Any:
     parts = ("linear_in_task", "linear_out_task")
     tasks = list(adapter_tasks)
     engines = engines_behind(_tensors(getattr(task, part) for task in tasks for part in parts))
@@ -220,7 +221,7 @@ def _adapters(original: Callable[..., Any], bridge: Any, /, adapter_tasks: Itera
     return original(bridge, gathered)
 
 
-def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _tied(original: Original, /, *args: Any, **kwargs: Any) -> Any:
     """The copies of a tied embedding that later pipeline stages have become that of the first."""
     call, _, engines = _bound(original, args, kwargs)
     if not engines:
@@ -236,7 +237,7 @@ def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-def _fp8_tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _fp8_tasks(original: Original, /, *args: Any, **kwargs: Any) -> Any:
     _, _, engines = _bound(original, args, kwargs)
     if engines:
         raise RuntimeError(

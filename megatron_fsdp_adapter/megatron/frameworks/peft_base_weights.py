@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name
 from megatron_fsdp_adapter.checkpoint.coordination import coordination
 from megatron_fsdp_adapter.checkpoint.fitting import is_table
 from megatron_fsdp_adapter.core.layout.ranges import Box
+from megatron_fsdp_adapter.megatron.compat.patches import Original
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 from megatron_fsdp_adapter.megatron.wrapper.tensor_parallel import DIMS, tensor_parallel_mode
 from megatron_fsdp_adapter.quantized.start import values_follow
@@ -36,7 +37,7 @@ from megatron_fsdp_adapter.state.sharded_state_dict import ShardedStateDict
 FORMAT = "fsdp_dtensor"
 
 
-def load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def load(original: Original, /, *args: Any, **kwargs: Any) -> Any:
     """Loads base weights in place of Megatron-Bridge's function that reads a checkpoint."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()

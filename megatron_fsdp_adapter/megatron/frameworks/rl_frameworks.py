@@ -9,7 +9,7 @@ would leave flat buffers where they are and parameters detached from them. The r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from megatron.core import parallel_state
 from ...core.engine.buffer import GRADIENTS, KINDS, MAIN
 from ...rollout.release import release_memory, return_memory
 from ...state.module_weights import ModuleWeight, module_weights
+from ..compat.patches import Original
 from ..inner_module import our_chunks, ours_among
 from .bridge_weights import engines_of, ordinary_parameters
 
 
-def offload_model(original: Callable[..., Any], models: Sequence[Any]) -> None:
+def offload_model(original: Original, models: Sequence[Any]) -> None:
     """`release_memory` of model chunks; gradients are forgotten, as with DDP."""
     ours, others = _apart(models)
     if ours:
@@ -33,7 +34,7 @@ def offload_model(original: Callable[..., Any], models: Sequence[Any]) -> None:
 
 
 def load_model(
-    original: Callable[..., Any], models: Sequence[Any], load_grad: bool = True, **options: Any
+    original: Original, models: Sequence[Any], load_grad: bool = True, **options: Any
 ) -> None:
     """`return_memory` of model chunks. load_grad: of buffers of gradients too."""
     ours, others = _apart(models)
@@ -44,24 +45,24 @@ def load_model(
         original(others, load_grad=load_grad, **options)
 
 
-def device_of_model(original: Callable[..., str], models: Sequence[Any]) -> str:
+def device_of_model(original: Original, models: Sequence[Any]) -> str:
     """The device of a model: "cpu" while the memory of main weights is released."""
     if any(MAIN in chunk.engine.away for chunk in ours_among(models)):
         return "cpu"
     return original(models)
 
 
-def offload_optimizer(original: Callable[..., Any], optimizer: Any) -> None:
+def offload_optimizer(original: Original, optimizer: Any) -> None:
     """Moves the optimizer's state to the host."""
     _of_ours("offload_to_cpu", original, optimizer)
 
 
-def load_optimizer(original: Callable[..., Any], optimizer: Any) -> None:
+def load_optimizer(original: Original, optimizer: Any) -> None:
     """Moves it back."""
     _of_ours("restore_from_cpu", original, optimizer)
 
 
-def move_optimizer(original: Callable[..., Any], worker: Any, device: str) -> None:
+def move_optimizer(original: Original, worker: Any, device: str) -> None:
     """NeMo-RL's call for both, to "cpu" or "cuda"."""
     move = offload_optimizer if device == "cpu" else load_optimizer
     move(lambda _: original(worker, device), worker.optimizer)
@@ -73,7 +74,7 @@ def _apart(models: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return ours, [model for model in models if not any(model is one for one in ours)]
 
 
-def _of_ours(method: str, original: Callable[..., Any], optimizer: Any) -> None:
+def _of_ours(method: str, original: Original, optimizer: Any) -> None:
     """Calls a method of each of core's optimizers that is over ours; `original` if none is."""
     each = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     ours = [one for one in each if our_chunks(one)]
@@ -112,7 +113,7 @@ class LocalRows:
         return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def export_index(original: Callable[..., Any], worker: Any) -> list[Any]:
+def export_index(original: Original, worker: Any) -> list[Any]:
     """verl's records of what to export, with the rows that this rank has in the place of whole
     parameters. Entries of all ranks are merged, each row from the first rank that has it."""
     engines = engines_of(worker.module)
@@ -135,7 +136,7 @@ def export_index(original: Callable[..., Any], worker: Any) -> list[Any]:
     return records
 
 
-def export_changes(original: Callable[..., Any], worker: Any, **options: Any) -> Any:
+def export_changes(original: Original, worker: Any, **options: Any) -> Any:
     """verl's entries of what has changed since the last export, and None."""
     entries, more = original(worker, **options)
     engines = engines_of(worker.module)
@@ -150,7 +151,7 @@ def export_changes(original: Callable[..., Any], worker: Any, **options: Any) ->
 
 
 def export_entry(
-    original: Callable[..., Any],
+    original: Original,
     worker: Any,
     name: str,
     spec: Any,

@@ -8,13 +8,13 @@ parameters to be left, which views of them do not inherit. So its question is an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ...core.engine.buffer import is_owned
+from ..compat.patches import Original
 
 FINE_GRAINED = "fine_grained_activation_offloading"
 
 
-def _is_to_be_offloaded(original: Callable[..., bool], self: Any, tensor: Any) -> bool:
+def _is_to_be_offloaded(original: Original, self: Any, tensor: Any) -> bool:
     return not is_owned(tensor) and original(self, tensor)

@@ -19,6 +19,7 @@ import torch
 from ...core.engine.partition import ManagedParam
 from ...core.engine.wgrad import WgradProtocol
 from ...quantized import format_of
+from ..options.rules import is_on
 from .wgrad_probe import Observed
 
 
@@ -42,7 +43,7 @@ def grad_writer(
     if observe is None or param.ndim != 2 or not param.requires_grad:
         return WgradProtocol.AUTOGRAD
     is_quantized = format_of(managed) is not None
-    writers: set[WgradProtocol] = set()
+    writers = set()
     for owner, _ in managed.slots:
         if fuses(owner):
             seen = observe(owner, param.dtype, is_quantized)
@@ -51,8 +52,8 @@ def grad_writer(
     # it with an attribute that is about the placeholder gradient, which is not made here. Of a
     # pipeline it marks neither, but the copies: the last stage hands out its copy if it has it for
     # multi-token prediction. That of the first stage loses nothing by it.
-    is_copy = not writers and getattr(param, "shared_embedding", False)
-    if is_copy or getattr(param, "zero_out_wgrad", False):
+    is_copy = not writers and is_on(param, "shared_embedding")
+    if is_copy or is_on(param, "zero_out_wgrad"):
         writers.add(WgradProtocol.ACCUMULATES)
     if len(writers) > 1:
         return WgradProtocol.ACCUMULATES
@@ -61,7 +62,7 @@ def grad_writer(
 
 def asks_fusion(config: Any) -> bool:
     """True if the model config has the option on."""
-    return bool(getattr(config, "gradient_accumulation_fusion", False))
+    return is_on(config, "gradient_accumulation_fusion")
 
 
 FUSION_OPTIONS = (
@@ -75,7 +76,7 @@ Megatron's own."""
 
 def fuses(owner: Any) -> bool:
     """True if a module writes weight gradients by itself."""
-    return any(getattr(owner, option, False) for option in FUSION_OPTIONS)
+    return any(is_on(owner, option) for option in FUSION_OPTIONS)
 
 
 def _writer_that(seen: Observed, name: str) -> WgradProtocol:

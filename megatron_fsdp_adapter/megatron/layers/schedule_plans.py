@@ -23,6 +23,7 @@ from torch import nn
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.gather import BACKWARD, FORWARD
 from ...core.engine.unit import Unit
+from ..options.rules import is_on
 from ..options.table import DELAY
 from ..options.table import PARTS_OF_LAYERS as OPTION
 from .scheduled_pass import ScheduledPass
@@ -58,10 +59,10 @@ class _Node:
     ) -> None:
         self._node = node
         self._passes = passes
-        self._layer_begins = passes.stages_of(passes.layers[:layer])
+        self._layer_begins = sum(map(len, passes.layers[:layer]))
         # Numbers of its stage, in either direction.
         self._stage = self._layer_begins + part
-        self._backward_stage = passes.stages_of(passes.layers[layer + 1 :]) + part
+        self._backward_stage = sum(map(len, passes.layers[layer + 1 :])) + part
         self._ends_forward = ends_forward
         self._ends_backward = ends_backward
         self._delays = delays
@@ -115,17 +116,12 @@ class _Passes:
         foreign: Iterable[int],
     ) -> None:
         self.layers = layers
-        self.stages = self.stages_of(layers)
+        self.stages = sum(map(len, layers))  # their number
         self._foreign = frozenset(foreign)  # ids of parameters, see `_streams_follow`
         onward = [stage for layer in layers for stage in layer]
         back = [stage for layer in reversed(layers) for stage in layer]
         self.forward = ScheduledPass(engine, onward, throughout, FORWARD)
         self.backward = ScheduledPass(engine, back, throughout, BACKWARD, self._streams_follow)
-
-    @staticmethod
-    def stages_of(layers: Sequence[Sequence[Sequence[Unit]]]) -> int:
-        """The number of stages of these layers."""
-        return sum(map(len, layers))
 
     def catch_up(self, stage: int, node: Any) -> None:
         """Leaves the stages before this one, whose last reader may have run on the other stream."""
@@ -232,7 +228,7 @@ def _combining(layer: nn.Module) -> nn.Module | None:
 
 def _stages(layer: nn.Module, units: Callable[[nn.Module], list[Unit]]) -> list[list[Unit]]:
     """The units of a layer, and in a stage of their own those that only routed experts are in."""
-    routed: set[int] = set()
+    routed = set()
     for name, child in layer.named_modules():
         if name.rsplit(".", 1)[-1] == ROUTED:
             routed.update(map(id, child.parameters()))
@@ -254,7 +250,7 @@ def _watch_layer(
     real = {name: node for name, node in nodes.items() if hasattr(node, "stream")}
     first = next(name for name in FIRST if name in real)
     last = next(name for name in (PREDICTION, COMBINE, EXPERTS) if name in real)
-    delays = bool(getattr(layer.config, DELAY, False))
+    delays = is_on(layer.config, DELAY)
     # What is read on the stream of communication may still run then: `catch_up` leaves the stage.
     leaves_late = reads_to_combine and last == COMBINE
     for name, node in real.items():

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...core.runtime.rank_warnings import warn
 from ..options.capability import recipe_of
+from ..options.rules import is_on
 
 SIZE = 128
 """Rows and columns of the weights: one block of every recipe for FP8."""
@@ -124,9 +125,9 @@ def read_by_operations(module: nn.Module) -> frozenset[int]:
     """Ids of the modules below `module` whose weights Transformer Engine's operations read (core's
     `use_te_op_fuser` of a layer spec, and `use_transformer_engine_op_fuser`). Core makes the
     operations in the first forward, out of the parameters that it finds then."""
-    found: set[int] = set()
+    found = set()
     for child in module.modules():
-        if hasattr(child, "_fused_impl") or getattr(child, "_with_fused_impl", False):
+        if hasattr(child, "_fused_impl") or is_on(child, "_with_fused_impl"):
             found.update(map(id, child.modules()))
     return frozenset(found)
 

@@ -4,7 +4,7 @@ optimizer's step reads gradients anyway, if it can be there."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ...core.topology import TP_DIM
 from ...optim.local_shards import Clip, LocalPair, LocalShards
 from ...state.module_weights import ModuleWeight
 from ..compat import core_api
+from ..compat.patches import Original
 from ..inner_module import Chunks, for_ours, our_chunks, ours_among
 
 EPS = 1e-6
@@ -30,7 +31,7 @@ EPS = 1e-6
 # Which elements are counted, and over which ranks.
 
 
-def grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
+def grad_stats_group(original: Original, self: Any) -> Any:
     """The ranks over which each gradient element is counted once."""
     ours = our_chunks(self)
     if not ours:
@@ -141,7 +142,7 @@ def count_zeros(ours: Chunks, self: Any) -> Any:
     return zeros.item()
 
 
-def params_norm(original: Callable[..., float], model: Any, *args: Any, **kwargs: Any) -> float:
+def params_norm(original: Original, model: Any, *args: Any, **kwargs: Any) -> float:
     """The norm of the main weights of the whole model. Megatron's own adds up the shards of each
     DTensor over its mesh, and misses what other pipeline stages and expert-parallel ranks have."""
     ours = ours_among(model if isinstance(model, list) else [model])
@@ -193,7 +194,7 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
     return apply, factor
 
 
-def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
+def clip(original: Original, self: Any, clip_grad: float) -> Any:
     """Core's own norm and clipping, given local tensors: none is empty (`norm_grads`), and none
     pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
     if not our_chunks(self) or self.is_stub_optimizer:
@@ -208,7 +209,7 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     return self.norm_of_step
 
 
-def step(original: Callable[..., Any], self: Any) -> Any:
+def step(original: Original, self: Any) -> Any:
     """A step returns what a step of stock DDP does, whose optimizers are in a chain: the norm
     without clipping too, and no number of zeros where none is asked for. Ours is in a chain only
     where there are several model chunks.
@@ -232,7 +233,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
     return updated, self.norm_of_step, zeros
 
 
-def step_with_norm(original: Callable[..., bool], self: Any) -> bool:
+def step_with_norm(original: Original, self: Any) -> bool:
     """Computes the norm that clipping has not, and leaves the step out, on all ranks, where it is
     above `grad_norm_skip_threshold`. A chain of core's optimizers does both itself."""
     if not getattr(self, "in_own_step", False):

@@ -9,14 +9,15 @@ optimizer update the groups that are marked by a rule (`optim/local_shards.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
 from ...optim.local_shards import Options, UpdateRule
-from ..inner_module import ours_among
+from ..compat.patches import Original
+from ..inner_module import Chunks, ours_among
 from ..options.support import EMERGING, LION, MUON
 from . import lion, muon
 
@@ -60,7 +61,7 @@ def as_adam(config: Any) -> Any:
     return changed
 
 
-def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str, Any]]:
+def prepared(groups: Groups, chunks: Chunks, asked: Any) -> list[dict[str, Any]]:
     """Core's parameter groups, each split in two, of Adam's parameters and of the others, on every
     rank alike: also where one of them is empty here, as it need not be on another pipeline stage.
     Collective over the default group, as core asks for parameter groups, also those of experts, on
@@ -79,7 +80,7 @@ def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str
     return split
 
 
-def rule_of(chunks: Sequence[Any], asked: Any) -> UpdateRule:
+def rule_of(chunks: Chunks, asked: Any) -> UpdateRule:
     """The update rule of an optimizer whose groups are those of `prepared`."""
     name = asked.optimizer
 
@@ -93,7 +94,7 @@ def rule_of(chunks: Sequence[Any], asked: Any) -> UpdateRule:
 
 
 def _make_as_adam(
-    original: Callable[..., Any],
+    original: Original,
     config: Any,
     model_chunks: Sequence[Any],
     *args: Any,
@@ -106,7 +107,7 @@ def _make_as_adam(
 
 
 def _make_emerging(
-    original: Callable[..., Any],
+    original: Original,
     config: Any,
     model_chunks: Sequence[Any],
     config_overrides: Any = None,

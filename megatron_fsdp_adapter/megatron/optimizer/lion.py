@@ -7,13 +7,14 @@ output layer. Before, core's Lion has all weights, and its own betas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ...core.engine.params import ParamPair
 from ...optim.lion import lion as lion_rule
 from ...optim.local_shards import Options, UpdateRule
 from ..compat import core_api
+from ..inner_module import Chunks
 from ..options.support import LION
 
 OTHERS = "is_embedding_or_output_parameter"
@@ -53,16 +54,16 @@ def has(pair: ParamPair) -> bool:
     return len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
 
 
-def rule_of(chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
+def rule_of(chunks: Chunks, config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
     """The update rule of an optimizer of which Lion has the groups that are marked."""
     return lion_rule(has_mark, betas(config))
 
 
-def make_groups(chunks: Sequence[Any]) -> None:
+def make_groups(chunks: Chunks) -> None:
     """Nothing: ranks exchange nothing in a step."""
 
 
-def table(chunks: Sequence[Any], config: Any) -> str:
+def table(chunks: Chunks, config: Any) -> str:
     """A line with the number of Lion's weights, and its betas."""
     trained = [
         pair for chunk in chunks for pair in chunk.engine.pairs if pair.group.key.requires_grad

@@ -21,6 +21,8 @@ from ...optim.muon.matrices import row_blocks
 from ...optim.muon.newton_schulz import EPS, coefficients_of
 from ...optim.muon.shards import MuonOptions, tensor_split
 from ...optim.muon.shards import muon as muon_rule
+from ..inner_module import Chunks
+from ..options.rules import is_on
 from ..options.support import HALF, SCALES
 
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
@@ -42,7 +44,7 @@ def has(pair: ParamPair) -> bool:
     shape = pair.group.layout.specs[pair.index].layout_shape
     if len(shape) != 2 or min(shape) <= 1:
         return False
-    if any(getattr(raw, mark, False) for mark in ADAMS_MARKS):
+    if any(is_on(raw, mark) for mark in ADAMS_MARKS):
         return False
     owner, _ = pair.managed.slots[0]
     kinds = {cls.__name__ for cls in type(owner).__mro__}
@@ -62,7 +64,7 @@ def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, .
     if len(names) > 2:
         layer = names[-2]
         config = _config_around(module, names[:-2])
-        if layer == "linear_fc1" and getattr(config, "gated_linear_unit", False):
+        if layer == "linear_fc1" and is_on(config, "gated_linear_unit"):
             found = (shape[0] // 2,) * 2  # gate and up, of each tensor-parallel rank
         elif split_qkv and layer in FUSED:
             found = FUSED[layer](config)
@@ -91,7 +93,7 @@ def _qkv(config: Any) -> tuple[int, ...]:
     values."""
     queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
     keys_and_values = (config.kv_channels, config.kv_channels)
-    if getattr(config, "attention_output_gate", False):
+    if is_on(config, "attention_output_gate"):
         return (queries, queries, *keys_and_values)
     return (queries, *keys_and_values)
 
@@ -110,11 +112,11 @@ attention, and latent attention, whose keys have a part of their own for positio
 # Core's optimizer.
 
 
-def rule_of(chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
+def rule_of(chunks: Chunks, config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
     """The update rule of an optimizer of which Muon has the groups that are marked."""
     around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options = _options(config)
-    made: dict[Any, Any] = {}
+    made = {}
     for chunk in chunks:
         made.update(chunk.muon_groups)
 
@@ -127,7 +129,7 @@ def rule_of(chunks: Sequence[Any], config: Any, has_mark: Callable[[Options], bo
     return muon_rule([chunk.engine for chunk in chunks], made, options_of, heights_of)
 
 
-def make_groups(chunks: Sequence[Any]) -> None:
+def make_groups(chunks: Chunks) -> None:
     """The process groups of exchanges, once for these chunks; collective over the default group, as
     core asks for parameter groups, also those of experts, on every rank."""
     if any(chunk.muon_groups is None for chunk in chunks):
@@ -152,7 +154,7 @@ def _options(config: Any) -> MuonOptions:
     )
 
 
-def table(chunks: Sequence[Any], config: Any) -> str:
+def table(chunks: Chunks, config: Any) -> str:
     """A table of Muon's weights, with the shapes of their matrices, and of Adam's; layers of a kind
     in a row."""
     rows: Counter[tuple[str, str]] = Counter()

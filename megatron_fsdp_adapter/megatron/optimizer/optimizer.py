@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ...optim.residency import Residency
 from ...optim.step import adopt, initialize_state
 from ...rollout.release import local_shards, park_state, take_state, trim
 from ...state.module_weights import copy_from_first_stage, shared_embeddings
+from ..compat.patches import Original
 from ..inner_module import Chunks, for_ours, our_chunks, ours_among
 from ..options.rules import Joined, is_on, problems
 from ..options.settings import OPTIMIZER, settle
@@ -33,7 +34,7 @@ from . import emerging, lion, optimizer_state
 
 
 def _param_groups(
-    original: Callable[..., Any], model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+    original: Original, model_chunks: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """The first thing that core does for an optimizer of any kind. An unsupported option is refused
     here: the inner optimizer is made next, and some options fail there, in ways that do not name
@@ -90,7 +91,7 @@ def _offload_problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
     ]
 
 
-def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
+def _precision_problems(config: Any, chunks: Chunks) -> list[str]:
     """Conflicts between the wrapper's dtypes and the optimizer's options."""
     policy = chunks[0].engine.config.policy
     trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
@@ -132,7 +133,7 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
 
 
 def _refuse_whole_matrices(
-    original: Callable[..., Any], model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+    original: Original, model_chunks: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Core's Muon asks for parameter groups by a name of its own, and would be made on shards."""
     if ours_among(model_chunks):
@@ -159,7 +160,7 @@ def _restore_state(ours: Chunks, self: Any) -> None:
 
 
 def _init(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     optimizer: Any,
     config: Any,
@@ -195,7 +196,7 @@ def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:
 
 
 def _remember_groups(
-    original: Callable[..., Any],
+    original: Original,
     pg_collection: Any,
     model_chunks: Sequence[Any],
     *args: Any,
@@ -254,7 +255,7 @@ def _params_by_name(self: Any) -> dict[str, Any]:
 
 
 def _sharded_state(
-    original: Callable[..., Any], self: Any, *args: Any, metadata: Any = None, **kwargs: Any
+    original: Original, self: Any, *args: Any, metadata: Any = None, **kwargs: Any
 ) -> Any:
     """The sharded state, in the one form that there is for sharded weights. Megatron-LM names it
     only if its argument `use_distributed_optimizer` is set, which a script that wraps the model
@@ -264,7 +265,7 @@ def _sharded_state(
     return original(self, *args, metadata=metadata, **kwargs)
 
 
-def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = False) -> Any:
+def _save_state(original: Original, self: Any, is_loading: bool = False) -> Any:
     """Every rank emits the same keys for the same parameters: state exists for each of them, steps
     or no steps."""
     if not our_chunks(self):
@@ -278,7 +279,7 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
     return {**state, optimizer_state.STATE: cut}
 
 
-def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+def _load_state(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
     """Loads what `_save_state` returned, or a load of it, with values sharded as they are here."""
     if not our_chunks(self) or optimizer_state.META not in state_dict:
         original(self, state_dict)

@@ -19,8 +19,12 @@ from torch.distributed.tensor import DTensor
 from ...core.dtensor.parts import join_parts, part_of
 from ...optim.state import COUNT
 from ...state.names import HALVES, GlobalNames, global_names
+from ..inner_module import Chunks
 
 STATE, META = "state", "param_to_group_meta"
+
+ByName = Mapping[str, Mapping[str, Any]]
+"""What an optimizer has of each parameter, by the parameter's name."""
 
 OF_THIS_SPLIT = ("is_expert_parallel",)
 """Options of a parameter group that describe how this run splits the model. A load leaves them
@@ -28,7 +32,7 @@ alone: expert parameters are marked so only under expert parallelism, and one th
 run with another kind would be in a group that is not its own."""
 
 
-def parameter_names(chunks: Sequence[Any]) -> tuple[dict[Any, str], frozenset[str]]:
+def parameter_names(chunks: Chunks) -> tuple[dict[Any, str], frozenset[str]]:
     """Names of all sharded parameters of the model chunks, as in the whole model, and those of them
     whose parameters are saved in halves. Two chunks with one name are found where their weights are
     merged (`checkpoint.training`)."""
@@ -45,9 +49,7 @@ def parameter_names(chunks: Sequence[Any]) -> tuple[dict[Any, str], frozenset[st
     return named, frozenset(halved)
 
 
-def in_pieces(
-    state: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any], halved: frozenset[str]
-) -> dict[str, dict[str, Any]]:
+def in_pieces(state: ByName, params: Mapping[str, Any], halved: frozenset[str]) -> ByName:
     """State by name, with two entries where the parameter is saved in halves.
 
     params: the sharded parameters by name. Pieces are views of the optimizer's own tensors.
@@ -59,7 +61,7 @@ def in_pieces(
             continue
         ref = params[name].fsdp_layout_ref
         for number, suffix in enumerate(HALVES):
-            half: dict[str, Any] = {}
+            half = {}
             for field, value in entry.items():
                 if isinstance(value, DTensor):
                     value = part_of(value, ref, number, len(HALVES))
@@ -69,11 +71,11 @@ def in_pieces(
 
 
 def joined(
-    state: Mapping[str, Mapping[str, Any]],
-    own: Mapping[str, Mapping[str, Any]],
+    state: ByName,
+    own: ByName,
     params: Mapping[str, Any],
     halved: frozenset[str],
-) -> dict[str, dict[str, Any]]:
+) -> ByName:
     """Joins what `in_pieces` made, or a load of it, by name again. own: the optimizer's state by
     name; its tensors are taken where the pieces are views of them, so that nothing is copied.
 
@@ -111,7 +113,7 @@ def _joined_value(
     return join_parts(target, param.fsdp_layout_ref, parts)
 
 
-def with_one_count(meta: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def with_one_count(meta: ByName) -> ByName:
     """Group options by parameter name, with the largest count of steps for all that have one.
 
     All groups of one of Megatron's optimizers take every step. Checkpoints in which their counts
@@ -135,10 +137,10 @@ def with_one_count(meta: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 def with_own_split(
-    meta: Mapping[str, Mapping[str, Any]],
+    meta: ByName,
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
-) -> dict[str, dict[str, Any]]:
+) -> ByName:
     """Group options by parameter name, with `OF_THIS_SPLIT` as the optimizer's groups have it."""
     result = {name: dict(options) for name, options in meta.items()}
     for group in groups:

@@ -64,10 +64,6 @@ def _recomputes(part: str, config: Any) -> bool:
     return part in parts and _granularity(config) == "selective"
 
 
-def _drops_in_recomputed_attention(config: Any) -> bool:
-    return is_on(config, "attention_dropout") and _recomputes("core_attn", config)
-
-
 def _scales_by_delayed_recipe(config: Any) -> bool:
     recipe = _name_of(getattr(config, "fp8_recipe", None))
     return is_on(config, "fp8") and recipe == "delayed"
@@ -76,10 +72,6 @@ def _scales_by_delayed_recipe(config: Any) -> bool:
 def _has_no_fixed_buffers(config: Any) -> bool:
     wanted = slots_wanted(config)
     return not (wanted["weight_slots"] and wanted["bucket_slots"])
-
-
-def _asks_tokens(config: Any) -> bool:
-    return is_on(config, "calculate_per_token_loss") and config.asks_tokens
 
 
 def _adds_to_kept_gradients(config: Any) -> bool:
@@ -102,7 +94,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
         _NO_GPU,
         Rule(
             "calculate_per_token_loss",
-            _asks_tokens,
+            lambda config: is_on(config, "calculate_per_token_loss") and config.asks_tokens,
             "this megatron-core reads the number of tokens on the host, in the middle of the "
             "step. Set it to False, or use 0.18 or later",
         ),
@@ -148,7 +140,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
         ),
         Rule(
             "attention_dropout",
-            _drops_in_recomputed_attention,
+            lambda config: is_on(config, "attention_dropout") and _recomputes("core_attn", config),
             "RNG states of graphs are not restored, so recomputed 'core_attn' would drop other "
             "elements. Leave 'core_attn' out of recompute_modules, or set attention_dropout to "
             "0.0",

@@ -203,10 +203,6 @@ def _keeps_two_slots(config: Any) -> bool:
     return bool(slots_wanted(config)["weight_slots"])
 
 
-def _delays_in_vain(config: Any) -> bool:
-    return is_on(config, DELAY) and not is_on(config, PARTS_OF_LAYERS)
-
-
 def _with_parts_of_layers(broken: Callable[[Any], Any], message: str, beside: str) -> Rule:
     """A rule: what makes `broken` true, described by `beside`, excludes that schedule."""
 
@@ -219,7 +215,7 @@ def _with_parts_of_layers(broken: Callable[[Any], Any], message: str, beside: st
 SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         DELAY,
-        _delays_in_vain,
+        lambda config: is_on(config, DELAY) and not is_on(config, PARTS_OF_LAYERS),
         f"without {PARTS_OF_LAYERS} the delayed gradients are never computed. Set both, or neither",
     ),
     _with_parts_of_layers(
@@ -307,10 +303,6 @@ def _one_of(name: str, known: tuple[str, ...]) -> Rule:
     )
 
 
-def _momentum_is_out_of_range(config: Any) -> bool:
-    return not 0 <= getattr(config, "muon_momentum", 0) < 1
-
-
 MUON_RULES: tuple[Rule, ...] = within(
     lambda config: config.optimizer == MUON,
     "optimizer={0.optimizer!r}",
@@ -320,7 +312,11 @@ MUON_RULES: tuple[Rule, ...] = within(
         lambda config: getattr(config, "muon_num_ns_steps", 5) < 1,
         "it must be at least 1. Use 1 or more",
     ),
-    Rule("muon_momentum", _momentum_is_out_of_range, "use 0 or more, and less than 1"),
+    Rule(
+        "muon_momentum",
+        lambda config: not 0 <= getattr(config, "muon_momentum", 0) < 1,
+        "use 0 or more, and less than 1",
+    ),
 )
 
 
@@ -333,14 +329,6 @@ def _only_adam(option: str, message: str, beside: str = "") -> Rule:
     return Rule("optimizer", broken, message, beside)
 
 
-def _is_emerging_in_fp16(config: Any) -> bool:
-    return config.optimizer in EMERGING and is_on(config, "fp16")
-
-
-def _offloads_a_part(config: Any) -> bool:
-    return is_on(config, CORES_OFFLOAD) and _offloaded_fraction(config) != 1.0
-
-
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
@@ -349,7 +337,7 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer",
-        _is_emerging_in_fp16,
+        lambda config: config.optimizer in EMERGING and is_on(config, "fp16"),
         "megatron-core does not support it with fp16=True. Use bf16, or 'adam'",
     ),
     _only_adam(
@@ -370,7 +358,7 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     _moment_dtype("exp_avg_sq_dtype"),
     Rule(
         "optimizer_offload_fraction",
-        _offloads_a_part,
+        lambda config: is_on(config, CORES_OFFLOAD) and _offloaded_fraction(config) != 1.0,
         "partial offload is not supported, because updates are streamed unit by unit. Use 1.0, "
         f"or set {CORES_OFFLOAD} to False",
     ),

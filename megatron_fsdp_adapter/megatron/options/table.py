@@ -57,6 +57,8 @@ LAYERS = "CUDA graphs of layers"
 
 Test = Callable[[Any, Any], Any]
 """Of a value and the config: truthy if the value is rejected."""
+Fields = Callable[[Any], Mapping[str, Any]]
+"""Of a value: the fields of `EngineConfig` that it sets."""
 Refusal = tuple[Test, str] | tuple[Test, str, str]
 
 
@@ -93,7 +95,7 @@ class Option:
     in_core: bool = False
     refused: tuple[Refusal, ...] = ()
     excludes: Mapping[str, str] | None = None
-    sets: Callable[[Any], Mapping[str, Any]] = _nothing
+    sets: Fields = _nothing
     some_strategies: bool = False
 
     @property
@@ -109,13 +111,10 @@ class Option:
             parser.add_argument(self.flag, type=read, default=self.default, help=self.help)
 
     def rules(self) -> list[Rule]:
-        return [self._rule(*refusal) for refusal in self.refused]
+        def rule(test: Test, *words: str) -> Rule:
+            return Rule(self.name, lambda config: test(read(config, self.name), config), *words)
 
-    def _rule(self, test: Test, message: str, beside: str = "") -> Rule:
-        def broken(config: Any) -> Any:
-            return test(read(config, self.name), config)
-
-        return Rule(self.name, broken, message, beside)
+        return [rule(*refusal) for refusal in self.refused]
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -175,12 +174,7 @@ def _keeps_what_is_whole(value: Any, config: Any) -> bool:
     return bool(value and row is not None and not can_keep(row))
 
 
-def _has_one_instance(value: Any, config: Any) -> bool:
-    """True if shards would be split over optimizer instances, of which there is one."""
-    return OUTER_STRATEGIES.get(value, False) and read(config, INSTANCES) == 1
-
-
-def _other(*allowed: Any) -> Callable[[Any, Any], bool]:
+def _other(*allowed: Any) -> Test:
     return lambda value, config: value not in allowed
 
 
@@ -188,11 +182,7 @@ def _asked(value: Any, config: Any) -> bool:
     return bool(value)
 
 
-def _not_asked(value: Any, config: Any) -> bool:
-    return not value
-
-
-def _unless(sharded: str) -> Callable[[Any, Any], bool]:
+def _unless(sharded: str) -> Test:
     """A test: the option is on, but the strategy does not shard the buffer that it applies to."""
 
     def broken(value: Any, config: Any) -> bool:
@@ -229,7 +219,7 @@ _OF_REGISTRATION: Refusal = (
 _IN_SLOTS = "gathered weights and buckets in fixed buffers, each as large as the largest unit"
 
 
-def _only_if_set(**fields: Any) -> Callable[[Any], Mapping[str, Any]]:
+def _only_if_set(**fields: Any) -> Fields:
     """The fields of `EngineConfig` that an option sets if it is on."""
 
     def sets(value: Any) -> Mapping[str, Any]:
@@ -248,7 +238,7 @@ NO_FP4_WEIGHTS = (
 OPTIONS: tuple[Option, ...] = (
     Option(
         "use_megatron_fsdp", bool, False, in_core=True,
-        refused=((_not_asked,
+        refused=((lambda value, config: not value,
                   "Megatron's optimizer, gradient finalization and checkpoints use their FSDP "
                   "path only if it is set. Set it to True"),),
     ),
@@ -269,7 +259,7 @@ OPTIONS: tuple[Option, ...] = (
         sets=lambda value: {"shard_outer": OUTER_STRATEGIES.get(value, False)},
         refused=(
             (_other(*OUTER_STRATEGIES), f"use one of {list(OUTER_STRATEGIES)}"),
-            (_has_one_instance,
+            (lambda value, config: OUTER_STRATEGIES.get(value) and read(config, INSTANCES) == 1,
              f"with {INSTANCES}=1 there is no second instance to shard over. Set {INSTANCES} to 2 "
              "or more, or this option to 'no_shard'"),
         ),

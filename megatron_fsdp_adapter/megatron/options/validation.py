@@ -78,10 +78,6 @@ def _hashes_sharded_weights(config: Any) -> bool:
 _NO_WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash. Leave it out"
 
 
-def _makes_none_emerging(args: Any) -> bool:
-    return args.optimizer in EMERGING and not hasattr(args, MAKES_EMERGING)
-
-
 def _async_save_lacks_strategy(options: Any) -> bool:
     return is_on(options, "async_save") and not hasattr(options, "async_strategy")
 
@@ -93,7 +89,7 @@ def _async_save_at_address(options: Any) -> bool:
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
-        _makes_none_emerging,
+        lambda args: args.optimizer in EMERGING and not hasattr(args, MAKES_EMERGING),
         "this Megatron-LM creates Muon by a function that needs full matrices, and has no Lion. "
         "Use 'adam', or a release from 0.18 on",
     ),
@@ -182,10 +178,6 @@ def _cannot_save_decentralized(cfg: Any) -> bool:
     return is_decentralized and not hasattr(cfg.checkpoint, "async_strategy")
 
 
-def _async_save_lacks_nvrx(cfg: Any) -> bool:
-    return cfg.checkpoint.async_save and importlib.util.find_spec(_NVRX) is None
-
-
 def _has_adapters(cfg: Any) -> bool:
     return getattr(cfg, "peft", None) is not None
 
@@ -235,7 +227,7 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "checkpoint.async_save",
-        _async_save_lacks_nvrx,
+        lambda cfg: cfg.checkpoint.async_save and importlib.util.find_spec(_NVRX) is None,
         f"Megatron-Bridge saves asynchronously only if {_NVRX} is installed, even with this "
         "wrapper's writer. Install it, or set the option to False",
     ),

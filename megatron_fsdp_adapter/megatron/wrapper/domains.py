@@ -39,7 +39,7 @@ def kind_of(param: nn.Parameter, fqn: str) -> str:
 def domain_name(param: nn.Parameter, fqn: str) -> str:
     """The name of the domain that shards `param`: its kind, but for embeddings shared across
     stages."""
-    if getattr(param, "shared_embedding", False):
+    if is_on(param, "shared_embedding"):
         return SHARED_EMBEDDING
     return kind_of(param, fqn)
 

@@ -14,6 +14,7 @@ from ...core.engine.params import ParamPair
 from ...core.topology import EXPERT
 from ...rollout.export_source import Described, Source, beside_engine
 from ...state.names import global_names, split_depth
+from ..options.rules import is_on
 from .domains import kind_of
 from .process_groups import group_named
 
@@ -47,7 +48,7 @@ def export_source(
             tensor=group,
             halves=len(names.suffixes(fqn)),
             expert=kind == EXPERT,
-            is_copy=is_later_stage and getattr(param, "shared_embedding", False),
+            is_copy=is_later_stage and is_on(param, "shared_embedding"),
         )
 
     def of_pair(pair: ParamPair) -> Described:

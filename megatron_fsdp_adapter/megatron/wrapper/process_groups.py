@@ -117,7 +117,7 @@ def read_groups(pg_collection: Any | None, instances: int, separate_gathers: boo
     return groups
 
 
-def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: int) -> None:
+def _check_instances(groups: Groups, instances: int) -> None:
     """The groups were made for as many optimizer instances as in the options."""
     roles = {"fsdp_group": "dp_group", "expt_fsdp_group": "expt_dp_group"}
     for shard_role, everyone_role in roles.items():
@@ -137,9 +137,7 @@ def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: 
             )
 
 
-def _outer_group(
-    groups: Mapping[str, dist.ProcessGroup | None], instances: int
-) -> dist.ProcessGroup | None:
+def _outer_group(groups: Groups, instances: int) -> dist.ProcessGroup | None:
     if instances == 1:
         return None
     outer = groups["outer_fsdp_group"]
@@ -154,7 +152,7 @@ def _outer_group(
 
 
 def build_index(
-    groups: Mapping[str, dist.ProcessGroup | None],
+    groups: Groups,
     *,
     device: torch.device,
     grad_scale_of: Callable[[int], float],

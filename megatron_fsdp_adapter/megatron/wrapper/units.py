@@ -51,10 +51,10 @@ def _has_tied_weight(module: nn.Module) -> bool:
     has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
     embedding is called too."""
     for child in module.modules():
-        if not getattr(child, "share_embeddings_and_output_weights", False):
+        if not is_on(child, "share_embeddings_and_output_weights"):
             continue
         has_embedding = getattr(child, "pre_process", True)
-        calls_embedding = has_embedding or getattr(child, "mtp_process", False)
+        calls_embedding = has_embedding or is_on(child, "mtp_process")
         if calls_embedding and getattr(child, "post_process", True):
             return True
     return False
