@@ -51,7 +51,7 @@ class Target:
                 "async_save out, or save to a folder"
             )
         self.folder = Path(path)
-        self.save: Writing | None = None
+        self.save: Writing | None = None  # once it is planned
 
     def get_save_function_and_args(self) -> tuple[Writing | None, None, tuple[()]]:
         """The parts of a request, the first of which `Queue` knows."""
@@ -62,8 +62,8 @@ class Queue:
     """Stands for `AsyncCallsQueue`: saves in the order in which they were asked for."""
 
     def __init__(self, persistent: bool = False, cpu_shm_mode: bool = False) -> None:
-        self._requests: deque[tuple[int, Any]] = deque()
-        self._next = 0
+        self._requests: deque[tuple[int, Any]] = deque()  # in order, each with its number
+        self._next = 0  # the number of the next request
 
     @staticmethod
     def warmup_persistent_caller(
@@ -117,9 +117,11 @@ class AsyncStrategy:
     """
 
     def __init__(self, original: Original, topology: Callable[[], Mapping[str, Any]]) -> None:
-        self._original, self._topology = original, topology
+        self._original = original
+        self._topology = topology
+        # The thread that writes and its group of ranks, made by the first save.
         self._background: tuple[AsyncSaver, Coordinator] | None = None
-        self._last: Writing | None = None
+        self._last: Writing | None = None  # the latest save
 
     def __call__(self, async_strategy: str = STRATEGY, module: str | None = None) -> Any:
         """The strategy that was asked for, and our table, or what it has under `module`."""
@@ -153,9 +155,12 @@ class AsyncStrategy:
             # A save may be asked for while the thread is in the midst of the next.
             self._background = AsyncSaver(), Coordinator.of(dist.new_group(backend="gloo"))
         saver, ranks = self._background
-        storage_writer.save = self._last = saver.start(
-            state_dict, lambda: SafeWriter(storage_writer.folder, dict(self._topology())), ranks
-        )
+
+        def writer() -> SafeWriter:
+            return SafeWriter(storage_writer.folder, dict(self._topology()))
+
+        self._last = saver.start(state_dict, writer, ranks)
+        storage_writer.save = self._last
         return (self._last,)
 
 

@@ -65,7 +65,8 @@ def gather_uneven_dtensor_to_full_tensor(
     Raises ValueError for a device of another type than the mesh's, and for a sharded DTensor
     whose place in the whole is unknown.
     """
-    full, mesh = uneven_dtensor_to_full_tensor(dtensor), dtensor.device_mesh
+    full = uneven_dtensor_to_full_tensor(dtensor)
+    mesh = dtensor.device_mesh
     device_type = mesh.device_type
     if target_device is not None and torch.device(target_device).type != device_type:
         raise ValueError(

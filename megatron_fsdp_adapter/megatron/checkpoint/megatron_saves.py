@@ -42,7 +42,8 @@ class ReplacingFile(io.StringIO):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self._failed = path, False
+        self._path = path
+        self._failed = False  # a `with` block was left by an error
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         self._failed = kind is not None

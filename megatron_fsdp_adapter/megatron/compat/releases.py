@@ -66,7 +66,8 @@ def remark(package: str, version: str) -> str:
 
 def _is_older(package: str, version: str) -> bool:
     """True for a version that is older than all tested ones; an unknown version counts as older."""
-    found, oldest = parse(version), parse(TESTED[package][0])
+    found = parse(version)
+    oldest = parse(TESTED[package][0])
     return found is None or oldest is None or found < oldest
 
 

@@ -31,7 +31,9 @@ from .scheduled_pass import ScheduledPass
 BUILD = "build_schedule_plan"
 FIRST = ("pre_dispatch_computation", "attn")
 """The node that a layer's forward begins with, and its backward ends with; one of these names."""
-EXPERTS, COMBINE, PREDICTION = "mlp", "moe_combine", "mtp_post_process"
+EXPERTS = "mlp"
+COMBINE = "moe_combine"
+PREDICTION = "mtp_post_process"
 NODES = (*FIRST, "moe_dispatch", EXPERTS, COMBINE, PREDICTION)
 ROUTED = "experts"
 """The module whose weights, and no others, that node reads."""
@@ -40,10 +42,10 @@ COMBINED_BY = "fc2_latent_proj"
 
 
 class _Node:
-    """The place of a node in a plan. part: the number of its stage among the layer's. ends_forward,
-    ends_backward: True if it is the last one of its stage that reads weights, or makes gradients;
-    delays: True if gradients of weights come later; behind: the node on whose stream weights are
-    waited for, where this one has another."""
+    """A node of a plan, whose calls tell the passes when it runs.
+
+    part: the number of its stage among the layer's. Keywords are explained at the attributes.
+    """
 
     def __init__(
         self,
@@ -59,13 +61,16 @@ class _Node:
     ) -> None:
         self._node = node
         self._passes = passes
+        # The first stage of its layer, and its own one, in the order of forwards.
         self._layer_begins = sum(map(len, passes.layers[:layer]))
-        # Numbers of its stage, in either direction.
         self._stage = self._layer_begins + part
+        # Its stage in the order of backwards.
         self._backward_stage = sum(map(len, passes.layers[layer + 1 :])) + part
+        # True for the last one of its stage that reads weights, and that makes gradients.
         self._ends_forward = ends_forward
         self._ends_backward = ends_backward
-        self._delays = delays
+        self._delays = delays  # gradients of weights come later
+        # The node on whose stream weights are waited for, where this one has another.
         self._behind = behind
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +120,7 @@ class _Passes:
         throughout: Sequence[Unit],
         foreign: Iterable[int],
     ) -> None:
-        self.layers = layers
+        self.layers = layers  # the stages of each
         self.stages = sum(map(len, layers))  # their number
         self._foreign = frozenset(foreign)  # ids of parameters, see `_streams_follow`
         onward = [stage for layer in layers for stage in layer]
@@ -228,7 +233,7 @@ def _combining(layer: nn.Module) -> nn.Module | None:
 
 def _stages(layer: nn.Module, units: Callable[[nn.Module], list[Unit]]) -> list[list[Unit]]:
     """The units of a layer, and in a stage of their own those that only routed experts are in."""
-    routed = set()
+    routed: set[int] = set()
     for name, child in layer.named_modules():
         if name.rsplit(".", 1)[-1] == ROUTED:
             routed.update(map(id, child.parameters()))

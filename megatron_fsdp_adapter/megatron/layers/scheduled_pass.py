@@ -52,7 +52,8 @@ class ScheduledPass:
     @contextmanager
     def part_of(self, stage: int) -> Iterator[None]:
         """A part that reads the stage's weights runs inside, on the current stream or behind it."""
-        engine, gather = self._engine, self._engine.gather
+        engine = self._engine
+        gather = engine.gather
         if not self._kept:
             self._begin()
         self._keep(stage)

@@ -125,7 +125,7 @@ def read_by_operations(module: nn.Module) -> frozenset[int]:
     """Ids of the modules below `module` whose weights Transformer Engine's operations read (core's
     `use_te_op_fuser` of a layer spec, and `use_transformer_engine_op_fuser`). Core makes the
     operations in the first forward, out of the parameters that it finds then."""
-    found = set()
+    found: set[int] = set()
     for child in module.modules():
         if hasattr(child, "_fused_impl") or is_on(child, "_with_fused_impl"):
             found.update(map(id, child.modules()))

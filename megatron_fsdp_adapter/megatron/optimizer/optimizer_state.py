@@ -21,7 +21,8 @@ from ...optim.state import COUNT
 from ...state.names import HALVES, GlobalNames, global_names
 from ..inner_module import Chunks
 
-STATE, META = "state", "param_to_group_meta"
+STATE = "state"
+META = "param_to_group_meta"
 
 ByName = Mapping[str, Mapping[str, Any]]
 """What an optimizer has of each parameter, by the parameter's name."""

@@ -272,7 +272,8 @@ def _offloaded_fraction(config: Any) -> float:
     return getattr(config, "optimizer_offload_fraction", 1.0)
 
 
-LION, MUON = "lion", "muon"
+LION = "lion"
+MUON = "muon"
 EMERGING = (LION, MUON)
 """Supported ones of core's emerging optimizers; their updates are computed here. Others need whole
 matrices too, some with state of another shape (SOAP)."""

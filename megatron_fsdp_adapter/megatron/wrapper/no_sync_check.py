@@ -21,8 +21,8 @@ class NoSyncCheck:
     """
 
     def __init__(self, expected: bool) -> None:
-        self._pending = expected
-        self._forwards = 0
+        self._pending = expected  # until one step has shown it
+        self._forwards = 0  # of this step
 
     def on_no_sync(self) -> None:
         """Notes that the loop marks the microbatches that are not the last."""
