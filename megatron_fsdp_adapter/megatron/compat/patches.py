@@ -310,7 +310,9 @@ def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType | Functio
         for attribute, value in list(vars(module).items()):
             holder: ModuleType | FunctionType = module
             if type(value) is FunctionType and value.__defaults__ and id(value) not in replaced:
-                holder, attribute, value = value, _DEFAULTS, value.__defaults__
+                holder = value
+                attribute = _DEFAULTS
+                value = value.__defaults__
             if id(value) in replaced or type(value) is tuple:
                 new = _replaced(value, replaced, at)
                 if new is not value:

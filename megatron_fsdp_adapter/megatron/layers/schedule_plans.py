@@ -260,12 +260,13 @@ def _watch_layer(
     leaves_late = reads_to_combine and last == COMBINE
     for name, node in real.items():
         is_part = has_parts and name == EXPERTS
+        is_last = name == last and not leaves_late
         watched = _Node(
             node,
             passes,
             number,
             part=1 if is_part else 0,
-            ends_forward=is_part or (name == last and not leaves_late),
+            ends_forward=is_part or is_last,
             ends_backward=is_part or name == first,
             delays=delays and name in (first, EXPERTS),
             behind=real[first] if name == COMBINE else None,
