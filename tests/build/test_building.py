@@ -19,6 +19,8 @@ from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.plain.mesh import device_type_of
 
+CHECKS = ("build/building.py", "build/materialize.py", "plain/building.py", "plain/mesh.py")
+
 
 def test_weights_are_read_when_every_stream_has_made_them(
     alone: Any, monkeypatch: pytest.MonkeyPatch

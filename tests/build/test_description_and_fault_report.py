@@ -20,6 +20,8 @@ from tests.lib.gpt.topologies import TOPOLOGIES, build_topology_trainer, case_fo
 from tests.lib.plain.plain import Block, Net
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("build/description.py", "build/fault_report.py")
+
 
 def _described(rank: int, world: int) -> str:
     topology = TOPOLOGIES["ep2-etp2"]

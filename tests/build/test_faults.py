@@ -25,6 +25,8 @@ from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.launch import run_ranks, settle_ranks
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("build/fault_report.py", "build/same_model.py", "core/engine/launches.py")
+
 STATED = re.compile(
     r"rank \d: (gathering weights|reducing gradients|broadcasting weights) of unit \S+ "
     r"\(phase [A-Z]+\) (in forward|in backward), between ranks \[0, 1\], failed: "

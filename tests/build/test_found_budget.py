@@ -28,6 +28,8 @@ from tests.lib.gpt.units import ALL_GIB, EP2, EP2_CASE, KEPT_CASE, NEAR, WEIGHTS
 from tests.lib.gpt.variants import ZERO_1, ZERO_3, Variant, compare, marked, train
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("build/auto_budget.py", "plan/unsharded_budget.py")
+
 ALL_BYTES = int(ALL_GIB * GIB)
 
 

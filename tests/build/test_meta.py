@@ -25,6 +25,8 @@ from tests.lib.gpt.gpt import Case, ddp_config, full_all, init_megatron, make_tr
 from tests.lib.gpt.memory import live_bytes
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("build/materialize.py", "megatron/wrapper/core_init.py")
+
 CASE = Case(heads=4, vocab=54)
 TIED = "tied, learned positions"
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {

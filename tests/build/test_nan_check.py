@@ -19,6 +19,8 @@ from tests.lib.gpt.gpt import (
 from tests.lib.gpt.injected_faults import Spoiler
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("build/grad_check.py",)
+
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=3)
 RANK = 1
 MICROBATCH = 1

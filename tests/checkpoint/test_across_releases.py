@@ -18,6 +18,8 @@ import pytest
 
 from tests.lib.checkpoint.interop import assert_same
 
+CHECKS = ("checkpoint/dcp.py", "checkpoint/training.py", "checkpoint/tensor_properties.py")
+
 ROOT = Path(__file__).parents[2]
 OTHER = os.environ.get("MEGATRON_FSDP_ADAPTER_OTHER_PYTHON")
 OTHER_PATH = os.environ.get("MEGATRON_FSDP_ADAPTER_OTHER_PATH", "")

@@ -38,6 +38,8 @@ from tests.lib.gpt.topologies import build_topology_trainer
 from tests.lib.megatron.stand_ins import stand_ins
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("megatron/frameworks/peft_base_weights.py",)
+
 
 def small(*split: Any, **sizes: Any) -> Split:
     """With two layers."""

@@ -15,6 +15,8 @@ import pytest
 from tests.lib.checkpoint.interop import assert_same, half, run_bundled, run_ours
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("checkpoint/training.py", "state/names.py", "megatron/optimizer/optimizer_state.py")
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(

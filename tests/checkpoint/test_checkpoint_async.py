@@ -33,6 +33,8 @@ from tests.lib.checkpoint.checkpoint_cases import (
 )
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("checkpoint/asynchronous.py", "checkpoint/dcp.py", "checkpoint/storage.py")
+
 
 def _change(state: dict[str, Any]) -> None:
     """Everything that training changes, in place."""

@@ -26,6 +26,14 @@ from megatron_fsdp_adapter.tools.inspection import describe, diff
 from tests.lib.checkpoint.checkpoint_cases import same
 from tests.lib.checkpoint.convert_cases import Evil
 
+CHECKS = (
+    "checkpoint/dcp.py",
+    "checkpoint/digests.py",
+    "checkpoint/record.py",
+    "checkpoint/unpickling.py",
+    "tools/cli/verify.py",
+)
+
 DATA = "__0_0.distcp"
 
 

@@ -22,6 +22,8 @@ from tests.lib.checkpoint.checkpoint_cases import same
 from tests.lib.checkpoint.drivers import CASE, asked_state, load_by_driver
 from tests.lib.gpt.gpt import Trainer, build_trainer
 
+CHECKS = ("megatron/checkpoint/checkpoint_drivers.py",)
+
 driver = drivers.driver
 
 

@@ -27,6 +27,13 @@ from tests.lib.checkpoint.checkpoint_cases import data_mesh, names, plan, same, 
 from tests.lib.checkpoint.convert_cases import Evil
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = (
+    "checkpoint/coordination.py",
+    "checkpoint/dcp.py",
+    "checkpoint/state.py",
+    "checkpoint/folders.py",
+)
+
 
 def _state(number: float = 1.0) -> dict[str, Any]:
     return {"model": {"w": torch.full((4,), number), "b": torch.full((2, 3), number)}, "step": 1}

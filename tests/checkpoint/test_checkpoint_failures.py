@@ -23,6 +23,13 @@ from megatron_fsdp_adapter.checkpoint.dcp import latest_iteration, load_checkpoi
 from tests.lib.checkpoint.checkpoint_cases import names, numbered_state, same
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = (
+    "checkpoint/dcp.py",
+    "checkpoint/storage.py",
+    "checkpoint/coordination.py",
+    "checkpoint/digests.py",
+)
+
 MIB = 1 << 20
 NO_SPACE = "No space left on device"
 Save = Callable[[str, int, dict[str, Any]], Any]

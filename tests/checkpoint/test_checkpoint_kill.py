@@ -24,6 +24,8 @@ from tests.lib.checkpoint.checkpoint_cases import names, numbered_state, same
 from tests.lib.megatron.stand_ins import save_as_megatron, stand_ins
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("checkpoint/folders.py", "checkpoint/storage.py", "megatron/checkpoint/megatron_saves.py")
+
 FULL = pytest.mark.full
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")

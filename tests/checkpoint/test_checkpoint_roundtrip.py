@@ -27,6 +27,8 @@ from tests.lib.checkpoint.checkpoint_cases import (
 )
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("checkpoint/dcp.py", "checkpoint/state.py", "core/dtensor/chunks.py")
+
 FOLDER = "iter_0000010"
 CUTS = (0, 1)
 

@@ -18,6 +18,13 @@ from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
 from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.gpt.gpt import Trainer, build_trainer
 
+CHECKS = (
+    "state/scaling_records.py",
+    "state/names.py",
+    "checkpoint/convert/training_state.py",
+    "tools/inspection.py",
+)
+
 driver = drivers.driver
 LENGTH = 3
 

@@ -23,6 +23,8 @@ from tests.lib.gpt.gpt import full_all
 from tests.lib.gpt.topologies import CASE, Topology, build_topology_trainer, init_topology
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("core/dtensor/parts.py", "megatron/checkpoint/megatron_names.py", "state/names.py")
+
 
 def _halves_of_the_wrapper(rank: int, size: int, tp: int) -> list[tuple[Any, ...]]:
     from megatron.core.transformer import fsdp_dtensor_checkpoint as core

@@ -30,6 +30,12 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
 
+CHECKS = (
+    "checkpoint/tensor_properties.py",
+    "checkpoint/convert/dcp_files.py",
+    "checkpoint/storage.py",
+)
+
 RANKS = 200
 KEYS = [f"{kind}.linear_fc2.weight" for kind in ("model", "exp_avg", "exp_avg_sq")]
 SIZE = torch.Size([3, 4])

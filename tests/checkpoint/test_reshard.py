@@ -46,6 +46,14 @@ from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.gpt.topologies import TopologyTrainer, topology_step
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = (
+    "checkpoint/training.py",
+    "core/dtensor/chunks.py",
+    "core/dtensor/parts.py",
+    "state/model_state.py",
+    "megatron/optimizer/optimizer_state.py",
+)
+
 DEFAULT = (split_of(4, ZERO3, tp=2, outer="optim"), split_of(4, ZERO2, pp=2, vpp=2))
 
 TP4 = split_of(4, ZERO3, tp=4)

@@ -44,6 +44,13 @@ from tests.lib.plain.plain import Block, Net, tokens
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = (
+    "checkpoint/training.py",
+    "checkpoint/fitting.py",
+    "megatron/optimizer/optimizer_state.py",
+    "optim/state.py",
+)
+
 FULL = pytest.mark.full
 STRATEGIES = gpt.STRATEGIES
 ENDS = (STRATEGIES[0], STRATEGIES[-1])

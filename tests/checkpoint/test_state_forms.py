@@ -26,6 +26,14 @@ from megatron_fsdp_adapter.state.names import GlobalNames
 from tests.lib.checkpoint.checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
 from tests.lib.gpt.gpt import Case, Trainer, build_trainer
 
+CHECKS = (
+    "state/model_state.py",
+    "state/names.py",
+    "checkpoint/fitting.py",
+    "core/dtensor/parts.py",
+    "megatron/optimizer/optimizer_state.py",
+)
+
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 # As on the second of two pipeline stages with a layer each.
 LAST = GlobalNames(renumbered={"layers.0": "1"})

@@ -35,6 +35,15 @@ from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
 from megatron_fsdp_adapter.megatron.wrapper.process_groups import build_index, groups_of
 from tests.lib.engine.pretended import pretended_world
 
+CHECKS = (
+    "core/config.py",
+    "core/topology.py",
+    "core/distributed_index.py",
+    "megatron/options/ddp_config.py",
+    "megatron/options/ddp_options.py",
+    "megatron/wrapper/process_groups.py",
+)
+
 CPU = torch.device("cpu")
 
 

@@ -27,6 +27,8 @@ from tests.lib.gpt.variants import check_row
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import SLOTS, ZERO_3
 
+CHECKS = ("megatron/wrapper/units.py", "rollout/export.py", "rollout/release.py")
+
 SMALL_MODEL = Case(num_layers=4, hidden=512, heads=8, ffn=2048, vocab=8192, seq=512, bf16=True)
 BESIDE = 64 << 20
 """Bytes that are not the wrapper's: workspaces of cuBLAS, rotary frequencies, communicators."""
@@ -115,7 +117,7 @@ def _registered(trainer: Trainer) -> list[torch.Tensor]:
     return [] if storages(engine)["slots"] else list(found.values())
 
 
-CHECKS = {
+DEVICE_CHECKS = {
     **{
         row.name: Check(check_row, (changed_models.__name__, "HABITS", row.name, fresh_seed()))
         for row in HABITS
@@ -129,6 +131,6 @@ CHECKS = {
         for check in (exported, released)
     },
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=600.0)
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=600.0)
 
 test_on_two_gpus = expecting(OUTCOMES)

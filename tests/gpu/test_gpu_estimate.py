@@ -36,6 +36,8 @@ from megatron_fsdp_adapter.tools.cli import estimate
 from tests.lib.gpt.gpt import Case, ddp_config, init_megatron
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 
+CHECKS = ("plan/memory.py", "tools/cli/estimate.py", "build/materialize.py")
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -127,7 +129,7 @@ def compare(rank: int, world: int, words: list[str], precision: str, again: bool
 
 
 LLAMA = [f"--config={ROOT / 'configs' / 'llama3-8b.yaml'}", f"--num-layers={LAYERS}"]
-CHECKS = {
+DEVICE_CHECKS = {
     f"{precision}, {'full recompute' if again else 'no recompute'}": Check(
         compare, (LLAMA, precision, again)
     )
@@ -279,7 +281,7 @@ STARTS = {
         for recipe in ("delayed", "tensorwise", "blockwise")
     },
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te",))
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=500.0, needs=("te",))
 START_OUTCOMES = Outcomes(STARTS, timeout_s=500.0, needs=("te",))
 
 test_what_is_held_is_what_is_estimated = expecting(OUTCOMES)

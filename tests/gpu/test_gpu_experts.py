@@ -52,6 +52,8 @@ from tests.lib.gpu.experts import (
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, NEEDS, Check, Outcomes, expecting
 from tests.lib.gpu.runs import NONE, Fields
 
+CHECKS = ("megatron/wrapper/domains.py", "checkpoint/training.py")
+
 STEPS = 3
 HAS_TE = NEEDS["te"][0]()
 HAS_DEEP_EP = importlib.util.find_spec("deep_ep") is not None
@@ -224,19 +226,19 @@ def experts_move(rank: int, world: int, name: str) -> str:
     return f"{len(first)} tensors"
 
 
-CHECKS = {
+DEVICE_CHECKS = {
     f"{name}, {dispatcher}": Check(trains_like_ddp, (name, dispatcher))
     for name, kind in KINDS.items()
     for dispatcher, fields in DISPATCHERS.items()
     if can_run(kind, fields)
 }
 PARTS = {"megatron_fsdp_enable_fine_grained_param_gather": True}
-CHECKS |= {
+DEVICE_CHECKS |= {
     f"{name}, alltoall, in parts": Check(trains_like_ddp, (name, "alltoall", PARTS))
     for name, kind in KINDS.items()
     if HAS_TE or not kind.grouped
 }
-CHECKS |= {
+DEVICE_CHECKS |= {
     f"{name}, {dispatcher}, in parts": Check(trains_like_ddp, (name, dispatcher, PARTS))
     for name, kind in KINDS.items()
     for dispatcher, fields in DISPATCHERS.items()
@@ -250,7 +252,7 @@ MOVES = {
 # Core asks for the second before it fuses SwiGLU.
 ENVIRONMENT = {**DETERMINISTIC, "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
 OUTCOMES = Outcomes(
-    CHECKS,
+    DEVICE_CHECKS,
     timeout_s=240.0,
     world=4 if torch.cuda.device_count() >= 4 else 2,
     environment=ENVIRONMENT,

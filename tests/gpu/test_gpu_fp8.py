@@ -30,6 +30,8 @@ from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import NONE, ZERO_1, ZERO_3, Change, fp8, te_run, te_trainer, with_te_layers
 from tests.lib.quantized.te_checks import same
 
+CHECKS = ("quantized/weights.py", "quantized/scaling.py", "megatron/layers/te_weight_cache.py")
+
 CASE = Case(
     num_layers=2, hidden=128, heads=4, ffn=256, vocab=256, seq=64, batch=2, bf16=True, swiglu=True
 )
@@ -250,18 +252,18 @@ def resumes(rank: int, world: int, recipe: str, quantized: bool) -> str:
     return f"{len(records)} records, losses {losses}"
 
 
-CHECKS: dict[str, Check] = {
+DEVICE_CHECKS: dict[str, Check] = {
     "computes in FP8": Check(computes_in_fp8),
     "twice": Check(same_run_twice),
     "memory": Check(keeps_no_fp8_model),
 }
-CHECKS |= {
+DEVICE_CHECKS |= {
     f"{name}, {recipe}, {strategy}": Check(trains_as_ddp, (name, recipe, strategy))
     for name, kind in KINDS.items()
     for recipe in kind.recipes
     for strategy in kind.strategies
 }
-CHECKS |= {
+DEVICE_CHECKS |= {
     f"resumed, {recipe}, {'quantized' if quantized else 'bf16'} weights": Check(
         resumes, (recipe, quantized)
     )
@@ -269,6 +271,6 @@ CHECKS |= {
     for quantized in (True, False)
     if quantized or recipe != "blockwise"
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te", "fp8"), environment=DETERMINISTIC)
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=500.0, needs=("te", "fp8"), environment=DETERMINISTIC)
 
 test_fp8 = expecting(OUTCOMES)

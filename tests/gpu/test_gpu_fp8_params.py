@@ -30,6 +30,13 @@ from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import fp8, te_trainer
 from tests.lib.quantized.te_checks import same
 
+CHECKS = (
+    "quantized/weights.py",
+    "quantized/quantizers.py",
+    "quantized/params.py",
+    "quantized/columns.py",
+)
+
 STEPS = 5
 BOUND = 2e-2
 """Relative, of losses whose gradients were added up in another order."""
@@ -167,15 +174,15 @@ def exports_its_bytes(rank: int, world: int, recipe: str) -> str:
     return f"{len(gathered)} weights"
 
 
-CHECKS = {
+DEVICE_CHECKS = {
     f"{recipe}, {strategy}, {count} microbatches{label}": Check(check, (recipe, strategy, count))
     for label, check in (("", trains_as_ddp), (", fused", fused_trains_as_ddp))
     for recipe in RECIPES
     for strategy in STRATEGIES
     for count in (1, 3)
 }
-CHECKS |= {f"{recipe}, memory": Check(holds_bytes, (recipe,)) for recipe in RECIPES}
-CHECKS |= {f"{recipe}, exported": Check(exports_its_bytes, (recipe,)) for recipe in RECIPES}
-OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
+DEVICE_CHECKS |= {f"{recipe}, memory": Check(holds_bytes, (recipe,)) for recipe in RECIPES}
+DEVICE_CHECKS |= {f"{recipe}, exported": Check(exports_its_bytes, (recipe,)) for recipe in RECIPES}
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
 
 test_quantized_weights_train_as_under_ddp = expecting(OUTCOMES)

@@ -13,9 +13,11 @@ from tests.lib.quantized.emulated import RECIPES, TE_RECIPES
 from tests.lib.quantized.te_checks import nothing_waits, shards_are_the_whole
 from tests.lib.quantized.te_weights import NASTY
 
+CHECKS = ("quantized/e4m3.py", "quantized/triton_e4m3.py")
+
 GPUS = 1
 
-CHECKS = {
+DEVICE_CHECKS = {
     **{
         f"shards are the whole, {recipe}, {nasty or 'usual'}": Check(
             shards_are_the_whole, (recipe, nasty, 10)
@@ -30,7 +32,7 @@ CHECKS = {
     **{f"nothing waits, {recipe}": Check(nothing_waits, (recipe,)) for recipe in RECIPES},
 }
 OUTCOMES = Outcomes(
-    CHECKS, timeout_s=240.0, backend="nccl" if torch.cuda.device_count() > 1 else "gloo"
+    DEVICE_CHECKS, timeout_s=240.0, backend="nccl" if torch.cuda.device_count() > 1 else "gloo"
 )
 
 test_quantized_weights_are_those_of_te = expecting(OUTCOMES)

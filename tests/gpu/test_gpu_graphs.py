@@ -32,6 +32,8 @@ from tests.lib.gpu.captured import forget_graphs
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, NONE, SLOTS, ZERO_1, ZERO_3, Fields
 
+CHECKS = ("graphs/full_iteration.py", "graphs/capture.py")
+
 CASE = Case(
     num_layers=5,
     hidden=256,
@@ -200,7 +202,7 @@ def over_an_outer_axis(rank: int, world: int, strategy: str, outer: str) -> str:
 
 
 BOTH = (ZERO_1, ZERO_3)
-CHECKS = {
+DEVICE_CHECKS = {
     **{name: Check(same_bits, (name,)) for name in CELLS},
     **{f"twenty replays, {s}": Check(twenty_replays, (s,)) for s in BOTH},
     **{f"constructed on another stream, {s}": Check(elsewhere, (s, True)) for s in BOTH},
@@ -211,7 +213,7 @@ OUTER_CHECKS = {
     for s in BOTH
     for outer in ("no_shard", "optim")
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=300.0)
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=300.0)
 OUTER_OUTCOMES = Outcomes(OUTER_CHECKS, timeout_s=120.0)
 """In processes of their own, whose groups are others."""
 

@@ -40,6 +40,8 @@ from tests.lib.gpt.topologies import (
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
 
+CHECKS = ("graphs/layer_graphs.py", "graphs/captured.py", "graphs/capture.py")
+
 CASE = Case(
     num_layers=4,
     hidden=256,
@@ -234,12 +236,12 @@ def flat_memory(rank: int, world: int, steps: int) -> str:
     return f"{steps} steps, {allocated:.1f} MiB allocated, {reserved:.0f} reserved"
 
 
-CHECKS = {
+DEVICE_CHECKS = {
     "500 steps": Check(flat_memory, (500,)),  # first: nothing of earlier checks may go meanwhile
     **{name: Check(same_bits, (name,)) for name in CELLS},
     # Last: they make other process groups.
     **{name: Check(pipeline_same_bits, (name,)) for name in ("pp2", "pp2-vpp2")},
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=400.0, needs=("te",), environment=DETERMINISTIC)
 
 test_on_two_gpus = expecting(OUTCOMES)

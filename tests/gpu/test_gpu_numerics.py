@@ -20,6 +20,8 @@ from tests.lib.gpt.variants import check_row
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import run_of
 
+CHECKS = ("core/engine/engine.py", "core/runtime/device.py", "megatron/optimizer/optimizer.py")
+
 WIDE = Case(
     num_layers=3, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True, bf16=True
 )
@@ -102,7 +104,7 @@ def _checks() -> dict[str, Check]:
     }
 
 
-CHECKS = _checks()
-OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
+DEVICE_CHECKS = _checks()
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=170.0)
 
 test_on_two_gpus = expecting(OUTCOMES)

@@ -38,6 +38,14 @@ from tests.lib.gpt.muon_reference import Reference, is_muons
 from tests.lib.gpu.gpu_ranks import NEEDS, Check, Outcomes, expecting
 from tests.lib.gpu.runs import ZERO_3, Fields, local_run, run_of
 
+CHECKS = (
+    "optim/fused_adam.py",
+    "optim/triton_adam.py",
+    "optim/multi_tensor.py",
+    "optim/muon/newton_schulz.py",
+    "optim/muon/triton_symmetric.py",
+)
+
 SIZES = (1_000_003, 4096 * 33, 7, 65536 * 2 + 1, 1, CHUNK * 3)
 FLOAT32 = torch.float32
 BF16 = torch.bfloat16

@@ -24,6 +24,8 @@ from tests.lib.gpu import shared_device
 from tests.lib.integration import lm_log
 from tests.lib.integration.lm_runs import ROOT
 
+CHECKS = ("launch/runner.py", "graphs/full_iteration.py", "graphs/layer_graphs.py")
+
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 STEPS = 10
 MODEL = shlex.split(

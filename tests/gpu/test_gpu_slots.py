@@ -14,6 +14,8 @@ from tests.lib.gpu.device_memory import run_steps, stays_flat
 from tests.lib.gpu.gpu_ranks import Check, Outcomes, expecting
 from tests.lib.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
 
+CHECKS = ("core/engine/buffer.py", "core/comm/registered.py")
+
 WIDE = Case(
     num_layers=5,
     hidden=256,
@@ -108,12 +110,12 @@ def registers_once(rank: int, world: int) -> str:
     return f"{every} registrations"
 
 
-CHECKS = {
+DEVICE_CHECKS = {
     **{name: Check(same_bits, (name,)) for name in OPTIONS},
     "two wrappers": Check(two_wrappers),
     "registers once": Check(registers_once),
     **{f"fixed, {n}": Check(fixed_memory, (n,)) for n in ("double buffer", "copy engines")},
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=150.0)
 
 test_on_two_gpus = expecting(OUTCOMES)

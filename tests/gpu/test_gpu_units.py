@@ -21,6 +21,8 @@ from tests.lib.gpu.runs import ZERO_3
 from tests.lib.plain.launches import HANGS, LIKE, UNLIKE, loss_of, sharded
 from tests.lib.ranks.launch import settle_ranks
 
+CHECKS = ("core/engine/launches.py", "build/auto_budget.py", "build/materialize.py")
+
 # Ranks that use different units: reported a step later, since no host waits for a device. Gathers
 # have a communicator of their own, as in Megatron's wrapper.
 
@@ -160,10 +162,10 @@ def gives_memory_back(rank: int, world: int) -> str:
     return f"{[round(one / GIB, 3) for one in used]} GiB in use; losses {losses[AUTO]}"
 
 
-CHECKS = {f"like ranks, {s}": Check(like_ranks_train, (s,)) for s in STRATEGIES}
-CHECKS["begins on the host"] = Check(begins_on_the_host)
-CHECKS["gives memory back"] = Check(gives_memory_back)
-OUTCOMES = Outcomes(CHECKS, timeout_s=120.0)
+DEVICE_CHECKS = {f"like ranks, {s}": Check(like_ranks_train, (s,)) for s in STRATEGIES}
+DEVICE_CHECKS["begins on the host"] = Check(begins_on_the_host)
+DEVICE_CHECKS["gives memory back"] = Check(gives_memory_back)
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=120.0)
 STREAM_OUTCOMES = Outcomes({"waits": Check(waits)}, timeout_s=120.0, world=1)
 
 test_models_train = expecting(OUTCOMES)

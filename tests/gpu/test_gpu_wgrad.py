@@ -30,6 +30,12 @@ from tests.lib.gpt.gather_full import full_values
 from tests.lib.gpt.topologies import local_of
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
 
+CHECKS = (
+    "megatron/layers/fused_wgrad.py",
+    "megatron/layers/wgrad_probe.py",
+    "core/engine/wgrad.py",
+)
+
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
 WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
 """The same recipes, and weights that are quantized from the start. Training with them:
@@ -227,7 +233,7 @@ def is_run_with_quantized_weights(rank: int, world: int, name: str, recipe: str)
     return str(seen)
 
 
-CHECKS = {
+DEVICE_CHECKS = {
     **{
         f"{name}, {recipe}": Check(is_run_with_quantized_weights, (name, recipe))
         for name in CLASSES
@@ -240,6 +246,6 @@ CHECKS = {
     },
     "guarantee removed": Check(guarantee_removed_is_seen),
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, needs=("te",), environment=DETERMINISTIC)
+OUTCOMES = Outcomes(DEVICE_CHECKS, timeout_s=240.0, needs=("te",), environment=DETERMINISTIC)
 
 test_fused_weight_gradients = expecting(OUTCOMES)

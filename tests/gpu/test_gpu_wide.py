@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from lib.bench_trace import budget, budget_text, read_events
 
+CHECKS = ("core/engine/gather.py", "core/engine/reduce.py", "core/topology.py")
+
 LONG_KERNELS = Case(
     num_layers=4,
     hidden=4096,

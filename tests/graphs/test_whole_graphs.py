@@ -24,6 +24,8 @@ from tests.lib.gpt.gpt import Case, Trainer, build_trainer, full_weights, init_m
 from tests.lib.gpt.topologies import run_schedule
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("graphs/full_iteration.py", "graphs/capture.py", "core/engine/gather.py")
+
 CASE = Case(
     num_layers=3, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True, clip=0.1
 )

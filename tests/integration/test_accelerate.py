@@ -12,6 +12,8 @@ import pytest
 
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("plain/accelerate.py", "plain/torch_fsdp.py", "plain/fsdp2.py", "plain/fsdp2_model.py")
+
 pytestmark = pytest.mark.full
 
 

@@ -23,6 +23,12 @@ from tests.lib.integration.bridge_on_cpu import TINY_LLAMA
 from tests.lib.integration.bridge_runs import EXAMPLE, need_bridge
 from tests.lib.integration.lm_runs import ROOT, train_recipe
 
+CHECKS = (
+    "launch/bridge.py",
+    "megatron/checkpoint/background_saves.py",
+    "megatron/checkpoint/checkpoint_drivers.py",
+)
+
 pytestmark = pytest.mark.full
 STEPS = 4
 

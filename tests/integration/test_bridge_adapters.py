@@ -16,6 +16,8 @@ from tests.lib.integration import lm_log
 from tests.lib.integration.bridge_runs import EXAMPLE, need_bridge
 from tests.lib.integration.lm_runs import HARNESSES, train_recipe
 
+CHECKS = ("megatron/frameworks/peft_base_weights.py", "launch/bridge.py")
+
 pytestmark = pytest.mark.full
 LORA = HARNESSES / "bridge_lora.py"
 

@@ -18,6 +18,8 @@ from tests.lib.integration.bridge_runs import need_bridge
 from tests.lib.integration.documented import BLOCKS
 from tests.lib.integration.lm_runs import HARNESSES, ROOT, run_worker
 
+CHECKS = ("megatron/frameworks/bridge_weights.py", "state/module_weights.py")
+
 pytestmark = pytest.mark.full
 
 

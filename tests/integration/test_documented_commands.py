@@ -33,6 +33,8 @@ import pytest
 from tests.lib.integration.documented import BLOCKS, ROOT, Block
 from tests.lib.ranks.ranks import rendezvous
 
+CHECKS = ("__main__.py",)
+
 BASH_MARKS = {
     "nodes": "the same command on each of two nodes: two launchers here, of one process",
     "slow": "minutes: runs with --full",

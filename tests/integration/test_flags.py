@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests.lib.integration.lm_runs import ROOT
 
+CHECKS = ("launch/megatron_lm.py", "megatron/options/support.py", "megatron/options/table.py")
+
 TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("options.md", "flags.md"))
 
 CONCERNS = re.compile(

@@ -14,6 +14,8 @@ import pytest
 
 from tests.lib.integration.lm_runs import HARNESSES, ROOT
 
+CHECKS = ("plain/fsdp2.py", "plain/fsdp2_model.py")
+
 FOLDER = "test/distributed/_composable/fsdp"
 FILES = (
     "training", "state_dict", "mixed_precision", "clip_grad_norm_", "frozen", "ignore_params",

@@ -16,6 +16,8 @@ import pytest
 from tests.lib.integration.lm_runs import environment_of_ranks
 from tests.lib.integration.warm_start import Rank, Server
 
+CHECKS = ("launch/installation.py", "megatron/compat/patches.py", "megatron/compat/table.py")
+
 PRELUDE = """
 import sys, types
 import importlib

@@ -34,6 +34,15 @@ from megatron_fsdp_adapter.tools.cli import verify
 from tests.lib.integration import lm_log
 from tests.lib.integration.lm_runs import ROOT, STEPS, Run, launch, train
 
+CHECKS = (
+    "launch/runner.py",
+    "launch/megatron_lm.py",
+    "megatron/wrapper/adapter.py",
+    "megatron/optimizer/optimizer.py",
+    "megatron/checkpoint/megatron_saves.py",
+    "megatron/checkpoint/checkpoint_drivers.py",
+)
+
 pytestmark = pytest.mark.full
 
 GPT = "pretrain_gpt.py"

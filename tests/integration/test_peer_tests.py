@@ -19,6 +19,8 @@ import torch
 
 from tests.lib.integration.lm_runs import HARNESSES, ROOT
 
+CHECKS = ("megatron/wrapper/adapter.py", "plain/megatron_fsdp.py")
+
 FOLDER = "tests/unit_tests/distributed"
 FULLY_SHARD = "test_mfsdp_fully_shard.py"
 FILE = "test_mcore_fully_sharded_data_parallel.py"

@@ -14,6 +14,8 @@ import pytest
 from tests.lib.integration.bridge_runs import need_bridge
 from tests.lib.integration.lm_runs import run_worker
 
+CHECKS = ("launch/verl_plugin.py", "megatron/frameworks/rl_frameworks.py")
+
 pytestmark = pytest.mark.full
 
 CASES = (

@@ -17,6 +17,8 @@ from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from tests.lib.megatron.launch_cases import parsed_arguments
 
+CHECKS = ("launch/megatron_lm.py", "megatron/options/settings.py")
+
 FSDP = ["--use-megatron-fsdp"]
 
 

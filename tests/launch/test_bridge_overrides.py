@@ -18,6 +18,8 @@ from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron.options import validation
 from tests.lib.megatron.launch_cases import recipe
 
+CHECKS = ("launch/bridge.py", "megatron/options/validation.py")
+
 ROOT = Path(__file__).parents[2]
 
 

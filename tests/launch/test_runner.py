@@ -17,6 +17,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fsdp_adapter.checkpoint import latest_iteration
 
+CHECKS = ("launch/runner.py", "launch/megatron_lm.py", "__main__.py")
+
 ROOT = Path(__file__).parents[2]
 Outcome = subprocess.CompletedProcess[str]
 

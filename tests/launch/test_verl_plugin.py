@@ -14,6 +14,8 @@ import pytest
 
 from megatron_fsdp_adapter.megatron.compat import patches
 
+CHECKS = ("launch/verl_plugin.py",)
+
 PLUGIN = "megatron_fsdp_adapter.launch.verl_plugin"
 MODULES = ("verl", "verl.utils", "verl.utils.megatron_utils")
 

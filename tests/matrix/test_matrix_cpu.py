@@ -17,6 +17,8 @@ from tests.lib.matrix.training import Findings, check_cell, checked_cell, wrong
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("core/engine/engine.py", "megatron/wrapper/adapter.py", "optim/step.py")
+
 ALL = cells.cached("cpu")
 OF_FOUR = 5
 """How many cells of four ranks are in the slice; those of two all are."""

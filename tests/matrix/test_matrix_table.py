@@ -12,6 +12,8 @@ from tests.lib.matrix import cells
 from tests.lib.matrix.cover import Space
 from tests.lib.matrix.table import DIMENSIONS, MEANING, REFERENCE, RULES, Rule
 
+CHECKS = ("megatron/options/support.py",)
+
 
 def test_cells_have_every_possible_pair_and_no_other() -> None:
     """Each name is that of its cell."""

@@ -32,6 +32,13 @@ from tests.lib.gpt.topologies import (
 from tests.lib.plain.plain import Block, Side, net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "optim/muon/shards.py",
+    "optim/muon/exchange.py",
+    "optim/muon/torch_muon.py",
+    "megatron/optimizer/muon.py",
+)
+
 LR = 1e-2
 DECAY = 0.1
 FP32 = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}

@@ -12,6 +12,8 @@ from megatron_fsdp_adapter.optim.muon.matrices import Member, MuonParam, Run, ro
 from megatron_fsdp_adapter.optim.muon.plan import assign, plan_stage, sent_before, stages_of
 from tests.lib.layout.layout_cases import specs_of
 
+CHECKS = ("optim/muon/plan.py", "optim/muon/matrices.py")
+
 # Owners.
 
 

@@ -14,6 +14,8 @@ from megatron_fsdp_adapter.optim.muon.newton_schulz import (
     restarts_of,
 )
 
+CHECKS = ("optim/muon/newton_schulz.py",)
+
 
 def plain(x: torch.Tensor, coefficients: tuple[Coefficients, ...]) -> torch.Tensor:
     """Step by step, as K. Jordan wrote them, in the dtype of `x`."""

@@ -29,6 +29,8 @@ from tests.lib.gpt.gpt import (
 )
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("optim/fused_adam.py", "optim/triton_adam.py", "optim/multi_tensor.py")
+
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
 OFFLOAD = {"chunked_optimizer_state_offload": True}
 CPU = torch.device("cpu")

@@ -39,6 +39,8 @@ from tests.lib.megatron.bridge_stand_in import Task, standing_in
 from tests.lib.plain.plain import assert_nothing_is_staged
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("optim/residency.py", "optim/step.py", "optim/local_shards.py", "optim/state.py")
+
 CPU = torch.device("cpu")
 SMALL = {"num_layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 23, "microbatches": 2,
          "clip": 0.5, "bf16": True}  # fmt: skip

@@ -33,6 +33,14 @@ from tests.lib.gpt.lion import BETAS, LION, LION_BESIDE_ADAM, LION_IN_CORE, OF_L
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "optim/step.py",
+    "optim/local_shards.py",
+    "optim/state.py",
+    "optim/lion.py",
+    "megatron/optimizer/lion.py",
+)
+
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
 CPU = torch.device("cpu")
 

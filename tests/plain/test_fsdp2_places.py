@@ -19,6 +19,8 @@ from megatron_fsdp_adapter import fully_shard as ours
 from megatron_fsdp_adapter import leave_fsdp2, use_as_fsdp2
 from megatron_fsdp_adapter.plain.by_environment import VARIABLE
 
+CHECKS = ("plain/torch_fsdp.py", "plain/by_environment.py")
+
 
 def test_it_takes_the_place_of_torchs_wherever_that_was_imported(monkeypatch: Any) -> None:
     library: Any = types.ModuleType("a_library_that_imported_it")

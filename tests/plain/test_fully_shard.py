@@ -24,6 +24,8 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.lib.plain.plain import Block, net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("plain/fully_shard.py", "plain/building.py", "plain/optimizer.py", "build/guards.py")
+
 BF16 = torch.bfloat16
 KEPT_GRADS = [name for name, row in STRATEGIES.items() if not row.shard_grads]
 SHARDED_GRADS = [name for name, row in STRATEGIES.items() if row.shard_grads]

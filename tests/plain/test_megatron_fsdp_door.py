@@ -28,6 +28,21 @@ from tests.lib.plain.plain_loops import microbatched
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "plain/megatron_fsdp.py",
+    "plain/named_dims.py",
+    "plain/uneven_dtensor.py",
+    "plain/as_megatron_fsdp/__init__.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/__init__.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/distributed_data_parallel_config.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/fully_shard.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/megatron_fsdp.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/mixed_precision.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/package_info.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/uneven_dtensor.py",
+    "plain/as_megatron_fsdp/megatron_fsdp/utils.py",
+)
+
 BF16 = torch.bfloat16
 MICROBATCHES = 2
 UNITS = [Block, "torch.nn.Embedding", nn.Conv2d]

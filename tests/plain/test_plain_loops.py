@@ -22,6 +22,13 @@ from tests.lib.plain.plain import Block, Side, device, net
 from tests.lib.plain.plain_loops import LOOPS
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "plain/user_loop.py",
+    "plain/optimizer.py",
+    "plain/optimizer_rows.py",
+    "build/grad_sync.py",
+)
+
 NEEDS: Mapping[str, Callable[[Strategy], bool]] = {
     # Where weights are sharded all ranks gather them in each forward.
     "a_rank_without_data": lambda row: not row.shard_weights,

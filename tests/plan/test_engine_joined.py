@@ -17,6 +17,8 @@ from megatron_fsdp_adapter.plan.unit_grouping import (
     layer_numels,
 )
 
+CHECKS = ("plan/unit_grouping.py",)
+
 
 def squares(*widths: int) -> list[nn.Module]:
     return [nn.Linear(width, width, bias=False) for width in widths]

@@ -17,6 +17,8 @@ from megatron_fsdp_adapter.plan.memory import (
 )
 from tests.lib.layout.layout_cases import specs_of
 
+CHECKS = ("plan/memory.py",)
+
 
 def planned(dtype: torch.dtype, requires_grad: bool = True) -> GroupLayout:
     """100 elements of parameters on 4 shards of 32: ranks hold 32, 32, 32 and 4 of them."""

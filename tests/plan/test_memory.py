@@ -36,6 +36,8 @@ from tests.lib.gpt.gpt import (
 from tests.lib.gpt.memory import measure
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("plan/memory.py", "core/engine/buffer.py", "tools/cli/estimate.py")
+
 BASE = Case(positions="learned_absolute", microbatches=2)
 SLOTS = {"fsdp_double_buffer": True}
 CASES: list[tuple[Case, dict[str, Any]]] = [

@@ -16,6 +16,8 @@ from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard, fully_shard
 from megatron_fsdp_adapter.plan.module_problems import module_problems
 from megatron_fsdp_adapter.plan.unit_classes import classes_of, repeated_layers
 
+CHECKS = ("plan/module_problems.py", "plan/unit_classes.py")
+
 
 class Odd(nn.Module):
     """A good parameter and `value`."""

@@ -27,6 +27,8 @@ from tests.lib.gpt.variants import (
 )
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("plan/placement.py", "build/guards.py")
+
 LEFT: dict[str, str] = {"*": "leave", "text*": "shard", "projector": "shard"}
 """All but the frozen tower is sharded: later patterns win."""
 

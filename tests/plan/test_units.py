@@ -68,6 +68,15 @@ from tests.lib.gpt.variants import (
 )
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "plan/unsharded_budget.py",
+    "plan/unit_grouping.py",
+    "megatron/options/unit_size.py",
+    "megatron/wrapper/model_plan.py",
+    "megatron/wrapper/units.py",
+    "megatron/layers/schedule_plans.py",
+)
+
 SLOTS = {"fsdp_double_buffer": True}
 FINE_SLOTS = {**FINE, **SLOTS}
 CLASSES = [TransformerLayer, MLP]

@@ -22,6 +22,8 @@ from tests.lib.quantized.arithmetic import e8m0, scale_of
 from tests.lib.quantized.emulated import emulated_parameter
 from tests.lib.quantized.te_weights import KNOWS
 
+CHECKS = ("quantized/e4m3.py", "quantized/tables.py")
+
 
 def test_exponents_are_of_the_smallest_power_of_two_that_is_not_below() -> None:
     values = torch.rand(3000).clamp_min(2.0**-20) * 2.0 ** torch.randint(-100, 120, (3000,))

@@ -21,6 +21,8 @@ from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, run_te
 from tests.lib.quantized.te_scaling import linears, quantize_layers
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("quantized/weights.py", "quantized/params.py")
+
 
 @torch.no_grad()
 def stand_for_quantized(trainer: Any, recipe: str, values: dict[str, torch.Tensor]) -> None:

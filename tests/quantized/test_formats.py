@@ -27,6 +27,8 @@ from tests.lib.quantized.te_checks import shards_are_the_whole
 from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, standing_in
 from tests.lib.quantized.te_weights import NASTY, RECIPES, TINY
 
+CHECKS = ("quantized/params.py", "quantized/quantizers.py", "core/layout/format.py")
+
 BYTES = torch.uint8
 VALUES = (*NASTY, TINY)
 

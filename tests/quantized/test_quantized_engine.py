@@ -18,6 +18,8 @@ from tests.lib.engine.traces import collectives, steady
 from tests.lib.quantized.emulated import RECIPES, CountingParams, EmulatedTensor
 from tests.lib.quantized.quantized_cases import PlainQuantizedRig
 
+CHECKS = ("quantized/weights.py", "core/engine/quantized.py")
+
 # Values, on the slowest network there can be.
 
 

@@ -29,6 +29,13 @@ from tests.lib.engine.pretended import pretended_world
 from tests.lib.engine.small_model import Setup, make_net
 from tests.lib.quantized.emulated import RECIPES, EmulatedTensor, Float8Tensor
 
+CHECKS = (
+    "quantized/params.py",
+    "quantized/columns.py",
+    "core/engine/quantized.py",
+    "build/same_model.py",
+)
+
 # Guards.
 
 READS = {

@@ -29,6 +29,8 @@ from tests.lib.quantized.te_weights import KNOWS, gathered
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("quantized/weights.py", "quantized/quantizers.py", "quantized/e4m3.py")
+
 CPU = torch.device("cpu")
 
 

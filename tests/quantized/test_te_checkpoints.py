@@ -44,6 +44,8 @@ from tests.lib.quantized.te_scaling import LENGTH, quantize_layers, roll, scale_
 from tests.lib.quantized.te_weights import KNOWS, gathered, planes_of, te_whole
 from tests.lib.ranks.groups import everyones
 
+CHECKS = ("quantized/scaling.py", "state/scaling_records.py", "checkpoint/training.py")
+
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
 SAVED = "optim_grads_params"
 Bits = dict[str, torch.Tensor]

@@ -30,6 +30,8 @@ from tests.lib.quantized.te_models import check_weights, computed_with
 from tests.lib.quantized.te_scaling import quantize_layers
 from tests.lib.quantized.te_weights import RECIPES
 
+CHECKS = ("rollout/export.py", "quantized/weights.py")
+
 CASE = Case(hidden=64, heads=2, ffn=192, bf16=True, microbatches=2, lr=3e-3)
 
 pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)

@@ -37,6 +37,8 @@ from tests.lib.quantized.te_models import check_weights
 from tests.lib.quantized.te_scaling import quantize_layers, scale_layers
 from tests.lib.quantized.te_weights import KNOWS, gathered
 
+CHECKS = ("quantized/weights.py", "rollout/release.py", "megatron/frameworks/bridge_weights.py")
+
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
 RECIPES = ("current", "block128")
 LAYER = "decoder.layers.1."

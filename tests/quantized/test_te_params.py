@@ -20,6 +20,8 @@ from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, standing_in
 from tests.lib.quantized.te_linear import Linear
 from tests.lib.quantized.te_weights import KNOWS, RECIPES, quantizer
 
+CHECKS = ("quantized/params.py", "quantized/checks.py", "core/engine/params.py")
+
 SHAPE = (128, 256)
 
 pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)

@@ -25,6 +25,8 @@ from torch import nn
 from megatron_fsdp_adapter.quantized.scaling import Scaling, begin_scaling, scaling_of
 from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, standing_in
 
+CHECKS = ("quantized/scaling.py",)
+
 METHODS = (
     "adjust_amax_history_length", "set_meta_tensor", "init_fp8_meta_tensors", "init_fp8_metadata",
     "_update_weight_quantizers", "fast_setattr", "get_quantizer_roles",

@@ -19,6 +19,8 @@ from tests.lib.quantized.te_extension import FOLDERS, WITHOUT, run_te
 from tests.lib.quantized.te_linear import Linear
 from tests.lib.quantized.te_weights import RECIPES, gathered, planes_of
 
+CHECKS = ("quantized/start.py", "megatron/wrapper/announcement.py")
+
 CASE = Case(bf16=True)
 SHAPES = ((256, 128), (128, 256))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+CHECKS = ()  # reads the page
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,8 @@ from tests.gpu import __main__ as gpu
 from tests.lib.gpu import gpu_ranks, journal, shards
 from tests.lib.gpu.shards import FAILED, HUNG, PASSED, SKIPPED
 
+CHECKS = ()  # of tests/gpu
+
 TESTS = """
 import time, pytest, pathlib
 HERE = pathlib.Path(__file__).parent

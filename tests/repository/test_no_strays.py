@@ -13,6 +13,8 @@ import pytest
 
 from tests.lib import strays
 
+CHECKS = ()  # of tests/conftest.py
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

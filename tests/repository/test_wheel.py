@@ -10,6 +10,8 @@ from pathlib import Path
 
 from megatron_fsdp_adapter import __version__
 
+CHECKS = ("__init__.py",)
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("megatron_fsdp_adapter", "pyproject.toml", "README.md", "LICENSE")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")

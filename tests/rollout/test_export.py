@@ -37,6 +37,13 @@ from tests.lib.plain.exports import assert_same, mesh_options, sharded, train
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "rollout/export.py",
+    "rollout/export_source.py",
+    "rollout/unit_copies.py",
+    "megatron/wrapper/export_adapter.py",
+)
+
 BF16 = torch.bfloat16
 
 

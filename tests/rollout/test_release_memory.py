@@ -45,6 +45,12 @@ from tests.lib.plain.plain import tokens
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "rollout/release.py",
+    "core/runtime/host_stash.py",
+    "megatron/frameworks/rl_frameworks.py",
+)
+
 
 def buffers(model: Any) -> list[torch.Tensor]:
     """Every flat tensor of the engine's, found without the code that releases them."""

@@ -28,6 +28,8 @@ from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
 from tests.lib import strays
 from tests.lib.scripts.script_runs import SCRIPTS, run_script
 
+CHECKS = ()  # of scripts/benchmark.py
+
 TINY = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
     "--repeats=2", "--steps=1", "--warmup=1",

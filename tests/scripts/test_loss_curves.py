@@ -11,6 +11,8 @@ from lib.options import parse
 
 from tests.lib.scripts.script_runs import ROOT
 
+CHECKS = ()  # of scripts/loss_curves.py
+
 OURS = script.OURS
 
 

@@ -12,6 +12,8 @@ from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat import patches
 from tests.lib.ranks.on_the_cpu import cpu_mode_enabled, cpu_mode_inside
 
+CHECKS = ("launch/cpu_mode.py",)
+
 CORE = Path(megatron.core.__file__).parent
 
 # Parts of core that CPU mode does not serve.

@@ -9,6 +9,8 @@ from lib.options import Options, parse
 
 from tests.lib.scripts.script_runs import ROOT, run_script
 
+CHECKS = ()  # of the scripts' options
+
 CPU = Machine(world_size=2, cuda=False, transformer_engine=False)
 GPU = Machine(world_size=2, cuda=True, transformer_engine=True)
 

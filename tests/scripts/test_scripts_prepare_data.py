@@ -9,6 +9,8 @@ import pytest
 from lib.data import SampleOrder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+CHECKS = ()  # of scripts/prepare_data.py
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.lib.scripts.script_runs import Train
 
+CHECKS = ("megatron/wrapper/gpt_model.py", "megatron/wrapper/adapter.py")
+
 FSDP = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy=optim_grads_params")
 DROPOUT = ("--bf16", "--hidden-dropout=0.1", "--attention-dropout=0.1")
 LAST = 12

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+CHECKS = ()  # of scripts/setup_env.sh
+
 ROOT = Path(__file__).resolve().parents[2]
 KIND = "newer" if sys.version_info >= (3, 12) else "older"
 INTERPRETER = """\

@@ -16,6 +16,8 @@ import pytest
 from tests.lib.ranks.ranks import rendezvous
 from tests.lib.scripts.script_runs import ROOT, SCRIPTS, TINY, Log, Train
 
+CHECKS = ()  # of scripts/slurm.sh, and of launchers
+
 SRUN = """#!/usr/bin/env python3
 import os, subprocess, sys
 command = sys.argv[1 + next(i for i, word in enumerate(sys.argv[1:]) if word[:1] != "-"):]

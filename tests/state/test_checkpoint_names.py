@@ -11,6 +11,8 @@ from torch import nn
 
 from megatron_fsdp_adapter.state.names import global_names
 
+CHECKS = ("state/names.py",)
+
 
 def _module(**attributes: Any) -> nn.Module:
     module = nn.Module()

@@ -34,6 +34,13 @@ from tests.lib.gpt.gpt import Case, build_trainer, init_megatron
 from tests.lib.plain.plain import VOCAB, WIDTH, Block, Net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "state/sharded_state_dict.py",
+    "state/model_state.py",
+    "state/module_weights.py",
+    "core/dtensor/uneven.py",
+)
+
 Values = dict[str, torch.Tensor]
 
 OTHERS = dict(zip(STRATEGIES, [*list(STRATEGIES)[2:], *list(STRATEGIES)[:2]], strict=True))

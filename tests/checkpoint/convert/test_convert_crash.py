@@ -11,6 +11,8 @@ from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.lib.checkpoint.checkpoint_cases import names
 from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
 
+CHECKS = ("checkpoint/convert/conversion.py", "checkpoint/folders.py")
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:

@@ -15,6 +15,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.lib.checkpoint.convert_cases import Model, bridge_checkpoint, fsdp_state, save_fsdp
 
+CHECKS = (
+    "checkpoint/convert/conversion.py",
+    "checkpoint/convert/fsdp_dtensor.py",
+    "checkpoint/convert/torch_dist.py",
+    "checkpoint/convert/common_state.py",
+    "checkpoint/convert/training_state.py",
+    "checkpoint/convert/param_groups.py",
+)
+
 ITERATION = "iter_0000003"
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -15,6 +15,8 @@ from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, write_f
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor
 from tests.lib.checkpoint.convert_cases import Model, arguments, fsdp_state, save_fsdp, shapes
 
+CHECKS = ("checkpoint/convert/dcp_files.py", "checkpoint/convert/lazy.py")
+
 MIB = 2**20
 ROWS = 2**20  # of 16 fp32 numbers: embedding and output layer have 64 MiB each
 BLOCK = 2 * MIB

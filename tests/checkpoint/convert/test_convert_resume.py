@@ -16,6 +16,12 @@ from tests.lib.gpt.checkpoints import loaded, saved
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = (
+    "checkpoint/convert/conversion.py",
+    "checkpoint/convert/torch_dist.py",
+    "checkpoint/convert/param_groups.py",
+)
+
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, gated, tied": {"bf16": True, "swiglu": True, "tied": True, "bias": False},

@@ -19,6 +19,15 @@ from tests.lib.checkpoint.convert_cases import (
     save_fsdp,
 )
 
+CHECKS = (
+    "checkpoint/convert/conversion.py",
+    "checkpoint/convert/fsdp_dtensor.py",
+    "checkpoint/convert/torch_dist.py",
+    "checkpoint/convert/training_state.py",
+    "checkpoint/convert/param_groups.py",
+    "checkpoint/convert/common_state.py",
+)
+
 SMALL = 700
 """Bytes of a block: most tensors fall into several."""
 

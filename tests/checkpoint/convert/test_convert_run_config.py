@@ -22,6 +22,8 @@ from tests.lib.checkpoint.convert_cases import (
     load_all,
 )
 
+CHECKS = ("checkpoint/convert/run_config.py", "checkpoint/convert/common_state.py")
+
 
 def config(model: Model) -> dict[str, Any]:
     """As Megatron-Bridge writes it: fields of its model provider, functions and dtypes by name."""

@@ -15,6 +15,8 @@ import pytest
 from megatron_fsdp_adapter.core.comm import registered
 from megatron_fsdp_adapter.core.comm.registered import allocator_of, compiled, loaded_library
 
+CHECKS = ("core/comm/registered.py",)
+
 LIBRARY = """
 #include <stdlib.h>
 int ncclMemAlloc(void **memory, size_t size) {

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.comm.registered import RegisteredMemory
 
+CHECKS = ("core/comm/registered.py",)
+
 CPU = torch.device("cpu")
 
 

@@ -12,6 +12,8 @@ from megatron_fsdp_adapter.core.dtensor.chunks import dtensor_like, tile
 from megatron_fsdp_adapter.core.layout.ranges import Box
 from tests.lib.checkpoint.checkpoint_cases import data_mesh, uneven_dtensor
 
+CHECKS = ("core/dtensor/chunks.py", "core/layout/ranges.py")
+
 
 @pytest.mark.parametrize(
     "chunks",

@@ -19,6 +19,8 @@ from megatron_fsdp_adapter.core.dtensor.uneven import UnevenDTensor
 from tests.lib.plain.plain import device
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("core/dtensor/operators.py", "core/dtensor/uneven.py")
+
 
 def close(found: torch.Tensor, expected: torch.Tensor, *label: object) -> None:
     whole = found.full_tensor() if hasattr(found, "full_tensor") else found

@@ -14,6 +14,8 @@ from megatron_fsdp_adapter.core.engine import buffer
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.lib.gpt.exact import DTYPES
 
+CHECKS = ("core/engine/buffer.py",)
+
 
 @given(
     st.lists(st.integers(0, 9), max_size=6),

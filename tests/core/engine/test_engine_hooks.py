@@ -20,6 +20,8 @@ from megatron_fsdp_adapter.core.engine.hooks import (
     on_outputs_needed,
 )
 
+CHECKS = ("core/engine/hooks.py",)
+
 
 @dataclass
 class Answer:

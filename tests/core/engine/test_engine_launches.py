@@ -17,6 +17,8 @@ from tests.lib.engine.engine_cases import built
 from tests.lib.engine.pretended import REPORTED
 from tests.lib.engine.scenarios import SCENARIOS, cells
 
+CHECKS = ("core/engine/launches.py",)
+
 
 class Played:
     """Ranks 0, which is this one, and `number`, which is `other`. `asked` counts exchanges."""

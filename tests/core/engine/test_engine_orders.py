@@ -25,6 +25,16 @@ from tests.lib.engine.recording import RaceError, RecordingRuntime, who_asks
 from tests.lib.engine.scenarios import EVENTS, SCENARIOS, ZERO_1, ZERO_2, ZERO_3
 from tests.lib.engine.side_streams import SIDE
 
+CHECKS = (
+    "core/engine/engine.py",
+    "core/engine/gather.py",
+    "core/engine/reduce.py",
+    "core/engine/group.py",
+    "optim/residency.py",
+    "quantized/weights.py",
+    "rollout/unit_copies.py",
+)
+
 Place = tuple[str, ...]
 """A module, a function of it, and in some cases that function's caller."""
 

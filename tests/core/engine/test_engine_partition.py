@@ -18,6 +18,8 @@ from megatron_fsdp_adapter.core.engine.partition import (
     unit_modules,
 )
 
+CHECKS = ("core/engine/partition.py",)
+
 
 class Block(nn.Module):
     def __init__(self, *children: nn.Module) -> None:

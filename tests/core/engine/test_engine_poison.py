@@ -24,6 +24,8 @@ from tests.lib.engine.engine_cases import built
 from tests.lib.engine.pretended import PretendCommunicator
 from tests.lib.engine.small_model import Setup
 
+CHECKS = ("core/engine/buffer.py", "core/engine/reduce.py", "core/engine/wgrad.py")
+
 
 def _weights(setup: Setup) -> list[torch.Tensor]:
     with built(setup.but(poison=True), HostRuntime(), PretendCommunicator) as rig:

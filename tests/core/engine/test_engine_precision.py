@@ -24,6 +24,13 @@ from tests.lib.engine.pretended import PretendCommunicator, pretended_world
 from tests.lib.engine.scenarios import BF16, FP32, FUSED, ZERO_3
 from tests.lib.engine.small_model import Setup
 
+CHECKS = (
+    "core/engine/reduce.py",
+    "core/engine/reduction.py",
+    "core/comm/all_to_all_sum.py",
+    "core/engine/buffer.py",
+)
+
 EXCHANGE = Setup(ZERO_3, world=3, rank=1, slots=True, exchange=True)
 FP32_UNITS = {f"layers.{i}" for i in range(4)}
 WIDE: dict[str, tuple[dict[str, Any], set[str]]] = {

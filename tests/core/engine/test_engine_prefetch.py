@@ -11,6 +11,8 @@ from tests.lib.engine.engine_cases import build
 from tests.lib.engine.scenarios import ZERO_3
 from tests.lib.engine.small_model import Setup
 
+CHECKS = ("core/engine/gather.py",)
+
 FAR = LOOKAHEAD + 5
 ORDERS: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
     # The root unit, which has the last ordinal, comes first in both directions.

@@ -25,6 +25,8 @@ from tests.lib.engine.pretended import PretendCommunicator
 from tests.lib.engine.scenarios import EVENTS, SCENARIOS, cells
 from tests.lib.engine.small_model import Exploded, Setup
 
+CHECKS = ("core/engine/params.py", "core/engine/wgrad.py", "core/engine/gather.py")
+
 OFFLOADED = (
     "steps", "frozen", "accumulates", "overwrites", "overwrites_early", "slots", "reentrant",
     "non_reentrant", "selective", "fused_recompute", "current", "mxfp8",

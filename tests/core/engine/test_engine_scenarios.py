@@ -40,6 +40,18 @@ from tests.lib.engine.small_model import Exploded, Loop, Setup
 from tests.lib.engine.traces import alive, steady
 from tests.lib.quantized.quantized_cases import PlainQuantizedRig
 
+CHECKS = (
+    "core/engine/engine.py",
+    "core/engine/backward.py",
+    "core/engine/gather.py",
+    "core/engine/reduce.py",
+    "core/engine/reduction.py",
+    "core/engine/hooks.py",
+    "core/engine/unit.py",
+    "core/engine/group.py",
+    "core/engine/wgrad.py",
+)
+
 PACKAGE = str(Path(megatron_fsdp_adapter.__file__).parent)
 OF_TORCH = ("TensorBase.", "_VariableFunctionsClass.")
 Weights = dict[str, torch.Tensor]

@@ -18,6 +18,8 @@ from tests.lib.engine.pretended import PretendCommunicator
 from tests.lib.engine.scenarios import EVENTS, ZERO_1, ZERO_3
 from tests.lib.engine.small_model import Layer, Setup
 
+CHECKS = ("core/engine/buffer.py", "core/engine/construction.py", "core/engine/gather.py")
+
 GPT = ["Embedding", *["Layer"] * 4, "Linear", "NoneType"]
 NESTED = [*["Layer", *["Expert"] * 3] * 3, "NoneType"]
 Row = tuple[list[str], list[int | None], dict[str, Any], dict[int, int], tuple[int, ...]]

@@ -24,6 +24,13 @@ from tests.lib.engine.engine_cases import Rig, build, built, streamed_buffers
 from tests.lib.engine.scenarios import BF16, INSTANCES, ZERO_1, ZERO_3
 from tests.lib.engine.small_model import Loop, Setup
 
+CHECKS = (
+    "core/engine/unit.py",
+    "core/engine/params.py",
+    "core/engine/group.py",
+    "core/engine/engine.py",
+)
+
 LEGAL = {
     ("SHARDED", "GATHERING"),
     ("GATHERING", "READY"),

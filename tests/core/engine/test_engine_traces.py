@@ -17,6 +17,8 @@ from tests.lib.engine.scenarios import EVENTS, SCENARIOS, ZERO_0, ZERO_1, ZERO_3
 from tests.lib.engine.small_model import HIDDEN, Setup
 from tests.lib.engine.traces import GOLDEN, collectives, golden, schedule, steady, traced
 
+CHECKS = ("core/engine/engine.py", "core/engine/gather.py", "core/engine/reduce.py")
+
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_trace(name):

@@ -20,6 +20,8 @@ from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.launch import settle_ranks
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("core/engine/launches.py", "core/engine/construction.py")
+
 STEPS = 4
 
 

@@ -16,6 +16,8 @@ from tests.lib.gpt.precision import (
 )
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("core/config.py", "core/engine/reduce.py", "core/engine/group.py")
+
 CELLS = [*pairwise(), *WITH_FP32_ACCUMULATION, *OVER_TWO_AXES]
 
 

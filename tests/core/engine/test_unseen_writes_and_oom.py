@@ -19,6 +19,8 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.lib.plain.plain import Side, net, tokens
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("core/engine/params.py", "core/engine/gather.py", "build/fault_report.py")
+
 # Writes that main weights do not see. All ranks have the same data, so that one process without
 # sharding is the reference.
 

@@ -13,6 +13,14 @@ import pytest
 
 from megatron_fsdp_adapter.quantized import tables
 
+CHECKS = (
+    "core/kernels/__init__.py",
+    "core/kernels/triton_sums.py",
+    "optim/muon/triton_symmetric.py",
+    "quantized/e4m3.py",
+    "quantized/triton_e4m3.py",
+)
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 CASES = 18 + 16 + 2 * 11 + 5
 """Of casts, of sums, of symmetric products and of their tiles."""

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from megatron_fsdp_adapter.core.kernels.sums import _kernel
 from tests.lib.gpt.exact import DTYPES, is_rounded_once
 
+CHECKS = ("core/kernels/sums.py",)
+
 
 @given(
     st.integers(1, 9),

@@ -43,6 +43,8 @@ from tests.lib.layout.layout_cases import (
     specs_of,
 )
 
+CHECKS = ("core/layout/planner.py", "core/layout/group.py", "core/layout/ranges.py")
+
 
 @given(layouts())
 def test_items_are_disjoint_and_inside_their_segment(layout: GroupLayout) -> None:

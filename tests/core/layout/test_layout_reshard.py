@@ -13,6 +13,8 @@ from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import EMPTY
 from tests.lib.layout.layout_cases import divisors, in_shard, layouts, scatter
 
+CHECKS = ("core/layout/ranges.py", "core/layout/group.py", "core/dtensor/chunks.py")
+
 
 @given(layouts())
 def test_chunks_of_all_ranks_tile_the_parameter_with_what_each_holds(layout: GroupLayout) -> None:

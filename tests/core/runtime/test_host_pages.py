@@ -12,6 +12,8 @@ import torch
 from megatron_fsdp_adapter.core.runtime import device
 from megatron_fsdp_adapter.core.runtime.device import PART, host_pages
 
+CHECKS = ("core/runtime/device.py",)
+
 
 @pytest.mark.parametrize("nbytes", [0, 1, mmap.PAGESIZE + 3, PART + 5])
 def test_it_is_zero_and_may_be_written(nbytes: int) -> None:

@@ -28,6 +28,13 @@ from megatron_fsdp_adapter.core.runtime.device import (
 from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 from tests.lib.engine.pretended import pretended_world
 
+CHECKS = (
+    "core/runtime/device.py",
+    "core/runtime/rank_warnings.py",
+    "core/runtime/launcher.py",
+    "core/comm/communicator.py",
+)
+
 
 class Diary:
     """Tasks and works write down when they start and when they are waited for."""

@@ -25,6 +25,8 @@ from tests.lib.checkpoint.checkpoint_cases import Gate
 from tests.lib.megatron.stand_ins import stand_ins
 from tests.lib.ranks.launch import run_ranks
 
+CHECKS = ("megatron/checkpoint/background_saves.py", "checkpoint/asynchronous.py")
+
 LM = "megatron.training.checkpointing"
 QUEUES = "megatron.training.async_utils"
 
@@ -152,11 +154,11 @@ def _one_rank_fails(rank: int, loop: Loop) -> None:
     assert not list(loop.root.glob(f"{folders.TEMPORARY}*"))
 
 
-CHECKS = (_late, _one_after_the_other, _one_rank_fails)
+RANK_CHECKS = (_late, _one_after_the_other, _one_rank_fails)
 
 
 def _all(rank: int, size: int, root: str) -> None:
-    for check in CHECKS:
+    for check in RANK_CHECKS:
         folder = Path(root, check.__name__)
         folder.mkdir(exist_ok=True)
         with stand_ins(NAMES, SAVES) as modules:
@@ -167,7 +169,7 @@ def _all(rank: int, size: int, root: str) -> None:
 def test_a_save_is_tracked_once_all_ranks_have_written_it_and_never_if_one_has_failed(
     tmp_path: Path,
 ) -> None:
-    """One start of ranks runs all of `CHECKS`; a failure has the check in its traceback."""
+    """One start of ranks runs all of `RANK_CHECKS`; a failure has the check in its traceback."""
     run_ranks(_all, 2, str(tmp_path))
 
 

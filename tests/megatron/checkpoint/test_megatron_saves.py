@@ -22,6 +22,8 @@ from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LM, SAVES
 from megatron_fsdp_adapter.tools.cli import verify
 from tests.lib.megatron.stand_ins import opener_of, save_as_megatron, stand_ins
 
+CHECKS = ("megatron/checkpoint/megatron_saves.py",)
+
 
 class StorageClient:
     """`maybe_msc` of 0.19: answers names of Python's own until a client is enabled."""

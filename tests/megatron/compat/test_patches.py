@@ -15,6 +15,8 @@ from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.patches import NOTHING, Patch, stands
 from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LATE
 
+CHECKS = ("megatron/compat/patches.py", "megatron/compat/table.py")
+
 ROWS = [row for row in LATE if row.required is not False and row.default is NOTHING]
 Modules = dict[str, ModuleType]
 

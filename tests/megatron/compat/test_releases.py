@@ -30,6 +30,13 @@ from megatron_fsdp_adapter.megatron.compat.table import installed
 from megatron_fsdp_adapter.megatron.wrapper.process_groups import build_index, groups_of
 from megatron_fsdp_adapter.tools.cli import doctor
 
+CHECKS = (
+    "megatron/compat/releases.py",
+    "megatron/compat/core_api.py",
+    "megatron/compat/core_support.py",
+    "megatron/compat/patches.py",
+)
+
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")
 NEWER = ("0.16.10", "0.19.3", "0.20.0", "0.20.0rc0", "1.0")

@@ -21,6 +21,8 @@ from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 from tests.lib.gpt.gpt import Case, Trainer
 from tests.lib.megatron.bridge_stand_in import Task, standing_in
 
+CHECKS = ("megatron/frameworks/bridge_weights.py",)
+
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
 

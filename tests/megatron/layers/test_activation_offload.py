@@ -23,6 +23,8 @@ from tests.lib.gpt.host_offload import CONTIGUOUS, Copied, core_offloads_on_the_
 from tests.lib.gpt.variants import STRATEGIES, ZERO_3, Variant, compare, marked, train_and_evaluate
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("megatron/layers/activation_offload.py",)
+
 SIZES = {"num_layers": 4, "hidden": 24, "ffn": 40, "seq": 8}
 MODULES = (*CONTIGUOUS, "core_attn", "attn_proj")
 """The last two save transposed tensors, which core gives back contiguous: products of those are

@@ -22,6 +22,8 @@ from tests.lib.engine.fake_graphs import has_accumulator
 from tests.lib.gpt.checks import free_run
 from tests.lib.gpt.gpt import STRATEGIES, Case, Trainer, batches, build_trainer, forward_backward
 
+CHECKS = ("graphs/full_iteration.py", "megatron/options/cuda_graphs.py", "core/engine/unit.py")
+
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
 CPU = torch.device("cpu")
 

@@ -11,6 +11,8 @@ import torch
 
 from megatron_fsdp_adapter.megatron.layers import fused_wgrad
 
+CHECKS = ("megatron/layers/fused_wgrad.py",)
+
 
 @pytest.mark.parametrize(
     ("dtype", "main_dtype", "bound"),

@@ -35,6 +35,13 @@ from tests.lib.gpt.gpt import (
     train_step,
 )
 
+CHECKS = (
+    "megatron/layers/layer_graphs.py",
+    "graphs/layer_graphs.py",
+    "graphs/captured.py",
+    "graphs/capture.py",
+)
+
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True)
 A_PASS = 2 * CASE.num_layers
 """Graphs of a microbatch: the forward and the backward of each layer."""

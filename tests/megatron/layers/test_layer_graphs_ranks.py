@@ -18,6 +18,8 @@ from tests.lib.gpt.topologies import TOPOLOGIES, TopologyTrainer
 from tests.lib.gpt.variants import ZERO_3, Variant, compare, marked, train_and_evaluate
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("megatron/layers/layer_graphs.py", "graphs/layer_graphs.py", "graphs/captured.py")
+
 EP2 = TOPOLOGIES["ep2"]
 SLOTS = {"fsdp_double_buffer": True}
 PARTS = {**SLOTS, "megatron_fsdp_enable_fine_grained_param_gather": True}

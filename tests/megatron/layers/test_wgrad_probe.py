@@ -34,6 +34,8 @@ from megatron_fsdp_adapter.megatron.layers.wgrad_probe import (
 )
 from tests.lib.engine.fused_linear import FusedProduct
 
+CHECKS = ("megatron/layers/wgrad_probe.py", "megatron/layers/fused_wgrad.py")
+
 CPU = torch.device("cpu")
 
 

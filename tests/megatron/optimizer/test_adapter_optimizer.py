@@ -29,6 +29,12 @@ from tests.lib.gpt.gpt import (
 from tests.lib.gpt.one_layer import CASE, DEVICE, data, wrapped
 from tests.lib.gpt.precision_aware import precision_aware_trainer as precision_aware_trainer
 
+CHECKS = (
+    "megatron/optimizer/optimizer.py",
+    "megatron/optimizer/clipping.py",
+    "megatron/optimizer/optimizer_state.py",
+)
+
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 

@@ -28,6 +28,13 @@ from tests.lib.gpt.gpt import (
 )
 from tests.lib.gpt.muon_reference import Reference
 
+CHECKS = (
+    "megatron/optimizer/muon.py",
+    "megatron/optimizer/emerging.py",
+    "megatron/optimizer/lion.py",
+    "optim/muon/matrices.py",
+)
+
 MUON = {"optimizer": "muon"}
 NESTEROV = next(
     name for name in ("muon_nesterov", "muon_use_nesterov") if hasattr(OptimizerConfig, name)

@@ -19,6 +19,8 @@ from tests.lib.gpt.lion import LION, LION_BESIDE_ADAM, OF_LATER_CORE
 from tests.lib.gpt.precision_aware import CASE, precision_aware_trainer
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("megatron/optimizer/optimizer.py", "optim/step.py", "optim/local_shards.py")
+
 BF16 = torch.bfloat16
 FP32 = torch.float32
 

@@ -27,6 +27,8 @@ from megatron_fsdp_adapter.megatron.options.support import (
 from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
 from tests.lib.megatron import option_pages
 
+CHECKS = ("megatron/options/table.py", "megatron/options/support.py", "megatron/options/rules.py")
+
 OPTIONS = "".join((option_pages.DOCS / page).read_text() for page in ("flags.md", "options.md"))
 
 

@@ -33,6 +33,15 @@ from tests.lib.gpt.gpt import build_model, build_trainer, ddp_config, optimizer_
 from tests.lib.gpt.one_layer import CASE, wrapped
 from tests.lib.megatron.launch_cases import recipe
 
+CHECKS = (
+    "megatron/options/table.py",
+    "megatron/options/rules.py",
+    "megatron/options/settings.py",
+    "megatron/options/support.py",
+    "megatron/options/validation.py",
+    "megatron/options/cuda_graphs.py",
+)
+
 OF_WRAPPER = (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)
 OF_RECIPES = {
     "ddp": DDP_CONFIG_RULES,

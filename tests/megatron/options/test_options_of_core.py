@@ -20,6 +20,12 @@ from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.lib.gpt.gpt import build_trainer, forward_backward, optimizer_config
 from tests.lib.gpt.one_layer import CASE, DEVICE, data, wrapped
 
+CHECKS = (
+    "megatron/wrapper/problems.py",
+    "megatron/optimizer/emerging.py",
+    "megatron/layers/fused_wgrad.py",
+)
+
 # Experts in one tensor.
 
 

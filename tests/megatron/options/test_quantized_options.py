@@ -30,6 +30,14 @@ from tests.lib.gpt.gpt import (
     optimizer_config,
 )
 
+CHECKS = (
+    "megatron/options/capability.py",
+    "megatron/options/settings.py",
+    "megatron/layers/te_weight_cache.py",
+    "quantized/checks.py",
+    "megatron/wrapper/announcement.py",
+)
+
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 GPU = torch.device("cuda", 0)
 NAMES = {

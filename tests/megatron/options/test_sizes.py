@@ -10,6 +10,8 @@ import pytest
 from megatron_fsdp_adapter.megatron.options import sizes
 from tests.lib.megatron.core_layers import layers_of_core
 
+CHECKS = ("megatron/options/sizes.py",)
+
 
 def ours(options: dict[str, Any]) -> list[list[int]] | None:
     try:

@@ -16,6 +16,8 @@ from megatron_fsdp_adapter.megatron.wrapper.domains import read_index
 from tests.lib.engine.pretended import pretended_world
 from tests.lib.gpt.gpt import Case, ddp_config, model_config
 
+CHECKS = ("megatron/options/staging_options.py", "megatron/options/ddp_options.py")
+
 CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
 ZERO_3 = "optim_grads_params"
 CPU = torch.device("cpu")

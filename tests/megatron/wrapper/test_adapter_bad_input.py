@@ -17,6 +17,8 @@ from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.core.comm import communicator as comm
 from tests.lib.gpt.gpt import Case, ddp_config, model_config
 
+CHECKS = ("megatron/wrapper/problems.py", "megatron/wrapper/arguments.py", "core/problems.py")
+
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",

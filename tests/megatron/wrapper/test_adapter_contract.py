@@ -33,6 +33,17 @@ from tests.lib.gpt.gpt import (
 )
 from tests.lib.gpt.one_layer import CASE, DEVICE, data, wrapped
 
+CHECKS = (
+    "megatron/wrapper/adapter.py",
+    "megatron/wrapper/param_attributes.py",
+    "megatron/wrapper/no_sync_check.py",
+    "megatron/inner_module.py",
+    "build/guards.py",
+    "build/grad_sync.py",
+    "build/shard_attributes.py",
+    "state/not_copyable.py",
+)
+
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 

@@ -25,6 +25,8 @@ from tests.lib.gpt.gpt import (
 from tests.lib.gpt.variants import Variant, compare
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("megatron/wrapper/adapter.py", "megatron/optimizer/clipping.py", "optim/local_shards.py")
+
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
 
 

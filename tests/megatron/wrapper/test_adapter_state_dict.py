@@ -16,6 +16,8 @@ from megatron_fsdp_adapter.core.dtensor.uneven import chunks_of
 from tests.lib.gpt.gpt import Trainer, build_trainer, forward_backward, train_step
 from tests.lib.gpt.one_layer import CASE, DEVICE, data, wrapped
 
+CHECKS = ("megatron/inner_module.py", "state/sharded_state_dict.py", "state/model_state.py")
+
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 

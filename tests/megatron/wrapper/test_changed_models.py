@@ -14,6 +14,8 @@ from tests.lib.gpt.changed_models import HABITS
 from tests.lib.gpt.variants import STRATEGIES, Variant, compare, marked
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("megatron/wrapper/units.py", "core/engine/hooks.py", "core/engine/gather.py")
+
 EVERY = tuple(
     replace(row, name=f"{row.name}, {world} ranks", strategies=STRATEGIES, world=world, full=True)
     for row in HABITS

@@ -58,6 +58,13 @@ from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.one_rank import as_one_of_many
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "megatron/layers/schedule_plans.py",
+    "megatron/layers/scheduled_pass.py",
+    "megatron/wrapper/domains.py",
+    "megatron/wrapper/units.py",
+)
+
 EP2 = Topology("ep2", ep=2, experts=4)
 SPLIT = Topology("tp2-ep2-etp1", tp=2, ep=2, etp=1, sp=True, experts=4)
 

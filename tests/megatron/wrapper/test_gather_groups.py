@@ -24,6 +24,8 @@ from tests.lib.gpt.topologies import (
 from tests.lib.ranks.groups import everyones, use_groups
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("megatron/wrapper/process_groups.py", "core/duplicate_groups.py")
+
 WORLD = 4
 MIRRORED = {"dp_cp_ag": "dp_cp", "expt_dp_ag": "expt_dp"}
 LAYOUTS: tuple[tuple[str, dict[str, int]], ...] = (

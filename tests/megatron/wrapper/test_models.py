@@ -51,6 +51,12 @@ from tests.lib.gpt.variants import (
 )
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "megatron/wrapper/units.py",
+    "megatron/optimizer/clipping.py",
+    "megatron/optimizer/optimizer.py",
+)
+
 
 def _row(name: str, strategy: str, recompute: Any, tied: bool, change: Any) -> Variant:
     build = partial(towers, tied=tied, change=change)

@@ -17,6 +17,13 @@ from tests.lib.gpt.variants import (
 )
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "core/engine/engine.py",
+    "megatron/wrapper/construction.py",
+    "megatron/optimizer/optimizer.py",
+    "optim/local_shards.py",
+)
+
 
 @pytest.mark.parametrize("row", marked(ROWS))
 @on_ranks()

@@ -17,6 +17,8 @@ from tests.lib.gpt.topologies import TOPOLOGIES
 from tests.lib.gpt.variants import ZERO_3, Variant, compare, marked
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = ("core/topology.py", "core/engine/reduction.py", "megatron/wrapper/domains.py")
+
 WORLD = 4
 INSTANCES = 2
 OUTER = ("no_shard", "optim")

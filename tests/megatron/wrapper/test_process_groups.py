@@ -25,6 +25,13 @@ from megatron_fsdp_adapter.megatron.wrapper.problems import (
 from tests.lib.gpt.gpt import STRATEGIES
 from tests.lib.gpt.one_layer import CASE, wrapped
 
+CHECKS = (
+    "megatron/wrapper/process_groups.py",
+    "megatron/wrapper/domains.py",
+    "megatron/wrapper/problems.py",
+    "core/duplicate_groups.py",
+)
+
 GRID = {  # of rank 0 in eight ranks
     "tp": (0, 1), "cp": (0, 2), "pp": (0, 4), "dp_cp": (0, 2),
     "expt_tp": (0,), "ep": (0, 1), "expt_dp": (0, 2),

@@ -16,6 +16,8 @@ from megatron_fsdp_adapter.megatron.wrapper.tensor_parallel import (
 from megatron_fsdp_adapter.megatron.wrapper.tensor_parallel import REPLICATED as WHOLE
 from tests.lib.gpt.one_layer import wrapped
 
+CHECKS = ("megatron/wrapper/tensor_parallel.py",)
+
 
 def layer(name: str, base: type[nn.Module] = nn.Module) -> nn.Module:
     """An instance of a class called `name`."""

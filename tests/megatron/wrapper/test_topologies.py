@@ -42,6 +42,12 @@ from tests.lib.gpt.variants import ZERO_0, ZERO_1, ZERO_2, ZERO_3, Variant, comp
 from tests.lib.ranks.groups import everyones
 from tests.lib.ranks.shared_ranks import on_ranks
 
+CHECKS = (
+    "megatron/wrapper/process_groups.py",
+    "megatron/wrapper/domains.py",
+    "megatron/optimizer/clipping.py",
+)
+
 FIRST = (ZERO_0, ZERO_2)
 SECOND = (ZERO_1, ZERO_3)
 

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_fsdp_adapter.__main__ import main
 
+CHECKS = ("__main__.py",)
+
 ESTIMATE = ["estimate", "--preset", "llama3-8b", "--data-parallel-size", "2"]
 
 

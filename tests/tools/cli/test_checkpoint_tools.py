@@ -17,6 +17,15 @@ from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint.record import write_record
 from tests.lib.checkpoint.convert_cases import Model, fsdp_state, save_fsdp
 
+CHECKS = (
+    "tools/cli/convert.py",
+    "tools/cli/inspect.py",
+    "tools/cli/diff.py",
+    "tools/inspection.py",
+    "tools/cli/output.py",
+    "tools/progress.py",
+)
+
 Captured = pytest.CaptureFixture[str]
 
 

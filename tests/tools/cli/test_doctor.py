@@ -23,6 +23,14 @@ from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from megatron_fsdp_adapter.tools.cli import doctor, machine, nodes
 from tests.lib.ranks.ranks import rendezvous
 
+CHECKS = (
+    "tools/cli/doctor.py",
+    "tools/cli/machine.py",
+    "tools/cli/nodes.py",
+    "tools/cli/named_options.py",
+    "megatron/compat/core_support.py",
+)
+
 
 def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:
     assert doctor.main(["--json", *argv]) == status

@@ -49,6 +49,16 @@ from megatron_fsdp_adapter.tools.planning.planned import PlannedModel, PlannedUn
 from tests.lib.ranks.one_rank import world_of_one
 from tests.lib.tools.presets import model_named
 
+CHECKS = (
+    "tools/cli/estimate.py",
+    "tools/cli/estimate_text.py",
+    "tools/cli/precision_options.py",
+    "tools/models/spec.py",
+    "tools/models/sources.py",
+    "tools/models/quantization.py",
+    "tools/planning/planned.py",
+)
+
 GIB = 2**30
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
 GPT2 = {**SMALL, "max_position_embeddings": 64}

@@ -27,6 +27,14 @@ from megatron_fsdp_adapter.checkpoint import digests, unpickling
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from tests.lib.checkpoint.convert_cases import Evil, Model, fsdp_state, save_fsdp
 
+CHECKS = (
+    "checkpoint/unpickling.py",
+    "tools/inspection.py",
+    "tools/cli/inspect.py",
+    "tools/cli/diff.py",
+    "tools/cli/verify.py",
+)
+
 Captured = pytest.CaptureFixture[str]
 FOLDER = "iter_0000003"
 DATA = "__0_0.distcp"

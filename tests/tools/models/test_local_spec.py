@@ -18,6 +18,8 @@ from megatron_fsdp_adapter.tools.models.local_spec import (
     local_block_spec,
 )
 
+CHECKS = ("tools/models/local_spec.py",)
+
 SEQUENCE = 7
 BATCH = 3
 HEADS = 4

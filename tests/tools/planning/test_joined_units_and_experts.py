@@ -15,6 +15,12 @@ from megatron_fsdp_adapter.tools.planning.program import Kind
 from megatron_fsdp_adapter.tools.planning.shapes import units
 from tests.lib.tools.presets import model_named
 
+CHECKS = (
+    "tools/planning/prediction.py",
+    "tools/planning/shapes.py",
+    "tools/planning/configurations.py",
+)
+
 H200 = machine_named("h200")
 PLAIN = Configuration(2, fused=False)
 

@@ -47,6 +47,15 @@ from megatron_fsdp_adapter.tools.planning.shapes import waits_for_longer
 from tests.lib.megatron.core_layers import layers_of_core
 from tests.lib.tools.presets import model_named
 
+CHECKS = (
+    "tools/cli/plan.py",
+    "tools/planning/search.py",
+    "tools/planning/prediction.py",
+    "tools/planning/guesses.py",
+    "tools/planning/report.py",
+    "tools/planning/configurations.py",
+)
+
 H200 = machine_named("h200")
 
 

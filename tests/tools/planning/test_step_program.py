@@ -13,6 +13,13 @@ from megatron_fsdp_adapter.tools.planning.program import COLLECTIVES, Kind, Oper
 from megatron_fsdp_adapter.tools.planning.shapes import units
 from megatron_fsdp_adapter.tools.planning.step import record_step
 
+CHECKS = (
+    "tools/planning/step.py",
+    "tools/planning/program.py",
+    "tools/planning/timed_runtime.py",
+    "tools/planning/timed_modules.py",
+)
+
 SPEC = ModelSpec(
     num_layers=4,
     hidden_size=64,

@@ -16,6 +16,8 @@ from megatron_fsdp_adapter.tools.planning.machine import (
 from megatron_fsdp_adapter.tools.planning.program import Kind, Operation, Program
 from megatron_fsdp_adapter.tools.planning.timing import HOST, simulate, time_windows
 
+CHECKS = ("tools/planning/timing.py", "tools/planning/machine.py", "tools/planning/program.py")
+
 ALONE = {one.name: 1.0 for one in fields(Machine) if "_beside_" in one.name}
 GPU = replace(GPUS["h200"], memory_tbps=1.0, product_tflops=1.0, kernel_us=1e-9, sustained=1.0)
 MACHINE = Machine(GPU, NETWORKS["nvlink4-ib400"], host=1.0, **ALONE)

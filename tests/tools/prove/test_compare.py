@@ -12,6 +12,8 @@ import torch
 from megatron_fsdp_adapter.tools.prove import compare
 from megatron_fsdp_adapter.tools.prove.compare import Row
 
+CHECKS = ("tools/prove/compare.py",)
+
 NAMES = [f"decoder.layers.{layer}.{part}.weight" for layer in range(3) for part in ("fc1", "fc2")]
 LIMIT = compare.bound("fp32", "gradients", 1)
 

@@ -22,6 +22,15 @@ from megatron_fsdp_adapter.tools.prove.compare import Row
 from megatron_fsdp_adapter.tools.prove.scale_down import Room, shrink
 from tests.lib.tools import faults
 
+CHECKS = (
+    "tools/cli/prove.py",
+    "tools/prove/run.py",
+    "tools/prove/build.py",
+    "tools/prove/report.py",
+    "tools/prove/compare.py",
+    "megatron/wrapper/gpt_model.py",
+)
+
 MODEL: dict[str, Any] = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48,
     "seq_length": 8, "swiglu": True, "global_batch_size": 8, "position_embedding_type": "rope",

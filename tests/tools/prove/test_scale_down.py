@@ -20,6 +20,8 @@ from megatron_fsdp_adapter.tools.prove.scale_down import (
     shrink,
 )
 
+CHECKS = ("tools/prove/scale_down.py", "tools/prove/source.py")
+
 LLAMA: dict[str, Any] = {
     "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336,
     "group_query_attention": True, "num_query_groups": 8, "seq_length": 4096, "bf16": True,
