@@ -1,4 +1,4 @@
-"""Operators on DTensors of which each rank has rows that torch does not know (`dtensor.py`).
+"""Operators on DTensors of which each rank has rows that torch does not know (`uneven.py`).
 
 torch's rules for operators assume that `Shard(0)` is its own, even split. They hold for elementwise
 operators on tensors with the same rows, for sums and norms of all elements, and for views that
@@ -265,7 +265,7 @@ def windows(cls: Any, result: Any, window: tuple[Any, Any]) -> Any:
 def refresh(values: Sequence[Any]) -> None:
     """Makes the copies behind those of `values` that have a window equal to their sources.
     Collective if there are any."""
-    found = {id(window): window for value in values if (window := value.window)}
+    found = {id(value.window): value.window for value in values if value.window}
     for source, copied in found.values():
         copied._local_tensor.copy_(source.full_tensor())
 
@@ -273,7 +273,8 @@ def refresh(values: Sequence[Any]) -> None:
 def write_back(func: Any, args: Sequence[Any], kwargs: Any) -> None:
     """Writes what an operator has written to values with a window to the rows of the sources."""
     for value in _values_written(func, args, kwargs):
-        if window := getattr(value, "window", None):
+        window = getattr(value, "window", None)
+        if window:
             source, copied = window
             source.chunks.take_from(copied._local_tensor, source._local_tensor)
 

@@ -167,7 +167,7 @@ class UnevenDTensor(DTensor):
 
     chunks: Chunks | None
     window: Any = None
-    """The source of a view that has no rows of its own, and a copy (`row_operators.windows`)."""
+    """The source of a view that has no rows of its own, and a copy (`operators.windows`)."""
 
     @staticmethod
     def over(
