@@ -227,7 +227,7 @@ class _Chunk:
         return described.is_copy and self.everything
 
     def _rest(self) -> Sequence[tuple[Described, torch.Tensor]]:
-        """Of what the engine does not have, what is exported."""
+        """The exported part of what the engine does not have."""
         if self.frozen_too:
             return self.source.rest
         if not self.buffers_too:
@@ -264,7 +264,7 @@ class _Chunk:
         return found
 
     def listed(self) -> list[Listed]:
-        """What `tensors` will give."""
+        """Names, shapes and dtypes of the tensors that `tensors` will give."""
         found = []
         for name, tensor in self.tensors(meta=True):
             found.append((name, tuple(tensor.shape), tensor.dtype))

@@ -84,7 +84,7 @@ def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict
 
 
 def _misfit(candidate: tuple[Form, dict[str, str]]) -> tuple[int, int]:
-    """How many keys the form does not have, and how many of its own are missing."""
+    """The number of keys that the form does not have, and of its own that are missing."""
     form, keys = candidate
     known = {key for key in keys.values() if key in form}
     return len(keys) - len(known), len(form) - len(known)
@@ -129,7 +129,7 @@ def load_problems(
 
 
 def _of_weights(keys: Iterable[str]) -> set[str]:
-    """Those that a load asks for."""
+    """The keys that a load asks for."""
     return {key for key in keys if not key.endswith((EXTRA_STATE, FP8_SCALING))}
 
 

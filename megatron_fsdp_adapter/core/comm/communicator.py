@@ -71,7 +71,7 @@ class Communicator:
     """
 
     carries = ""
-    """What the next collectives carry, for messages about their failure."""
+    """The name of what the next collectives carry, for messages about their failure."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

@@ -79,7 +79,7 @@ class LayoutRef:
 
     @property
     def origin(self) -> tuple[int, ...]:
-        """Where the slice begins in the whole tensor."""
+        """The slice's beginning in the whole tensor."""
         return self.tp_offset or (0,) * len(self.shape)
 
     @property
