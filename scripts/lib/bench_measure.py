@@ -279,23 +279,26 @@ class Bench:
 
 
 def _take(result: Result, samples: Sequence[tuple[float, float]]) -> None:
-    result.seconds, result.cpu_seconds = (list(one) for one in zip(*samples, strict=True))
+    result.seconds = [clock for clock, _ in samples]
+    result.cpu_seconds = [cpu for _, cpu in samples]
 
 
 def make_batches(options: Options, microbatches: int, place: Place) -> list[list[Batch]]:
     """`BATCH_POOL` batches of random tokens: different on each rank, equal in each run."""
     generator = torch.Generator().manual_seed(options.seed + 7919 * place.data_parallel_rank)
-    shape = (options.micro_batch_size, options.seq_length + 1)
+    samples = options.micro_batch_size
+    length = options.seq_length
+    device = place.device
     tokens = vocabulary(options).vocab_size
-    positions = torch.arange(options.seq_length, device=place.device)
+    positions = torch.arange(length, device=device).expand(samples, -1)
 
     def one() -> Batch:
-        text = torch.randint(0, tokens, shape, generator=generator).to(place.device)
+        text = torch.randint(0, tokens, (samples, length + 1), generator=generator).to(device)
         return {
             "tokens": text[:, :-1].contiguous(),
             "labels": text[:, 1:].contiguous(),
-            "loss_mask": torch.ones(shape[0], options.seq_length, device=place.device),
-            "position_ids": positions.expand(shape[0], -1),
+            "loss_mask": torch.ones(samples, length, device=device),
+            "position_ids": positions,
         }
 
     return [[one() for _ in range(microbatches)] for _ in range(BATCH_POOL)]

@@ -162,7 +162,7 @@ def _number(value: float | None, form: str, scale: float = 1.0) -> str:
     return format(value * scale, form)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> tuple[str, ...]:
     low, quarter, middle, three_quarters, high = (f"{1e3 * one:.1f}" for one in row["time"])
     host = row["host"] or [statistics.median(row["cpu_seconds"])]
     off = "-"
@@ -172,31 +172,38 @@ def _cells(row: Row) -> list[str]:
     if row["flag"]:
         off += " DIFFERS"
     memory = [row["memory"].get(kind) for kind in ("held", "peak", "reserved")]
-    return [
+    held, peak, reserved = (_number(nbytes, ".3f", 2.0**-30) for nbytes in memory)
+    return (
         row["subject"],
         middle,
         f"{low} {quarter} {three_quarters} {high}",
         _number(row["over_floor"], ".3f"),
         _number(row["over_ddp"], ".3f"),
-        _number(row["tokens_per_second"], ",.0f"),
-        _number(row["flops_per_second"], ".3g", 1e-12),
-        *(_number(nbytes, ".3f", 2.0**-30) for nbytes in memory),
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['flops_per_second'] * 1e-12:.3g}",
+        held,
+        peak,
+        reserved,
         "+".join(f"{1e3 * one:.1f}" for one in host),
         off,
-    ]
+    )
 
 
 def table_text(table: Sequence[Row]) -> str:
     """The aligned table, with a line for each trace and each wrapper that did not run."""
-    lines = [HEAD, *(_cells(row) for row in table if row["error"] is None)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines = [HEAD]
+    lines += [_cells(row) for row in table if row["error"] is None]
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
     out = []
     for name, *others in lines:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        out.append("  ".join([name.ljust(widths[0]), *cells]))
-    traces = {row["subject"]: row["trace"] for row in table if row["trace"] is not None}
-    out += [budget_text(name, trace) for name, trace in traces.items()]
-    out += [f"{row['subject']}: not measured: {row['error']}" for row in table if row["error"]]
+        cells = [cell.rjust(width) for cell, width in zip(others, widths, strict=True)]
+        out.append("  ".join([name.ljust(first), *cells]))
+    for row in table:
+        if row["trace"] is not None:
+            out.append(budget_text(row["subject"], row["trace"]))
+    for row in table:
+        if row["error"]:
+            out.append(f"{row['subject']}: not measured: {row['error']}")
     return "\n".join(out)
 
 

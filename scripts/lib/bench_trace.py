@@ -96,5 +96,5 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def budget_text(name: str, found: Mapping[str, float]) -> str:
     """A summary in one line."""
-    parts = ", ".join(f"{what} {value:.2f} ms" for what, value in found.items())
-    return f"{name}: {parts}"
+    parts = [f"{what} {value:.2f} ms" for what, value in found.items()]
+    return f"{name}: {', '.join(parts)}"

@@ -97,9 +97,12 @@ class Runner:
 
     def history(self) -> list[list[float | None]]:
         """(loss of this rank, gradient norm over all ranks) of each step. Collective, blocks."""
-        norms = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in self.norms]
-        pairs = zip(self.losses, norms, strict=True)
-        return [[float(loss), None if norm is None else float(norm)] for loss, norm in pairs]
+        steps: list[list[float | None]] = []
+        for loss, norm in zip(self.losses, self.norms, strict=True):
+            if hasattr(norm, "full_tensor"):
+                norm = norm.full_tensor()
+            steps.append([float(loss), None if norm is None else float(norm)])
+        return steps
 
 
 def row_options(subject: Subject, options: Options, machine: Machine | None = None) -> Options:
@@ -127,13 +130,11 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         "calculate_per_token_loss": options.calculate_per_token_loss and trains,
         "fsdp_unsharded_budget_gib": subject.budget,
         "ckpt_format": None,
-        "megatron_fsdp_enable_fine_grained_param_gather": ours
-        and options.megatron_fsdp_enable_fine_grained_param_gather,
-        "suggested_communication_unit_size": options.suggested_communication_unit_size
-        if ours
-        else None,
         "data_parallel_sharding_strategy": subject.strategy or "optim_grads_params",
     }
+    if not ours:
+        common["megatron_fsdp_enable_fine_grained_param_gather"] = False
+        common["suggested_communication_unit_size"] = None
     changed = dataclasses.replace(options, **{**common, **subject.options()})
     return validated(changed, machine or this_machine())[0]
 

@@ -237,11 +237,16 @@ def _latent_of(found: Options) -> Options:
     if not found.get("kv_lora_rank"):
         return {}
     return {
-        "multi_latent_attention": True, "qk_layernorm": True, "kv_channels": None,
-        "num_query_groups": found["num_attention_heads"], "q_lora_rank": found.get("q_lora_rank"),
-        "kv_lora_rank": found["kv_lora_rank"], "qk_head_dim": found["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": found["qk_rope_head_dim"], "v_head_dim": found["v_head_dim"],
-    }  # fmt: skip
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "kv_channels": None,
+        "num_query_groups": found["num_attention_heads"],
+        "q_lora_rank": found.get("q_lora_rank"),
+        "kv_lora_rank": found["kv_lora_rank"],
+        "qk_head_dim": found["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": found["qk_rope_head_dim"],
+        "v_head_dim": found["v_head_dim"],
+    }
 
 
 _REFUSED: Options = {

@@ -42,12 +42,13 @@ class TimedRuntime:
     def __init__(self) -> None:
         self.device = torch.device("meta")
         self.on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = lambda *_: None
-        self.part = ""
-        self._role = COMPUTE
+        self.part = ""  # of the step, for the next operations; its caller sets it
+        self._role = COMPUTE  # the stream that the next operation runs on
         self._operations: list[Operation] = []
+        # Of each stream: the number of its last operation, and those that the next one waits for.
         self._last: dict[str, int] = {}
         self._waits: dict[str, set[int]] = {}
-        self._host = 0.0
+        self._host = 0.0  # microseconds since the last operation was launched
         self._marks: list[tuple[str, int]] = []
 
     @property

@@ -29,15 +29,20 @@ idle, host."""
 
 @dataclass
 class State:
-    """State of the simulation. ends: seconds at which each operation of `program` ended, negative
-    before; queues: of each stream, what has not begun."""
+    """State of the simulation. Operations are named by their number in the program."""
 
     program: Program
+    # Of each operation: its seconds without others beside it.
     alone: list[float]
+    # The time at which the host launched it; infinite before.
     launched: list[float]
+    # The time at which it ended; negative before.
     ends: list[float]
+    # Of each stream: what has not begun.
     queues: dict[str, deque[int]] = field(default_factory=dict)
+    # The operation before it on its communicator; -1 for none.
     before_on_channel: list[int] = field(default_factory=list)
+    # Of each busy stream: its operation; and of that one the seconds that are left of `alone`.
     running: dict[str, int] = field(default_factory=dict)
     left: dict[int, float] = field(default_factory=dict)
 

@@ -321,11 +321,14 @@ def _optimizer(options: Options, chunks: list[Any], ours: bool) -> Any:
     fields = {**_fields(OptimizerConfig, options), "params_dtype": params_dtype(options)}
     if not ours:
         fields |= {
-            "use_distributed_optimizer": False, "overlap_param_gather": False,
-            "use_precision_aware_optimizer": False, "main_grads_dtype": torch.float32,
-            "main_params_dtype": torch.float32, "exp_avg_dtype": torch.float32,
+            "use_distributed_optimizer": False,
+            "overlap_param_gather": False,
+            "use_precision_aware_optimizer": False,
+            "main_grads_dtype": torch.float32,
+            "main_params_dtype": torch.float32,
+            "exp_avg_dtype": torch.float32,
             "exp_avg_sq_dtype": torch.float32,
-        }  # fmt: skip
+        }
     optimizer = get_megatron_optimizer(
         OptimizerConfig(**fields), chunks, use_gloo_process_groups=False
     )
