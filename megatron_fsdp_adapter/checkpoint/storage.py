@@ -72,7 +72,8 @@ class SafeWriter(FileSystemWriter):
         """Makes the temporary folder, before ranks receive their plans."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            self._temporary = self.path = folders.prepare_folder(self._folder)
+            self._temporary = folders.prepare_folder(self._folder)
+            self.path = self._temporary
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """No-op: the coordinator makes the folder, and other ranks would race with it."""
@@ -80,10 +81,11 @@ class SafeWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds to each rank's plan the file to write. Runs on the coordinator."""
-        return [
-            dataclasses.replace(plan, storage_data=f"{self._temporary}/__{rank}_0{DEFAULT_SUFFIX}")
-            for rank, plan in enumerate(plans)
-        ]
+        completed = []
+        for rank, plan in enumerate(plans):
+            file = f"{self._temporary}/__{rank}_0{DEFAULT_SUFFIX}"
+            completed.append(dataclasses.replace(plan, storage_data=file))
+        return completed
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items into one file, and forces it to disk."""

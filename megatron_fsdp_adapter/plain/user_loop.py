@@ -40,6 +40,7 @@ class UserLoopEngine(FsdpEngine):
             # A rank that runs no microbatch knows of no `no_sync`, and reduces in the same order.
             self.after_no_sync = None
         self._found_unsharded = False  # by the forward that runs, or ran last
+        # Whose `requires_grad` was False when it was last looked at.
         self._frozen = {pair for pair in self.pairs if not pair.group.key.requires_grad}
         self._has_frozen = False  # a group that is trained
         self._given: set[ParamPair] = set()  # whose gradients were attached, and not forgotten

@@ -165,9 +165,9 @@ def _experts(
             numbered = _NUMBERED.fullmatch(name)
             if numbered is None:
                 continue
-            kind, local = numbered[1], int(numbered[2])
+            local = int(numbered[2])
             if local < len(indices):
-                yield f"{owner}.{name}", f"{kind}{indices[local]}"
+                yield f"{owner}.{name}", f"{numbered[1]}{indices[local]}"
 
 
 def _aliases(module: nn.Module) -> Iterable[tuple[str, str]]:

@@ -77,17 +77,17 @@ def detect_format(path: Path, iteration: int | None = None) -> str:
 
 @dataclass
 class DcpFolder:
-    """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory.
-
-    format: `FSDP_DTENSOR` or `TORCH_DIST`. trusted: if True, objects are unpickled, which executes
-    code that they name; if False, they are read by `unpickling.load_inert`.
-    """
+    """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory."""
 
     folder: Path
     iteration: int
+    # `FSDP_DTENSOR` or `TORCH_DIST`.
     format: str
     metadata: Metadata
+    # True: objects are unpickled, which executes code that they name. False: they are read by
+    # `unpickling.load_inert`.
     trusted: bool
+    # The chunk that was read last.
     _kept: tuple[MetadataIndex, torch.Tensor] | None = field(default=None, repr=False)
 
     @classmethod

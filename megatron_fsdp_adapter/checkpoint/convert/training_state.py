@@ -172,7 +172,8 @@ def join_halves(tensors: Tensors) -> Tensors:
     """Joins `NAME_w` and `NAME_v` into NAME. Raises ValueError for one without the other."""
     joined: Tensors = {}
     for key, tensor in tensors.items():
-        name, suffix = key[:-2], key[-2:]
+        name = key[:-2]
+        suffix = key[-2:]
         if suffix not in HALVES or not name.rstrip("0123456789").endswith(("weight", "bias")):
             joined[key] = tensor
             continue
