@@ -50,7 +50,7 @@ def has(pair: ParamPair) -> bool:
     """True if core gives a weight to Lion, and not to Adam."""
     if not core_api.MAKES_EMERGING:
         return True
-    shape = pair.group.layout.specs[pair.index].layout_shape
+    shape = pair.spec.layout_shape
     return len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
 
 

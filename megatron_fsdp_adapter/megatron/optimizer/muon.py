@@ -41,7 +41,7 @@ def has(pair: ParamPair) -> bool:
     raw = pair.unsharded
     if not pair.group.key.requires_grad or not getattr(raw, "use_muon", True):
         return False
-    shape = pair.group.layout.specs[pair.index].layout_shape
+    shape = pair.spec.layout_shape
     if len(shape) != 2 or min(shape) <= 1:
         return False
     if any(is_on(raw, mark) for mark in ADAMS_MARKS):
@@ -56,7 +56,7 @@ def has(pair: ParamPair) -> bool:
 def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, ...]:
     """The parts of rows that repeat in a parameter of `module` (`MuonParam.heights`), by the names
     that core gives its fused layers and the config of the module around them."""
-    shape = pair.group.layout.specs[pair.index].layout_shape
+    shape = pair.spec.layout_shape
     fqn = pair.managed.fqns[0]
     names = fqn.split(".")
     rows, _ = _whole_shape(pair)
@@ -182,7 +182,7 @@ def _described(chunk: Any, pair: ParamPair, config: Any) -> str:
 
 def _whole_shape(pair: ParamPair) -> tuple[int, int]:
     """Before tensor parallelism."""
-    shape = list(pair.group.layout.specs[pair.index].layout_shape)
+    shape = list(pair.spec.layout_shape)
     split, parts = tensor_split(pair)
     if split is not None:
         shape[split] *= parts

@@ -39,6 +39,6 @@ def _tp_offset(pair: ParamPair) -> tuple[int, ...] | None:
     mesh = pair.group.domain.mesh
     if split is None or mesh.mesh_dim_names[-1] != TP_DIM:  # type: ignore[index]
         return None
-    shape = pair.group.layout.specs[pair.index].layout_shape
+    shape = pair.spec.layout_shape
     part = mesh.get_local_rank(TP_DIM) * shape[split]
     return tuple(part if dim == split else 0 for dim in range(len(shape)))
