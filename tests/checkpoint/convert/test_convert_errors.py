@@ -130,181 +130,232 @@ def a_file(root: Path) -> Path:
     return root
 
 
-# (name, makes the source, format to convert to, what the message says)
-CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
-    # not there, or of something else
-    ("nothing there", lambda r: r, "torch_dist", "does not exist"),
-    ("a file", a_file, "torch_dist", "is a file"),
-    ("empty folder", lambda r: r.mkdir() or r, "torch_dist", "latest_checkpointed_iteration.txt"),
-    (
-        "tracker of nothing",
-        lambda r: rewritten(fsdp(r) / TRACKER, "9", 0),
-        "torch_dist",
-        "complete in .*: iteration 3",
-    ),
-    (
-        "tracker without number",
-        lambda r: rewritten(fsdp(r) / TRACKER, "x", 0),
-        "torch_dist",
-        "should hold an iteration number",
-    ),
-    (
-        "legacy format",
-        lambda r: filled(r, TRACKER, f"{ITERATION}/mp_rank_00/x.pt"),
-        "torch_dist",
-        "legacy format.*--ckpt-format torch_dist",
-    ),
-    (
-        "another DCP folder",
-        lambda r: save_fsdp(r, {"net": {"w": torch.ones(2)}}),
-        "torch_dist",
-        "no fsdp_dtensor checkpoint.*net.w",
-    ),
-    # half-written, truncated, corrupt
-    ("no .metadata", lambda r: without(fsdp(r), ".metadata"), "torch_dist", "no .metadata file"),
-    (
-        "damaged .metadata",
-        lambda r: rewritten(fsdp(r) / ITERATION / ".metadata", "x"),
-        "torch_dist",
-        ".metadata cannot be read",
-    ),
-    ("no data file", lambda r: without(fsdp(r), "__0_0.distcp"), "torch_dist", "distcp is missing"),
-    ("short data file", lambda r: data(fsdp(r), lambda b: b[:-100]), "torch_dist", "bytes"),
-    (
-        "zeros in data file",
-        lambda r: data(fsdp(r), lambda b: bytes(len(b))),
-        "torch_dist",
-        "args cannot be read|weight cannot be read",
-    ),
-    (
-        "no common.pt",
-        lambda r: without(torch_dist(r), "common.pt"),
-        "fsdp_dtensor",
-        "has no common.pt",
-    ),
-    (
-        "damaged common.pt",
-        lambda r: rewritten(torch_dist(r) / ITERATION / "common.pt", "x"),
-        "fsdp_dtensor",
-        "common.pt cannot be read",
-    ),
-    (
-        "no metadata.json",
-        lambda r: without(torch_dist(r), "metadata.json"),
-        "fsdp_dtensor",
-        "it has no metadata.json",
-    ),
-    (
-        "damaged metadata.json",
-        lambda r: rewritten(torch_dist(r) / ITERATION / "metadata.json", "{"),
-        "fsdp_dtensor",
-        "metadata.json is damaged",
-    ),
-    (
-        "overlapping blocks",
-        lambda r: metadata_of(fsdp(r), stored_twice),
-        "torch_dist",
-        "stored blocks of .*output_layer.weight overlap, or leave a gap",
-    ),
-    (
-        "a path of another key",
-        lambda r: metadata_of(fsdp(r), lambda m: m.planner_data.update(iteration=("step",))),
-        "torch_dist",
-        "iteration is stored under another path.*damaged",
-    ),
-    # too new, or of another backend
-    (
-        "newer DCP",
-        lambda r: metadata_of(fsdp(r), lambda m: setattr(m, "version", "2.0.0")),
-        "torch_dist",
-        "version 2.0.0 .* is newer",
-    ),
-    (
-        "newer torch_dist",
-        lambda r: rewritten(
-            torch_dist(r) / ITERATION / "metadata.json",
-            json.dumps(
-                {
-                    "sharded_backend": "torch_dist",
-                    "sharded_backend_version": 2,
-                    "common_backend": "torch",
-                    "common_backend_version": 1,
-                }
-            ),
-        ),
-        "fsdp_dtensor",
-        "sharded_backend_version=2, only 1 can be read. A newer",
-    ),
-    (
-        "zarr",
-        lambda r: rewritten(
-            torch_dist(r) / ITERATION / "metadata.json", json.dumps({"sharded_backend": "zarr"})
-        ),
-        "fsdp_dtensor",
-        "sharded_backend='zarr'",
-    ),
-    # complete, but does not fit together
-    (
-        "half a gated weight",
-        lambda r: fsdp(r, lambda s: pop_one(s, "weight_v")),
-        "torch_dist",
-        "weight_w is stored without",
-    ),
-    (
-        "local layer numbers",
-        lambda r: fsdp(r, local_layer_numbers),
-        "torch_dist",
-        "start at 0 on each pipeline stage|which has no weight",
-    ),
-    (
-        "moment of another shape",
-        lambda r: fsdp(r, transposed_moment),
-        "torch_dist",
-        "exp_avg of .* has shape",
-    ),
-    ("steps differ", lambda r: fsdp(r, two_steps), "torch_dist", "one step count"),
-    ("optimizer in buckets", buckets, "fsdp_dtensor", "--dist-ckpt-optim-fully-reshardable"),
-    ("group not told", lambda r: common(r, add_group), "fsdp_dtensor", "2 parameter groups"),
-    (
-        "no groups",
-        lambda r: common(r, lambda held: held.pop("optimizer")),
-        "fsdp_dtensor",
-        "no parameter groups",
-    ),
-    (
-        "no arguments",
-        lambda r: common(r, no_arguments),
-        "fsdp_dtensor",
-        "no training arguments.*run_config.yaml",
-    ),
-    # Megatron-Bridge's
-    (
-        "from Hugging Face",
-        lambda r: filled(r, "model.safetensors"),
-        "fsdp_dtensor",
-        "safetensors.*AutoBridge.import_ckpt",
-    ),
-    *(
-        (
-            f"run_config.yaml: {text}",
-            lambda r, t=text: rewritten(
-                bridge_checkpoint(r, Model(), {}) / ITERATION / "run_config.yaml", t
-            ),
-            "torch_dist",
-            rf"run_config\.yaml:? {message}",
-        )
-        for text, message in (
-            ("model: [", "not valid YAML"),
-            ("train: {}", "has no section `model`"),
-            ("!!python/object/apply:os.getcwd []", "not valid YAML"),
-        )
-    ),
+Make = Callable[[Path], Path]
+CASES: list[Any] = []
+"""Parameters: a function that makes the source, the format to convert to, what the error says."""
+
+
+def case(name: str, to: str, message: str) -> Callable[[Make], Make]:
+    """Makes a row of `CASES` of the function below it."""
+
+    def add(make: Make) -> Make:
+        CASES.append(pytest.param(make, to, message, id=name))
+        return make
+
+    return add
+
+
+# not there, or of something else
+
+
+@case("nothing there", "torch_dist", "does not exist")
+def _nothing_there(root: Path) -> Path:
+    return root
+
+
+@case("a file", "torch_dist", "is a file")
+def _a_file(root: Path) -> Path:
+    return a_file(root)
+
+
+@case("empty folder", "torch_dist", "latest_checkpointed_iteration.txt")
+def _empty_folder(root: Path) -> Path:
+    root.mkdir()
+    return root
+
+
+@case("tracker of nothing", "torch_dist", "complete in .*: iteration 3")
+def _tracker_of_nothing(root: Path) -> Path:
+    fsdp(root)
+    return rewritten(root / TRACKER, "9", 0)
+
+
+@case("tracker without number", "torch_dist", "should hold an iteration number")
+def _tracker_without_number(root: Path) -> Path:
+    fsdp(root)
+    return rewritten(root / TRACKER, "x", 0)
+
+
+@case("legacy format", "torch_dist", "legacy format.*--ckpt-format torch_dist")
+def _legacy_format(root: Path) -> Path:
+    return filled(root, TRACKER, f"{ITERATION}/mp_rank_00/x.pt")
+
+
+@case("another DCP folder", "torch_dist", "no fsdp_dtensor checkpoint.*net.w")
+def _another_dcp_folder(root: Path) -> Path:
+    return save_fsdp(root, {"net": {"w": torch.ones(2)}})
+
+
+# half-written, truncated, corrupt
+
+
+@case("no .metadata", "torch_dist", "no .metadata file")
+def _no_metadata(root: Path) -> Path:
+    fsdp(root)
+    return without(root, ".metadata")
+
+
+@case("damaged .metadata", "torch_dist", ".metadata cannot be read")
+def _damaged_metadata(root: Path) -> Path:
+    fsdp(root)
+    return rewritten(root / ITERATION / ".metadata", "x")
+
+
+@case("no data file", "torch_dist", "distcp is missing")
+def _no_data_file(root: Path) -> Path:
+    fsdp(root)
+    return without(root, "__0_0.distcp")
+
+
+@case("short data file", "torch_dist", "bytes")
+def _short_data_file(root: Path) -> Path:
+    fsdp(root)
+    return data(root, lambda b: b[:-100])
+
+
+@case("zeros in data file", "torch_dist", "args cannot be read|weight cannot be read")
+def _zeros_in_data_file(root: Path) -> Path:
+    fsdp(root)
+    return data(root, lambda b: bytes(len(b)))
+
+
+@case("no common.pt", "fsdp_dtensor", "has no common.pt")
+def _no_common_pt(root: Path) -> Path:
+    torch_dist(root)
+    return without(root, "common.pt")
+
+
+@case("damaged common.pt", "fsdp_dtensor", "common.pt cannot be read")
+def _damaged_common_pt(root: Path) -> Path:
+    torch_dist(root)
+    return rewritten(root / ITERATION / "common.pt", "x")
+
+
+@case("no metadata.json", "fsdp_dtensor", "it has no metadata.json")
+def _no_metadata_json(root: Path) -> Path:
+    torch_dist(root)
+    return without(root, "metadata.json")
+
+
+@case("damaged metadata.json", "fsdp_dtensor", "metadata.json is damaged")
+def _damaged_metadata_json(root: Path) -> Path:
+    torch_dist(root)
+    return rewritten(root / ITERATION / "metadata.json", "{")
+
+
+@case(
+    "overlapping blocks",
+    "torch_dist",
+    "stored blocks of .*output_layer.weight overlap, or leave a gap",
 )
+def _overlapping_blocks(root: Path) -> Path:
+    fsdp(root)
+    return metadata_of(root, stored_twice)
 
 
-@pytest.mark.parametrize(("name", "make", "to", "message"), CASES, ids=[c[0] for c in CASES])
+@case("a path of another key", "torch_dist", "iteration is stored under another path.*damaged")
+def _a_path_of_another_key(root: Path) -> Path:
+    fsdp(root)
+    return metadata_of(root, lambda m: m.planner_data.update(iteration=("step",)))
+
+
+# too new, or of another backend
+
+
+@case("newer DCP", "torch_dist", "version 2.0.0 .* is newer")
+def _newer_dcp(root: Path) -> Path:
+    fsdp(root)
+    return metadata_of(root, lambda m: setattr(m, "version", "2.0.0"))
+
+
+@case("newer torch_dist", "fsdp_dtensor", "sharded_backend_version=2, only 1 can be read. A newer")
+def _newer_torch_dist(root: Path) -> Path:
+    return rewritten(
+        torch_dist(root) / ITERATION / "metadata.json",
+        json.dumps(
+            {
+                "sharded_backend": "torch_dist",
+                "sharded_backend_version": 2,
+                "common_backend": "torch",
+                "common_backend_version": 1,
+            }
+        ),
+    )
+
+
+@case("zarr", "fsdp_dtensor", "sharded_backend='zarr'")
+def _zarr(root: Path) -> Path:
+    return rewritten(
+        torch_dist(root) / ITERATION / "metadata.json", json.dumps({"sharded_backend": "zarr"})
+    )
+
+
+# complete, but does not fit together
+
+
+@case("half a gated weight", "torch_dist", "weight_w is stored without")
+def _half_a_gated_weight(root: Path) -> Path:
+    return fsdp(root, lambda s: pop_one(s, "weight_v"))
+
+
+@case("local layer numbers", "torch_dist", "start at 0 on each pipeline stage|which has no weight")
+def _local_layer_numbers(root: Path) -> Path:
+    return fsdp(root, local_layer_numbers)
+
+
+@case("moment of another shape", "torch_dist", "exp_avg of .* has shape")
+def _moment_of_another_shape(root: Path) -> Path:
+    return fsdp(root, transposed_moment)
+
+
+@case("steps differ", "torch_dist", "one step count")
+def _steps_differ(root: Path) -> Path:
+    return fsdp(root, two_steps)
+
+
+@case("optimizer in buckets", "fsdp_dtensor", "--dist-ckpt-optim-fully-reshardable")
+def _optimizer_in_buckets(root: Path) -> Path:
+    return buckets(root)
+
+
+@case("group not told", "fsdp_dtensor", "2 parameter groups")
+def _group_not_told(root: Path) -> Path:
+    return common(root, add_group)
+
+
+@case("no groups", "fsdp_dtensor", "no parameter groups")
+def _no_groups(root: Path) -> Path:
+    return common(root, lambda held: held.pop("optimizer"))
+
+
+@case("no arguments", "fsdp_dtensor", "no training arguments.*run_config.yaml")
+def _no_arguments(root: Path) -> Path:
+    return common(root, no_arguments)
+
+
+# Megatron-Bridge's
+
+
+@case("from Hugging Face", "fsdp_dtensor", "safetensors.*AutoBridge.import_ckpt")
+def _from_hugging_face(root: Path) -> Path:
+    return filled(root, "model.safetensors")
+
+
+for text, message in (
+    ("model: [", "not valid YAML"),
+    ("train: {}", "has no section `model`"),
+    ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+):
+
+    @case(f"run_config.yaml: {text}", "torch_dist", rf"run_config\.yaml:? {message}")
+    def _run_config(root: Path, text: str = text) -> Path:
+        bridge_checkpoint(root, Model(), {})
+        return rewritten(root / ITERATION / "run_config.yaml", text)
+
+
+@pytest.mark.parametrize(("make", "to", "message"), CASES)
 def test_unusable_input_is_one_clear_error(
-    tmp_path: Path, name: str, make: Callable[[Path], Path], to: str, message: str
+    tmp_path: Path, make: Make, to: str, message: str
 ) -> None:
     source = make(tmp_path / "source")
     target = tmp_path / "target"
