@@ -82,6 +82,12 @@ def apply_fsdp_overrides(
         print(format_changes("apply_fsdp_overrides sets", changes), flush=True)
     raise_problems("The recipe with FullyShardedDataParallel", bridge_problems(cfg, environment))
 
+    _install(cfg)
+    return changes
+
+
+def _install(cfg: Any) -> None:
+    """Installs the wrapper for a recipe."""
     from .installation import install  # imports Megatron; checking a recipe does not
 
     if type(cfg).__module__.startswith("megatron.bridge."):
@@ -89,7 +95,6 @@ def apply_fsdp_overrides(
         # loader now.
         importlib.import_module("megatron.bridge.training.checkpointing")
     install()
-    return changes
 
 
 def sections_of(cfg: Any) -> dict[str, Any]:

@@ -200,23 +200,20 @@ def fully_shard_model(
     The other options are Megatron's. ValueError: no trainable parameters, a module that is sharded
     already or on several devices, a unit class that matches nothing, a wrong value.
     """
-    policy = mixed_precision_policy
-    on_meta = init_model_with_meta_device
-    raise_model_problems(module, fsdp_unit_modules, policy.main_params_dtype, on_meta)
-    reduce_scatter = ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER
+    main = mixed_precision_policy.main_params_dtype
+    raise_model_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
-        policy=policy,
+        policy=mixed_precision_policy,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
-        reduce_scatter=reduce_scatter,
+        reduce_scatter=ALL_TO_ALL_SUM if reduce_scatter_with_fp32_accumulation else REDUCE_SCATTER,
         offload=chunked_optimizer_state_offload,
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
-    check = None
-    if check_for_nan_in_grad or report_nan_in_param_grad:
-        check = GradCheck(report_nan_in_param_grad)
+    checks = check_for_nan_in_grad or report_nan_in_param_grad
+    check = GradCheck(report_nan_in_param_grad) if checks else None
     engine = engine_for(module, fsdp_unit_modules, index.domains, config, check)
     engine.auto_sync = sync_model_each_microbatch
     return FullyShardedModel(module, engine)
