@@ -1,4 +1,4 @@
-"""What accelerate reads of a model's parameters, and torch does not give it."""
+"""Attributes of parameters that accelerate reads, and torch does not give it."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Cast:
         return self._table
 
     def _places(self, own: OwnRows) -> list[int]:
-        """Where its tensors begin: addresses, or, of planes that come and go, offsets."""
+        """The beginnings of its tensors: addresses, or, of planes that come and go, offsets."""
         if self._moves:
             return [own.main.data_ptr(), *(int(plane.storage_offset()) for plane in own.planes)]
         return [tensor.data_ptr() for tensor in own.tensors]

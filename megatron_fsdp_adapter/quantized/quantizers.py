@@ -21,7 +21,7 @@ from .weights import QuantizedWeight, Quantizer, Quantizers
 
 
 class Settings(NamedTuple):
-    """What weights have in common that are quantized together."""
+    """Settings that all weights share which are quantized together."""
 
     # Name of the format.
     format: str

@@ -270,7 +270,7 @@ def _scales(
 
 
 def _constants(table: Table) -> dict[str, Any]:
-    """What every cast by a table is compiled for."""
+    """The constants that every cast by a table is compiled for."""
     return {
         "MAIN": DTYPES[table.main],
         "ROUNDED": DTYPES[table.rounded],

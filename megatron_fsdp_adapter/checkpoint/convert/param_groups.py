@@ -110,7 +110,7 @@ def _groups(stored: Any) -> Iterator[dict[str, Any]]:
 
 
 def _traits(group: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Whether the group is of experts, has no weight decay, and is of another optimizer than
+    """Three answers about a group: it is of experts, it has no weight decay, its optimizer is not
     Adam."""
     return (
         bool(group.get("is_expert_parallel")),

@@ -135,7 +135,7 @@ def _load(
 
 
 def _remarks(folder: Path, has_generators: bool, missing: Sequence[str]) -> Iterator[str]:
-    """What keeps its initial value, one line for each kind."""
+    """Lines about state that keeps its initial value, one for each kind."""
     if not has_generators:
         yield (
             f"{folder} has RNG states of another split of the model. This run's generators keep "

@@ -52,7 +52,7 @@ def layer_graphs(
 
 
 def _shared_buffers() -> Iterable[torch.Tensor]:
-    """What sequences are gathered into over tensor-parallel ranks: a longer one makes core replace
+    """Buffers into which tensor-parallel ranks gather sequences: a longer one makes core replace
     the buffer, whose address graphs have."""
     return get_global_memory_buffer().buffer.values()
 

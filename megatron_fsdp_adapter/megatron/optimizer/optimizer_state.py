@@ -25,7 +25,7 @@ STATE = "state"
 META = "param_to_group_meta"
 
 ByName = Mapping[str, Mapping[str, Any]]
-"""What an optimizer has of each parameter, by the parameter's name."""
+"""State or options of each parameter, by the parameter's name."""
 
 OF_THIS_SPLIT = ("is_expert_parallel",)
 """Options of a parameter group that describe how this run splits the model. A load leaves them

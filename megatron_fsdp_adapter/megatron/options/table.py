@@ -56,9 +56,9 @@ ITERATION = "full-iteration CUDA graphs"
 LAYERS = "CUDA graphs of layers"
 
 Test = Callable[[Any, Any], Any]
-"""Of a value and the config: truthy if the value is rejected."""
+"""A function of a value and the config: truthy if the value is rejected."""
 Fields = Callable[[Any], Mapping[str, Any]]
-"""Of a value: the fields of `EngineConfig` that it sets."""
+"""A function of a value: the fields of `EngineConfig` that it sets."""
 Refusal = tuple[Test, str] | tuple[Test, str, str]
 
 

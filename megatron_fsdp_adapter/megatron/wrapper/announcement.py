@@ -62,7 +62,7 @@ def _wire(plan: ModelPlan, groups: list[ParamGroup]) -> str:
 
 
 def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> Iterator[str]:
-    """What is not sharded: domains of one rank, and what a budget keeps over a step."""
+    """Lines about what is not sharded: domains of one rank, and units that a budget keeps."""
     alone = {group.key.domain.split(",")[0] for group in groups if group.is_single_rank}
     if alone:
         yield f"unsharded on one rank: {', '.join(sorted(alone))} parameters"

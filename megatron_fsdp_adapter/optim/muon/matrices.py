@@ -62,7 +62,7 @@ class Run:
 
     @property
     def place(self) -> slice:
-        """Where they are in the rank's flat rows."""
+        """Their slice of the rank's flat rows."""
         return slice(self.local.start, self.local.stop)
 
     @property

@@ -62,7 +62,7 @@ def named_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _remedy(name: str, known: set[str]) -> str:
-    """What to do about an unknown name: one of the shortest names that contain it, or alike."""
+    """A remedy for an unknown name: one of the shortest names that contain it, or alike."""
     longer = sorted((one for one in known if name in one), key=lambda one: (len(one), one))
     near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
     if near:

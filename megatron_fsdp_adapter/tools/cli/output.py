@@ -21,7 +21,7 @@ USAGE = "%(prog)s (--preset NAME | --hf-config FILE | --config FILE | MODEL FLAG
 T = TypeVar("T")
 
 Report = dict[str, Any]
-"""What a command found, as plain values."""
+"""The findings of a command, as plain values."""
 
 
 class Parser(argparse.ArgumentParser):
