@@ -43,7 +43,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         gpu, "command_of", lambda *given: [word for word in command(*given) if word != "--full"]
     )
-    monkeypatch.setenv("PYTHONPATH", str(Path(journal.__file__).resolve().parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(journal.__file__).resolve().parents[3]))
     return lambda *more: gpu.parse(
         ["--results", str(tmp_path / "r.jsonl"), "--only", "test_gpu", *more]
     )

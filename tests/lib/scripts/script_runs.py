@@ -1,5 +1,4 @@
-"""Running the scripts as a person does. Not in conftest.py: several folders have a module of that
-name, and a test may only import from one that is unique."""
+"""Running the scripts as a person does."""
 
 from __future__ import annotations
 
