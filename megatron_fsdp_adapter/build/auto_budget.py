@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from ..core.engine.engine import FsdpEngine
-from ..plan.unsharded_budget import AUTO, GIB, KEEPING, OPTION, policy_precision, unsharded_units
+from ..plan.unsharded_budget import (
+    AUTO,
+    BUDGET_OPTION,
+    GIB,
+    KEEPING,
+    policy_precision,
+    unsharded_units,
+)
 
 MEASURED = 2
 """Number of steps after which memory is measured. Optimizer state is there from the first on, and
@@ -139,7 +146,7 @@ class AutoBudgetEngine(FsdpEngine):
             else:
                 why = "after an allocation has failed"
             print(
-                f"{OPTION}={AUTO!r}: unsharded over a step: weights of {kept.weights} and "
+                f"{BUDGET_OPTION}={AUTO!r}: unsharded over a step: weights of {kept.weights} and "
                 f"gradients of {kept.grads} of {len(kept.rows)} units, for {kept.nbytes / GIB:.3f} "
                 f"of {budget / GIB:.3f} GiB {why}",
                 flush=True,

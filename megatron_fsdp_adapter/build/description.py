@@ -12,18 +12,18 @@ from ..core.topology import ShardDomain
 MAX_RANKS = 8
 """Longer lists of ranks are abbreviated."""
 
-Row = dict[str, str]
+DescribedRow = dict[str, str]
 """The cells of a row, by the heads of their columns."""
 
 
-def param_rows(engine: FsdpEngine) -> list[Row]:
+def param_rows(engine: FsdpEngine) -> list[DescribedRow]:
     """A row for each parameter of `engine`, in unit order: its names, domain, unit and whole shape,
     and the rows of it on this rank."""
     units = {id(group): unit.name for unit in engine.units for group in unit.groups}
     return [_param_row(pair, units[id(pair.group)]) for pair in engine.pairs]
 
 
-def _param_row(pair: ParamPair, unit: str) -> Row:
+def _param_row(pair: ParamPair, unit: str) -> DescribedRow:
     key = pair.group.key
     held = pair.sharded._local_tensor.shape  # type: ignore[attr-defined]
     return {
@@ -45,7 +45,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]} ({len(ranks)})"
 
 
-def _domain_row(name: str, domain: ShardDomain, params: int, elements: int) -> Row:
+def _domain_row(name: str, domain: ShardDomain, params: int, elements: int) -> DescribedRow:
     sizes = domain.mesh.shape
     mesh = zip(domain.mesh.mesh_dim_names or ("?",) * len(sizes), sizes, strict=True)
     is_shared = domain.gather_group is domain.reduce_group
@@ -74,7 +74,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[DescribedRow]) -> list[str]:
     lines = [tuple(row) for row in rows[:1]]
     for row in rows:
         lines.append(tuple(row.values()))

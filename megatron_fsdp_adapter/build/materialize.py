@@ -28,7 +28,7 @@ also given the parameters as they were, whose marks the new ones do not have yet
 InitializerOf = Callable[[nn.Module, nn.Module | None], Initializer | None]
 """The initializer of a module, from the module and the one that holds it; None if there is none."""
 
-OPTION = "init_model_with_meta_device"
+META_OPTION = "init_model_with_meta_device"
 
 
 def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer | None:
@@ -99,8 +99,8 @@ def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerO
         name, child = holders[0]
         own, _ = next(_held(child))
         return [
-            f"{OPTION}=False: the module's parameter {name}.{own} is on the meta device. "
-            f"Set {OPTION}=True, or build the model on its device"
+            f"{META_OPTION}=False: the module's parameter {name}.{own} is on the meta device. "
+            f"Set {META_OPTION}=True, or build the model on its device"
         ]
     helpless = []
     for name, child in holders:
@@ -112,7 +112,8 @@ def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerO
         return []
     listed = "; ".join(helpless)
     return [
-        f"{OPTION}=True: {len(helpless)} modules on the meta device have no reset_parameters (or "
+        f"{META_OPTION}=True: {len(helpless)} modules on the meta device have no "
+        "reset_parameters (or "
         "one that core does not use) to initialize their parameters or buffers: "
         f"{listed}. Add one, build these modules on a device, or set it to False"
     ]
@@ -163,13 +164,13 @@ def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None, is_filled
     found = None if made is None else (tuple(made.shape), made.dtype)
     if made is None or found != expected:
         raise ValueError(
-            f"{OPTION}=True: reset_parameters made {found} of {name}, expected "
+            f"{META_OPTION}=True: reset_parameters made {found} of {name}, expected "
             f"{expected}. Make it keep shape and dtype"
         )
     # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
     if is_filled and made.is_floating_point() and made.detach().sum().isnan():
         raise ValueError(
-            f"{OPTION}=True: reset_parameters of the module of {name} left a part of it "
+            f"{META_OPTION}=True: reset_parameters of the module of {name} left a part of it "
             "unwritten. Make it write all of the module's own tensors"
         )
 

@@ -109,7 +109,7 @@ class ShardedModule(ShardedStateDict, MegatronModule):
         self.engine.main_weights_changed(loaded=True)
 
 
-Chunks = Sequence[Any]
+ModelChunks = Sequence[Any]
 """Model chunks that are ours."""
 
 

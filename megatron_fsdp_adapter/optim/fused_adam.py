@@ -29,7 +29,7 @@ from .multi_tensor import (
     Addresses,
     Kernel,
     Lists,
-    Table,
+    TensorTable,
     Update,
     chunks_on,
     places_of,
@@ -56,7 +56,7 @@ class FusedAdamStep:
         self._original = original
         self._kernel = kernel
         # The tables, by stream, addresses of weights and sizes, with all addresses that they have.
-        self.known: dict[Any, tuple[Addresses, Table]] = {}
+        self.known: dict[Any, tuple[Addresses, TensorTable]] = {}
         self._chunks = functools.lru_cache(MOST_TABLES)(chunks_on)
         # One float32 on the device that gradients are multiplied by in the calls that follow; None
         # for nothing.
@@ -98,7 +98,7 @@ class FusedAdamStep:
         if self.clip is not None and self.clip.is_cuda:
             self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
 
-    def _table_of(self, lists: Lists) -> Table:
+    def _table_of(self, lists: Lists) -> TensorTable:
         """Made again when an address has changed: one table for the same weights."""
         addresses, sizes, device, stream = places_of(lists)
         place = stream, addresses[WEIGHTS], sizes

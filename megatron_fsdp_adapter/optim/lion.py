@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .local_shards import LocalShards, Options, UpdateRule
+from .local_shards import GroupOptions, LocalShards, UpdateRule
 
 AVERAGE = "exp_avg"
 """The name of Lion's state, as NVIDIA's emerging_optimizers have it."""
 
 
-def lion(is_lions: Callable[[Options], bool], betas: tuple[float, float]) -> UpdateRule:
+def lion(is_lions: Callable[[GroupOptions], bool], betas: tuple[float, float]) -> UpdateRule:
     """The rule of Lion for the groups that are its; lr and weight decay are a group's own.
 
     betas: an update has the sign of b m + (1 - b) g with the first; m <- b m + (1 - b) g with the
@@ -19,7 +19,7 @@ def lion(is_lions: Callable[[Options], bool], betas: tuple[float, float]) -> Upd
     """
     first, second = betas
 
-    def update(shards: LocalShards, groups: Sequence[Options]) -> None:
+    def update(shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
         """A tensor at a time: kernels for many would hold a copy of all averages."""
         for group, pairs in zip(groups, shards.pairs, strict=True):
             if not is_lions(group):

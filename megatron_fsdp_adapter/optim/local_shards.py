@@ -17,11 +17,11 @@ import torch
 
 from ..core.runtime.host_stash import HostStash
 from .fused_adam import FusedAdamStep
-from .residency import OPTION, LocalPair, Residency
+from .residency import OFFLOAD_OPTION, LocalPair, Residency
 from .state import (
     COUNT,
-    Entry,
     Shown,
+    StateEntry,
     are_same,
     changed,
     is_same,
@@ -31,11 +31,11 @@ from .state import (
     taken_over,
 )
 
-Options = dict[str, Any]
+GroupOptions = dict[str, Any]
 """Options of a parameter group: all of it, or all but its parameters."""
 
 
-def options_of(group: Options) -> Options:
+def options_of(group: GroupOptions) -> GroupOptions:
     """A copy without parameters, which a step leaves as it is: fused optimizers count a step in
     each call, and one that is counted in a tensor is counted in place."""
     options = dict(group)
@@ -46,7 +46,7 @@ def options_of(group: Options) -> Options:
     return options
 
 
-def set_options(group: Options, options: Options) -> None:
+def set_options(group: GroupOptions, options: GroupOptions) -> None:
     """Gives a group `options`, and no others beside its parameters."""
     for added in group.keys() - options.keys() - {"params"}:
         del group[added]
@@ -66,9 +66,9 @@ class UpdateRule:
 
     # Names of what is kept of each parameter of a group, in its shape; () for a group that is the
     # inner optimizer's.
-    state: Callable[[Options], tuple[str, ...]]
+    state: Callable[[GroupOptions], tuple[str, ...]]
     # Updates the local tensors of the other groups, given all groups; their gradients are there.
-    update: Callable[[LocalShards, Sequence[Options]], None]
+    update: Callable[[LocalShards, Sequence[GroupOptions]], None]
 
 
 INNER = UpdateRule(lambda group: (), lambda shards, groups: None)
@@ -104,7 +104,7 @@ class LocalShards:
         # By parameter group.
         self.pairs: list[list[LocalPair]] = []
         # What the inner optimizer keeps of each local tensor.
-        self.state: dict[torch.Tensor, Entry] = defaultdict(dict)
+        self.state: dict[torch.Tensor, StateEntry] = defaultdict(dict)
         # The memory of the state while it is released; None if it never was.
         self.parked: HostStash | None = None
         # Whether a step is the first to read clipped gradients, so that it may clip them itself.
@@ -114,7 +114,7 @@ class LocalShards:
         # The options that groups have after the step that is under way, by the place of the group:
         # of groups that are updated in front of the inner optimizer's own step, which finds them
         # without parameters. `leave` sets them.
-        self.results: dict[int, Options] = {}
+        self.results: dict[int, GroupOptions] = {}
         # The attribute in which the inner optimizer looks for gradients.
         self._grad_name = "decoupled_grad" if decoupled else "grad"
         # The gradients that were put there last.
@@ -134,7 +134,7 @@ class LocalShards:
         if self._shown is None and not self._has_pairs_of(optimizer.param_groups):
             self._regroup(optimizer)
 
-    def _has_pairs_of(self, groups: Sequence[Options]) -> bool:
+    def _has_pairs_of(self, groups: Sequence[GroupOptions]) -> bool:
         if len(groups) != len(self.pairs):
             return False
         for group, pairs in zip(groups, self.pairs, strict=True):
@@ -147,7 +147,8 @@ class LocalShards:
         that is not sharded, or once parts of a step are planned."""
         if self.residency.parts:
             raise ValueError(
-                f"add_param_group with {OPTION}, or param_groups with other parameters: units are "
+                f"add_param_group with {OFFLOAD_OPTION}, or param_groups with other "
+                "parameters: units are "
                 "planned when the optimizer is sharded. Make it with all of its groups, and use "
                 "a learning rate of 0 to freeze parameters"
             )
@@ -193,7 +194,8 @@ class LocalShards:
         if self.residency.on_host and name not in self.state[local]:
             raise ValueError(
                 f"optimizer state {name} of a parameter of shape {tuple(param.shape)}: this "
-                f"optimizer has no such state, and with {OPTION} none can be added. Load the "
+                f"optimizer has no such state, and with {OFFLOAD_OPTION} none can be added. "
+                "Load the "
                 "state of an optimizer of the same kind"
             )
         stored = self.residency.to_write(local).get(name)
@@ -229,7 +231,7 @@ class LocalShards:
                 for _, local in pairs:
                     self.completed(local, names)
 
-    def completed(self, local: torch.Tensor, names: Sequence[str]) -> Entry:
+    def completed(self, local: torch.Tensor, names: Sequence[str]) -> StateEntry:
         """The state of a local tensor, with zeros for what is not there."""
         state = self.state[local]
         for name in names:
@@ -321,7 +323,7 @@ class LocalShards:
                 continue
             if known is None:
                 entry = optimizer.state.setdefault(param, {})
-                before: Entry = {}
+                before: StateEntry = {}
             else:
                 entry, _, before = known
                 if is_same(state, before):

@@ -31,7 +31,7 @@ Places = tuple[Addresses, Sizes, torch.device, int]
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """The addresses of tensors, on their device."""
 
     # int64, (lists + 1, n): of the tensors of each list, and the numbers of elements.
@@ -61,7 +61,7 @@ class Update:
     clip: torch.Tensor | None = None
 
 
-Kernel = Callable[[Table, Lists, Update], None]
+Kernel = Callable[[TensorTable, Lists, Update], None]
 """Updates weights and moments in place. Lists: gradients, weights, first and second moments."""
 
 
@@ -86,11 +86,11 @@ def table_of(
     sizes: Sizes,
     device: torch.device,
     stream: int,
-) -> Table:
+) -> TensorTable:
     """The table of tensors at `addresses`, by list, of `sizes`. chunks: `chunks_on`."""
     where = _to_device([*addresses, sizes], torch.int64, device)
     tensor_of, first_of = chunks(sizes, device, stream)
-    return Table(where, tensor_of, first_of, is_aligned(addresses, sizes))
+    return TensorTable(where, tensor_of, first_of, is_aligned(addresses, sizes))
 
 
 def chunks_on(sizes: Sizes, device: torch.device, stream: int) -> tuple[torch.Tensor, ...]:

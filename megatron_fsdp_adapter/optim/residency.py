@@ -39,7 +39,7 @@ from ..core.engine.unit import DeferredUpdates, Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .state import ADAM, is_like, make_state, moments_of
 
-OPTION = "chunked_optimizer_state_offload"
+OFFLOAD_OPTION = "chunked_optimizer_state_offload"
 
 CHUNKS = 2
 """Units whose device buffers may exist at once: one is updated or stored, one is loaded."""
@@ -88,7 +88,8 @@ class Residency:
         wanted = {engine.config.offload for engine in engines}
         if len(wanted) > 1:
             raise ValueError(
-                f"{OPTION}: True for some models of this optimizer, False for others. Set it for "
+                f"{OFFLOAD_OPTION}: True for some models of this optimizer, False for others. "
+                "Set it for "
                 "all of them or for none"
             )
         if wanted != {True}:
@@ -124,7 +125,8 @@ class Residency:
         self._runtime = engines[0].runtime
         if moments_of(optimizer) != ADAM or len(optimizer.state) > 0:
             raise ValueError(
-                f"{OPTION}=True with optimizer={type(optimizer).__name__}: supports only Adam and "
+                f"{OFFLOAD_OPTION}=True with optimizer={type(optimizer).__name__}: supports "
+                "only Adam and "
                 "AdamW, of torch or fused, that have taken no step yet. Use one of those, or set "
                 "it to False"
             )

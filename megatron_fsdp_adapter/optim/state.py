@@ -128,11 +128,11 @@ def make_state(
             init(optimizer, group)
 
 
-Entry = dict[str, Any]
+StateEntry = dict[str, Any]
 """State of one parameter."""
 
 
-Shown = tuple[Entry, Entry, Entry]
+Shown = tuple[StateEntry, StateEntry, StateEntry]
 """The shown state of a parameter: the dict in `optimizer.state`, what was in it, and what the inner
 optimizer had at that time."""
 
@@ -145,7 +145,7 @@ def is_same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return in_this_order or not changed(entry, other)
 
 
-def is_unchanged(entry: Entry, known: Shown | None) -> bool:
+def is_unchanged(entry: StateEntry, known: Shown | None) -> bool:
     """True if a program has put nothing into a parameter's state since it was shown, and taken
     nothing out. known: what was shown; None if nothing was."""
     if known is None:
@@ -154,7 +154,7 @@ def is_unchanged(entry: Entry, known: Shown | None) -> bool:
     return entry is own and is_same(entry, before)
 
 
-def changed(entry: Mapping[str, Any], before: Mapping[str, Any]) -> Entry:
+def changed(entry: Mapping[str, Any], before: Mapping[str, Any]) -> StateEntry:
     """The part of `entry` that is new, or another object than in `before`."""
     return {n: v for n, v in entry.items() if n not in before or before[n] is not v}
 
@@ -169,7 +169,7 @@ def is_like(value: Any, local: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0
 
 
-def shown(param: Any, local: torch.Tensor, state: Entry) -> Entry:
+def shown(param: Any, local: torch.Tensor, state: StateEntry) -> StateEntry:
     """State of a parameter with DTensors where it has the parameter's shape."""
     return {n: dtensor_like(param, v) if is_like(v, local) else v for n, v in state.items()}
 
@@ -200,7 +200,7 @@ def _boxes(value: DTensor) -> Any:
     return None if found is None else found.boxes
 
 
-def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, Entry]) -> None:
+def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, StateEntry]) -> None:
     """Replaces the state of an optimizer on local shards by `state`, by the keys in `groups`; what
     is not in it goes. ValueError as `_sorted_out`, and as `write_pieces`."""
     shards = optimizer._fsdp_shards
@@ -239,7 +239,7 @@ class Moment(NamedTuple):
 
 
 def _sorted_out(
-    optimizer: Any, keyed: Sequence[tuple[Any, Any]], state: dict[Any, Entry]
+    optimizer: Any, keyed: Sequence[tuple[Any, Any]], state: dict[Any, StateEntry]
 ) -> tuple[dict[str, Moment], list[tuple[Any, str, Any]]]:
     """The values of `state` that have a parameter's rows, by what they are; parameter, name and
     value of the others. keyed: parameters and their keys. Nothing is written. ValueError naming the

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .fused_adam import install
-from .local_shards import INNER, LocalShards, Options, UpdateRule, options_of, set_options
+from .local_shards import INNER, GroupOptions, LocalShards, UpdateRule, options_of, set_options
 from .residency import Part, Residency
 from .state import COUNT, is_torch_optimizer, load_options, load_values, make_state, moments_of
 
@@ -79,7 +79,7 @@ def _clip_in_kernel(shards: LocalShards) -> None:
         shards.clip = None
 
 
-def _update_by_rule(shards: LocalShards, groups: Sequence[Options]) -> None:
+def _update_by_rule(shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
     """Updates the groups that are not the inner optimizer's. Of those it must not count a step."""
     with torch.no_grad():
         shards.rule.update(shards, groups)
@@ -103,7 +103,7 @@ def _update_parts(optimizer: Any, shards: LocalShards) -> None:
     shards.clip = None
 
 
-def _update_part(optimizer: Any, before: Sequence[Options], part: Part) -> None:
+def _update_part(optimizer: Any, before: Sequence[GroupOptions], part: Part) -> None:
     """Clips and updates one unit, and casts its main weights. before: options of groups, of which
     each unit's update begins with the same."""
     shards: LocalShards = optimizer._fsdp_shards

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .multi_tensor import CHUNK, Lists, Table, Update
+from .multi_tensor import CHUNK, Lists, TensorTable, Update
 
 BLOCK = 1024
 """Elements that a program has in registers at a time."""
@@ -160,7 +160,7 @@ def _fused_adam(
         tl.store(seconds + place, second.to(MOMENT), mask=inside)
 
 
-def update(table: Table, lists: Lists, step: Update) -> None:
+def update(table: TensorTable, lists: Lists, step: Update) -> None:
     """Updates in one launch; see `multi_tensor.Kernel`."""
     grads, weights, firsts, _ = (TYPES[tensors[0].dtype] for tensors in lists)
     clip = table.addresses if step.clip is None else step.clip  # unread without one

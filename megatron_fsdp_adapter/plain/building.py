@@ -17,7 +17,7 @@ from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.problems import raise_problems
 from ..core.topology import DENSE, ShardDomain
 from ..plan.module_problems import module_problems
-from ..plan.unit_classes import OPTION as UNITS
+from ..plan.unit_classes import UNIT_CLASSES_OPTION as UNITS
 from ..plan.unit_classes import classes_of, repeated_layers
 from ..plan.unsharded_budget import GIB
 from ..quantized import TransformerEngineParams, format_of

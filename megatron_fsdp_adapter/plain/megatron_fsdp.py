@@ -40,7 +40,7 @@ from ..core.runtime.rank_warnings import warn
 from ..core.topology import DENSE
 from ..optim.state import is_known
 from ..optim.step import initialize_state
-from ..plan.unit_classes import OPTION as UNITS
+from ..plan.unit_classes import UNIT_CLASSES_OPTION as UNITS
 from ..plan.unit_classes import classes_of, unit_problems
 from . import optimizer as plain_optimizer
 from .building import engine_for, raise_model_problems, trained_dtype

@@ -11,7 +11,7 @@ import torch
 from ..build.shard_attributes import engines_behind
 from ..optim.local_shards import INNER, LocalShards, UpdateRule
 from ..optim.muon.torch_muon import is_torch_muon, torch_muon
-from ..optim.residency import OPTION, Residency
+from ..optim.residency import OFFLOAD_OPTION, Residency
 from ..optim.step import adopt, end_step
 from .user_loop import UserLoopEngine
 
@@ -94,7 +94,8 @@ def _rule_for(optimizer: torch.optim.Optimizer, engines: Sequence[UserLoopEngine
     if is_torch_muon(kind):
         if any(engine.config.offload for engine in engines):
             raise ValueError(
-                f"optimizer={kind.__name__} with {OPTION}=True: only Adam is supported. Use "
+                f"optimizer={kind.__name__} with {OFFLOAD_OPTION}=True: only Adam is "
+                "supported. Use "
                 "AdamW, or set it to False"
             )
         return torch_muon(engines)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-OPTION = "fsdp_unit_modules"
+UNIT_CLASSES_OPTION = "fsdp_unit_modules"
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 PART_OF_LARGEST = 10
 """A list of layers counts if it has this part, a reciprocal, of the elements of the largest one:
@@ -21,13 +21,13 @@ def unit_problems(module: nn.Module, named: Any) -> list[str]:
     """One line for each of `named` (classes, names of classes, import paths) that is none of these,
     or matches no module below `module`."""
     if isinstance(named, str | type):
-        return [f"{OPTION}={named!r}: a class, not a list. Put it into a list"]
+        return [f"{UNIT_CLASSES_OPTION}={named!r}: a class, not a list. Put it into a list"]
     found = []
     names = [_name(one) for one in named]
     for one in named:
         classes = classes_of(module, [one])
         if not any(isinstance(child, classes) for child in module.modules()):
-            found.append(f"{OPTION}={names}: {_why_not(module, one)}")
+            found.append(f"{UNIT_CLASSES_OPTION}={names}: {_why_not(module, one)}")
     return found
 
 

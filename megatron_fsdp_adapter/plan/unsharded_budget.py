@@ -19,7 +19,7 @@ from ..core.config import STRATEGIES, EngineConfig, Strategy
 from ..core.layout.group import GroupLayout
 from .memory import BACKWARD_TO_STEP, LIFE, PERSISTENT, Precision, unit_bytes
 
-OPTION = "fsdp_unsharded_budget_gib"
+BUDGET_OPTION = "fsdp_unsharded_budget_gib"
 AUTO = "auto"
 """The value of the option with which the budget is found while training (`auto_budget.py`)."""
 GIB = 1 << 30
@@ -75,7 +75,7 @@ def unsharded_units(
         ValueError: a negative budget.
     """
     if budget < 0:
-        raise ValueError(f"{OPTION}: {budget} bytes. Use 0 or more")
+        raise ValueError(f"{BUDGET_OPTION}: {budget} bytes. Use 0 or more")
     rows = [strategy] * len(units)
     left = budget
     if not budget or not can_keep(strategy):

@@ -24,12 +24,12 @@ import torch
 
 from megatron_fsdp_adapter.core.kernels import kernel_or_warning
 
-from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, Table
+from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, CastTable
 from .weights import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class OwnRows:
+class LocalRows:
     """This rank's part of one weight of `shape`: its elements from `start` on."""
 
     shape: tuple[int, ...]
@@ -104,8 +104,8 @@ def write_scales(
     torch.reciprocal(found, out=inverses)
 
 
-Kind = TypeVar("Kind", bound="Cast")
-NO_ROWS: Mapping[int, OwnRows] = MappingProxyType({})
+CastKind = TypeVar("CastKind", bound="Cast")
+NO_ROWS: Mapping[int, LocalRows] = MappingProxyType({})
 
 
 class Cast:
@@ -115,7 +115,7 @@ class Cast:
     gets where those begin when it runs: a new table would have to go to the device.
     """
 
-    def __init__(self, rows: Sequence[OwnRows], rounded: torch.dtype) -> None:
+    def __init__(self, rows: Sequence[LocalRows], rounded: torch.dtype) -> None:
         self.rows = tuple(rows)
         self.rounded = rounded
         # Numbers of the weights that this rank has rows of.
@@ -126,12 +126,12 @@ class Cast:
         # Whether planes come and go.
         self._moves = False
         # The table, and the addresses that it has.
-        self._table: Table | None = None
+        self._table: CastTable | None = None
         self._addresses: list[int] = []
 
     def only(
-        self: Kind, chosen: Container[int], moves: bool, rows: Mapping[int, OwnRows] = NO_ROWS
-    ) -> Kind:
+        self: CastKind, chosen: Container[int], moves: bool, rows: Mapping[int, LocalRows] = NO_ROWS
+    ) -> CastKind:
         """The cast of those whose numbers are `chosen`, with the same places of their scales.
         moves: planes are not always there; of those that are cast together each kind is in one
         storage. rows: what stands in the place of rows with these numbers."""
@@ -161,7 +161,7 @@ class Cast:
             return None
         return kernels_for(self.rows[self.held[0]].main.device)
 
-    def table(self) -> Table:
+    def table(self) -> CastTable:
         """Made again when memory has moved."""
         addresses: list[int] = []
         for index in self.held:
@@ -171,13 +171,13 @@ class Cast:
             self._addresses = addresses
         return self._table
 
-    def _places(self, own: OwnRows) -> list[int]:
+    def _places(self, own: LocalRows) -> list[int]:
         """The beginnings of its tensors: addresses, or, of planes that come and go, offsets."""
         if self._moves:
             return [own.main.data_ptr(), *(int(plane.storage_offset()) for plane in own.planes)]
         return [tensor.data_ptr() for tensor in own.tensors]
 
-    def _make_table(self, addresses: list[int]) -> Table:
+    def _make_table(self, addresses: list[int]) -> CastTable:
         main = self.rows[self.held[0]].main
         each = len(addresses) // len(self.held)
         lines = []
@@ -196,7 +196,7 @@ class Cast:
         firsts = programs.cumsum(0) - programs
         within = torch.arange(len(line)) - firsts[line]
         work = torch.stack([line, within], 1).to(torch.int32)
-        return Table(
+        return CastTable(
             lines=torch.tensor(lines).to(main.device),
             work=work.to(main.device),
             main=main.dtype,
@@ -249,7 +249,7 @@ class BlockCast(Cast):
 
     def __init__(
         self,
-        rows: Sequence[OwnRows],
+        rows: Sequence[LocalRows],
         rounded: torch.dtype,
         powers_of_two: bool = True,
         epsilon: float = 0.0,
@@ -280,7 +280,7 @@ class BlockCast(Cast):
         numbers = [self.firsts[index], self.shapes[index][1], rows.start, len(rows), own.shape[1]]
         return numbers, (bands.stop - bands.start) * own.blocks_across
 
-    def _make_table(self, addresses: list[int]) -> Table:
+    def _make_table(self, addresses: list[int]) -> CastTable:
         """The table, with the programs of blocks that this rank has all of first."""
         table = super()._make_table(addresses)
         numbers = []
@@ -330,7 +330,7 @@ class BlockCast(Cast):
             own.planes[0].copy_(e4m3_of(values * factors).view(-1))
 
     @staticmethod
-    def _blocks(own: OwnRows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _blocks(own: LocalRows) -> tuple[torch.Tensor, torch.Tensor]:
         """The column of its block for each column, and the row of its block for each row."""
         rows = own.rows
         device = own.main.device

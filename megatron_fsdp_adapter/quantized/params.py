@@ -37,7 +37,7 @@ else."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorKind:
     """A class of TE's quantized tensors."""
 
     # Of the weights.
@@ -60,14 +60,14 @@ class Kind:
 
 INVALID = "_transpose_invalid"
 KINDS = {
-    "Float8Tensor": Kind(
+    "Float8Tensor": TensorKind(
         PER_TENSOR, {"rowwise": "_data"}, ("_scale_inv",), {"_transpose": None, INVALID: True}
     ),
-    "Float8BlockwiseQTensor": Kind(
+    "Float8BlockwiseQTensor": TensorKind(
         BLOCK128, {"rowwise": "_rowwise_data"}, ("_rowwise_scale_inv",),
         {"_columnwise_data": None, "_columnwise_scale_inv": None},
     ),
-    "MXFP8Tensor": Kind(
+    "MXFP8Tensor": TensorKind(
         MXFP8,
         {
             "rowwise": "_rowwise_data", "rowwise_scales": "_rowwise_scale_inv",
@@ -88,7 +88,7 @@ RECIPES = {
 """Method of TE's recipes that names the kind of a recipe -> the weights that it makes."""
 
 
-def kind_of(cls: type) -> Kind | None:
+def kind_of(cls: type) -> TensorKind | None:
     """None for tensors that are not quantized; NotImplementedError for TE's other classes."""
     for base in cls.__mro__:
         if base.__name__ in KINDS:
@@ -280,7 +280,7 @@ def scales_of(param: nn.Parameter) -> list[torch.Tensor]:
     return [*found, quantizer.scale] if is_delayed else found
 
 
-def _kind(param: nn.Parameter) -> Kind:
+def _kind(param: nn.Parameter) -> TensorKind:
     kind = kind_of(type(param))
     assert kind is not None, type(param)
     return kind

@@ -15,7 +15,7 @@ import torch
 
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8
 
-from .e4m3 import BlockCast, MxCast, OwnRows, TensorCast, write_scales
+from .e4m3 import BlockCast, LocalRows, MxCast, TensorCast, write_scales
 from .scaling import LAST, NEXT
 from .weights import QuantizedWeight, Quantizer, Quantizers
 
@@ -67,13 +67,15 @@ def _quantizer(weight: QuantizedWeight) -> Any:
     return weight.param._quantizer  # type: ignore[attr-defined]
 
 
-def _rows(weights: Sequence[QuantizedWeight], names: Sequence[str] = ("rowwise",)) -> list[OwnRows]:
+def _rows(
+    weights: Sequence[QuantizedWeight], names: Sequence[str] = ("rowwise",)
+) -> list[LocalRows]:
     """Rows as a cast wants them, with the planes of these names."""
     found = []
     for weight in weights:
         planes = tuple(weight.planes[name].view(-1) for name in names)
         shape = tuple(weight.param.shape)
-        found.append(OwnRows(shape, weight.start, weight.main.view(-1), planes))
+        found.append(LocalRows(shape, weight.start, weight.main.view(-1), planes))
     return found
 
 

@@ -18,7 +18,7 @@ HINT = 16
 
 
 @dataclass(frozen=True)
-class Table:
+class CastTable:
     """The numbers that kernels read."""
 
     # int64, one a weight: its own numbers, then its addresses, in the order of `OwnRows.tensors`.

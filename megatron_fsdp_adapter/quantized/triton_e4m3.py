@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, Table
+from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, CastTable
 
 STEP = 2048
 """Elements of a chunk that are in registers at a time."""
@@ -269,7 +269,7 @@ def _scales(
     tl.store(inverses + place, tl.div_rn(one, scale), mask=inside)
 
 
-def _constants(table: Table) -> dict[str, Any]:
+def _constants(table: CastTable) -> dict[str, Any]:
     """The constants that every cast by a table is compiled for."""
     return {
         "MAIN": DTYPES[table.main],
@@ -289,7 +289,7 @@ def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tenso
 
 
 def tensors(
-    table: Table, bases: list[int], scales: torch.Tensor | None, amaxes: torch.Tensor | None
+    table: CastTable, bases: list[int], scales: torch.Tensor | None, amaxes: torch.Tensor | None
 ) -> None:
     """Casts tensors; see `e4m3.TensorCast`."""
     programs = len(table.work)
@@ -308,7 +308,9 @@ def tensors(
     )
 
 
-def begin_blocks(table: Table, amaxes: torch.Tensor, powers_of_two: bool, epsilon: float) -> None:
+def begin_blocks(
+    table: CastTable, amaxes: torch.Tensor, powers_of_two: bool, epsilon: float
+) -> None:
     """Begins to cast blocks; see `e4m3.BlockCast`."""
     whole = table.work[: table.whole]
     cut = table.work[table.whole :]
@@ -322,7 +324,7 @@ def begin_blocks(table: Table, amaxes: torch.Tensor, powers_of_two: bool, epsilo
         )
 
 
-def finish_blocks(table: Table, bases: list[int], scales: torch.Tensor) -> None:
+def finish_blocks(table: CastTable, bases: list[int], scales: torch.Tensor) -> None:
     """Casts the rest of blocks; see `e4m3.BlockCast`."""
     work = table.work[table.whole :]
     if len(work):
@@ -330,7 +332,7 @@ def finish_blocks(table: Table, bases: list[int], scales: torch.Tensor) -> None:
 
 
 def _run_blocks(
-    table: Table,
+    table: CastTable,
     work: torch.Tensor,
     bases: list[int],
     numbers: torch.Tensor,
@@ -360,7 +362,7 @@ def _run_blocks(
     )
 
 
-def groups(table: Table) -> None:
+def groups(table: CastTable) -> None:
     """Casts groups; see `e4m3.MxCast`."""
     programs = len(table.work)
     _groups[(programs,)](

@@ -93,7 +93,7 @@ class Quantizer(Protocol):
 Quantizers = Sequence[tuple[Quantizer, Sequence[QuantizedWeight]]]
 """Quantizers, each with its weights."""
 
-Reduction = tuple[Sequence[ParamGroup], torch.Tensor, Communicator]
+AmaxReduction = tuple[Sequence[ParamGroup], torch.Tensor, Communicator]
 """The first group of a domain, its maxima, and an axis that they are reduced over."""
 
 
@@ -173,12 +173,12 @@ class QuantizedParams(QuantizedWeights):
 
     def _plan(
         self, groups: Sequence[ParamGroup], gather: GatherPipeline
-    ) -> tuple[list[Quantizer], list[Reduction]]:
+    ) -> tuple[list[Quantizer], list[AmaxReduction]]:
         """Quantizers of `groups`, and which maxima are reduced: on the communicators of gathers,
         all of whose work the compute stream is behind by then. Those of reductions may be in use.
         """
         quantizers: list[Quantizer] = []
-        reductions: list[Reduction] = []
+        reductions: list[AmaxReduction] = []
         for domain, members in by_domain(groups).items():
             made, amaxes = self._quantizers(members)
             quantizers += made
@@ -221,7 +221,7 @@ class QuantizedParams(QuantizedWeights):
     @torch.no_grad()
     def catch_up(self) -> None:
         quantizers: list[Quantizer] = []
-        reductions: list[Reduction] = []
+        reductions: list[AmaxReduction] = []
         for trained, plan in ((True, self._trained), (False, self._frozen)):
             if self.is_pending(trained):
                 more, of_more = plan

@@ -41,8 +41,8 @@ SCALES = (SCALE, "rowwise_scales")
 BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32)}
 """Rows and columns that share a scale, by format."""
 
-Entry = tuple[str, torch.Tensor]
-Named = Iterator[Entry]
+ExportedEntry = tuple[str, torch.Tensor]
+Named = Iterator[ExportedEntry]
 Listed = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor that a stage will send."""
 
@@ -184,7 +184,7 @@ def _empty(listed: Sequence[Listed], device: torch.device) -> Named:
         yield name, torch.empty(shape, dtype=dtype, device=device)
 
 
-def _presented(plane: str, name: str, tensor: torch.Tensor) -> Entry:
+def _presented(plane: str, name: str, tensor: torch.Tensor) -> ExportedEntry:
     """Under which name and in which dtype a tensor of one plane goes out."""
     if plane in SCALES:
         return name + SCALE_SUFFIX, tensor
@@ -279,11 +279,11 @@ class _Chunk:
                 while found:  # no reference to what the caller has had stays here
                     yield found.pop()
 
-    def _exported(self, described: Described, planes: Planes) -> list[Entry]:
+    def _exported(self, described: Described, planes: Planes) -> list[ExportedEntry]:
         """The exported entries of one weight, last first. Collective; takes the planes away."""
         exchange = self._exchanges and described.expert
         names = self._others[described.name] if exchange else [described.name]
-        found: list[Entry] = []
+        found: list[ExportedEntry] = []
         for plane in list(planes):
             whole = _joined(described, planes.pop(plane))
             parts: Sequence[torch.Tensor] = [whole]

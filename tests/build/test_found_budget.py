@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.build import auto_budget
 from megatron_fsdp_adapter.build.auto_budget import AutoBudgetEngine
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.gpt.changed_models import inner_model
 from tests.lib.gpt.checks import Step
 from tests.lib.gpt.gpt import Trainer, agree_on, batches, forward_step

@@ -16,8 +16,8 @@ from megatron.core import tensor_parallel
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
-from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import (
     Case,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torchs
 from megatron_fsdp_adapter import fully_shard, fully_shard_model
 from megatron_fsdp_adapter.build.auto_budget import failed_allocations
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.gpt.gpt import STRATEGIES, Case, batches, build_trainer, init_megatron, train_step
 from tests.lib.gpu.gpu_ranks import WORLD, Check, Outcomes, expecting
 from tests.lib.gpu.runs import ZERO_3

@@ -25,7 +25,7 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.layers import fused_wgrad, wgrad_probe
-from megatron_fsdp_adapter.megatron.layers.wgrad_probe import MAKERS, Observed, Precision
+from megatron_fsdp_adapter.megatron.layers.wgrad_probe import MAKERS, Observed, ProbedPrecision
 from tests.lib.gpt.gather_full import full_values
 from tests.lib.gpt.topologies import local_of
 from tests.lib.gpu.gpu_ranks import DETERMINISTIC, Check, Outcomes, expecting
@@ -61,12 +61,12 @@ def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
     return functools.partial(wgrad_probe.te_context, "autocast", _recipe(name))
 
 
-def precision_of(name: str) -> Precision:
+def precision_of(name: str) -> ProbedPrecision:
     recipe = name.removesuffix(" weights")
     if name not in WEIGHTS:
-        return Precision(name, context_of(name))
+        return ProbedPrecision(name, context_of(name))
     made = functools.partial(wgrad_probe.te_context, "quantized_model_init", _recipe(recipe))
-    return Precision(name, context_of(recipe), made)
+    return ProbedPrecision(name, context_of(recipe), made)
 
 
 class Pair(nn.Module):
@@ -156,9 +156,9 @@ def _ours(
     device = torch.device("cuda", torch.cuda.current_device())
     group: Any = dist.group.WORLD
     index = FSDPDistributedIndex(group, device_type="cuda", grad_scale=1.0 / dist.get_world_size())
-    precisions = [Precision("weights")]
+    precisions = [ProbedPrecision("weights")]
     if recipe != "bf16":
-        precisions.append(Precision(recipe, context))
+        precisions.append(ProbedPrecision(recipe, context))
     observe = functools.partial(
         wgrad_probe.observed, precisions=tuple(precisions), main_dtype=torch.float32, device=device
     )

@@ -15,7 +15,7 @@ import torch
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, OPTION
+from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, BUDGET_OPTION
 from tests.lib.gpt.checks import relative
 from tests.lib.gpt.gpt import Case, batches, build_trainer, give_up, init_megatron, train_step
 from tests.lib.gpu import experts as moe
@@ -101,7 +101,7 @@ def _differing(one: Run, other: Run) -> int:
 def trains_as_optim(rank: int, world: int, name: str, dispatcher: str) -> str:
     """Everything else is kept by a budget, so that all sums are in one order."""
     expected, again = (_run(rank, dispatcher, ZERO_1, {}) for _ in range(2))
-    found = _run(rank, dispatcher, ZERO_3, {**OPTIONS[name], OPTION: 100.0})
+    found = _run(rank, dispatcher, ZERO_3, {**OPTIONS[name], BUDGET_OPTION: 100.0})
     plain = _run(rank, dispatcher, ZERO_3, OPTIONS[name])
     same = expected[0] == again[0] and _differing(expected, again) == 0
     told = (
@@ -165,7 +165,7 @@ NORMS_OF: Mapping[str, Fields] = {
     "plain": {},
     "slots": SLOTS,
     "copy engines": COPY_ENGINES,
-    "a budget that is found": {OPTION: AUTO},
+    "a budget that is found": {BUDGET_OPTION: AUTO},
 }
 
 

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fsdp_adapter.core.engine.partition import unchecked
 from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
-from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.engine.fake_graphs import HostTorch
 from tests.lib.gpt.checks import check_same_bits
 from tests.lib.gpt.gpt import Case, Trainer, build_trainer, full_weights, init_megatron

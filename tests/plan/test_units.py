@@ -29,7 +29,7 @@ from megatron_fsdp_adapter.megatron.options.unit_size import unit_numel
 from megatron_fsdp_adapter.megatron.wrapper.units import chosen_units
 from megatron_fsdp_adapter.plan.memory import Precision
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB, unsharded_units
-from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from megatron_fsdp_adapter.tools.cli import estimate
 from tests.lib.gpt.checks import Step, check_same_bits, check_step
 from tests.lib.gpt.estimates import estimated, flags
@@ -159,10 +159,6 @@ JOINED = (
 SOME_GIB = 60_000 / GIB
 
 
-
-
-
-
 def _kept(name: str, gib: float, ddp: Options, reference: str = "own", **more: Any) -> Variant:
     """Kept weights change no bit. Where all gradients are kept the bits are those of `optim`; where
     some are, only these units' sums over microbatches are in another order. With one microbatch
@@ -267,10 +263,6 @@ def test_a_world_of_one_trains_as_ddp(row: Variant, rank: int, seed: int) -> Non
 
 
 # Parts of layers: a layer of many experts is not gathered whole.
-
-
-
-
 
 
 @on_ranks(2)

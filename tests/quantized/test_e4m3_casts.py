@@ -13,7 +13,7 @@ import torch
 from megatron_fsdp_adapter.quantized import e4m3
 from megatron_fsdp_adapter.quantized.e4m3 import (
     BlockCast,
-    OwnRows,
+    LocalRows,
     TensorCast,
     kernels_for,
     write_scales,
@@ -61,8 +61,8 @@ def test_a_scale_is_one_division_rounded_once(powers, epsilon):
 
 def test_a_table_is_made_anew_when_memory_has_moved():
     data = torch.zeros(64, dtype=torch.uint8)
-    own = OwnRows((4, 16), 0, torch.randn(64), (data,))
-    cast = TensorCast([own, OwnRows((4, 16), 0, torch.randn(0), (data[:0],))], torch.bfloat16)
+    own = LocalRows((4, 16), 0, torch.randn(64), (data,))
+    cast = TensorCast([own, LocalRows((4, 16), 0, torch.randn(0), (data[:0],))], torch.bfloat16)
     table = cast.table()
     assert cast.table() is table and table.lines.tolist() == [
         [0, 64, own.main.data_ptr(), data.data_ptr()]
@@ -76,10 +76,10 @@ MAIN = torch.randn(64)
 DATA = torch.zeros(64, dtype=torch.uint8)
 BAD = {
     "not rows of a matrix": lambda: BlockCast(
-        [OwnRows((4, 32), 8, MAIN, (DATA,))], torch.bfloat16
+        [LocalRows((4, 32), 8, MAIN, (DATA,))], torch.bfloat16
     ).begin(torch.zeros(4)),
     "one dtype and device": lambda: TensorCast(
-        [OwnRows((4, 16), 0, one, (DATA,)) for one in (MAIN, MAIN.bfloat16())], torch.bfloat16
+        [LocalRows((4, 16), 0, one, (DATA,)) for one in (MAIN, MAIN.bfloat16())], torch.bfloat16
     ),
 }
 

@@ -24,7 +24,7 @@ _KIND = "optimizer"
 _BESIDE_ADAM = ("muon", "lion")
 """The optimizers that set it."""
 
-Groups = dict[str, Mapping[str, Any]]
+ParamGroups = dict[str, Mapping[str, Any]]
 Steps = dict[str, torch.Tensor]
 
 
@@ -64,7 +64,7 @@ def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, An
 
 def from_optimizer_state(
     stored: Any, shapes: Mapping[str, Shape], not_adams: Collection[str], where: Path
-) -> tuple[Groups, Steps]:
+) -> tuple[ParamGroups, Steps]:
     """Name -> options of its group, and name -> step count if the optimizer is torch's Adam.
 
     not_adams: names without Adam's second moment, which belong to groups marked for Muon or Lion,
@@ -77,7 +77,7 @@ def from_optimizer_state(
         raise ValueError(
             f"{where}: the common state has no parameter groups for the optimizer's state"
         )
-    groups: Groups = {}
+    groups: ParamGroups = {}
     steps: Steps = {}
     for name, shape in shapes.items():
         group = dict(_group_of(name, shape, name in not_adams, found, where))

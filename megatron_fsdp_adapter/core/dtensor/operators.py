@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
-class Kind(enum.Enum):
+class OperatorKind(enum.Enum):
     """The needs of an operator: nothing, the same rows of all its tensors, or whole tensors; VIEW:
     it gives views; NEW: it needs nothing and gives tensors that torch splits."""
 
@@ -47,10 +47,10 @@ _PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 _NOT_ELEMENTWISE = {"_foreach_max", "_fused_rms_norm", "_fused_dropout"}
 
 
-def kind_of(func: Any, args: Sequence[Any]) -> Kind:
+def kind_of(func: Any, args: Sequence[Any]) -> OperatorKind:
     """The kind of an operator with these arguments; LOCAL for what is not torch's own."""
     if func is _VECTOR_NORM and len(args) > 2 and args[2] is not None:  # along dims
-        return Kind.WHOLE
+        return OperatorKind.WHOLE
     return _kind(func)
 
 
@@ -58,19 +58,19 @@ _VECTOR_NORM = torch.ops.aten.linalg_vector_norm.default
 
 
 @functools.cache
-def _kind(func: Any) -> Kind:
+def _kind(func: Any) -> OperatorKind:
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.name.startswith("aten::"):
-        return Kind.LOCAL
+        return OperatorKind.LOCAL
     name = schema.name.removeprefix("aten::")
     if name in _LOCAL or func in (torch.ops.aten.sum.default, _VECTOR_NORM):
-        return Kind.LOCAL
+        return OperatorKind.LOCAL
     if name.startswith("new_"):
-        return Kind.NEW
+        return OperatorKind.NEW
     elementwise = torch.Tag.pointwise in func.tags or name.startswith(_PREFIXES)
     if name in _ELEMENTWISE or (elementwise and name not in _NOT_ELEMENTWISE):
-        return Kind.ELEMENTWISE
-    return Kind.VIEW if func.is_view else Kind.WHOLE
+        return OperatorKind.ELEMENTWISE
+    return OperatorKind.VIEW if func.is_view else OperatorKind.WHOLE
 
 
 @functools.cache

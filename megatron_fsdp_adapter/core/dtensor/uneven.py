@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..layout.ranges import Box
 from .operators import (
-    Kind,
+    OperatorKind,
     aligned,
     by_whole,
     is_cut,
@@ -209,10 +209,10 @@ class UnevenDTensor(DTensor):
             for one in own:
                 _check_present(one)
             refresh(own)
-        if kind not in (Kind.LOCAL, Kind.NEW) and any(map(is_cut, own)):
-            if kind is Kind.VIEW:
+        if kind not in (OperatorKind.LOCAL, OperatorKind.NEW) and any(map(is_cut, own)):
+            if kind is OperatorKind.VIEW:
                 return view(func, args, kwargs)
-            same = aligned(func, args, kwargs) if kind is Kind.ELEMENTWISE else None
+            same = aligned(func, args, kwargs) if kind is OperatorKind.ELEMENTWISE else None
             if same is None:
                 return by_whole(func, args, kwargs)
             args = same
@@ -232,13 +232,13 @@ class UnevenDTensor(DTensor):
         plain_args, plain_kwargs = tree_map_only(UnevenDTensor, plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         write_back(func, args, kwargs)
-        if (kind is Kind.VIEW or func in _OF_THE_OBJECT) and own[0].window:
+        if (kind is OperatorKind.VIEW or func in _OF_THE_OBJECT) and own[0].window:
             return windows(cls, result, own[0].window)
 
         def uneven(value: Any, sources: Iterable[Any]) -> Any:
             if id(value) in originals:
                 return originals[id(value)]
-            if type(value) is not DTensor or kind is Kind.NEW:
+            if type(value) is not DTensor or kind is OperatorKind.NEW:
                 return value
             like = [one for one in sources if _same_geometry(one, value)]
             if not like or not all(same_rows(one.chunks, like[0].chunks) for one in like):
@@ -246,7 +246,7 @@ class UnevenDTensor(DTensor):
             return with_chunks(value, like[0].chunks)
 
         lists = lists_of(args)
-        if kind is Kind.ELEMENTWISE and lists and isinstance(result, (list, tuple)):
+        if kind is OperatorKind.ELEMENTWISE and lists and isinstance(result, (list, tuple)):
             columns = zip(*[args[n] for n in lists], strict=True)
             return [uneven(value, at) for value, at in zip(result, columns, strict=True)]
         return tree_map(lambda value: uneven(value, originals.values()), result)

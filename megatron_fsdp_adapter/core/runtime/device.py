@@ -309,7 +309,7 @@ class HostEvent:
     runtime: HostRuntime
 
 
-Queue = deque[Callable[[], Works] | list[Any]]
+HostQueue = deque[Callable[[], Works] | list[Any]]
 
 
 class HostRuntime(Runtime):
@@ -321,7 +321,7 @@ class HostRuntime(Runtime):
         self.device = device if device is not None else torch.device("cpu")
         # By role, from the first that is not known to have finished: the handles of what has
         # started, the functions of what has not.
-        self._queues: dict[str, Queue] = {role: deque() for role in ROLES}
+        self._queues: dict[str, HostQueue] = {role: deque() for role in ROLES}
         # By role, how many have left its queue.
         self._finished = dict.fromkeys(ROLES, 0)
 

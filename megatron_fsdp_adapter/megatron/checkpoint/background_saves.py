@@ -54,11 +54,11 @@ class Target:
         self.save: Writing | None = None  # once it is planned
 
     def get_save_function_and_args(self) -> tuple[Writing | None, None, tuple[()]]:
-        """The parts of a request, the first of which `Queue` knows."""
+        """The parts of a request, the first of which `SaveQueue` knows."""
         return self.save, None, ()
 
 
-class Queue:
+class SaveQueue:
     """Stands for `AsyncCallsQueue`: saves in the order in which they were asked for."""
 
     def __init__(self, persistent: bool = False, cpu_shm_mode: bool = False) -> None:
@@ -128,7 +128,7 @@ class AsyncStrategy:
         _, table = self._original(STRATEGY)
         ours = {
             **table,
-            "AsyncCallsQueue": Queue,
+            "AsyncCallsQueue": SaveQueue,
             "FileSystemWriterAsync": Target,
             "get_write_results_queue": _no_results,
             "save_state_dict_async_plan": self.plan,

@@ -74,7 +74,7 @@ UNKNOWN = Observed(adds=True)
 
 
 @dataclass(frozen=True)
-class Precision:
+class ProbedPrecision:
     """The precision that a model computes in: a name, equal for equal precisions, a context for
     forwards, and one for making modules, whose weights are quantized in some."""
 
@@ -146,7 +146,7 @@ def maker_name(kind: type) -> str | None:
 
 def observe(
     maker: Maker,
-    precision: Precision,
+    precision: ProbedPrecision,
     dtype: torch.dtype,
     main_dtype: torch.dtype,
     device: torch.device,
@@ -186,7 +186,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def _main_grads(
     maker: Maker,
-    precision: Precision,
+    precision: ProbedPrecision,
     dtype: torch.dtype,
     main_dtype: torch.dtype,
     device: torch.device,
@@ -281,17 +281,19 @@ def _copy_of_table(table: Any) -> Any:
     return copied
 
 
-def precisions_of(config: Any) -> tuple[Precision, ...]:
+def precisions_of(config: Any) -> tuple[ProbedPrecision, ...]:
     """The precisions that layers of a model with this `TransformerConfig` may compute in, if their
     weights are not quantized. Some stay in the weights' dtype under FP8: the output layer, and the
     first and last ones if asked for."""
     quantized = quantized_precision(config)
     if quantized is None:
-        return (Precision("weights"),)
-    return Precision("weights"), Precision(f"{quantized.name} compute", quantized.context)
+        return (ProbedPrecision("weights"),)
+    return ProbedPrecision("weights"), ProbedPrecision(
+        f"{quantized.name} compute", quantized.context
+    )
 
 
-def quantized_precision(config: Any) -> Precision | None:
+def quantized_precision(config: Any) -> ProbedPrecision | None:
     """The precision of layers whose weights are quantized: the recipe of the model's config, and
     nothing else, as Transformer Engine cannot fuse where it makes such weights whole first. None
     without a recipe."""
@@ -301,7 +303,7 @@ def quantized_precision(config: Any) -> Precision | None:
     option, name = asked
     core = importlib.import_module(f"megatron.core.{option}_utils")
     recipe = without_reductions(getattr(core, f"get_{option}_recipe")(config))
-    return Precision(
+    return ProbedPrecision(
         f"{option.upper()} {getattr(config, option)} {name}",
         functools.partial(te_context, "autocast", recipe),
         functools.partial(te_context, "quantized_model_init", recipe),
@@ -327,7 +329,11 @@ def te_context(name: str, recipe: Any) -> AbstractContextManager[Any]:
 
 @functools.cache
 def observed_once(
-    name: str, precision: Precision, dtype: torch.dtype, main_dtype: torch.dtype, device_type: str
+    name: str,
+    precision: ProbedPrecision,
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    device_type: str,
 ) -> Observed:
     """`observe` for a row of `MAKERS`, once in a process. What cannot be run is taken to add."""
     device = torch.device(device_type)
@@ -350,10 +356,10 @@ def observed(
     dtype: torch.dtype,
     is_quantized: bool = False,
     *,
-    precisions: tuple[Precision, ...],
+    precisions: tuple[ProbedPrecision, ...],
     main_dtype: torch.dtype,
     device: torch.device,
-    quantized: Precision | None = None,
+    quantized: ProbedPrecision | None = None,
     by_operations: frozenset[int] = frozenset(),
     hooks_inside: bool = False,
 ) -> Observed:

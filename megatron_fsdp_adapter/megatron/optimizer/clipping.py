@@ -22,7 +22,7 @@ from ...optim.local_shards import Clip, LocalPair, LocalShards
 from ...state.module_weights import ModuleWeight
 from ..compat import core_api
 from ..compat.patches import Original
-from ..inner_module import Chunks, for_ours, our_chunks, ours_among
+from ..inner_module import ModelChunks, for_ours, our_chunks, ours_among
 
 EPS = 1e-6
 """The number that core adds to a norm before it divides by it."""
@@ -39,7 +39,7 @@ def grad_stats_group(original: Original, self: Any) -> Any:
     return _counting_ranks(ours, original(self))
 
 
-def _counting_ranks(ours: Chunks, instance: Any) -> Any:
+def _counting_ranks(ours: ModelChunks, instance: Any) -> Any:
     """The ranks over which each element is counted once: core's, of an optimizer `instance`, or all
     of them where they split the shards again, which core does not know."""
     first = ours[0]
@@ -87,7 +87,7 @@ def _is_counted(pair: ParamPair, shards_main: bool) -> bool:
 
 
 @for_ours
-def norm_grads(ours: Chunks, self: Any, grad_norm_group: str | None = None) -> Any:
+def norm_grads(ours: ModelChunks, self: Any, grad_norm_group: str | None = None) -> Any:
     """Gradients for the norm: each element on one rank of the group that core adds up over, as
     stock DDP's shards are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the
     model-parallel group was rejected, as expert and dense parameters have different ones.
@@ -128,7 +128,7 @@ def norm_of(optimizer: Any, group: str | None) -> Any:
 
 
 @for_ours
-def count_zeros(ours: Chunks, self: Any) -> Any:
+def count_zeros(ours: ModelChunks, self: Any) -> Any:
     """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
     shards = getattr(getattr(self, "optimizer", None), "_fsdp_shards", None)
     if shards is not None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
-from ...optim.local_shards import Options, UpdateRule
+from ...optim.local_shards import GroupOptions, UpdateRule
 from ..compat.patches import Original
-from ..inner_module import Chunks, ours_among
+from ..inner_module import ModelChunks, ours_among
 from ..options.support import EMERGING, LION, MUON
 from . import lion, muon
 
-Groups = Sequence[dict[str, Any]]
+OptimizerGroups = Sequence[dict[str, Any]]
 """Parameter groups."""
 
 MARK = "optimizer"
@@ -61,7 +61,7 @@ def as_adam(config: Any) -> Any:
     return changed
 
 
-def prepared(groups: Groups, chunks: Chunks, asked: Any) -> list[dict[str, Any]]:
+def prepared(groups: OptimizerGroups, chunks: ModelChunks, asked: Any) -> list[dict[str, Any]]:
     """Core's parameter groups, each split in two, of Adam's parameters and of the others, on every
     rank alike: also where one of them is empty here, as it need not be on another pipeline stage.
     Collective over the default group, as core asks for parameter groups, also those of experts, on
@@ -80,11 +80,11 @@ def prepared(groups: Groups, chunks: Chunks, asked: Any) -> list[dict[str, Any]]
     return split
 
 
-def rule_of(chunks: Chunks, asked: Any) -> UpdateRule:
+def rule_of(chunks: ModelChunks, asked: Any) -> UpdateRule:
     """The update rule of an optimizer whose groups are those of `prepared`."""
     name = asked.optimizer
 
-    def has_mark(group: Options) -> bool:
+    def has_mark(group: GroupOptions) -> bool:
         return group.get(MARK) == name
 
     return KINDS[name].rule_of(chunks, asked, has_mark)

@@ -12,9 +12,9 @@ from typing import Any
 
 from ...core.engine.params import ParamPair
 from ...optim.lion import lion as lion_rule
-from ...optim.local_shards import Options, UpdateRule
+from ...optim.local_shards import GroupOptions, UpdateRule
 from ..compat import core_api
-from ..inner_module import Chunks
+from ..inner_module import ModelChunks
 from ..options.support import LION
 
 OTHERS = "is_embedding_or_output_parameter"
@@ -54,16 +54,18 @@ def has(pair: ParamPair) -> bool:
     return len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
 
 
-def rule_of(chunks: Chunks, config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
+def rule_of(
+    chunks: ModelChunks, config: Any, has_mark: Callable[[GroupOptions], bool]
+) -> UpdateRule:
     """The update rule of an optimizer of which Lion has the groups that are marked."""
     return lion_rule(has_mark, betas(config))
 
 
-def make_groups(chunks: Chunks) -> None:
+def make_groups(chunks: ModelChunks) -> None:
     """Nothing: ranks exchange nothing in a step."""
 
 
-def table(chunks: Chunks, config: Any) -> str:
+def table(chunks: ModelChunks, config: Any) -> str:
     """A line with the number of Lion's weights, and its betas."""
     trained = [
         pair for chunk in chunks for pair in chunk.engine.pairs if pair.group.key.requires_grad

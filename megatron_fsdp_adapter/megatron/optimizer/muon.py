@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from ...core.engine.params import ParamPair
-from ...optim.local_shards import Options, UpdateRule
+from ...optim.local_shards import GroupOptions, UpdateRule
 from ...optim.muon.exchange import exchange_groups
 from ...optim.muon.matrices import row_blocks
 from ...optim.muon.newton_schulz import EPS, coefficients_of
 from ...optim.muon.shards import MuonOptions, tensor_split
 from ...optim.muon.shards import muon as muon_rule
-from ..inner_module import Chunks
+from ..inner_module import ModelChunks
 from ..options.rules import is_on
 from ..options.support import HALF, SCALES
 
@@ -112,7 +112,9 @@ attention, and latent attention, whose keys have a part of their own for positio
 # Core's optimizer.
 
 
-def rule_of(chunks: Chunks, config: Any, has_mark: Callable[[Options], bool]) -> UpdateRule:
+def rule_of(
+    chunks: ModelChunks, config: Any, has_mark: Callable[[GroupOptions], bool]
+) -> UpdateRule:
     """The update rule of an optimizer of which Muon has the groups that are marked."""
     around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options = _options(config)
@@ -120,7 +122,7 @@ def rule_of(chunks: Chunks, config: Any, has_mark: Callable[[Options], bool]) ->
     for chunk in chunks:
         made.update(chunk.muon_groups)
 
-    def options_of(group: Options) -> MuonOptions | None:
+    def options_of(group: GroupOptions) -> MuonOptions | None:
         return options if has_mark(group) else None
 
     def heights_of(pair: ParamPair) -> tuple[int, ...]:
@@ -129,7 +131,7 @@ def rule_of(chunks: Chunks, config: Any, has_mark: Callable[[Options], bool]) ->
     return muon_rule([chunk.engine for chunk in chunks], made, options_of, heights_of)
 
 
-def make_groups(chunks: Chunks) -> None:
+def make_groups(chunks: ModelChunks) -> None:
     """The process groups of exchanges, once for these chunks; collective over the default group, as
     core asks for parameter groups, also those of experts, on every rank."""
     if any(chunk.muon_groups is None for chunk in chunks):
@@ -154,7 +156,7 @@ def _options(config: Any) -> MuonOptions:
     )
 
 
-def table(chunks: Chunks, config: Any) -> str:
+def table(chunks: ModelChunks, config: Any) -> str:
     """A table of Muon's weights, with the shapes of their matrices, and of Adam's; layers of a kind
     in a row."""
     rows: Counter[tuple[str, str]] = Counter()

@@ -23,7 +23,7 @@ from ...optim.step import adopt, initialize_state
 from ...rollout.release import local_shards, park_state, take_state, trim
 from ...state.module_weights import copy_from_first_stage, shared_embeddings
 from ..compat.patches import Original
-from ..inner_module import Chunks, for_ours, our_chunks, ours_among
+from ..inner_module import ModelChunks, for_ours, our_chunks, ours_among
 from ..options.rules import Joined, is_on, problems
 from ..options.settings import OPTIMIZER, settle
 from ..options.support import CORES_OFFLOAD, LION, OPTIMIZER_CONFIG_RULES
@@ -57,7 +57,7 @@ def _param_groups(
     return emerging.prepared(groups, ours, asked)
 
 
-def _problems(config: Any, ours: Chunks) -> list[str]:
+def _problems(config: Any, ours: ModelChunks) -> list[str]:
     """Problems of an optimizer's config, with each of the model chunks."""
     found: list[str] = []
     for chunk in ours:
@@ -91,7 +91,7 @@ def _offload_problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
     ]
 
 
-def _precision_problems(config: Any, chunks: Chunks) -> list[str]:
+def _precision_problems(config: Any, chunks: ModelChunks) -> list[str]:
     """Conflicts between the wrapper's dtypes and the optimizer's options."""
     policy = chunks[0].engine.config.policy
     trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
@@ -145,7 +145,7 @@ def _refuse_whole_matrices(
 
 
 @for_ours
-def _offload_state(ours: Chunks, self: Any) -> None:
+def _offload_state(ours: ModelChunks, self: Any) -> None:
     """Main weights, which core moves as well, stay: gathers read them, also for generation."""
     runtime = ours[0].engine.runtime
     for shards in local_shards(self):
@@ -154,7 +154,7 @@ def _offload_state(ours: Chunks, self: Any) -> None:
 
 
 @for_ours
-def _restore_state(ours: Chunks, self: Any) -> None:
+def _restore_state(ours: ModelChunks, self: Any) -> None:
     for shards in local_shards(self):
         take_state(shards)
 
@@ -217,13 +217,13 @@ def _remember_groups(
 
 
 @for_ours
-def _init_states(ours: Chunks, self: Any) -> None:
+def _init_states(ours: ModelChunks, self: Any) -> None:
     """0.16.1 takes a step with zero gradients, which decays weights and advances Adam's count."""
     initialize_state(self.optimizer)
 
 
 @for_ours
-def _unscaling_data(ours: Chunks, self: Any) -> Any:
+def _unscaling_data(ours: ModelChunks, self: Any) -> Any:
     """Local tensors: the inf check is one fused kernel over plain tensors. It writes them."""
     for chunk in ours:
         chunk.engine.gather.updates.order_compute()
@@ -236,14 +236,14 @@ def _unscaling_data(ours: Chunks, self: Any) -> Any:
 
 
 @for_ours
-def _param_name(ours: Chunks, self: Any, param: Any) -> Any:
+def _param_name(ours: ModelChunks, self: Any, param: Any) -> Any:
     """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
     model chunks of a rank have the same names."""
     _look_up_names(ours, self)
     return self.param_to_name[param]
 
 
-def _look_up_names(ours: Chunks, self: Any) -> None:
+def _look_up_names(ours: ModelChunks, self: Any) -> None:
     if not hasattr(self, "param_to_name"):
         self.param_to_name, self.halved_names = optimizer_state.parameter_names(ours)
 
@@ -299,6 +299,6 @@ def _load_state(original: Original, self: Any, state_dict: dict[str, Any]) -> No
 
 
 @for_ours
-def _reload(ours: Chunks, self: Any, *args: Any, **kwargs: Any) -> None:
+def _reload(ours: ModelChunks, self: Any, *args: Any, **kwargs: Any) -> None:
     """Main weights should follow the model's, which were loaded without the optimizer. Here a load
     writes the main weights themselves; 0.18 refuses to reload under FSDP."""

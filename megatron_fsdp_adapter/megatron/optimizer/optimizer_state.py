@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ...core.dtensor.parts import join_parts, part_of
 from ...optim.state import COUNT
 from ...state.names import HALVES, GlobalNames, global_names
-from ..inner_module import Chunks
+from ..inner_module import ModelChunks
 
 STATE = "state"
 META = "param_to_group_meta"
@@ -33,7 +33,7 @@ alone: expert parameters are marked so only under expert parallelism, and one th
 run with another kind would be in a group that is not its own."""
 
 
-def parameter_names(chunks: Chunks) -> tuple[dict[Any, str], frozenset[str]]:
+def parameter_names(chunks: ModelChunks) -> tuple[dict[Any, str], frozenset[str]]:
     """Names of all sharded parameters of the model chunks, as in the whole model, and those of them
     whose parameters are saved in halves. Two chunks with one name are found where their weights are
     merged (`checkpoint.training`)."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...plan.unsharded_budget import AUTO
-from ...plan.unsharded_budget import OPTION as BUDGET
+from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from .rules import Rule, above_one, is_on, off, within
 from .staging_options import slots_wanted
 from .table import ITERATION, LAYERS, excluded, read, strategy_of

@@ -18,9 +18,9 @@ import torch
 
 from ...core.comm.all_to_all_sum import ALL_TO_ALL_SUM, FIXED_ALL_TO_ALL_SUM
 from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
-from ...optim.residency import OPTION as OFFLOAD
+from ...optim.residency import OFFLOAD_OPTION as OFFLOAD
 from ...plan.unsharded_budget import AUTO, can_keep
-from ...plan.unsharded_budget import OPTION as BUDGET
+from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from .rules import Rule, is_on, off
 
 STRATEGY = "data_parallel_sharding_strategy"

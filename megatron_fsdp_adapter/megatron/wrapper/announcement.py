@@ -9,7 +9,7 @@ import torch
 
 from ...core.engine.group import ParamGroup
 from ...core.topology import DENSE
-from ...plan.unsharded_budget import AUTO, GIB, OPTION
+from ...plan.unsharded_budget import AUTO, BUDGET_OPTION, GIB
 from ..options.rules import is_on
 from ..options.settings import FP8_PARAM
 from ..options.unit_size import described
@@ -67,7 +67,7 @@ def _unsharded(plan: ModelPlan, groups: list[ParamGroup]) -> Iterator[str]:
     if alone:
         yield f"unsharded on one rank: {', '.join(sorted(alone))} parameters"
     if plan.budget is None:
-        yield f"units stay unsharded over a step as memory allows ({OPTION}={AUTO!r})"
+        yield f"units stay unsharded over a step as memory allows ({BUDGET_OPTION}={AUTO!r})"
     elif plan.budget:
         kept = plan.kept
         yield (

@@ -70,7 +70,7 @@ def parties_in(group: ParamGroup) -> Parties:
     return dict(sorted(found.items()))  # as torch sorts the ranks of a group
 
 
-Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+RankGroups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Ranks -> their process group."""
 
 
@@ -90,7 +90,7 @@ def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
     return wanted
 
 
-def exchange_groups(engines: Sequence[FsdpEngine]) -> Groups:
+def exchange_groups(engines: Sequence[FsdpEngine]) -> RankGroups:
     """Makes the groups that parties need beside the groups of their shards; collective over the
     default group, also for ranks whose engines have no parameters of some domain."""
     wanted = wanted_groups(engines)

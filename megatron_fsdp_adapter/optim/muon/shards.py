@@ -22,9 +22,9 @@ from ...core.engine.engine import FsdpEngine
 from ...core.engine.group import ParamGroup
 from ...core.engine.params import ParamPair
 from ...core.topology import TP_DIM, ShardDomain
-from ..local_shards import LocalShards, Options, UpdateRule
+from ..local_shards import GroupOptions, LocalShards, UpdateRule
 from . import newton_schulz
-from .exchange import Groups, Parties, StageExchange, parties_in
+from .exchange import Parties, RankGroups, StageExchange, parties_in
 from .matrices import MuonParam
 from .plan import assign, plan_stage, sent_before, stages_of
 
@@ -49,13 +49,13 @@ class MuonOptions:
     dtype: torch.dtype = torch.bfloat16
 
 
-Chosen = Callable[[Options], MuonOptions | None]
+Chosen = Callable[[GroupOptions], MuonOptions | None]
 """Chooses the options of a parameter group, None if it is not Muon's."""
 Heights = Callable[[ParamPair], tuple[int, ...]]
 """Chooses the heights of the parts that a parameter is made of (`MuonParam.heights`)."""
 
 
-class Entry(NamedTuple):
+class MuonEntry(NamedTuple):
     """A parameter, the number of its parameter group, and its local tensor, which is the key of its
     state."""
 
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
     param: MuonParam
 
 
-Stage = tuple[list[Entry], StageExchange]
+Stage = tuple[list[MuonEntry], StageExchange]
 """The parameters that are exchanged together."""
 Where = Mapping[int, tuple[int, torch.Tensor]]
 """Id of a parameter that Muon updates -> the number of its group, and its local tensor."""
@@ -81,7 +81,7 @@ def tensor_split(pair: ParamPair) -> tuple[int | None, int]:
 
 
 def muon(
-    engines: Sequence[FsdpEngine], exchange: Groups, chosen: Chosen, heights: Heights
+    engines: Sequence[FsdpEngine], exchange: RankGroups, chosen: Chosen, heights: Heights
 ) -> UpdateRule:
     """The rule of Muon.
 
@@ -98,7 +98,7 @@ class Muon:
     """The planned exchanges of Muon, and its update. See `muon`."""
 
     def __init__(
-        self, engines: Sequence[FsdpEngine], exchange: Groups, chosen: Chosen, heights: Heights
+        self, engines: Sequence[FsdpEngine], exchange: RankGroups, chosen: Chosen, heights: Heights
     ) -> None:
         self._engines = engines
         self._runtime = engines[0].runtime
@@ -115,7 +115,7 @@ class Muon:
 
     # Planning.
 
-    def _plan(self, shards: LocalShards, groups: Sequence[Options]) -> None:
+    def _plan(self, shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
         """Plans once, and again when groups have other parameters: all ranks have the same ones."""
         if self._pairs is shards.pairs:
             return
@@ -139,7 +139,9 @@ class Muon:
         self._stages = stages
         self._sent_before = sent_before([exchange.mean_bytes for _, exchange in stages])
 
-    def _parts_of(self, engine: FsdpEngine, where: Where) -> Iterator[tuple[Parties, list[Entry]]]:
+    def _parts_of(
+        self, engine: FsdpEngine, where: Where
+    ) -> Iterator[tuple[Parties, list[MuonEntry]]]:
         """The entries that are exchanged together, in the order of the units: of each of their
         groups, what Muon updates, in as many parts as its size asks for."""
         for unit in engine.units:
@@ -152,7 +154,7 @@ class Muon:
                 for part in stages_of([entry.param.numel for entry in entries]):
                     yield parties, entries[part]
 
-    def _entries_of(self, engine: FsdpEngine, group: ParamGroup, where: Where) -> list[Entry]:
+    def _entries_of(self, engine: FsdpEngine, group: ParamGroup, where: Where) -> list[MuonEntry]:
         entries = []
         for pair in engine.pairs:
             if pair.group is group and id(pair.sharded) in where:
@@ -160,7 +162,7 @@ class Muon:
                 split, parts = tensor_split(pair)
                 layout = group.held.layout
                 param = MuonParam(layout, pair.index, split, parts, self._heights(pair))
-                entries.append(Entry(number, local, param))
+                entries.append(MuonEntry(number, local, param))
         return entries
 
     def _connect(self, domain: ShardDomain, ranks: tuple[int, ...]) -> None:
@@ -174,9 +176,9 @@ class Muon:
     def _exchange(
         self,
         parties: Parties,
-        entries: Sequence[Entry],
+        entries: Sequence[MuonEntry],
         owned: Iterator[int],
-        groups: Sequence[Options],
+        groups: Sequence[GroupOptions],
     ) -> StageExchange:
         """The exchange of parameters whose matrices' owners come next in `owned`."""
         params = [entry.param for entry in entries]
@@ -190,7 +192,7 @@ class Muon:
 
     # A step.
 
-    def update(self, shards: LocalShards, groups: Sequence[Options]) -> None:
+    def update(self, shards: LocalShards, groups: Sequence[GroupOptions]) -> None:
         """Updates weights (see `UpdateRule`). ValueError if matrices that are computed together are
         not to be computed alike."""
         self._plan(shards, groups)
@@ -250,7 +252,7 @@ def _apply(
     shards: LocalShards,
     stage: Stage,
     trained: Sequence[bool],
-    groups: Sequence[Options],
+    groups: Sequence[GroupOptions],
     options: Sequence[Any],
 ) -> None:
     """Decays weights, and adds their updates when those have arrived."""

@@ -11,7 +11,7 @@ import torch
 
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.params import ParamPair
-from ..local_shards import Options, UpdateRule
+from ..local_shards import GroupOptions, UpdateRule
 from .exchange import exchange_groups, wanted_groups
 from .shards import MuonOptions, muon
 
@@ -36,7 +36,7 @@ def _whole(pair: ParamPair) -> tuple[int, ...]:
     return (spec.layout_shape[0],)
 
 
-def _options(group: Options) -> MuonOptions:
+def _options(group: GroupOptions) -> MuonOptions:
     step = tuple(group["ns_coefficients"])
     return MuonOptions(
         momentum=group["momentum"],

@@ -25,7 +25,7 @@ from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, gib
 from megatron_fsdp_adapter.plan.memory import Precision, bytes_between_steps, most_bytes
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from megatron_fsdp_adapter.tools.models.quantization import STRINGS, quantization
 from megatron_fsdp_adapter.tools.models.quantization import SWITCHES as FP8_SWITCHES
 from megatron_fsdp_adapter.tools.models.sources import (

@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.tools.models.sources import (
 )
 from megatron_fsdp_adapter.tools.planning import report
 from megatron_fsdp_adapter.tools.planning.machine import GPUS, NETWORKS, machine_named
-from megatron_fsdp_adapter.tools.planning.search import Plan, Wanted, plan
+from megatron_fsdp_adapter.tools.planning.search import Plan, Request, plan
 
 from .output import USAGE, answer, base_parser
 
@@ -106,7 +106,7 @@ def run(given: argparse.Namespace, progress: Progress = silent) -> Plan:
     for name, (field, _) in FIXED.items():
         if options[name] is not None:
             fixed[field] = options[name]
-    wanted = Wanted(
+    wanted = Request(
         from_options(options_from(options), name_of(options)),
         machine,
         gpus=given.gpus,

@@ -94,7 +94,7 @@ def main(given: argparse.Namespace) -> int:
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = f"{path}{os.pathsep}{before}" if before else path
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
-        plan = run.Plan(shrunk, Path(folder), given.steps, given.more)
+        plan = run.ProofPlan(shrunk, Path(folder), given.steps, given.more)
         if not given.json:
             print(report.render_plan(recipe, plan), flush=True)
         try:

@@ -42,7 +42,7 @@ from megatron_fsdp_adapter.tools.models.spec import (
     number_of,
 )
 
-Row = tuple[str, str, tuple[int, ...], int]
+PlannedRow = tuple[str, str, tuple[int, ...], int]
 """Unit, name, shape and number of shards of a parameter."""
 
 
@@ -165,7 +165,7 @@ def planned_units(
     write weight gradients. Raises ValueError for weights that cannot be represented in their
     format."""
     shards = {DENSE: dense, EXPERT: expert}
-    units: dict[str, list[Row]] = {}
+    units: dict[str, list[PlannedRow]] = {}
     for unit, fqn, shape, domain in listing(spec, split, stage):
         units.setdefault(unit, []).append((unit, fqn, shape, shards[domain]))
     alike: dict[Any, tuple[tuple[GroupLayout, ...], int]] = {}
@@ -180,7 +180,7 @@ def planned_units(
 
 
 def _layouts(
-    rows: Sequence[Row], dtype: torch.dtype, form: WeightFormat | None, fused: bool
+    rows: Sequence[PlannedRow], dtype: torch.dtype, form: WeightFormat | None, fused: bool
 ) -> tuple[GroupLayout, ...]:
     """The layouts of a unit's groups: parameters of one format and number of shards."""
     groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
@@ -213,9 +213,9 @@ def _spec(
     return ParamSpec(index, (fqn,), shape, dtype, True, granularity, form)
 
 
-def _joined(units: Mapping[str, list[Row]], numel: int) -> dict[str, list[Row]]:
+def _joined(units: Mapping[str, list[PlannedRow]], numel: int) -> dict[str, list[PlannedRow]]:
     """`units` with neighboring layers grouped up to `numel` elements, as the engine groups them."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[PlannedRow]] = {}
     before = ""
     for unit, rows in units.items():
         if is_layer(before) and is_layer(unit) and _numel(found[before]) < numel:
@@ -226,5 +226,5 @@ def _joined(units: Mapping[str, list[Row]], numel: int) -> dict[str, list[Row]]:
     return found
 
 
-def _numel(rows: Sequence[Row]) -> int:
+def _numel(rows: Sequence[PlannedRow]) -> int:
     return sum(math.prod(shape) for _, _, shape, _ in rows)

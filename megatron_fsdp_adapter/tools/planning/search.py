@@ -29,7 +29,7 @@ strategy."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """The input of a plan. fixed: fields of a `Configuration` or `Parallel` that the user has
     chosen."""
 
@@ -59,7 +59,7 @@ class Plan:
     """The result of a search. predictions: by time, the best first. refused: rejected
     configurations, and why."""
 
-    wanted: Wanted
+    wanted: Request
     predictions: Sequence[Prediction]
     refused: Sequence[tuple[str, str]]
 
@@ -68,7 +68,7 @@ def _powers(limit: int) -> list[int]:
     return [2**i for i in range(20) if 2**i <= limit]
 
 
-def splits(wanted: Wanted) -> Iterator[Configuration]:
+def splits(wanted: Request) -> Iterator[Configuration]:
     """Every model-parallel split that the fixed options allow, whether it fits or not, as a
     configuration with defaults."""
     spec = wanted.spec
@@ -94,12 +94,12 @@ def splits(wanted: Wanted) -> Iterator[Configuration]:
                 yield Configuration(wanted.gpus, parallel, microbatch=micro)
 
 
-def _is(wanted: Wanted, name: str, value: object) -> bool:
+def _is(wanted: Request, name: str, value: object) -> bool:
     """True unless another value is fixed."""
     return wanted.fixed.get(name, value) == value
 
 
-def candidates(wanted: Wanted, split: Configuration) -> Iterator[Configuration]:
+def candidates(wanted: Request, split: Configuration) -> Iterator[Configuration]:
     """Every configuration of a model-parallel split."""
     for strategy in STRATEGIES:
         if not _is(wanted, "strategy", strategy):
@@ -109,7 +109,7 @@ def candidates(wanted: Wanted, split: Configuration) -> Iterator[Configuration]:
                 yield chosen
 
 
-def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
+def _of(wanted: Request, base: Configuration) -> Iterator[Configuration]:
     """The candidates of a strategy."""
     parallel = base.parallel
     strategy = base.strategy
@@ -138,7 +138,7 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
                 yield replace(chosen, copies=True, separate_gathers=False)
 
 
-def plan(wanted: Wanted, progress: Progress = silent) -> Plan:
+def plan(wanted: Request, progress: Progress = silent) -> Plan:
     """The best configurations, each simulated with the engine. progress: called after each.
 
     Raises:
@@ -175,7 +175,7 @@ def plan(wanted: Wanted, progress: Progress = silent) -> Plan:
     return Plan(wanted, sorted(found, key=lambda one: one.ms), refused)
 
 
-def _why_none(wanted: Wanted) -> str:
+def _why_none(wanted: Request) -> str:
     """The reason why there is no configuration: the problems of one with only the fixed options."""
     names = vars(Parallel())
     sizes = {name: value for name, value in wanted.fixed.items() if name in names}
@@ -227,7 +227,7 @@ def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
 
 
 def _run_best(
-    wanted: Wanted,
+    wanted: Request,
     known: Sequence[tuple[float, Configuration]],
     limit: float,
     progress: Progress,

@@ -37,7 +37,7 @@ ROW = 4.0
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """One comparison: `quantity` of `run` in `step`.
 
     name: the worst parameter (empty for loss and norm); difference: its difference; remark: a
@@ -109,13 +109,13 @@ def compare_tensors(
     mine: Tensors,
     theirs: Tensors,
     allowed: float,
-) -> Row:
+) -> ComparedRow:
     """Compares all tensors of one quantity; returns a row for the worst."""
     compared = len(theirs)
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
         remark = "only one of the two has it"
-        return Row(
+        return ComparedRow(
             run,
             step,
             quantity,
@@ -136,12 +136,12 @@ def compare_tensors(
     if bad:
         height = len(_as_rows(theirs[worst]))
         remark = described(bad, list(theirs), worst, rows, height)
-    return Row(
+    return ComparedRow(
         run, step, quantity, difference, allowed, name=worst, remark=remark, compared=compared
     )
 
 
-def rank_of(row: Row) -> float:
+def rank_of(row: ComparedRow) -> float:
     """The sort key of rows of one comparison, the worst last."""
     return _size(row.difference)
 
@@ -152,11 +152,11 @@ def _size(difference: float) -> float:
 
 def compare_numbers(
     run: str, step: int, quantity: str, mine: float, theirs: float, allowed: float
-) -> Row:
+) -> ComparedRow:
     """Compares loss or norm, relative to the reference."""
     difference = abs(mine - theirs) / max(abs(theirs), 1e-30)
     remark = f"{mine:.6g} for {theirs:.6g}"
-    return Row(run, step, quantity, difference, allowed, remark=remark)
+    return ComparedRow(run, step, quantity, difference, allowed, remark=remark)
 
 
 def significant_update(

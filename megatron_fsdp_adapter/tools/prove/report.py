@@ -9,12 +9,12 @@ from typing import Any
 from megatron_fsdp_adapter.checkpoint.record import versions
 from megatron_fsdp_adapter.megatron.options.settings import format_changes
 from megatron_fsdp_adapter.tools.prove import compare
-from megatron_fsdp_adapter.tools.prove.compare import Row
-from megatron_fsdp_adapter.tools.prove.run import Plan, narrowest
+from megatron_fsdp_adapter.tools.prove.compare import ComparedRow
+from megatron_fsdp_adapter.tools.prove.run import ProofPlan, narrowest
 from megatron_fsdp_adapter.tools.prove.source import Recipe
 
 
-def render_plan(recipe: Recipe, plan: Plan) -> str:
+def render_plan(recipe: Recipe, plan: ProofPlan) -> str:
     """The header of a proof: source, options set, sizes scaled down, and options left out."""
     shrunk = plan.shrunk
     o = shrunk.options
@@ -34,7 +34,7 @@ def render_plan(recipe: Recipe, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def lines_of(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+def lines_of(plan: ProofPlan, rows: Sequence[ComparedRow]) -> Iterator[str]:
     """The table, one line for each quantity and step, and the verdict."""
     dtype = narrowest(plan.shrunk.options)
     factors = ", ".join(f"{name} {value:g}" for name, value in compare.FACTORS[dtype].items())
@@ -63,7 +63,7 @@ def lines_of(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     yield f"doctor --prove: {holds} of {len(rows)} comparisons hold: {outcome}"
 
 
-def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+def as_values(recipe: Recipe, plan: ProofPlan, rows: Sequence[ComparedRow]) -> dict[str, Any]:
     """The results as values: the options of the run, the scaled-down sizes (`small`), releases, and
     every comparison."""
     options = recipe.options.items()

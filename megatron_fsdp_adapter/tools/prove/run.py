@@ -29,7 +29,7 @@ from megatron_fsdp_adapter.core.config import POISON_VARIABLE
 from megatron_fsdp_adapter.megatron.options.table import OPTIONS
 from megatron_fsdp_adapter.tools.progress import progress_bar
 from megatron_fsdp_adapter.tools.prove import compare
-from megatron_fsdp_adapter.tools.prove.compare import Row
+from megatron_fsdp_adapter.tools.prove.compare import ComparedRow
 from megatron_fsdp_adapter.tools.prove.scale_down import ScaledDown, routes_by_rounding
 
 Options = Mapping[str, Any]
@@ -47,7 +47,7 @@ SIMPLER: Mapping[str, Any] = {one.name: one.default for one in OPTIONS if one.so
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProofPlan:
     """The plan of a proof.
 
     steps, more: steps before and after the save; folder: for the checkpoint; prepare:
@@ -94,7 +94,7 @@ def _train(
     return start, found
 
 
-def _load(plan: Plan, options: Options, device: torch.device) -> Any:
+def _load(plan: ProofPlan, options: Options, device: torch.device) -> Any:
     """A trainer that has loaded what was saved."""
     from megatron_fsdp_adapter.checkpoint import (
         load_checkpoint,
@@ -117,7 +117,7 @@ def _load(plan: Plan, options: Options, device: torch.device) -> Any:
 
 
 def _run_rank(
-    rank: int, plan: Plan, backend: str, timeout: float, environment: Mapping[str, str]
+    rank: int, plan: ProofPlan, backend: str, timeout: float, environment: Mapping[str, str]
 ) -> None:
     """Runs a rank in a process: the reference, training, save, load under another strategy. Leaves
     its comparisons in a file. Rank 0 shows a progress bar."""
@@ -144,11 +144,11 @@ def _run_rank(
     dist.destroy_process_group()
 
 
-def _file_of(plan: Plan, rank: int) -> Path:
+def _file_of(plan: ProofPlan, rank: int) -> Path:
     return plan.folder / f"rank{rank}"
 
 
-def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
+def _compared(plan: ProofPlan, advance: Callable[[], object]) -> list[ComparedRow]:
     from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
     from megatron_fsdp_adapter.checkpoint.record import topology_of
     from megatron_fsdp_adapter.tools.prove import build
@@ -180,7 +180,7 @@ def _compared(plan: Plan, advance: Callable[[], object]) -> list[Row]:
     return rows + compare_steps(options, plan.loaded, plan.steps, start, more, reference)
 
 
-def prove(plan: Plan, backend: str, timeout: float) -> list[Row]:
+def prove(plan: ProofPlan, backend: str, timeout: float) -> list[ComparedRow]:
     """Runs the ranks; returns the worst rank's row of each comparison. Raises torch's
     `ProcessRaisedException` or `ProcessExitedException` if a rank fails or hangs."""
     world = plan.shrunk.world_size
@@ -233,7 +233,7 @@ def compare_steps(
     start: Values,
     steps: Sequence[Step],
     reference: tuple[Values, Sequence[Step]],
-) -> list[Row]:
+) -> list[ComparedRow]:
     """Comparisons of the steps after step `first` with the reference's."""
     dtype = narrowest(options)
     before_all, expected = reference

@@ -28,7 +28,7 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 
-from megatron_fsdp_adapter.optim.multi_tensor import Lists, Table, Update
+from megatron_fsdp_adapter.optim.multi_tensor import Lists, TensorTable, Update
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -184,10 +184,10 @@ class HostKernel:
     """Stands for the kernel of `fused_adam`: in torch, keeping its arguments."""
 
     def __init__(self) -> None:
-        self.tables: list[Table] = []
+        self.tables: list[TensorTable] = []
         self.updates: list[Update] = []
 
-    def __call__(self, table: Table, lists: Lists, update: Update) -> None:
+    def __call__(self, table: TensorTable, lists: Lists, update: Update) -> None:
         assert table.addresses[:4].tolist() == [[t.data_ptr() for t in row] for row in lists]
         assert table.addresses[4].tolist() == [tensor.numel() for tensor in lists[0]]
         assert update.decoupled

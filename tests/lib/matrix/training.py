@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.layers.te_weight_cache import switch_off_weight_cache
 from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.plan.unsharded_budget import AUTO, GIB
-from megatron_fsdp_adapter.plan.unsharded_budget import OPTION as BUDGET
+from megatron_fsdp_adapter.plan.unsharded_budget import BUDGET_OPTION as BUDGET
 from tests.lib.engine.fake_graphs import FakeGraphs, put_graphs_into, to_be_graphed
 from tests.lib.gpt.exact import U_FLOAT32, gamma
 from tests.lib.gpt.gather_full import main_piece, put_together, shard_groups

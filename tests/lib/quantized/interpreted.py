@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from megatron_fsdp_adapter.core.kernels import triton_sums
 from megatron_fsdp_adapter.optim.muon import triton_symmetric
 from megatron_fsdp_adapter.quantized import e4m3, triton_e4m3
-from megatron_fsdp_adapter.quantized.e4m3 import BlockCast, OwnRows, TensorCast
+from megatron_fsdp_adapter.quantized.e4m3 import BlockCast, LocalRows, TensorCast
 from tests.lib.quantized.te_checks import Shards, found_in
 from tests.lib.quantized.te_weights import NASTY, RECIPES, random_case
 
@@ -63,7 +63,7 @@ def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
     sizes = [main.numel() for main in mains]
     plane = torch.full((sum(sizes) + 64,), 7, dtype=torch.uint8)[16:]
     made = [
-        OwnRows(tuple(main.shape), 0, main.view(-1), (data,))
+        LocalRows(tuple(main.shape), 0, main.view(-1), (data,))
         for main, data in zip(mains, plane[: sum(sizes)].split(sizes), strict=True)
     ]
     cast_class = BlockCast if recipe == "block128" else TensorCast

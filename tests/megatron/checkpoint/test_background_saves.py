@@ -176,7 +176,7 @@ def test_a_save_is_tracked_once_all_ranks_have_written_it_and_never_if_one_has_f
 def test_a_request_that_is_no_save_is_done_before_its_functions_are_called() -> None:
     """A teacher's logits (0.19) are queued behind the checkpoint, with its functions."""
     seen: list[str] = []
-    queue = background_saves.Queue()
+    queue = background_saves.SaveQueue()
     queue.schedule_async_request(AsyncRequest(None, (), []))
     tell = [lambda: seen.append("both")]
     queue.schedule_async_request(AsyncRequest(seen.append, ("logits",), tell, {}))
@@ -188,9 +188,9 @@ def test_what_megatron_asks_of_signatures_is_there() -> None:
     """It passes some arguments only to what takes them, or refuses to go on."""
     for function, names in (
         (background_saves.Target.__init__, {"use_cpu_shm_for_gpu_tensors"}),
-        (background_saves.Queue.__init__, {"cpu_shm_mode"}),
+        (background_saves.SaveQueue.__init__, {"cpu_shm_mode"}),
         (
-            background_saves.Queue.warmup_persistent_caller,
+            background_saves.SaveQueue.warmup_persistent_caller,
             {"cpu_shm_mode", "mp_mode", "cpu_priority", "io_priority"},
         ),
         (background_saves._no_results, {"mp_mode"}),
@@ -217,4 +217,4 @@ def test_what_bridge_takes_by_name_is_ours() -> None:
         assert plan.__func__ is background_saves.AsyncStrategy.plan
         assert finish is asynchronous.Writing.finish
         _, table = made[state].get_async_strategy("nvrx")
-        assert table["AsyncCallsQueue"] is background_saves.Queue
+        assert table["AsyncCallsQueue"] is background_saves.SaveQueue

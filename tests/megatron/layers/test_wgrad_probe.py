@@ -26,7 +26,7 @@ from megatron_fsdp_adapter.megatron.layers.wgrad_probe import (
     UNKNOWN,
     Maker,
     Observed,
-    Precision,
+    ProbedPrecision,
     maker_name,
     observe,
     observed,
@@ -81,7 +81,7 @@ def _maker(*habits: str) -> Maker:
 def test_each_protocol_is_seen_for_what_it_is(habits: tuple[str, ...]) -> None:
     """And to look draws no random numbers."""
     before = torch.get_rng_state()
-    seen = observe(_maker(*habits), Precision("weights"), torch.float32, torch.float32, CPU)
+    seen = observe(_maker(*habits), ProbedPrecision("weights"), torch.float32, torch.float32, CPU)
     assert seen == SEEN[habits] and torch.equal(torch.get_rng_state(), before)
 
 
@@ -146,11 +146,11 @@ NAME = "transformer_engine.LayerNormLinear"
 
 
 def observer(
-    *precisions: Precision, dtype: torch.dtype = torch.float32, **options: Any
+    *precisions: ProbedPrecision, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Callable[..., Observed]:
     return functools.partial(
         observed,
-        precisions=precisions or (Precision("weights"),),
+        precisions=precisions or (ProbedPrecision("weights"),),
         main_dtype=dtype,
         device=CPU,
         **options,
@@ -160,7 +160,7 @@ def observer(
 def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> None:
     make = mock.Mock(side_effect=lambda **options: Fusing("adds"))
     makers[NAME] = Maker(make)
-    looks = observer(Precision("weights"), Precision("FP8"))
+    looks = observer(ProbedPrecision("weights"), ProbedPrecision("FP8"))
     assert looks(ColumnParallel(), torch.float32) == ADDS
     runs = make.call_count
     assert looks(ColumnParallel(), torch.float32) == ADDS
@@ -170,9 +170,9 @@ def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> N
 def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]) -> None:
     """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantized weight."""
     makers[NAME] = _maker("asks in backward")
-    fp8 = Precision("FP8", lambda: mock.patch.object(Fusing, "forced", "adds"))
+    fp8 = ProbedPrecision("FP8", lambda: mock.patch.object(Fusing, "forced", "adds"))
     one = observer()
-    both = observer(Precision("weights"), fp8)
+    both = observer(ProbedPrecision("weights"), fp8)
     assert one(ColumnParallel(), torch.float32).overwrites_in_backward
     assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
 
@@ -212,7 +212,7 @@ def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[st
     made, computed = (
         functools.partial(mock.patch.dict, inside, {name: True}) for name in ("made", "computed")
     )
-    looks = observer(quantized=Precision("FP8", computed, made))
+    looks = observer(quantized=ProbedPrecision("FP8", computed, made))
     assert looks(ColumnParallel(), torch.float32, True).overwrites_in_backward
     assert looks(ColumnParallel(), torch.float32) == Observed(adds=True)
     assert observer()(ColumnParallel(), torch.float32, True) == UNKNOWN

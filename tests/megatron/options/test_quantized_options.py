@@ -17,7 +17,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.layers.wgrad_probe import Precision
+from megatron_fsdp_adapter.megatron.layers.wgrad_probe import ProbedPrecision
 from megatron_fsdp_adapter.megatron.options import capability, ddp_options
 from megatron_fsdp_adapter.megatron.options.support import FP4_RECIPES, FP8_RECIPES
 from megatron_fsdp_adapter.megatron.wrapper import units
@@ -222,7 +222,7 @@ def test_it_is_switched_off_and_said_where_weights_are_sharded_or_gradients_fuse
     capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(units, "precisions_of", lambda config: (Precision("weights"),))
+    monkeypatch.setattr(units, "precisions_of", lambda config: (ProbedPrecision("weights"),))
     monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
     model = build_model(CASE, CPU)
     layer = model.decoder.layers[0].mlp.extra = QuantizingLinear()  # type: ignore[union-attr]

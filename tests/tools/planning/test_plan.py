@@ -38,7 +38,7 @@ from megatron_fsdp_adapter.tools.planning.prediction import predict
 from megatron_fsdp_adapter.tools.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.tools.planning.search import (
     NOT_LAUNCH_BOUND,
-    Wanted,
+    Request,
     candidates,
     plan,
     splits,
@@ -132,8 +132,8 @@ def test_stages_share_out_all_layers_and_all_parameters():
     assert parts == whole
 
 
-def wanted(**given) -> Wanted:
-    return Wanted(**{
+def wanted(**given) -> Request:
+    return Request(**{
         "spec": FEW, "machine": H200, "gpus": 8, "global_batch": 16, "memory_gib": 140.0,
         "fixed": {"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1}, "tries": 4,
         **given,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.tools.prove import compare
-from megatron_fsdp_adapter.tools.prove.compare import Row
+from megatron_fsdp_adapter.tools.prove.compare import ComparedRow
 
 CHECKS = ("tools/prove/compare.py",)
 
@@ -23,7 +23,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(24, 7, generator=generator) for name in NAMES}
 
 
-def row(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> Row:
+def row(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> ComparedRow:
     return compare.compare_tensors("trained", 1, "gradients", mine, theirs, LIMIT)
 
 

@@ -18,7 +18,7 @@ import pytest
 from megatron_fsdp_adapter.tools.cli import doctor
 from megatron_fsdp_adapter.tools.cli import prove as cli
 from megatron_fsdp_adapter.tools.prove import run, source
-from megatron_fsdp_adapter.tools.prove.compare import Row
+from megatron_fsdp_adapter.tools.prove.compare import ComparedRow
 from megatron_fsdp_adapter.tools.prove.scale_down import Room, shrink
 from tests.lib.tools import faults
 
@@ -39,18 +39,21 @@ MODEL: dict[str, Any] = {
 
 def prove(
     folder: Path, prepare: Callable[[], None] | None, ranks: int = 2, **options: Any
-) -> list[Row]:
+) -> list[ComparedRow]:
     recipe = source.of_options({**MODEL, **options}, "a test", ranks)
-    plan = run.Plan(shrink(recipe.options, Room(ranks, False, False)), folder, 2, 1, prepare)
+    plan = run.ProofPlan(shrink(recipe.options, Room(ranks, False, False)), folder, 2, 1, prepare)
     return run.prove(plan, "gloo", 300.0)
 
 
-ROWS = [Row("trained", 1, "loss", 0.0, 0.1), Row("trained", 1, "norm", math.inf, 0.1)]
+ROWS = [
+    ComparedRow("trained", 1, "loss", 0.0, 0.1),
+    ComparedRow("trained", 1, "norm", math.inf, 0.1),
+]
 
 
 @pytest.mark.parametrize(("rows", "status"), [(ROWS[:1], 0), (ROWS, 1)])
 def test_json_has_the_options_the_sizes_and_every_comparison(
-    rows: list[Row],
+    rows: list[ComparedRow],
     status: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -101,7 +104,7 @@ def test_a_rank_that_fails_or_hangs_ends_all_and_their_stacks_are_shown(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would print elsewhere
-    planned = functools.partial(run.Plan, prepare=fault)
+    planned = functools.partial(run.ProofPlan, prepare=fault)
     monkeypatch.setattr(cli, "run", SimpleNamespace(Plan=planned, prove=run.prove))
     words = [f"--set={name}={value!r}" for name, value in MODEL.items()]
     assert doctor.main(["--prove", "--ranks=2", "--timeout=30", *words]) == 1
