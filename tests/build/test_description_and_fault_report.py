@@ -30,7 +30,8 @@ def _described(rank: int, world: int) -> str:
     rows = param_rows(wrapper.engine)
     names = Counter(name for row in rows for name in row["parameter"].split(" = "))
     expected = {name for name, _ in wrapper.module.module.named_parameters(remove_duplicate=False)}
-    assert set(names) == expected and set(names.values()) == {1}
+    assert set(names) == expected
+    assert set(names.values()) == {1}
     assert {row["domain"] for row in rows} == {"dense", "expert"}
     for row in rows:
         assert (row["domain"] == "expert") == (".experts." in row["parameter"]), row
@@ -40,7 +41,9 @@ def _described(rank: int, world: int) -> str:
 
 def test_every_parameter_is_in_one_domain_of_the_table() -> None:
     domains, params = run_ranks(_described, 4)[0].split("\n\n")[1:]
-    assert "dp_cp 2 x tp 2" in domains and "0 2" in domains and "0.5" in domains
+    assert "dp_cp 2 x tp 2" in domains
+    assert "0 2" in domains
+    assert "0.5" in domains
     assert re.search(r"local_experts\.0\.linear_fc2\.weight +expert .* row ", params)
 
 

@@ -265,5 +265,6 @@ def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_c
         weight.sequence_parallel = True
     initialize("layer", linear, torch.device("cpu"), core_initializers(None)(linear, None))
     assert linear.weight.tensor_model_parallel is not (whole and kind is _MarkingLinear)
-    assert linear.weight is weight and bool((weight == 2.0).all())
+    assert linear.weight is weight
+    assert bool((weight == 2.0).all())
     assert hasattr(linear.weight, "sequence_parallel") is whole

@@ -55,4 +55,5 @@ def test_it_is_named_by_rank_microbatch_unit_and_parameter(
         assert error.count("microbatch ") == 1, error
     spoiler.value = None
     loss, norm = train_step(trainer, data)  # the next step is as if nothing had been
-    assert math.isfinite(loss) and math.isfinite(norm)
+    assert math.isfinite(loss)
+    assert math.isfinite(norm)

@@ -63,19 +63,26 @@ def index_of(group, grad_scale=0.25, **options) -> FSDPDistributedIndex:
 def test_one_group_serves_everything(world):
     index = index_of(world)
     domain = index.domain(DENSE)
-    assert domain.axis == Axis("dp_cp", world, (0, 1, 2, 3), 2) and domain.axis.size == 4
-    assert domain.gather_group is domain.reduce_group is world and domain.grad_scale == 0.25
-    assert index.get_fsdp_group() is index.get_dp_group() is world
+    assert domain.axis == Axis("dp_cp", world, (0, 1, 2, 3), 2)
+    assert domain.axis.size == 4
+    assert domain.gather_group is domain.reduce_group is world
+    assert domain.grad_scale == 0.25
+    assert index.get_fsdp_group() is world
+    assert index.get_dp_group() is world
     assert index.get_fsdp_group(independent_all_gather=True) is world
-    assert index.get_outer_fsdp_group() is None and domain.mesh.shape == (4,)
+    assert index.get_outer_fsdp_group() is None
+    assert domain.mesh.shape == (4,)
 
 
 def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
-    second, half, alone = (dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 2], [2]))
+    second = dist.new_group([0, 1, 2, 3])
+    half = dist.new_group([0, 2])
+    alone = dist.new_group([2])
     index = index_of(world, fsdp_group_ag=second, expt_fsdp_group=half, tp_group=alone)
     assert index.get_fsdp_group(independent_all_gather=True) is second
     assert index.get_fsdp_group() is world
-    assert index.domain(EXPERT).axis.ranks == (0, 2) and index.domain(EXPERT).axis.rank == 1
+    assert index.domain(EXPERT).axis.ranks == (0, 2)
+    assert index.domain(EXPERT).axis.rank == 1
     assert index.get_fsdp_group(is_expert_parallel=True) is half
     assert index.get_dp_group(is_expert_parallel=True) is half
     assert index.domain(EXPERT).grad_scale == index.domain(DENSE).grad_scale
@@ -84,7 +91,9 @@ def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
 def test_an_outer_axis_and_the_mesh_over_it():
     """8 ranks: outer 2 x shards 2 x tensor 2, tensor-parallel ranks being neighbors."""
     with pretended_world(8, rank=5):
-        shard, outer, tensor = (dist.new_group(ranks) for ranks in ([5, 7], [1, 5], [4, 5]))
+        shard = dist.new_group([5, 7])
+        outer = dist.new_group([1, 5])
+        tensor = dist.new_group([4, 5])
         index = index_of(
             shard,
             outer_fsdp_group=outer,
@@ -93,8 +102,10 @@ def test_an_outer_axis_and_the_mesh_over_it():
             hsdp_outer_dp_shard=True,
         )
         domain = index.domain(DENSE)
-        assert domain.outer == Axis("outer_fsdp_dp", outer, (1, 5), 1) and domain.outer_size == 2
-        assert index.get_outer_fsdp_group() is index.hybrid_fsdp_group is outer
+        assert domain.outer == Axis("outer_fsdp_dp", outer, (1, 5), 1)
+        assert domain.outer_size == 2
+        assert index.get_outer_fsdp_group() is outer
+        assert index.hybrid_fsdp_group is outer
         assert dist.get_process_group_ranks(index.get_dp_group()) == [1, 3, 5, 7]
         assert domain.mesh.mesh_dim_names == ("outer_fsdp_dp", "dp_cp", "tp")
         assert domain.mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
@@ -107,60 +118,83 @@ def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
     one = index_of(halves[0])
     other = index_of(halves[1], outer_fsdp_group=outer)
     again = index_of(halves[0])
-    meshes = [index.domain(DENSE).mesh for index in (one, other, again)]
-    assert meshes[0].mesh.tolist() == [0, 2] == meshes[2].mesh.tolist()
-    assert meshes[1]["dp_cp"].mesh.tolist() == [2, 3]
-    assert meshes[1].mesh_dim_names == ("outer_fsdp_dp", "dp_cp")
-    for mesh, group in zip(meshes, halves, strict=False):
-        assert mesh.get_group("dp_cp") is group
+    first, second, third = (index.domain(DENSE).mesh for index in (one, other, again))
+    assert first.mesh.tolist() == [0, 2]
+    assert third.mesh.tolist() == [0, 2]
+    assert second["dp_cp"].mesh.tolist() == [2, 3]
+    assert second.mesh_dim_names == ("outer_fsdp_dp", "dp_cp")
+    assert first.get_group("dp_cp") is halves[0]
+    assert second.get_group("dp_cp") is halves[1]
 
 
 def domain_of(world, ranks=(0, 1, 2, 3), outer=None):
     axis = dataclasses.replace(Axis.of("dp_cp", world), ranks=ranks)
-    if outer is None:
-        outer = None
-    else:
+    if outer is not None:
         outer = Axis("outer_fsdp_dp", world, outer, 0)
     mesh = index_of(world).domain(DENSE).mesh
     return ShardDomain(DENSE, axis, world, world, mesh, 1.0, outer)
 
 
+def _an_outer_group_has_one_rank_in_common_with(world):
+    return domain_of(world, outer=(2, 3))
+
+
+def _ranks_come_in_the_order_of_the_group(world):
+    return domain_of(world, ranks=(1, 0, 2, 3))
+
+
+def _groups_make_a_mesh(world):
+    return index_of(world, tp_group=dist.new_group([2, 3]))
+
+
+def _a_kind_has_a_group(world):
+    return index_of(world).get_fsdp_group(is_expert_parallel=True)
+
+
+def _a_collection_has_the_shard_group(world):
+    return build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=float)
+
+
 BAD = {
     "an outer group has one rank in common with the shards": (
-        lambda world: domain_of(world, outer=(2, 3)),
+        _an_outer_group_has_one_rank_in_common_with,
         r"outer group .*\[2, 3\].*\[0, 1, 2, 3\].*no other",
     ),
     "ranks come in the order of the group": (
-        lambda world: domain_of(world, ranks=(1, 0, 2, 3)),
+        _ranks_come_in_the_order_of_the_group,
         "same ranks in the same order",
     ),
     "groups make a mesh": (
-        lambda world: index_of(world, tp_group=dist.new_group([2, 3])),
+        _groups_make_a_mesh,
         r"'dp_cp': \[0, 1, 2, 3\], 'tp': \[2, 3\].* do not make a mesh",
     ),
-    **{
-        f"ranks {ranks} do not gather what four have": (
-            lambda world, ranks=ranks: index_of(world, fsdp_group_ag=dist.new_group(ranks)),
-            rf"gather group of the dense .* ranks \[{str(ranks)[1:-1]}\].*on ranks \[0, 1, 2, 3\]",
-        )
-        for ranks in ([0, 2], [0, 1, 2])
-    },
-    **{
-        f"a gradient scale of {scale}": (
-            lambda world, scale=scale: index_of(world, grad_scale=scale),
-            "grad_scale",
-        )
-        for scale in (0.0, -1.0, float("nan"))
-    },
     "a kind has a group": (
-        lambda world: index_of(world).get_fsdp_group(is_expert_parallel=True),
+        _a_kind_has_a_group,
         r"kind 'expert'.*\['dense'\].*expt_dp",
     ),
     "a collection has the shard group": (
-        lambda world: build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=float),
+        _a_collection_has_the_shard_group,
         r"pg_collection\.dp_cp is missing",
     ),
 }
+
+
+def _gathered_by(ranks, world):
+    return index_of(world, fsdp_group_ag=dist.new_group(ranks))
+
+
+def _scaled_by(scale, world):
+    return index_of(world, grad_scale=scale)
+
+
+for ranks in ("0, 2", "0, 1, 2"):
+    numbers = [int(rank) for rank in ranks.split(", ")]
+    BAD[f"ranks [{ranks}] do not gather what four have"] = (
+        partial(_gathered_by, numbers),
+        rf"gather group of the dense .* ranks \[{ranks}\].*on ranks \[0, 1, 2, 3\]",
+    )
+for scale in (0.0, -1.0, float("nan")):
+    BAD[f"a gradient scale of {scale}"] = (partial(_scaled_by, scale), "grad_scale")
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -219,50 +253,31 @@ def test_accepted_options_change_nothing(strategy, option):
 BF16 = torch.bfloat16
 FP32 = torch.float32
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
-CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *(
-        (
-            {"data_parallel_sharding_strategy": strategy, **dict.fromkeys(OVERLAPS, False)},
-            dict(zip(OVERLAPS, (row.shard_grads, row.shard_weights), strict=True)),
-        )
-        for strategy, row in STRATEGIES.items()
-    ),
-    *(
-        (
-            {"gradient_reduce_div_fusion": fusion, "average_in_collective": average},
-            {"scale_before_sum": not fusion and not average},
-        )
-        for fusion, average in itertools.product((False, True), repeat=2)
-    ),
-    *(
-        (
-            {
-                "data_parallel_sharding_strategy": strategy,
-                "megatron_fsdp_main_grads_dtype": grads,
-                "reduce_scatter_with_fp32_accumulation": True,
-                "megatron_fsdp_grad_comm_dtype": BF16,
-            },
-            {"reduce_scatter": ALL_TO_ALL_SUM},
-        )
-        for strategy, grads in (
-            ("optim", None),
-            ("optim_grads", FP32),
-            ("optim_grads_params", None),
-        )
-    ),
-    # Any dtypes, with any strategy.
-    *(
-        (
-            {f"megatron_fsdp_{name}": dtype for name, dtype in vars(policy).items()}
-            | {"data_parallel_sharding_strategy": strategy},
-            {"policy": policy},
-        )
-        for strategy in STRATEGIES
-        for policy in itertools.starmap(
-            MixedPrecisionPolicy, itertools.product((None, FP32, BF16), repeat=3)
-        )
-    ),
-]
+CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = []
+"""Options, and fields of the engine's configuration that they give."""
+for strategy, row in STRATEGIES.items():
+    changes: dict[str, Any] = {"data_parallel_sharding_strategy": strategy}
+    changes.update(dict.fromkeys(OVERLAPS, False))
+    forced = (row.shard_grads, row.shard_weights)
+    CONFIGS.append((changes, dict(zip(OVERLAPS, forced, strict=True))))
+for fusion, average in itertools.product((False, True), repeat=2):
+    changes = {"gradient_reduce_div_fusion": fusion, "average_in_collective": average}
+    CONFIGS.append((changes, {"scale_before_sum": not fusion and not average}))
+for strategy, grads in (("optim", None), ("optim_grads", FP32), ("optim_grads_params", None)):
+    changes = {
+        "data_parallel_sharding_strategy": strategy,
+        "megatron_fsdp_main_grads_dtype": grads,
+        "reduce_scatter_with_fp32_accumulation": True,
+        "megatron_fsdp_grad_comm_dtype": BF16,
+    }
+    CONFIGS.append((changes, {"reduce_scatter": ALL_TO_ALL_SUM}))
+# Any dtypes, with any strategy.
+for strategy in STRATEGIES:
+    for dtypes in itertools.product((None, FP32, BF16), repeat=3):
+        policy = MixedPrecisionPolicy(*dtypes)
+        changes = {f"megatron_fsdp_{name}": dtype for name, dtype in vars(policy).items()}
+        changes["data_parallel_sharding_strategy"] = strategy
+        CONFIGS.append((changes, {"policy": policy}))
 
 
 @pytest.mark.parametrize(("changes", "expected"), CONFIGS)
@@ -276,33 +291,23 @@ def test_what_the_engine_is_told(changes, expected):
 
 
 SUMS = "reduce_scatter=all_to_all_sum with"
-REFUSED: list[tuple[str, Callable[[], Any]]] = [
-    *(
-        (
-            f"{option}=False with {strategy}.*Set {option}=True",
-            partial(EngineConfig, STRATEGIES[strategy], **{option: False}),
-        )
-        for strategy, option in (
-            ("optim_grads", OVERLAPS[0]),
-            *(("optim_grads_params", one) for one in OVERLAPS),
-        )
-    ),
-    *(
-        (
-            SUMS,
-            partial(
-                EngineConfig,
-                STRATEGIES[strategy],
-                MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm),
-                reduce_scatter=ALL_TO_ALL_SUM,
-            ),
-        )
-        for strategy, comm, grads in (
-            ("no_shard", BF16, None),
-            ("optim", None, None),
-            ("optim", BF16, BF16),
-        )
-    ),
+REFUSED: list[tuple[str, Callable[[], Any]]] = []
+for strategy, option in (
+    ("optim_grads", "overlap_grad_reduce"),
+    ("optim_grads_params", "overlap_grad_reduce"),
+    ("optim_grads_params", "overlap_param_gather"),
+):
+    make = partial(EngineConfig, STRATEGIES[strategy], **{option: False})
+    REFUSED.append((f"{option}=False with {strategy}.*Set {option}=True", make))
+for strategy, comm, grads in (
+    ("no_shard", BF16, None),
+    ("optim", None, None),
+    ("optim", BF16, BF16),
+):
+    policy = MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm)
+    make = partial(EngineConfig, STRATEGIES[strategy], policy, reduce_scatter=ALL_TO_ALL_SUM)
+    REFUSED.append((SUMS, make))
+REFUSED += [
     (
         "grad_comm_dtype=torch.float16: unsupported. Use one of",
         partial(MixedPrecisionPolicy, grad_comm_dtype=torch.float16),
@@ -351,17 +356,17 @@ def test_the_older_names_map_onto_the_policy_and_warn_once(make, changes, expect
     assert said == [f"{name}={value}" for name, value in changes.items()]
 
 
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        ({"preserve_fp32_weights": True}, None),
-        ({"preserve_fp32_weights": False}, "preserve_fp32_weights"),
-        ({"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": torch.bfloat16},
-         "grad_reduce_in_fp32"),
-        ({"grad_reduce_in_fp32": True, "megatron_fsdp_main_grads_dtype": torch.float32}, None),
-        ({"grad_reduce_in_fp32": False, "megatron_fsdp_grad_comm_dtype": torch.bfloat16}, None),
-    ],
-)  # fmt: skip
+OLDER = {"grad_reduce_in_fp32": True}
+CONTRADICTIONS: list[tuple[dict[str, Any], str | None]] = [
+    ({"preserve_fp32_weights": True}, None),
+    ({"preserve_fp32_weights": False}, "preserve_fp32_weights"),
+    ({**OLDER, "megatron_fsdp_grad_comm_dtype": BF16}, "grad_reduce_in_fp32"),
+    ({**OLDER, "megatron_fsdp_main_grads_dtype": FP32}, None),
+    ({"grad_reduce_in_fp32": False, "megatron_fsdp_grad_comm_dtype": BF16}, None),
+]
+
+
+@pytest.mark.parametrize(("changes", "refused"), CONTRADICTIONS)
 def test_contradictions_of_old_and_new_names_are_refused(changes, refused):
     config = OurConfig(
         use_megatron_fsdp=True,
@@ -375,5 +380,7 @@ def test_contradictions_of_old_and_new_names_are_refused(changes, refused):
 
 def test_dtypes_default_to_float32():
     policy = MixedPrecisionPolicy()
-    assert policy.grads_dtype == policy.comm_dtype == policy.main_params_dtype == FP32
+    assert policy.grads_dtype == FP32
+    assert policy.comm_dtype == FP32
+    assert policy.main_params_dtype == FP32
     assert MixedPrecisionPolicy(main_grads_dtype=BF16).comm_dtype == BF16

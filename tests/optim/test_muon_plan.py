@@ -20,7 +20,8 @@ CHECKS = ("optim/muon/plan.py", "optim/muon/matrices.py")
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 40))
 def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: int) -> None:
     found = assign(costs, ranks)
-    assert len(found) == len(costs) and all(0 <= owner < ranks for owner in found)
+    assert len(found) == len(costs)
+    assert all(0 <= owner < ranks for owner in found)
     assert found == assign(costs, ranks)
     loads = [0] * ranks
     for cost, owner in zip(costs, found, strict=True):
@@ -52,7 +53,8 @@ def test_stages_are_neighbors_within_the_limit(numels: list[int], limit: int) ->
     assert [n for part in found for n in numels[part]] == numels
     for part, after in zip(found, [*found[1:], None][: len(found)], strict=True):
         total = sum(numels[part])
-        assert part.stop - part.start >= 1 and (total <= limit or part.stop - part.start == 1)
+        assert part.stop - part.start >= 1
+        assert total <= limit or part.stop - part.start == 1
         assert after is None or total + numels[after.start] > limit, "it would have fitted"
 
 
@@ -60,7 +62,8 @@ def test_stages_are_neighbors_within_the_limit(numels: list[int], limit: int) ->
 def test_rows_travel_ahead_within_the_limit(sizes: list[int], limit: int) -> None:
     found = sent_before(sizes, limit)
     for number, sent in enumerate(found):
-        assert number < sent <= len(sizes) and (number == 0 or sent >= found[number - 1])
+        assert number < sent <= len(sizes)
+        assert number == 0 or sent >= found[number - 1]
         flight = sum(sizes[number:sent])
         assert flight <= limit or sent == number + 1
         assert sent == len(sizes) or flight + sizes[sent] > limit, "it would have fitted"

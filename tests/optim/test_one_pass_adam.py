@@ -43,7 +43,8 @@ def test_chunks_cover_every_tensor_once(sizes: list[int], chunk: int) -> None:
     for place, number in enumerate(tensor_of):
         start = (place - first_of[number]) * chunk
         elements = set(range(start, min(sizes[number], start + chunk)))
-        assert elements and not elements & covered[number]
+        assert elements
+        assert not elements & covered[number]
         covered[number] |= elements
     assert covered == [set(range(size)) for size in sizes]
 
@@ -79,7 +80,8 @@ def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_
     lists[0][1] = torch.rand(6)
     _call(adam, lists, 3)
     first, second, third = kernel.tables
-    assert first is second and third is not first
+    assert first is second
+    assert third is not first
     assert third.tensor_of is first.tensor_of, "chunks depend on sizes alone"
     _call(adam, [[tensor[:4] for tensor in row] for row in lists], 4)
     assert kernel.tables[-1] is not third, "another unit's tensors, in the same memory"
@@ -160,9 +162,11 @@ def test_gradients_are_clipped_in_the_pass_that_updates(rank: int) -> None:
                 runs.append([recorded_step(trainer, one) for one in data])
             if kernel is not None:
                 told = kernel.updates
-                assert shards.fused_step.clip is None and shards.clip is None
+                assert shards.fused_step.clip is None
+                assert shards.clip is None
         check_run_bits(runs[1], runs[0], strategy)
-        assert told and all(update.clip is not None and update.clip < 0.9 for update in told)
+        assert told
+        assert all(update.clip is not None and update.clip < 0.9 for update in told)
 
 
 @on_ranks(2)

@@ -67,7 +67,8 @@ def nothing_is_on_the_device(ours: Any, reference: Any, strategy: str) -> None:
     units = [unit for chunk in ours.chunks for unit in chunk.engine.units]
     for group in (group for unit in units for group in unit.groups):
         if group.main_on_host:
-            assert not group.device_main.allocated and group.main is group.device_main.host
+            assert not group.device_main.allocated
+            assert group.main is group.device_main.host
     inner = distributed_optimizer(ours).optimizer
     assert_nothing_is_staged(inner)
     assert 1 < len(inner._fsdp_shards.residency.parts) <= len(units)
@@ -331,21 +332,53 @@ def _load_by_bridge(trainer: Trainer) -> None:
         )
 
 
+def _state_dict(t):
+    return _read(t.wrapper.state_dict_for_save_checkpoint())
+
+
+def _optimizer_state(t):
+    return _read(t.optimizer.optimizer.state_dict()["state"])
+
+
+def _optimizer_checkpoint(t):
+    return _read(distributed_optimizer(t).sharded_param_state_fsdp_dtensor()["state"])
+
+
+def _export(t):
+    return _read(dict(export_weights(t.wrapper, dtype=None)))
+
+
+def _export_of_bf16(t):
+    return _read(dict(export_weights(t.wrapper)))
+
+
+def _load(t):
+    return t.load(t.wrapper.test_began)
+
+
+def _evaluated_reading(t):
+    return _evaluation(t, 9)
+
+
+def _another_step(t):
+    return t.optimizer.step()
+
+
 READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
-    "state dict": (lambda t: _read(t.wrapper.state_dict_for_save_checkpoint()), True),
-    "optimizer state": (lambda t: _read(t.optimizer.optimizer.state_dict()["state"]), True),
+    "state dict": (_state_dict, True),
+    "optimizer state": (_optimizer_state, True),
     "optimizer checkpoint": (
-        lambda t: _read(distributed_optimizer(t).sharded_param_state_fsdp_dtensor()["state"]),
+        _optimizer_checkpoint,
         True,
     ),
-    "export": (lambda t: _read(dict(export_weights(t.wrapper, dtype=None))), True),
-    "export of bf16": (lambda t: _read(dict(export_weights(t.wrapper))), False),
+    "export": (_export, True),
+    "export of bf16": (_export_of_bf16, False),
     "bridge, cached tasks": (_by_bridge, True),
     "bridge, load": (_load_by_bridge, True),
-    "load": (lambda t: t.load(t.wrapper.test_began), True),
+    "load": (_load, True),
     "release": (_released, False),
-    "evaluation": (lambda t: _evaluation(t, 9), False),
-    "another step": (lambda t: t.optimizer.step(), False),
+    "evaluation": (_evaluated_reading, False),
+    "another step": (_another_step, False),
     "evaluation before a step": (_evaluates_before_the_step, False),
 }
 """What comes after a step, and whether it is a race where the host does not wait."""

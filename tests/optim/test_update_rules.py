@@ -45,7 +45,6 @@ CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, 
 CPU = torch.device("cpu")
 
 
-
 # Steps of whole weights.
 
 
@@ -76,7 +75,8 @@ class FusedSGD(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                assert param.numel() > 0 and type(param) is not DTensor
+                assert param.numel() > 0
+                assert type(param) is not DTensor
                 state = self.state[param]
                 buffer = state.setdefault("momentum_buffer", torch.zeros_like(param))
                 buffer.mul_(group["momentum"]).add_(param.grad)
@@ -123,9 +123,19 @@ def _lions_state(name: str, weight: torch.Tensor) -> list[str]:
 
 
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
+
+
+def _sgd_with_momentum(*unused):
+    return ["momentum_buffer"]
+
+
+def _sgd(*unused):
+    return []
+
+
 RULES: Mapping[str, Rule] = {
-    "SGD with momentum": Rule(SGD, of_sgd, lambda *unused: ["momentum_buffer"], {"lr": 0.05}),
-    "SGD": Rule({**SGD, "sgd_momentum": 0.0}, of_sgd, lambda *unused: [], {"lr": 0.05}),
+    "SGD with momentum": Rule(SGD, of_sgd, _sgd_with_momentum, {"lr": 0.05}),
+    "SGD": Rule({**SGD, "sgd_momentum": 0.0}, of_sgd, _sgd, {"lr": 0.05}),
     **{
         name: Rule(
             {**SGD, "sgd_momentum": momentum},

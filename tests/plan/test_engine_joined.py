@@ -92,7 +92,8 @@ def test_what_is_joined_by_default(numels: list[int]):
         alike = len({*numels}) == 1 and len(numels) >= 16
         assert not alike or numels[0] >= JOINED_NUMEL
         return
-    assert len(numels) >= 16 and max(numels) < numel
+    assert len(numels) >= 16
+    assert max(numels) < numel
     assert len(units) >= 8
     assert max(map(sum, units)) <= min(2 * JOINED_NUMEL, sum(numels) / 8)
     assert all(sum(unit) >= numel for unit in units[:-1])

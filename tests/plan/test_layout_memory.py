@@ -27,7 +27,9 @@ def planned(dtype: torch.dtype, requires_grad: bool = True) -> GroupLayout:
         for spec in specs_of([(5, 16), (20,)])
     ]
     layout = plan_group(specs, 4, align=16)
-    assert (layout.total_numel, layout.shard_numel, layout.item_numel) == (128, 32, 100)
+    assert layout.total_numel == 128
+    assert layout.shard_numel == 32
+    assert layout.item_numel == 100
     return layout
 
 

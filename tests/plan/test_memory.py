@@ -49,10 +49,6 @@ IN_SLOTS: list[tuple[Case, dict[str, Any]]] = [
 ]
 
 
-
-
-
-
 def expected_points(
     strategy: str, report: dict[str, Any], ddp: Mapping[str, Any], ahead: int
 ) -> dict[str, int]:
@@ -66,7 +62,8 @@ def expected_points(
     grads = lives[BACKWARD_TO_STEP]
     assert at_rest == report["strategies"][strategy]["between_steps"]
     gathers = report["num_shards"] > 1 and STRATEGIES[strategy].shard_weights
-    assert (ahead > 0) == (gathers and not ddp) and ahead <= held.get(GATHERED_WEIGHTS, 0)
+    assert (ahead > 0) == (gathers and not ddp)
+    assert ahead <= held.get(GATHERED_WEIGHTS, 0)
     without_state = at_rest - held[OPTIMIZER_STATE]
     return {
         "wrapped": without_state,

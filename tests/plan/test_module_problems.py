@@ -28,47 +28,85 @@ class Odd(nn.Module):
         self.odd = nn.Parameter(value, requires_grad=trained)
 
 
+def _complex():
+    return Odd(torch.ones(3, 2, dtype=torch.complex64))
+
+
+def _complex_and_frozen():
+    return Odd(torch.ones(2, dtype=torch.complex64), trained=False)
+
+
+def _float64():
+    return nn.Linear(3, 3, dtype=torch.float64)
+
+
+def _expanded():
+    return Odd(torch.ones(1, 3).expand(4, 3))
+
+
+def _of_8_bit_floats_frozen():
+    return Odd(torch.ones(4).to(torch.float8_e4m3fn), trained=False)
+
+
+def _sparse():
+    return Odd(torch.ones(3, 3).to_sparse())
+
+
+def _sparse_gradients():
+    return nn.Sequential(nn.Embedding(7, 3, sparse=True))
+
+
+def _a_table_that_each_forward_writes():
+    return nn.Sequential(nn.Embedding(7, 3, max_norm=1.0))
+
+
+def _a_frozen_bag_that_each_forward_writes():
+    return nn.Sequential(nn.Linear(3, 3), nn.EmbeddingBag(7, 3, max_norm=2.0).requires_grad_(False))
+
+
+def _sparse_gradients_of_a_bag():
+    return nn.EmbeddingBag(7, 3, sparse=True)
+
+
 BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "complex": (
-        lambda: Odd(torch.ones(3, 2, dtype=torch.complex64)),
+        _complex,
         ("parameter odd ((3, 2), torch.complex64)", "view_as_real"),
     ),
     "complex and frozen": (
-        lambda: Odd(torch.ones(2, dtype=torch.complex64), trained=False),
+        _complex_and_frozen,
         ("parameter odd ((2,), torch.complex64)", "view_as_real"),
     ),
     "float64": (
-        lambda: nn.Linear(3, 3, dtype=torch.float64),
+        _float64,
         ("parameter weight ((3, 3), torch.float64)", "less precise", "torch.bfloat16"),
     ),
     "expanded": (
-        lambda: Odd(torch.ones(1, 3).expand(4, 3)),
+        _expanded,
         ("parameter odd ((4, 3), torch.float32)", "stride of 0", ".contiguous()"),
     ),
     "8-bit floats, frozen": (
-        lambda: Odd(torch.ones(4).to(torch.float8_e4m3fn), trained=False),
+        _of_8_bit_floats_frozen,
         ("parameter odd ((4,), torch.float8_e4m3fn)", "torch.bfloat16", "torch.uint8"),
     ),
     "sparse": (
-        lambda: Odd(torch.ones(3, 3).to_sparse()),
+        _sparse,
         ("parameter odd ((3, 3), torch.float32)", "torch.sparse_coo", "to_dense()"),
     ),
     "sparse gradients": (
-        lambda: nn.Sequential(nn.Embedding(7, 3, sparse=True)),
+        _sparse_gradients,
         ("module 0", "sparse=True", "Use sparse=False"),
     ),
     "a table that each forward writes": (
-        lambda: nn.Sequential(nn.Embedding(7, 3, max_norm=1.0)),
+        _a_table_that_each_forward_writes,
         ("module 0: max_norm=1.0", "Use max_norm=None"),
     ),
     "a frozen bag that each forward writes": (
-        lambda: nn.Sequential(
-            nn.Linear(3, 3), nn.EmbeddingBag(7, 3, max_norm=2.0).requires_grad_(False)
-        ),
+        _a_frozen_bag_that_each_forward_writes,
         ("module 1: max_norm=2.0", "between steps"),
     ),
     "sparse gradients of a bag": (
-        lambda: nn.EmbeddingBag(7, 3, sparse=True),
+        _sparse_gradients_of_a_bag,
         ("module EmbeddingBag", "Use sparse=False"),
     ),
 }
@@ -95,15 +133,37 @@ def test_a_parameter_that_is_a_dtensor_is_an_early_error(two_ranks: None) -> Non
             shards(model)
 
 
+def _float64_frozen():
+    return Odd(torch.ones(2, dtype=torch.float64), trained=False)
+
+
+def _integers_frozen():
+    return Odd(torch.ones(2, dtype=torch.int32), trained=False)
+
+
+def _float16():
+    return nn.Linear(3, 3, dtype=torch.float16)
+
+
+def _a_dim_of_one_with_a_stride_of_0():
+    return Odd(torch.ones(3).as_strided((1, 3), (0, 1)))
+
+
+def _transposed():
+    return Odd(torch.ones(3, 5).t())
+
+
+def _sparse_gradients_of_a_frozen_table():
+    return nn.Sequential(nn.Linear(3, 3), nn.Embedding(7, 3, sparse=True).requires_grad_(False))
+
+
 GOOD: dict[str, Callable[[], nn.Module]] = {
-    "float64, frozen": lambda: Odd(torch.ones(2, dtype=torch.float64), trained=False),
-    "integers, frozen": lambda: Odd(torch.ones(2, dtype=torch.int32), trained=False),
-    "float16": lambda: nn.Linear(3, 3, dtype=torch.float16),
-    "a dim of one with a stride of 0": lambda: Odd(torch.ones(3).as_strided((1, 3), (0, 1))),
-    "transposed": lambda: Odd(torch.ones(3, 5).t()),
-    "sparse gradients of a frozen table": lambda: nn.Sequential(
-        nn.Linear(3, 3), nn.Embedding(7, 3, sparse=True).requires_grad_(False)
-    ),
+    "float64, frozen": _float64_frozen,
+    "integers, frozen": _integers_frozen,
+    "float16": _float16,
+    "a dim of one with a stride of 0": _a_dim_of_one_with_a_stride_of_0,
+    "transposed": _transposed,
+    "sparse gradients of a frozen table": _sparse_gradients_of_a_frozen_table,
 }
 
 
@@ -145,36 +205,56 @@ def _layers(count: int, width: int = 4) -> list[nn.Module]:
     return [DecoderLayer(width) for _ in range(count)]
 
 
+def _a_list_and_not_the_experts_in_it_nor_a_few():
+    return _model(
+        layers=nn.ModuleList(_layers(2, 30)),
+        head=nn.Linear(4, 4),
+        heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
+    )
+
+
+def _two_towers():
+    return _model(
+        encoder=nn.ModuleList(_layers(2)),
+        decoder=nn.ModuleDict({"a": DecoderLayer(), "b": DecoderLayer()}),
+    )
+
+
+def _a_sequential_of_layers():
+    return _model(layers=nn.Sequential(*_layers(2), nn.ReLU()))
+
+
+def _no_layer_a_sequential_of_operations():
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+
+
+def _no_layer_one_of_each_class():
+    return _model(parts=nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)]))
+
+
 REPEATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "classes that the model names, also inside of another": (
         _named_layers,
         ["base.layers.0", "base.layers.1"],
     ),
     "a list, and not the experts in it, nor a few small heads": (
-        lambda: _model(
-            layers=nn.ModuleList(_layers(2, 30)),
-            head=nn.Linear(4, 4),
-            heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
-        ),
+        _a_list_and_not_the_experts_in_it_nor_a_few,
         ["layers.0", "layers.1"],
     ),
     "two towers": (
-        lambda: _model(
-            encoder=nn.ModuleList(_layers(2)),
-            decoder=nn.ModuleDict({"a": DecoderLayer(), "b": DecoderLayer()}),
-        ),
+        _two_towers,
         ["encoder.0", "encoder.1", "decoder.a", "decoder.b"],
     ),
     "a Sequential of layers": (
-        lambda: _model(layers=nn.Sequential(*_layers(2), nn.ReLU())),
+        _a_sequential_of_layers,
         ["layers.0", "layers.1"],
     ),
     "no layer: a Sequential of operations": (
-        lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
+        _no_layer_a_sequential_of_operations,
         [],
     ),
     "no layer: one of each class": (
-        lambda: _model(parts=nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)])),
+        _no_layer_one_of_each_class,
         [],
     ),
 }
@@ -221,4 +301,5 @@ def test_a_unit_class_that_matches_nothing_is_one_error(name: str) -> None:
     named, says = NO_CLASS[name]
     with pytest.raises(ValueError) as caught:
         fully_shard_model(_named_layers(), None, named)
-    assert says in str(caught.value) and str(caught.value).count("\n  - ") == 1
+    assert says in str(caught.value)
+    assert str(caught.value).count("\n  - ") == 1

@@ -8,6 +8,7 @@ expert as data parallelism or a world of one, of which nothing is sharded.
 from __future__ import annotations
 
 import io
+import itertools
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -100,27 +101,17 @@ def _parts(name: str, strategy: str = ZERO_3, fields: Any = None, **more: Any) -
     )
 
 
-PARTS = (
+PARTS = [
     _parts("parts", ddp=FINE),
     _parts("parts, experts without tokens", ZERO_2, ddp=FINE, change=feed_two_experts),
     _parts("parts in slots, experts without tokens", ddp=FINE_SLOTS, change=feed_two_experts),
     _parts("parts, recomputed", fields=RECOMPUTED, ddp=FINE),
     _parts("parts in slots, recomputed", fields=RECOMPUTED, ddp=FINE_SLOTS),
     _parts("classes of modules", wrapper={"fsdp_unit_modules": CLASSES}),
-    *(
-        _parts(
-            f"{strategy}, parts, {ddp is FINE_SLOTS=}, {bool(fields)=}",
-            strategy,
-            fields,
-            ddp=ddp,
-            world=3,
-            full=True,
-        )
-        for strategy in STRATEGIES
-        for ddp in (FINE, FINE_SLOTS)
-        for fields in ({}, RECOMPUTED)
-    ),
-)
+]
+for strategy, ddp, fields in itertools.product(STRATEGIES, (FINE, FINE_SLOTS), ({}, RECOMPUTED)):
+    name = f"{strategy}, parts, {ddp is FINE_SLOTS=}, {bool(fields)=}"
+    PARTS.append(_parts(name, strategy, fields, ddp=ddp, world=3, full=True))
 
 
 def layers_of(trainer: Trainer) -> list[str]:
@@ -139,12 +130,16 @@ TWO_LAYERS = 6000
 def _joined(name: str, strategy: str = ZERO_3, ddp: Options | None = None, **case: Any) -> Variant:
     """Two ranks' sums are the same in either order; norms are sums over other rows, so that nothing
     may be clipped by them."""
+    ddp = ddp or {}
     return Variant(
-        f"joined, {name}", (strategy,),
+        f"joined, {name}",
+        (strategy,),
         case={"num_layers": 5, "microbatches": 2, "clip": 1e9, **case},
-        ddp={**(ddp or {}), UNIT_NUMEL: TWO_LAYERS}, compare="bits but norm", expect=three_units,
-        reference={"strategy": "own", "ddp": {**(ddp or {}), UNIT_NUMEL: None}},
-    )  # fmt: skip
+        ddp={**ddp, UNIT_NUMEL: TWO_LAYERS},
+        compare="bits but norm",
+        expect=three_units,
+        reference={"strategy": "own", "ddp": {**ddp, UNIT_NUMEL: None}},
+    )
 
 
 JOINED = (
@@ -163,28 +158,21 @@ def _kept(name: str, gib: float, ddp: Options, reference: str = "own", **more: A
     """Kept weights change no bit. Where all gradients are kept the bits are those of `optim`; where
     some are, only these units' sums over microbatches are in another order. With one microbatch
     there is one order."""
-    of = {"strategy": reference, "ddp": ddp if reference == "own" else {}}
-    return Variant(
-        f"kept, {name}{', slots' if ddp else ''}",
-        (ZERO_3,),
-        ddp={**ddp, BUDGET: gib},
-        steps=3,
-        **{"case": KEPT_CASE, "compare": "bits", "reference": of, **more},
-    )
+    slots = ", slots" if ddp else ""
+    same = ddp if reference == "own" else {}
+    values: dict[str, Any] = {"case": KEPT_CASE, "compare": "bits"}
+    values["reference"] = {"strategy": reference, "ddp": same}
+    values.update(more)
+    return Variant(f"kept, {name}{slots}", (ZERO_3,), ddp={**ddp, BUDGET: gib}, steps=3, **values)
 
 
-KEPT = (
-    *(
-        row
-        for ddp in ({}, SLOTS)
-        for row in (
-            _kept("weights", WEIGHTS_GIB, ddp),
-            _kept("some", SOME_GIB, ddp, ZERO_1, compare=NEAR),
-        )
-    ),
-    _kept("all", ALL_GIB, {}, ZERO_1),
-    _kept("some, one microbatch", SOME_GIB, {}, case={**KEPT_CASE, "microbatches": 1}),
-)
+KEPT = []
+for ddp in ({}, SLOTS):
+    KEPT.append(_kept("weights", WEIGHTS_GIB, ddp))
+    KEPT.append(_kept("some", SOME_GIB, ddp, ZERO_1, compare=NEAR))
+KEPT.append(_kept("all", ALL_GIB, {}, ZERO_1))
+ONE_MICROBATCH = {**KEPT_CASE, "microbatches": 1}
+KEPT.append(_kept("some, one microbatch", SOME_GIB, {}, case=ONE_MICROBATCH))
 
 
 def _experts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -199,54 +187,61 @@ def _each_step_and_bits_of_experts(ours: Step, reference: Step, label: str) -> N
 def experts_have_no_bucket(ours: TopologyTrainer, reference: Any, strategy: str) -> None:
     groups = [group for chunk in ours.chunks for group in chunk.engine.groups]
     experts = [group for group in groups if group.key.domain == EXPERT]
-    assert experts and all(group.bucket is group.grad for group in experts)
+    assert experts
+    for group in experts:
+        assert group.bucket is group.grad
 
 
-WHOLE = (
-    # Dense gradients are summed in another order, so each step starts from the same weights.
-    *(
-        Variant(
-            f"experts on one rank, {strategy}, {next(iter(ddp), 'plain')}",
-            (strategy,),
-            topology=EP2,
-            case=EP2_CASE,
-            ddp=ddp,
-            steps=2,
-            expect=experts_have_no_bucket,
-            compare=Comparison(*[_each_step_and_bits_of_experts] * 2, each_step=True),
-        )
-        for strategy, ddp in ((ZERO_2, {}), (ZERO_3, {}), (ZERO_3, SLOTS), (ZERO_3, FINE))
-    ),
-    Variant(
-        "experts on one rank, everything else kept",
-        (ZERO_3,),
+# Dense gradients are summed in another order, so each step starts from the same weights.
+BITS_OF_EXPERTS = Comparison(
+    _each_step_and_bits_of_experts, _each_step_and_bits_of_experts, each_step=True
+)
+WHOLE = []
+for strategy, ddp in ((ZERO_2, {}), (ZERO_3, {}), (ZERO_3, SLOTS), (ZERO_3, FINE)):
+    option = next(iter(ddp), "plain")
+    row = Variant(
+        f"experts on one rank, {strategy}, {option}",
+        (strategy,),
         topology=EP2,
         case=EP2_CASE,
-        ddp={BUDGET: ALL_GIB},
+        ddp=ddp,
         steps=2,
-        compare="bits but norm",
-        reference={"strategy": ZERO_1},
-    ),
+        expect=experts_have_no_bucket,
+        compare=BITS_OF_EXPERTS,
+    )
+    WHOLE.append(row)
+EVERYTHING_KEPT = Variant(
+    "experts on one rank, everything else kept",
+    (ZERO_3,),
+    topology=EP2,
+    case=EP2_CASE,
+    ddp={BUDGET: ALL_GIB},
+    steps=2,
+    compare="bits but norm",
+    reference={"strategy": ZERO_1},
 )
+WHOLE.append(EVERYTHING_KEPT)
+
 
 # Where weights are tied, or gradients divided by the tokens, Adam's kernels round otherwise on flat
 # buffers of other lengths: then the reference is `optim`.
-ALONE = tuple(
-    Variant(
+def _alone(name: str, case: Options, reference: Options | None = None, **more: Any) -> Variant:
+    return Variant(
         f"a world of one, {name}",
         (ZERO_2, ZERO_3),
         1,
         case=case,
-        ddp=ddp,
         compare="bits but norm",
-        reference=reference,
+        reference=reference or {},
+        **more,
     )
-    for name, case, reference, ddp in (
-        ("bf16", {"bf16": True}, {}, {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
-        ("tied, loss per token", {"tied": True, "per_token_loss": True}, {"strategy": ZERO_1}, {}),
-        ("fused", {"bf16": True, "fused": True}, {}, {}),
-        ("fp16", {"fp16": True}, {}, {}),
-    )
+
+
+ALONE = (
+    _alone("bf16", {"bf16": True}, ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
+    _alone("tied, loss per token", {"tied": True, "per_token_loss": True}, {"strategy": ZERO_1}),
+    _alone("fused", {"bf16": True, "fused": True}),
+    _alone("fp16", {"fp16": True}),
 )
 
 
@@ -270,20 +265,21 @@ def test_experts_are_gathered_one_after_the_other(rank: int) -> None:
     """With the root, the layer around them, and what is gathered ahead."""
     init_topology(TWELVE)
     case = case_for(TWELVE, num_layers=4)
-    found = {}
-    for name, options in (
-        ("layers", {}),
-        ("parts", {"ddp": FINE}),
-        ("classes", {"fsdp_unit_modules": CLASSES}),
-        ("recomputed parts", {"ddp": FINE, "fields": RECOMPUTED}),
-    ):
+
+    def most(**options: Any) -> int:
         trainer = build_topology_trainer(TWELVE, case, ZERO_3, **options)
         topology_step(trainer, 0)
         with gathered_bytes(trainer) as taken:
             topology_step(trainer, 1)
-        found[name] = max(taken)
-    layers = found.pop("layers")
-    assert found.pop("classes") < layers / 2 and max(found.values()) < layers / 3, (found, layers)
+        return max(taken)
+
+    layers = most()
+    parts = most(ddp=FINE)
+    classes = most(fsdp_unit_modules=CLASSES)
+    recomputed = most(ddp=FINE, fields=RECOMPUTED)
+    assert classes < layers / 2, (classes, layers)
+    assert parts < layers / 3, (parts, layers)
+    assert recomputed < layers / 3, (recomputed, layers)
 
 
 class Layer(BaseMoELayer):
@@ -302,11 +298,10 @@ class Layer(BaseMoELayer):
 
 
 def test_grouped_experts_are_units_by_what_is_called() -> None:
-    each, fused = (nn.Sequential(Layer(fused)) for fused in (False, True))
-    assert [*chosen_units(each, None, parts=True)] == [
-        "0.experts.linear_fc1",
-        "0.experts.linear_fc2",
-    ]
+    each = nn.Sequential(Layer(fused=False))
+    fused = nn.Sequential(Layer(fused=True))
+    names = ["0.experts.linear_fc1", "0.experts.linear_fc2"]
+    assert [*chosen_units(each, None, parts=True)] == names
     assert [*chosen_units(fused, None, parts=True)] == ["0.experts"]
     assert not chosen_units(each, None)
 
@@ -330,30 +325,38 @@ def test_layers_are_joined_by_default_and_that_is_told(rank: int) -> None:
     (tests/checkpoint/test_resume.py)."""
     with redirect_stdout(io.StringIO()) as said:
         joined = build_trainer(MANY, ZERO_3, init_megatron())
-    assert layers_of(joined) == [
-        f"decoder.layers.{number} to decoder.layers.{number + 1}" for number in range(0, 24, 2)
-    ]
-    assert ("layers are joined by 2 to units of " in said.getvalue()) == (rank == 0)
+    pairs = [f"decoder.layers.{at} to decoder.layers.{at + 1}" for at in range(0, 24, 2)]
+    assert layers_of(joined) == pairs
+    told = "layers are joined by 2 to units of " in said.getvalue()
+    assert told == (rank == 0)
     for options in (
         {"ddp": {"chunked_optimizer_state_offload": True}},  # larger units would do harm
         {"fsdp_unit_modules": [TransformerLayer]},
     ):
-        assert len(layers_of(build_trainer(MANY, ZERO_3, init_megatron(), **options))) == 24
+        alone = build_trainer(MANY, ZERO_3, init_megatron(), **options)
+        assert len(layers_of(alone)) == 24
 
 
-@pytest.mark.parametrize(
-    ("config", "ddp", "joins"),
-    [({}, {}, True), ({PLANS: True}, {}, False), ({"cuda_graph_impl": "local"}, {}, False),
-     ({"cuda_graph_impl": "full_iteration"}, {}, False),
-     ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {}, False),
-     ({"cuda_graph_impl": "none"}, {"fsdp_double_buffer": True}, True),
-     ({}, {"chunked_optimizer_state_offload": True}, False)],
-)  # fmt: skip
+LOCAL_GRAPHS = {"cuda_graph_impl": "local"}
+JOINS: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({}, {}, True),
+    ({PLANS: True}, {}, False),
+    (LOCAL_GRAPHS, {}, False),
+    ({"cuda_graph_impl": "full_iteration"}, {}, False),
+    ({**LOCAL_GRAPHS, "cuda_graph_scope": "full_iteration"}, {}, False),
+    ({"cuda_graph_impl": "none"}, SLOTS, True),
+    ({}, {"chunked_optimizer_state_offload": True}, False),
+]
+
+
+@pytest.mark.parametrize(("config", "ddp", "joins"), JOINS)
 def test_layers_are_joined_by_default_where_the_host_limits(config, ddp, joins):
     numels = [1000] * 24
-    for asked, expected in ((None, 1501 if joins else 0), (0, 0), (7, 7)):
+    model_config = SimpleNamespace(**config)
+    by_default = 1501 if joins else 0
+    for asked, expected in ((None, by_default), (0, 0), (7, 7)):
         ddp_config = SimpleNamespace(**ddp, **{UNIT_NUMEL: asked})
-        assert unit_numel(SimpleNamespace(**config), ddp_config, numels) == expected
+        assert unit_numel(model_config, ddp_config, numels) == expected
         assert engine_fields(ddp_config)["prefetch_bytes"] == 2 * (asked or 0)
 
 
@@ -361,34 +364,39 @@ def test_layers_are_joined_by_default_where_the_host_limits(config, ddp, joins):
 
 
 def layouts_of(rows: int, shards: int = 2) -> list[Any]:
-    spec = ParamSpec(0, ("w",), (rows, 8), torch.bfloat16, True, row_granularity((rows, 8)))
+    shape = (rows, 8)
+    spec = ParamSpec(0, ("w",), shape, torch.bfloat16, True, row_granularity(shape))
     return [plan_group([spec], shards)]
 
 
 def test_units_that_are_gathered_twice_come_before_those_gathered_once():
     """Six units of one size: the embedding is forward-only, the last one before the root stays."""
     units = [layouts_of(16) for _ in range(6)]
-    one = unsharded_units(units[:1] + [[]], STRATEGY_ROWS[ZERO_3], Precision(), 1 << 30)
-    weights = 16 * 8 * 2
+    strategy = STRATEGY_ROWS[ZERO_3]
+    numel = 16 * 8
+    weights = 2 * numel
     for count, expected in ((1, {5}), (3, {5, 1, 2}), (4, {5, 1, 2, 3}), (5, {5, 1, 2, 3, 0})):
-        kept = unsharded_units(
-            units, STRATEGY_ROWS[ZERO_3], Precision(), count * weights, forward_only=[0]
-        )
-        assert {at for at, row in enumerate(kept.rows) if not row.shard_weights} == expected
-        assert kept.nbytes == count * weights
-    assert one.nbytes == weights + 4 * (16 * 8 - 16 * 8 // 2)
+        budget = count * weights
+        kept = unsharded_units(units, strategy, Precision(), budget, forward_only=[0])
+        found = {at for at, row in enumerate(kept.rows) if not row.shard_weights}
+        assert found == expected
+        assert kept.nbytes == budget
+    one = unsharded_units([units[0], []], strategy, Precision(), 1 << 30)
+    assert one.nbytes == weights + 4 * (numel - numel // 2)
 
 
 def test_model_chunks_on_one_device_share_a_budget():
+    ddp_config = SimpleNamespace(**{BUDGET: 1.0})
     for chunks, nbytes in ((None, GIB), (4, GIB // 4)):
         config = SimpleNamespace(virtual_pipeline_model_parallel_size=chunks)
-        assert unsharded_budget(config, SimpleNamespace(**{BUDGET: 1.0})) == nbytes
+        assert unsharded_budget(config, ddp_config) == nbytes
 
 
 def test_a_strategy_that_shards_nothing_has_nothing_to_keep():
     for name in (ZERO_1, "no_shard"):
         kept = unsharded_units([layouts_of(8), []], STRATEGY_ROWS[name], Precision(), 1 << 30)
-        assert kept.nbytes == 0 and {row.name for row in kept.rows} == {name}
+        assert kept.nbytes == 0
+        assert {row.name for row in kept.rows} == {name}
     with pytest.raises(ValueError, match=BUDGET):
         unsharded_units([layouts_of(8)], STRATEGY_ROWS[ZERO_3], Precision(), -1)
 
@@ -407,13 +415,16 @@ def test_budgets_take_what_estimate_says(rank: int, world: int) -> None:
     assert "unsharded over a step" not in _told(0.0)
     for gib in (WEIGHTS_GIB, SOME_GIB, ALL_GIB):
         report = estimated(case, world, rank, {BUDGET: gib})["strategies"][ZERO_3]
-        weights, gradients = (report["kept"][kind] for kind in ("weights", "gradients"))
+        weights = report["kept"]["weights"]
+        gradients = report["kept"]["gradients"]
         said = f"weights of {weights} and gradients of {gradients} of 7 units"
         assert (said in _told(gib)) == (rank == 0)
         found.append((weights, gradients))
         if gib == SOME_GIB:
             assert points["second: at rest"] == report["between_steps"]
-    assert found[0] == (6, 0) and found[1][0] == 7 and 0 < found[1][1] < 7
+    assert found[0] == (6, 0)
+    assert found[1][0] == 7
+    assert 0 < found[1][1] < 7
 
 
 def test_a_budget_that_is_found_cannot_be_estimated(capsys):

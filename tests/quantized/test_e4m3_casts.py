@@ -64,23 +64,31 @@ def test_a_table_is_made_anew_when_memory_has_moved():
     own = LocalRows((4, 16), 0, torch.randn(64), (data,))
     cast = TensorCast([own, LocalRows((4, 16), 0, torch.randn(0), (data[:0],))], torch.bfloat16)
     table = cast.table()
-    assert cast.table() is table and table.lines.tolist() == [
-        [0, 64, own.main.data_ptr(), data.data_ptr()]
-    ]
+    assert cast.table() is table
+    assert table.lines.tolist() == [[0, 64, own.main.data_ptr(), data.data_ptr()]]
     moved = torch.zeros(65, dtype=torch.uint8)[1:]
     data.set_(moved.untyped_storage(), 1, (64,))  # type: ignore[call-overload]
-    assert cast.table() is not table and not cast.table().aligned
+    assert cast.table() is not table
+    assert not cast.table().aligned
 
 
 MAIN = torch.randn(64)
 DATA = torch.zeros(64, dtype=torch.uint8)
-BAD = {
-    "not rows of a matrix": lambda: BlockCast(
-        [LocalRows((4, 32), 8, MAIN, (DATA,))], torch.bfloat16
-    ).begin(torch.zeros(4)),
-    "one dtype and device": lambda: TensorCast(
+
+
+def _not_rows_of_a_matrix():
+    return BlockCast([LocalRows((4, 32), 8, MAIN, (DATA,))], torch.bfloat16).begin(torch.zeros(4))
+
+
+def _one_dtype_and_device():
+    return TensorCast(
         [LocalRows((4, 16), 0, one, (DATA,)) for one in (MAIN, MAIN.bfloat16())], torch.bfloat16
-    ),
+    )
+
+
+BAD = {
+    "not rows of a matrix": _not_rows_of_a_matrix,
+    "one dtype and device": _one_dtype_and_device,
 }
 
 

@@ -160,4 +160,5 @@ def test_weights_of_te_train_as_what_they_stand_for(ranks: int) -> None:
         names = [name_of(cell_named(f"cpu precision=bf16 {name}")) for name in named]
         assert not [name for name in names if broken_rules(cell_named(name))]
         for outcome in run_te(FOLDERS[0], check, ranks, names, [recipe], timeout=500):
-            assert len(outcome) == len(names) and not any(outcome.values()), outcome
+            assert len(outcome) == len(names), outcome
+            assert not any(outcome.values()), outcome

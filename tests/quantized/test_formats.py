@@ -56,7 +56,8 @@ def test_shards_quantized_by_themselves_are_what_te_makes_of_the_whole(
 def test_the_granule_is_the_strip_of_rows_that_a_kernel_stores_as_a_whole():
     """Of 16 rows, in 128 x 128 blocks: no store of a rank is outside of its shard."""
     spec = ParamSpec(0, ("w",), (64, 32), torch.bfloat16, True, 16 * 32, BLOCK128)
-    assert BLOCK128.rows == 16 and plan_group([spec], 2).segments[0].granularity == 16 * 32
+    assert BLOCK128.rows == 16
+    assert plan_group([spec], 2).segments[0].granularity == 16 * 32
 
 
 def test_what_lies_whole_on_one_shard_is_said():
@@ -86,26 +87,76 @@ def spec_in(format: WeightFormat, index: int = 0, granularity: int = 1024) -> Pa
 
 
 BLOCKS = Plane("a", BYTES, (1, 32))
+
+
+def _no_planes():
+    return mine(planes=())
+
+
+def _two_of_a_name():
+    return mine(planes=(Plane("a", BYTES), Plane("a", BYTES)))
+
+
+def _no_rows():
+    return mine(rows=0)
+
+
+def _cut():
+    return mine(planes=(Plane("a", BYTES, (32, 1)),), rows=16, align=512)
+
+
+def _unaligned():
+    return mine(align=8)
+
+
+def _blocks_across_shards():
+    return mine(planes=(BLOCKS,))
+
+
+def _no_plane():
+    return Plane("a", BYTES, (0, 1))
+
+
+def _elements_that_cut_blocks():
+    return BLOCKS.numel(33)
+
+
+def _a_shape_that_cuts_blocks():
+    return BLOCKS.shape((4, 5, 32))
+
+
+def _a_layout_of_two_formats():
+    return plan_group([spec_in(MXFP8), spec_in(BLOCK128, 1)], 2)
+
+
+def _a_layout_of_another_alignment():
+    return plan_group([spec_in(MXFP8)], 2, align=16)
+
+
+def _a_granule_that_is_cut():
+    return spec_in(MXFP8, granularity=32)
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "no planes": (lambda: mine(planes=()), "not a format"),
-    "two of a name": (lambda: mine(planes=(Plane("a", BYTES), Plane("a", BYTES))), "not a format"),
-    "no rows": (lambda: mine(rows=0), "not a format"),
-    "cut": (lambda: mine(planes=(Plane("a", BYTES, (32, 1)),), rows=16, align=512), "cut block"),
-    "unaligned": (lambda: mine(align=8), "not aligned to 16 bytes"),
-    "blocks across shards": (lambda: mine(planes=(BLOCKS,)), "not aligned"),
-    "no plane": (lambda: Plane("a", BYTES, (0, 1)), "not a plane"),
-    "elements that cut blocks": (lambda: BLOCKS.numel(33), "33 elements are no whole blocks"),
-    "a shape that cuts blocks": (lambda: BLOCKS.shape((4, 5, 32)), "no whole blocks of 1 x 32"),
+    "no planes": (_no_planes, "not a format"),
+    "two of a name": (_two_of_a_name, "not a format"),
+    "no rows": (_no_rows, "not a format"),
+    "cut": (_cut, "cut block"),
+    "unaligned": (_unaligned, "not aligned to 16 bytes"),
+    "blocks across shards": (_blocks_across_shards, "not aligned"),
+    "no plane": (_no_plane, "not a plane"),
+    "elements that cut blocks": (_elements_that_cut_blocks, "33 elements are no whole blocks"),
+    "a shape that cuts blocks": (_a_shape_that_cuts_blocks, "no whole blocks of 1 x 32"),
     "a layout of two formats": (
-        lambda: plan_group([spec_in(MXFP8), spec_in(BLOCK128, 1)], 2),
+        _a_layout_of_two_formats,
         "one format",
     ),
     "a layout of another alignment": (
-        lambda: plan_group([spec_in(MXFP8)], 2, align=16),
+        _a_layout_of_another_alignment,
         "aligned to 16 elements, not as mxfp8",
     ),
     "a granule that is cut": (
-        lambda: spec_in(MXFP8, granularity=32),
+        _a_granule_that_is_cut,
         "cuts granules of format mxfp8",
     ),
 }

@@ -38,12 +38,33 @@ CHECKS = (
 
 # Guards.
 
+
+def _field(param):
+    return param._rowwise_data
+
+
+def _dequantize(param):
+    return param.dequantize()
+
+
+def _sum(param):
+    return param + 1
+
+
+def _usage(param):
+    return param.update_usage(rowwise_usage=True)
+
+
+def _copy(param):
+    return param.clone()
+
+
 READS = {
-    "field": lambda param: param._rowwise_data,
-    "dequantize": lambda param: param.dequantize(),
-    "sum": lambda param: param + 1,
-    "usage": lambda param: param.update_usage(rowwise_usage=True),
-    "copy": lambda param: param.clone(),
+    "field": _field,
+    "dequantize": _dequantize,
+    "sum": _sum,
+    "usage": _usage,
+    "copy": _copy,
 }
 
 
@@ -62,10 +83,16 @@ def test_what_says_nothing_about_values_can_be_read(two_ranks):
     rig = build(Setup(recipe="mxfp8"))
     rig.engine.to_unsharded()
     weight = rig.model.layers[1].up.weight
-    assert weight.shape == (96, 32) and weight.numel() == 96 * 32 and weight.is_leaf
-    assert weight.dtype == torch.bfloat16 and weight.device == torch.device("cpu")
-    assert weight.requires_grad and weight.grad is None and "layers.1.up.weight" in repr(weight)
-    assert isinstance(weight, nn.Parameter) and isinstance(weight, EmulatedTensor)
+    assert weight.shape == (96, 32)
+    assert weight.numel() == 96 * 32
+    assert weight.is_leaf
+    assert weight.dtype == torch.bfloat16
+    assert weight.device == torch.device("cpu")
+    assert weight.requires_grad
+    assert weight.grad is None
+    assert "layers.1.up.weight" in repr(weight)
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(weight, EmulatedTensor)
 
 
 def test_in_forward_and_backward_a_weight_is_of_its_own_class(two_ranks):
@@ -106,7 +133,8 @@ def test_transposes_are_made_in_backward_and_dropped_behind_it(two_ranks, strate
     rig.zero()
     rig.last(False)
     rig.loss().backward()
-    assert derived() is keep and seen == [False], "not in forward"
+    assert derived() is keep, "not in forward"
+    assert seen == [False], "not in forward"
     rig.last(True)
     rig.loss().backward()
     assert seen == [False, keep]

@@ -105,7 +105,8 @@ def _resume(rank: int, world: int, root: str) -> None:
         dist.barrier()
     bits, losses, end, left_out = torch.load(f"{root}/0.pt", weights_only=False)
     made_with = [value[0, 1] for name, value in bits.items() if name.endswith(FP8_SCALING)]
-    assert len(made_with) == 4 * CASE.num_layers and all(scale > 100 for scale in made_with)
+    assert len(made_with) == 4 * CASE.num_layers
+    assert all(scale > 100 for scale in made_with)
     for strategy in STRATEGIES if world == 2 else (SAVED,):
         for when, expected in (("before", bits), ("after", bits), ("left out", left_out)):
             second = made(strategy, seed=4321)

@@ -241,7 +241,8 @@ def _left_alone(rank: int, world: int, root: str) -> None:
         dist.all_gather(everyone, bytes_)
         same(everyone[1], everyone[0], f"{name}, bytes")
         found = state[f"module.{name}"]
-        assert type(found) is torch.Tensor and found.dtype == torch.bfloat16
+        assert type(found) is torch.Tensor
+        assert found.dtype == torch.bfloat16
         value = bytes_.view(torch.float8_e4m3fn).float() * scale
         same(found, value.bfloat16(), f"{name}, in a checkpoint")
     release_memory(trainer.wrapper, trainer.optimizer)

@@ -47,9 +47,14 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: None, re
     param = make(recipe)
     original = type(param)
     set_classes([(param, KNOWS.guard_class(original))])
-    assert tuple(param.shape) == SHAPE and param.dtype == torch.bfloat16 and param.requires_grad
-    assert param.device.type == "cpu" and param.numel() == SHAPE[0] * SHAPE[1]
-    assert tuple(param.size()) == SHAPE and param.size(1) == SHAPE[1] and param.dim() == 2
+    assert tuple(param.shape) == SHAPE
+    assert param.dtype == torch.bfloat16
+    assert param.requires_grad
+    assert param.device.type == "cpu"
+    assert param.numel() == SHAPE[0] * SHAPE[1]
+    assert tuple(param.size()) == SHAPE
+    assert param.size(1) == SHAPE[1]
+    assert param.dim() == 2
     assert format_of(managed(param)) is RECIPES[recipe]
     field = "_data" if recipe in ("current", "delayed") else "_rowwise_data"
     for read in (lambda: getattr(param, field), lambda: param.dequantize(), lambda: param + 1):
@@ -57,7 +62,8 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: None, re
             read()
     KNOWS.drop_derived(param)
     set_classes([(param, original)])
-    assert type(param) is original and getattr(param, field) is not None
+    assert type(param) is original
+    assert getattr(param, field) is not None
 
 
 def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: None) -> None:

@@ -27,8 +27,6 @@ SHAPES = ((256, 128), (128, 256))
 pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 
-
-
 class Layer(nn.Module):
     def __init__(self, *options: Any) -> None:
         super().__init__()

@@ -47,8 +47,6 @@ CHECKS = (
 BF16 = torch.bfloat16
 
 
-
-
 def from_shards(shards: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Whole tensors of the blocks of all ranks."""
     told = everyones([(one.name, one.tensor, one.offsets, one.shape) for one in shards])
@@ -60,14 +58,6 @@ def from_shards(shards: Iterable[Any]) -> dict[str, torch.Tensor]:
 
 
 # Plain modules.
-
-
-
-
-
-
-
-
 
 
 def expected(model: FullyShardedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -113,24 +113,82 @@ def test_training_of_a_plain_module_goes_on_bit_for_bit(
         assert_same(state_of(model, optimizer), state_of(plain, without), f"{options} {computes}")
 
 
+def _forward(model, _):
+    return model(tokens(0, 0, 0))
+
+
+def _evaluation(model, _):
+    return torch.no_grad()(model)(tokens(0, 0, 0))
+
+
+def _a_module_below(model, _):
+    return model.module.blocks[0](torch.ones(2, 10))
+
+
+def _state_dict(model, _):
+    return model.state_dict()
+
+
+def _state_dict_of_a_module_below(model, _):
+    return model.module.blocks.state_dict()
+
+
+def _full_state_dict(model, _):
+    return model.full_state_dict()
+
+
+def _load(model, _):
+    return model.load_state_dict({}, strict=False)
+
+
+def _export(model, _):
+    return list(export_weights(model))
+
+
+def _export_of_shards(model, _):
+    return list(export_shards(model))
+
+
+def _step(_, optimizer):
+    return optimizer.step()
+
+
+def _state_dict_of_the_optimizer(_, optimizer):
+    return optimizer.state_dict()
+
+
+def _load_into_the_optimizer(_, optimizer):
+    return optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+
+def _values(model, _):
+    return next(iter(model.parameters())) + 1
+
+
+def _finish(model, _):
+    return model.finish_grad_sync()
+
+
+def _clip(model, _):
+    return model.clip_grad_norm_(1.0)
+
+
 USES: dict[str, Callable[[Any, Any], Any]] = {
-    "forward": lambda model, _: model(tokens(0, 0, 0)),
-    "evaluation": lambda model, _: torch.no_grad()(model)(tokens(0, 0, 0)),
-    "a module below": lambda model, _: model.module.blocks[0](torch.ones(2, 10)),
-    "state dict": lambda model, _: model.state_dict(),
-    "state dict of a module below": lambda model, _: model.module.blocks.state_dict(),
-    "full state dict": lambda model, _: model.full_state_dict(),
-    "load": lambda model, _: model.load_state_dict({}, strict=False),
-    "export": lambda model, _: list(export_weights(model)),
-    "export of shards": lambda model, _: list(export_shards(model)),
-    "step": lambda _, optimizer: optimizer.step(),
-    "state dict of the optimizer": lambda _, optimizer: optimizer.state_dict(),
-    "load into the optimizer": lambda _, optimizer: optimizer.load_state_dict(
-        {"state": {}, "param_groups": []}
-    ),
-    "values": lambda model, _: next(iter(model.parameters())) + 1,
-    "finish": lambda model, _: model.finish_grad_sync(),
-    "clip": lambda model, _: model.clip_grad_norm_(1.0),
+    "forward": _forward,
+    "evaluation": _evaluation,
+    "a module below": _a_module_below,
+    "state dict": _state_dict,
+    "state dict of a module below": _state_dict_of_a_module_below,
+    "full state dict": _full_state_dict,
+    "load": _load,
+    "export": _export,
+    "export of shards": _export_of_shards,
+    "step": _step,
+    "state dict of the optimizer": _state_dict_of_the_optimizer,
+    "load into the optimizer": _load_into_the_optimizer,
+    "values": _values,
+    "finish": _finish,
+    "clip": _clip,
 }
 
 

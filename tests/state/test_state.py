@@ -109,7 +109,8 @@ def _whole_tensors(strategy: str, root: Path) -> None:
         whole = expected[name.removeprefix("module.")].view(param.shape)
         for form in (*map(Shard, range(param.ndim)), Replicate()):
             even = param.redistribute(placements=[form])
-            assert type(even) is DTensor and even.placements == (form,), name
+            assert type(even) is DTensor, name
+            assert even.placements == (form,), name
             assert torch.equal(even.full_tensor(), whole), name
         with pytest.raises(ValueError, match="placements is missing"):
             param.redistribute()
@@ -373,7 +374,8 @@ def test_whole_values_of_a_weight_go_in_and_out_bit_for_bit(
         for pair in engine.pairs:
             weight = ModuleWeight(pair, engine)
             name = pair.managed.fqns[0]
-            assert (weight.shape, weight.dtype) == (pair.unsharded.shape, pair.unsharded.dtype)
+            assert weight.shape == pair.unsharded.shape
+            assert weight.dtype == pair.unsharded.dtype
             assert torch.equal(weight.gather(), before[name])
             weight.data.copy_(values[name].double())
             assert torch.equal(weight.gather(), values[name])

@@ -48,7 +48,9 @@ def test_memory_is_registered_once_and_forgotten_with_it(groups, at_once):
     for _ in range(2):
         memory.register()
     pools, others = (pools_of(group, "register_mem_pool") for group in groups)
-    assert pools == others and len(pools) == 2 and pools[0] is not pools[1]
+    assert pools == others
+    assert len(pools) == 2
+    assert pools[0] is not pools[1]
     del memory
     gc.collect()
     assert all(pools_of(group, "deregister_mem_pool") == pools for group in groups)

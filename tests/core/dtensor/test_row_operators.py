@@ -45,44 +45,162 @@ def _norm(order: float, foreach: bool | None, p: Any, *unused: Whole) -> torch.T
 NORMS = (2.0, 3.5, 0.0, -1.0, float("inf"), -float("inf"))
 """Orders; torch knows no norm of an empty tensor for the last three."""
 
+
+def _mean(p, *_):
+    return p.abs().mean()
+
+
+def _deviation(p, *_):
+    return p.std()
+
+
+def _largest(p, *_):
+    return p.max()
+
+
+def _finite(p, *_):
+    return p.isfinite().all()
+
+
+def _sums_of_rows(p, *_):
+    return p.sum(1)
+
+
+def _norms_of_columns(p, *_):
+    return p.norm(dim=0)
+
+
+def _rows_of_norm_one(p, *_):
+    return p / p.norm(dim=1, keepdim=True)
+
+
+def _product(p, *_):
+    return p.t() @ p
+
+
+def _singular_values(p, *_):
+    return torch.linalg.svdvals(p)
+
+
+def _flat(p, *_):
+    return p.view(-1)
+
+
+def _a_row(p, *_):
+    return p[1]
+
+
+def _columns(p, *_):
+    return p[:, 1:3] * 2
+
+
+def _with_an_even_split(p, even, everywhere):
+    return p * even(_counted(p))
+
+
+def _with_the_whole(p, even, everywhere):
+    return p + everywhere(_counted(p))
+
+
+def _with_a_column(p, even, everywhere):
+    return p * everywhere(_counted(p)[:, :1])
+
+
+def _where(p, even, everywhere):
+    return torch.where(p > 0, p, even(_counted(p)))
+
+
+def _a_list(p, *_):
+    return torch._foreach_mul([p, p * 2], 3)[1] + p
+
+
+def _new(p, *_):
+    return p.new_ones(p.shape) + p
+
+
 READ: dict[str, Callable[[Any, Whole, Whole], Any]] = {
-    "mean": lambda p, even, everywhere: p.abs().mean(),
-    "deviation": lambda p, even, everywhere: p.std(),
-    "largest": lambda p, even, everywhere: p.max(),
-    "finite": lambda p, even, everywhere: p.isfinite().all(),
-    "sums of rows": lambda p, even, everywhere: p.sum(1),
-    "norms of columns": lambda p, even, everywhere: p.norm(dim=0),
-    "rows of norm one": lambda p, even, everywhere: p / p.norm(dim=1, keepdim=True),
-    "product": lambda p, even, everywhere: p.t() @ p,
-    "singular values": lambda p, even, everywhere: torch.linalg.svdvals(p),
-    "flat": lambda p, even, everywhere: p.view(-1),
-    "a row": lambda p, even, everywhere: p[1],
-    "columns": lambda p, even, everywhere: p[:, 1:3] * 2,
-    "with an even split": lambda p, even, everywhere: p * even(_counted(p)),
-    "with the whole": lambda p, even, everywhere: p + everywhere(_counted(p)),
-    "with a column": lambda p, even, everywhere: p * everywhere(_counted(p)[:, :1]),
-    "where": lambda p, even, everywhere: torch.where(p > 0, p, even(_counted(p))),
-    "a list": lambda p, even, everywhere: torch._foreach_mul([p, p * 2], 3)[1] + p,
-    "new": lambda p, even, everywhere: p.new_ones(p.shape) + p,
-    **{
-        f"norm of order {order}, {foreach=}": functools.partial(_norm, order, foreach)
-        for order, foreach in itertools.product(NORMS, (None, True, False))
-    },
+    "mean": _mean,
+    "deviation": _deviation,
+    "largest": _largest,
+    "finite": _finite,
+    "sums of rows": _sums_of_rows,
+    "norms of columns": _norms_of_columns,
+    "rows of norm one": _rows_of_norm_one,
+    "product": _product,
+    "singular values": _singular_values,
+    "flat": _flat,
+    "a row": _a_row,
+    "columns": _columns,
+    "with an even split": _with_an_even_split,
+    "with the whole": _with_the_whole,
+    "with a column": _with_a_column,
+    "where": _where,
+    "a list": _a_list,
+    "new": _new,
 }
+for order, foreach in itertools.product(NORMS, (None, True, False)):
+    READ[f"norm of order {order}, {foreach=}"] = functools.partial(_norm, order, foreach)
+
+
+def _centered(p, *_):
+    return p.sub_(p.mean(0))
+
+
+def _scaled_to_rows_of_norm_one(p, *_):
+    return p.div_(p.norm(dim=1, keepdim=True))
+
+
+def _copied_from_the_whole(p, even, everywhere):
+    return p.copy_(everywhere(_counted(p)))
+
+
+def _copied_from_an_even_split(p, even, everywhere):
+    return p.copy_(even(_counted(p)))
+
+
+def _list_written(p, even, everywhere):
+    return torch._foreach_lerp_([p], [even(_counted(p))], 0.3)
+
+
+def _an_even_split(p, even, everywhere):
+    return p.copy_(even(_counted(p)).add_(p))
+
+
+def _row_cleared(p, *_):
+    return p[0].zero_()
+
+
+def _columns_cleared(p, *_):
+    return p[:, 1:3].zero_()
+
+
+def _transposed(p, *_):
+    view = p.t()
+    p.mul_(2)
+    view.add_(1)
+    return view[1]
+
+
+def _flat_doubled(p, *_):
+    return p.detach().view(-1)[3:].mul_(2)
+
+
+def _by_whole_tensors(p, *_):
+    return p.addmm_(p, p.t() @ p, alpha=0.1)
 
 
 WRITTEN: dict[str, Callable[[Any, Whole, Whole], Any]] = {
-    "centered": lambda p, even, everywhere: p.sub_(p.mean(0)),
-    "rows of norm one": lambda p, even, everywhere: p.div_(p.norm(dim=1, keepdim=True)),
-    "copied from the whole": lambda p, even, everywhere: p.copy_(everywhere(_counted(p))),
-    "copied from an even split": lambda p, even, everywhere: p.copy_(even(_counted(p))),
-    "a list": lambda p, even, everywhere: torch._foreach_lerp_([p], [even(_counted(p))], 0.3),
-    "an even split": lambda p, even, everywhere: p.copy_(even(_counted(p)).add_(p)),
-    "a row": lambda p, even, everywhere: p[0].zero_(),
-    "columns": lambda p, even, everywhere: p[:, 1:3].zero_(),
-    "transposed": lambda p, even, everywhere: (view := p.t(), p.mul_(2), view.add_(1), view[1]),
-    "flat": lambda p, even, everywhere: p.detach().view(-1)[3:].mul_(2),
-    "by whole tensors": lambda p, even, everywhere: p.addmm_(p, p.t() @ p, alpha=0.1),
+    "centered": _centered,
+    "rows of norm one": _scaled_to_rows_of_norm_one,
+    "copied from the whole": _copied_from_the_whole,
+    "copied from an even split": _copied_from_an_even_split,
+    "a list": _list_written,
+    "an even split": _an_even_split,
+    "a row": _row_cleared,
+    "columns": _columns_cleared,
+    "transposed": _transposed,
+    "flat": _flat_doubled,
+    "by whole tensors": _by_whole_tensors,
 }
 
 
@@ -92,24 +210,26 @@ def test_operators_give_and_write_what_they_do_of_whole_tensors(rank: int, world
     made = fully_shard_model(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5), nn.Linear(5, 4)), None)
     if type(next(made.parameters()).detach() * 2) is not UnevenDTensor:
         return  # torch 2.11 asks no subclass
+    matrices = [p for p in made.parameters() if p.dim() == 2]
     with torch.no_grad():
-        for number, param in enumerate(p for p in made.parameters() if p.dim() == 2):
+        for number, param in enumerate(matrices):
             generator = torch.Generator().manual_seed(number)
             begin = torch.randn(param.shape, generator=generator).to(device())
-            even, everywhere = (
-                functools.partial(
-                    distribute_tensor, device_mesh=param.device_mesh, placements=[form]
-                )
-                for form in (Shard(0), Replicate())
-            )
-            for names, writes in ((READ, False), (WRITTEN, True)):
-                for name, use in names.items():
-                    param.copy_(everywhere(begin))
-                    whole = begin.clone()
-                    found = use(param, even, everywhere)
-                    expected = use(whole, torch.clone, torch.clone)
-                    close(param, whole, name, number)
-                    if not writes:
-                        close(found, expected, name, number)
+            distribute = functools.partial(distribute_tensor, device_mesh=param.device_mesh)
+            even = functools.partial(distribute, placements=[Shard(0)])
+            everywhere = functools.partial(distribute, placements=[Replicate()])
+            for name, use in READ.items():
+                param.copy_(everywhere(begin))
+                whole = begin.clone()
+                found = use(param, even, everywhere)
+                expected = use(whole, torch.clone, torch.clone)
+                close(param, whole, name, number)
+                close(found, expected, name, number)
+            for name, use in WRITTEN.items():
+                param.copy_(everywhere(begin))
+                whole = begin.clone()
+                use(param, even, everywhere)
+                use(whole, torch.clone, torch.clone)
+                close(param, whole, name, number)
         empty = [param.to_local().numel() == 0 for param in made.parameters()]
         assert any(empty) or rank == 0, "every rank has rows of all parameters"

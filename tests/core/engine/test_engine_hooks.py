@@ -45,16 +45,32 @@ def made(kind: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, Any]:
     return hidden, kind(hidden)
 
 
+def _a_list_of_dataclasses_in_a_dict(hidden):
+    return {"all": [1, Answer(hidden)]}
+
+
+def _a_dataclass_of_an_object(hidden):
+    return Answer(Plain(hidden))
+
+
+def _a_view_that_is_changed_in_place(hidden):
+    return hidden.view(-1).add_(1)
+
+
+def _a_module_that_an_object_refers_to(hidden):
+    return Plain(nn.ParameterList([nn.Parameter(hidden.detach())]))
+
+
 OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
     "a dataclass": (Answer, True),
     "a dataclass with slots": (Slim, True),
     "an object": (Plain, True),
-    "a list of dataclasses in a dict": (lambda hidden: {"all": [1, Answer(hidden)]}, True),
-    "a dataclass of an object": (lambda hidden: Answer(Plain(hidden)), True),
-    "a view that is changed in place": (lambda hidden: hidden.view(-1).add_(1), True),
+    "a list of dataclasses in a dict": (_a_list_of_dataclasses_in_a_dict, True),
+    "a dataclass of an object": (_a_dataclass_of_an_object, True),
+    "a view that is changed in place": (_a_view_that_is_changed_in_place, True),
     # It has weights, on which hooks would stay for life.
     "a module that an object refers to": (
-        lambda hidden: Plain(nn.ParameterList([nn.Parameter(hidden.detach())])),
+        _a_module_that_an_object_refers_to,
         False,
     ),
 }
@@ -74,19 +90,49 @@ def test_gradients_of_outputs_that_pytree_does_not_see_are_noticed(kind: str) ->
 REPLACED = "replaced"
 WATCHED = "watched"
 LEFT = "left"
+
+
+def _a_tensor(hidden):
+    return hidden
+
+
+def _a_tuple(hidden):
+    return (1, hidden)
+
+
+def _a_named_tuple_which_stays_one(hidden):
+    return Named(2, hidden)
+
+
+def _a_list(hidden):
+    return [hidden]
+
+
+def _a_dict(hidden):
+    return {"z": hidden}
+
+
+def _a_leaf_in_a_list(hidden):
+    return [hidden.detach().requires_grad_()]
+
+
+def _a_parameter(hidden):
+    return nn.Parameter(hidden.detach())
+
+
 INPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a tensor": (lambda hidden: hidden, REPLACED),
-    "a tuple": (lambda hidden: (1, hidden), REPLACED),
-    "a named tuple, which stays one": (lambda hidden: Named(2, hidden), REPLACED),
-    "a list": (lambda hidden: [hidden], WATCHED),
-    "a dict": (lambda hidden: {"z": hidden}, WATCHED),
+    "a tensor": (_a_tensor, REPLACED),
+    "a tuple": (_a_tuple, REPLACED),
+    "a named tuple, which stays one": (_a_named_tuple_which_stays_one, REPLACED),
+    "a list": (_a_list, WATCHED),
+    "a dict": (_a_dict, WATCHED),
     "a dataclass": (Answer, WATCHED),
     # A cache has what units before this one computed: their backward comes later.
     "another object": (Plain, LEFT),
     # A hook on it would stay for life, so that backward's end is the unit's.
-    "a leaf in a list": (lambda hidden: [hidden.detach().requires_grad_()], LEFT),
+    "a leaf in a list": (_a_leaf_in_a_list, LEFT),
     # Of the embedding, with which an output layer is called: a hook comes before its accumulation.
-    "a parameter": (lambda hidden: nn.Parameter(hidden.detach()), LEFT),
+    "a parameter": (_a_parameter, LEFT),
 }
 """Inputs, and whether their tensor is another one for the module, or the same with a hook on it."""
 
@@ -96,7 +142,8 @@ def test_inputs_are_replaced_or_watched_or_left(kind: str) -> None:
     make, expected = INPUTS[kind]
     _, value = made(make)
     (given,), _ = on_inputs_done((value,), {}, print)
-    assert type(given) is type(value) and (given is not value) == (expected == REPLACED)
+    assert type(given) is type(value)
+    assert (given is not value) == (expected == REPLACED)
     assert any(held._backward_hooks for held in _tensors_in(value)) == (expected == WATCHED)
 
 
@@ -116,12 +163,32 @@ def test_the_end_comes_when_the_gradients_of_all_inputs_are_known() -> None:
     assert sorted(done[1:]) == [0, 1]
 
 
+def _backward(loss, x, w):
+    return loss.backward()
+
+
+def _backward_for_a_weight(loss, x, w):
+    return loss.backward(inputs=[x, w])
+
+
+def _backward_for_an_input(loss, x, w):
+    return loss.backward(inputs=[x])
+
+
+def _grad_of_an_input(loss, x, w):
+    return torch.autograd.grad(loss, x)
+
+
+def _grad_of_a_weight(loss, x, w):
+    return torch.autograd.grad(loss, [x, w])
+
+
 BACKWARDS: dict[str, tuple[Callable[[Any, Any, Any], Any], bool]] = {
-    "backward": (lambda loss, x, w: loss.backward(), True),
-    "backward for a weight": (lambda loss, x, w: loss.backward(inputs=[x, w]), True),
-    "backward for an input": (lambda loss, x, w: loss.backward(inputs=[x]), False),
-    "grad of an input": (lambda loss, x, w: torch.autograd.grad(loss, x), False),
-    "grad of a weight": (lambda loss, x, w: torch.autograd.grad(loss, [x, w]), False),
+    "backward": (_backward, True),
+    "backward for a weight": (_backward_for_a_weight, True),
+    "backward for an input": (_backward_for_an_input, False),
+    "grad of an input": (_grad_of_an_input, False),
+    "grad of a weight": (_grad_of_a_weight, False),
 }
 
 

@@ -158,7 +158,8 @@ def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> No
         for unit in line.split()[1:]
     ]
     compares = ["all_reduce_max" in line for line in reported]
-    assert compares[-times:] == [True] * times and not any(compares[:-times])
+    assert compares[-times:] == [True] * times
+    assert not any(compares[:-times])
     assert len(noted) == len(carried) > 0
     assert setup.slots or noted == carried  # buffers in slots have the name of one unit for all
     assert rig.engine.launches._launched.count == 0

@@ -31,13 +31,12 @@ class Block(nn.Module):
 def plans_of(module: nn.Module, units: dict[str, nn.Module] | None = None, **options):
     if units is None:
         units = unit_modules(module, lambda child: isinstance(child, Block))
-    else:
-        units = units
-    plans = partition(module, units, domain_of=lambda param, name: "d", **options)
-    return {
-        plan.name: [list(entry.fqns) for managed in plan.groups.values() for entry in managed]
-        for plan in plans
-    }
+    found = {}
+    for plan in partition(module, units, domain_of=lambda param, name: "d", **options):
+        found[plan.name] = [
+            list(entry.fqns) for managed in plan.groups.values() for entry in managed
+        ]
+    return found
 
 
 def shared(*blocks: Block) -> nn.Module:
@@ -61,37 +60,46 @@ def matrix() -> nn.Module:
     return nn.Linear(2, 2, bias=False)
 
 
-PLANS: dict[str, tuple[nn.Module, dict[str, list[list[str]]]]] = {
-    "a parameter belongs to the nearest unit above": (
-        nn.Sequential(matrix(), Block(nn.Linear(2, 2), Block()), Block()),
-        {"1": [["1.own"], ["1.inner.0.weight"], ["1.inner.0.bias"]],
-         "1.inner.1": [["1.inner.1.own"]], "2": [["2.own"]], ROOT: [["0.weight"]]},
-    ),
-    "a unit without parameters of its own is no unit": (
-        nn.Sequential(without_own()), {"0.inner.0": [["0.inner.0.own"]], ROOT: []},
-    ),
-    'names are matched by component: unit "1" is not above "10.own"': (
-        nn.Sequential(*[Block() if i in (1, 10) else nn.Identity() for i in range(11)]),
-        {"1": [["1.own"]], "10": [["10.own"]], ROOT: []},
-    ),
-    "a parameter shared inside of one unit stays there": (
-        shared(Block(matrix(), matrix())),
-        {"0": [["0.own"], ["0.inner.0.weight", "0.inner.1.weight"]], ROOT: []},
-    ),
-    "one shared between units goes to the root": (
-        shared(Block(matrix()), Block(matrix())),
-        {"0": [["0.own"]], "1": [["1.own"]], ROOT: [["0.inner.0.weight", "1.inner.0.weight"]]},
-    ),
-    "one of a module that is shared between units too": (
-        held_twice(matrix()),
-        {"0": [["0.own"]], "1": [["1.own"]], ROOT: [["0.inner.0.weight"]]},
-    ),
-    "a shared unit has its own": (
-        held_twice(Block(matrix())),
-        {"0": [["0.own"]], "0.inner.0": [["0.inner.0.own"], ["0.inner.0.inner.0.weight"]],
-         "1": [["1.own"]], ROOT: []},
-    ),
-}  # fmt: skip
+PLANS: dict[str, tuple[nn.Module, dict[str, list[list[str]]]]] = {}
+"""A model, and names of parameters by unit and group."""
+PLANS["a parameter belongs to the nearest unit above"] = (
+    nn.Sequential(matrix(), Block(nn.Linear(2, 2), Block()), Block()),
+    {
+        "1": [["1.own"], ["1.inner.0.weight"], ["1.inner.0.bias"]],
+        "1.inner.1": [["1.inner.1.own"]],
+        "2": [["2.own"]],
+        ROOT: [["0.weight"]],
+    },
+)
+PLANS["a unit without parameters of its own is no unit"] = (
+    nn.Sequential(without_own()),
+    {"0.inner.0": [["0.inner.0.own"]], ROOT: []},
+)
+PLANS['names are matched by component: unit "1" is not above "10.own"'] = (
+    nn.Sequential(*[Block() if i in (1, 10) else nn.Identity() for i in range(11)]),
+    {"1": [["1.own"]], "10": [["10.own"]], ROOT: []},
+)
+PLANS["a parameter shared inside of one unit stays there"] = (
+    shared(Block(matrix(), matrix())),
+    {"0": [["0.own"], ["0.inner.0.weight", "0.inner.1.weight"]], ROOT: []},
+)
+PLANS["one shared between units goes to the root"] = (
+    shared(Block(matrix()), Block(matrix())),
+    {"0": [["0.own"]], "1": [["1.own"]], ROOT: [["0.inner.0.weight", "1.inner.0.weight"]]},
+)
+PLANS["one of a module that is shared between units too"] = (
+    held_twice(matrix()),
+    {"0": [["0.own"]], "1": [["1.own"]], ROOT: [["0.inner.0.weight"]]},
+)
+PLANS["a shared unit has its own"] = (
+    held_twice(Block(matrix())),
+    {
+        "0": [["0.own"]],
+        "0.inner.0": [["0.inner.0.own"], ["0.inner.0.inner.0.weight"]],
+        "1": [["1.own"]],
+        ROOT: [],
+    },
+)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -102,16 +110,20 @@ def test_which_unit_a_parameter_is_in(name):
 
 
 def test_groups_share_domain_dtype_and_requires_grad():
-    model = nn.Sequential(Block(nn.Linear(2, 2), nn.Linear(2, 2)))
-    model[0].inner[0].weight.requires_grad_(False)
-    model[0].inner[1].to(torch.bfloat16)
-    plans = partition(
-        model,
-        {"0": model[0]},
-        domain_of=lambda param, name: "other" if name.endswith("own") else "d",
-    )
-    found = {key: [e.fqns[0] for e in managed] for key, managed in plans[0].groups.items()}
-    assert {(k.domain, k.dtype, k.requires_grad): v for k, v in found.items()} == {
+    block = Block(nn.Linear(2, 2), nn.Linear(2, 2))
+    frozen, narrow = block.inner
+    frozen.weight.requires_grad_(False)
+    narrow.to(torch.bfloat16)
+
+    def domain_of(param, name):
+        return "other" if name.endswith("own") else "d"
+
+    plans = partition(nn.Sequential(block), {"0": block}, domain_of=domain_of)
+    found = {}
+    for key, managed in plans[0].groups.items():
+        names = [entry.fqns[0] for entry in managed]
+        found[key.domain, key.dtype, key.requires_grad] = names
+    assert found == {
         ("other", torch.float32, True): ["0.own"],
         ("d", torch.float32, False): ["0.inner.0.weight"],
         ("d", torch.float32, True): ["0.inner.0.bias"],
@@ -156,4 +168,5 @@ def test_specs_cut_between_rows(shape):
     module = nn.Module()
     module.p = nn.Parameter(torch.ones(shape))
     spec = managed_params(module)[0].spec(0, GroupKey("dense", torch.float32, True))
-    assert spec.shape == shape and spec.granularity == torch.ones(shape or (1,))[0].numel()
+    assert spec.shape == shape
+    assert spec.granularity == torch.ones(shape or (1,))[0].numel()

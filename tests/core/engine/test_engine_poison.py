@@ -105,7 +105,8 @@ def test_the_environment_variable_is_read_when_an_engine_is_configured(
 ) -> None:
     config = functools.partial(EngineConfig, strategy_named("optim"))
     monkeypatch.delenv(POISON_VARIABLE, raising=False)
-    assert not config().poison_buffers and config(poison_buffers=True).poison_buffers
+    assert not config().poison_buffers
+    assert config(poison_buffers=True).poison_buffers
     monkeypatch.setenv(POISON_VARIABLE, "1")
     assert config().poison_buffers
     monkeypatch.setenv(POISON_VARIABLE, "yes")

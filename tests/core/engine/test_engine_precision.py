@@ -33,28 +33,27 @@ CHECKS = (
 
 EXCHANGE = Setup(ZERO_3, world=3, rank=1, slots=True, exchange=True)
 FP32_UNITS = {f"layers.{i}" for i in range(4)}
+UNITS = {*FP32_UNITS, "embedding", "head", "root"}
 WIDE: dict[str, tuple[dict[str, Any], set[str]]] = {
     "what autograd gives is in bf16": ({}, set()),
     "bf16 main gradients, fp32 wire": ({"main_grads": BF16, "comm_dtype": FP32}, set()),
     "what layers write by themselves is float32": (FUSED, FP32_UNITS),
-    "scaled before the sum, bf16 would be rounded": (
-        {"scale_before_sum": True}, {*FP32_UNITS, "embedding", "head", "root"},
-    ),
-    "without an exchange NCCL adds in the dtype that travels": (
-        {"exchange": False}, {*FP32_UNITS, "embedding", "head", "root"},
-    ),
-    "a layer in float32 has float32": (
-        {"dtype": FP32}, {*FP32_UNITS, "embedding", "head", "root"},
-    ),
-}  # fmt: skip
+    "scaled before the sum, bf16 would be rounded": ({"scale_before_sum": True}, UNITS),
+    "without an exchange NCCL adds in the dtype that travels": ({"exchange": False}, UNITS),
+    "a layer in float32 has float32": ({"dtype": FP32}, UNITS),
+}
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_buckets_have_the_dtype_of_the_wire_where_another_would_round(name):
     changes, wide = WIDE[name]
+    setup = EXCHANGE.but(**changes)
     with pretended_world(3, 1):
-        units = build(EXCHANGE.but(**changes), HostRuntime(), PretendCommunicator).engine.units
-        dtypes = {unit.name: one.bucket.tensor.dtype for unit in units for one in unit.groups}
+        engine = build(setup, HostRuntime(), PretendCommunicator).engine
+    dtypes = {}
+    for unit in engine.units:
+        for group in unit.groups:
+            dtypes[unit.name] = group.bucket.tensor.dtype
     assert {unit for unit, dtype in dtypes.items() if dtype == FP32} == wide
     assert set(dtypes.values()) <= {FP32, BF16}
 
@@ -64,17 +63,28 @@ def test_slots_and_received_pieces_are_those_of_the_formula(changes):
     setup = EXCHANGE.but(**changes)
     with pretended_world(3, 1):
         engine = build(setup, HostRuntime(), PretendCommunicator).engine
+    kinds = []
+    layouts = []
+    strategies = []
+    for unit in engine.units:
+        kinds.append(unit.name.split(".")[0])
+        layouts.append([group.layout for group in unit.groups])
+        strategies.append(unit.groups[0].config.strategy)
     held = with_slots(
         {REDUCE_BUCKET: 0},
-        [unit.name.split(".")[0] for unit in engine.units],
-        [[group.layout for group in unit.groups] for unit in engine.units],
+        kinds,
+        layouts,
         setup.config.strategy,
         Precision(),
-        [unit.groups[0].config.strategy for unit in engine.units],
+        strategies,
         weight_slots=True,
         bucket_slots=True,
         reduce_scatter=FIXED_ALL_TO_ALL_SUM,
     )
-    slots = [group.bucket_slot for group in engine.groups if group.bucket_slot.memory is not None]
-    assert held[BUCKET_SLOTS] == sum({slot.number: slot.memory.numel() for slot in slots}.values())
+    slots = {}
+    for group in engine.groups:
+        slot = group.bucket_slot
+        if slot.memory is not None:
+            slots[slot.number] = slot.memory.numel()
+    assert held[BUCKET_SLOTS] == sum(slots.values())
     assert held[RECEIVED_PIECES] == engine.reduce.domains[DENSE].received.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,57 +15,140 @@ from tests.lib.engine.small_model import Setup
 CHECKS = ("core/engine/gather.py",)
 
 FAR = LOOKAHEAD + 5
-ORDERS: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
-    # The root unit, which has the last ordinal, comes first in both directions.
-    "module order stands in for the first passes": (
-        (4,),
-        [("first", [3, 0]), FORWARD, (3, [0, 1, 2]), (0, [1, 2]), BACKWARD, (3, [2, 1, 0])],
-    ),
-    "units that need no weights in backward are not expected there": (
-        (4, [0, 2]),
-        [FORWARD, (3, [0, 1, 2]), BACKWARD, (3, [1])],
-    ),
-    "a pass is replayed in the next of its direction": (
-        (4,),
-        [FORWARD, 3, 2, 0, BACKWARD, 0, 1, 3, FORWARD, (3, [2, 0]), ("first", [3, 2]),
-         ("last", [0]), BACKWARD, (0, [1, 3])],
-    ),
-    "an empty pass leaves the order as it was": (
-        (3,), [FORWARD, 2, BACKWARD, FORWARD, FORWARD, ("first", [2])],
-    ),
-    "a request that skips ahead is followed": (
-        (6,), [FORWARD, (0, [1, 2, 3, 4]), (3, [4])],
-    ),
-    "one that does not fit expects nothing until one fits again": (
-        (6,), [FORWARD, (2, [3, 4]), (1, []), (3, [4])],
-    ),
-    "a jump as far as the lookahead fits": (
-        (FAR,), [FORWARD, (LOOKAHEAD - 2, list(range(LOOKAHEAD - 1, FAR - 1)))],
-    ),
-    "a jump beyond it does not": ((FAR,), [FORWARD, (LOOKAHEAD - 1, [])]),
-    "asking again changes nothing": ((3,), [FORWARD, (0, [1]), (0, [1]), FORWARD, ("first", [0])]),
-    "a unit used twice is expected twice": (
-        (3,),
-        [FORWARD, 0, 1, 0, 2, FORWARD, (0, [1, 0, 2]), (1, [0, 2]), (0, [2])],
-    ),
-}  # fmt: skip
-"""Passes that begin, and requests with what is expected after them."""
+Steps = Callable[["Asked"], None]
+ORDERS: dict[str, tuple[tuple[Any, ...], Steps]] = {}
+"""Arguments of an order, and passes that begin, and requests with what is expected after them."""
+
+
+def order(name: str, *made: Any) -> Callable[[Steps], Steps]:
+    """Decorator: a row of `ORDERS`."""
+
+    def add(steps: Steps) -> Steps:
+        ORDERS[name] = (made, steps)
+        return steps
+
+    return add
+
+
+class Asked:
+    """An order that is compared with what is expected of it."""
+
+    def __init__(self, units: int, *more: Any) -> None:
+        self.units = range(units)
+        self.order = PrefetchOrder(units, *more)
+        self.begin = self.order.begin
+
+    def request(self, unit: int, expected: list[int] | None = None) -> None:
+        found = self.order.request(unit)
+        assert expected is None or list(found) == expected
+
+    def first(self, expected: list[int]) -> None:
+        assert list(self.order.first()) == expected
+
+    def last(self, expected: list[int]) -> None:
+        assert [unit for unit in self.units if self.order.is_last(unit)] == expected
+
+
+# The root unit, which has the last ordinal, comes first in both directions.
+@order("module order stands in for the first passes", 4)
+def _first_passes(asked):
+    asked.first([3, 0])
+    asked.begin(FORWARD)
+    asked.request(3, [0, 1, 2])
+    asked.request(0, [1, 2])
+    asked.begin(BACKWARD)
+    asked.request(3, [2, 1, 0])
+
+
+@order("units that need no weights in backward are not expected there", 4, [0, 2])
+def _not_in_backward(asked):
+    asked.begin(FORWARD)
+    asked.request(3, [0, 1, 2])
+    asked.begin(BACKWARD)
+    asked.request(3, [1])
+
+
+@order("a pass is replayed in the next of its direction", 4)
+def _replayed(asked):
+    asked.begin(FORWARD)
+    asked.request(3)
+    asked.request(2)
+    asked.request(0)
+    asked.begin(BACKWARD)
+    asked.request(0)
+    asked.request(1)
+    asked.request(3)
+    asked.begin(FORWARD)
+    asked.request(3, [2, 0])
+    asked.first([3, 2])
+    asked.last([0])
+    asked.begin(BACKWARD)
+    asked.request(0, [1, 3])
+
+
+@order("an empty pass leaves the order as it was", 3)
+def _empty_pass(asked):
+    asked.begin(FORWARD)
+    asked.request(2)
+    asked.begin(BACKWARD)
+    asked.begin(FORWARD)
+    asked.begin(FORWARD)
+    asked.first([2])
+
+
+@order("a request that skips ahead is followed", 6)
+def _skips_ahead(asked):
+    asked.begin(FORWARD)
+    asked.request(0, [1, 2, 3, 4])
+    asked.request(3, [4])
+
+
+@order("one that does not fit expects nothing until one fits again", 6)
+def _does_not_fit(asked):
+    asked.begin(FORWARD)
+    asked.request(2, [3, 4])
+    asked.request(1, [])
+    asked.request(3, [4])
+
+
+@order("a jump as far as the lookahead fits", FAR)
+def _far_jump(asked):
+    asked.begin(FORWARD)
+    asked.request(LOOKAHEAD - 2, list(range(LOOKAHEAD - 1, FAR - 1)))
+
+
+@order("a jump beyond it does not", FAR)
+def _too_far_jump(asked):
+    asked.begin(FORWARD)
+    asked.request(LOOKAHEAD - 1, [])
+
+
+@order("asking again changes nothing", 3)
+def _asked_again(asked):
+    asked.begin(FORWARD)
+    asked.request(0, [1])
+    asked.request(0, [1])
+    asked.begin(FORWARD)
+    asked.first([0])
+
+
+@order("a unit used twice is expected twice", 3)
+def _used_twice(asked):
+    asked.begin(FORWARD)
+    asked.request(0)
+    asked.request(1)
+    asked.request(0)
+    asked.request(2)
+    asked.begin(FORWARD)
+    asked.request(0, [1, 0, 2])
+    asked.request(1, [0, 2])
+    asked.request(0, [2])
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_what_is_expected_after_a_request(name):
     made, steps = ORDERS[name]
-    order = PrefetchOrder(*made)
-    ask = {
-        FORWARD: lambda: order.begin(FORWARD),
-        BACKWARD: lambda: order.begin(BACKWARD),
-        "first": order.first,
-        "last": lambda: [i for i in range(made[0]) if order.is_last(i)],
-    }
-    for step in steps:
-        asked, expected = step if isinstance(step, tuple) else (step, None)
-        found = ask[asked]() if asked in ask else order.request(asked)
-        assert expected is None or list(found) == expected
+    steps(Asked(*made))
 
 
 # On a model.

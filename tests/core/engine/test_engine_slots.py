@@ -23,55 +23,76 @@ CHECKS = ("core/engine/buffer.py", "core/engine/construction.py", "core/engine/g
 GPT = ["Embedding", *["Layer"] * 4, "Linear", "NoneType"]
 NESTED = [*["Layer", *["Expert"] * 3] * 3, "NoneType"]
 Row = tuple[list[str], list[int | None], dict[str, Any], dict[int, int], tuple[int, ...]]
-SLOTS: dict[str, Row] = {
-    "layers alternate between two slots and the ends share one": (
-        GPT, [90, 5, 6, 7, 8, 100, 3], {},
-        {0: 2, 1: 0, 2: 1, 3: 0, 4: 1, 5: 2, 6: 3}, (8, 8, 100, 3),
-    ),
-    "units that are no layers have slots of their own": (
-        ["A", "B", "NoneType"], [1, 2, 0], {}, {0: 0, 1: 1, 2: 2}, (1, 2, 0),
-    ),
-    "two of a kind are no layers": (
-        ["Layer", "Layer", "NoneType"], [4, 5, 0], {}, {0: 0, 1: 1, 2: 2}, (4, 5, 0),
-    ),
-    "another unit between layers": (
-        ["E", "L", "L", "M", "L", "H", "NoneType"], [1] * 7, {},
-        {0: 2, 1: 0, 2: 1, 3: 3, 4: 0, 5: 4, 6: 5}, (1,) * 6,
-    ),
-    "no unit computes in the slot of one that it is inside of": (
-        NESTED, [*[9, 1, 2, 3] * 3, 5], {"depths": [*[0, 1, 1, 1] * 3, 0]},
-        dict(enumerate((0, 2, 3, 2, 1, 3, 2, 3, 0, 2, 3, 2, 4))), (9, 9, 3, 3, 5),
-    ),
-    "units that keep take no slot, and those that are left take turns": (
-        ["Embedding", *["Layer"] * 4, "Head", "NoneType"], [90, None, 6, 7, 8, None, 3], {},
-        {0: 2, 2: 0, 3: 1, 4: 0, 6: 3}, (8, 8, 90, 3),
-    ),
-    "where all units keep there is no memory": (GPT, [None] * 7, {}, {}, (0,)),
-}  # fmt: skip
+SLOTS: dict[str, Row] = {}
+"""Kinds of units, their bytes, options, and which slots they get, of how many bytes."""
+SLOTS["layers alternate between two slots and the ends share one"] = (
+    GPT,
+    [90, 5, 6, 7, 8, 100, 3],
+    {},
+    {0: 2, 1: 0, 2: 1, 3: 0, 4: 1, 5: 2, 6: 3},
+    (8, 8, 100, 3),
+)
+SLOTS["units that are no layers have slots of their own"] = (
+    ["A", "B", "NoneType"],
+    [1, 2, 0],
+    {},
+    {0: 0, 1: 1, 2: 2},
+    (1, 2, 0),
+)
+SLOTS["two of a kind are no layers"] = (
+    ["Layer", "Layer", "NoneType"],
+    [4, 5, 0],
+    {},
+    {0: 0, 1: 1, 2: 2},
+    (4, 5, 0),
+)
+SLOTS["another unit between layers"] = (
+    ["E", "L", "L", "M", "L", "H", "NoneType"],
+    [1] * 7,
+    {},
+    {0: 2, 1: 0, 2: 1, 3: 3, 4: 0, 5: 4, 6: 5},
+    (1,) * 6,
+)
+SLOTS["no unit computes in the slot of one that it is inside of"] = (
+    NESTED,
+    [*[9, 1, 2, 3] * 3, 5],
+    {"depths": [*[0, 1, 1, 1] * 3, 0]},
+    dict(enumerate((0, 2, 3, 2, 1, 3, 2, 3, 0, 2, 3, 2, 4))),
+    (9, 9, 3, 3, 5),
+)
+SLOTS["units that keep take no slot, and those that are left take turns"] = (
+    ["Embedding", *["Layer"] * 4, "Head", "NoneType"],
+    [90, None, 6, 7, 8, None, 3],
+    {},
+    {0: 2, 2: 0, 3: 1, 4: 0, 6: 3},
+    (8, 8, 90, 3),
+)
+SLOTS["where all units keep there is no memory"] = (GPT, [None] * 7, {}, {}, (0,))
 
 
 @pytest.mark.parametrize("name", SLOTS)
 def test_slots_of_units(name):
     kinds, sizes, options, slots, nbytes = SLOTS[name]
     slot_of, found = plan_slots(kinds, sizes, **options)
-    assert {unit: slot_of[unit] for unit in slots} == slots and tuple(found) == nbytes
+    assert {unit: slot_of[unit] for unit in slots} == slots
+    assert tuple(found) == nbytes
 
 
-@given(
-    st.lists(st.sampled_from("ABCDE"), max_size=12).flatmap(
-        lambda kinds: st.tuples(
-            st.just([*kinds, "root"]),
-            st.lists(st.integers(0, 99), min_size=len(kinds) + 1, max_size=len(kinds) + 1),
-        )
-    )
-)
-def test_every_unit_fits_and_neighbors_do_not_share(case):
-    kinds, sizes = case
-    slot_of, nbytes = plan_slots(kinds, sizes)
-    assert all(sizes[i] <= nbytes[slot] for i, slot in enumerate(slot_of))
+UNIT = st.tuples(st.sampled_from("ABCDE"), st.integers(0, 99))
+
+
+@given(st.lists(UNIT, max_size=12), st.integers(0, 99))
+def test_every_unit_fits_and_neighbors_do_not_share(units, root):
+    kinds = [kind for kind, _ in units]
+    sizes = [size for _, size in units]
+    sizes.append(root)
+    slot_of, nbytes = plan_slots([*kinds, "root"], sizes)
+    for size, slot in zip(sizes, slot_of, strict=True):
+        assert size <= nbytes[slot]
     assert slot_of[-1] not in slot_of[:-1], "the root is there while any other is"
-    repeated = [i for i, kind in enumerate(kinds[:-1]) if kinds[:-1].count(kind) >= 3]
-    assert all(slot_of[one] != slot_of[other] for one, other in pairwise(repeated))
+    repeated = [at for at, kind in enumerate(kinds) if kinds.count(kind) >= 3]
+    for one, other in pairwise(repeated):
+        assert slot_of[one] != slot_of[other]
     assert sum(nbytes) <= sum(sizes) + max(sizes), "no more than dynamic memory could need"
 
 
@@ -102,7 +123,8 @@ def test_buffers_of_slots_keep_their_memory():
         places = [flat.data_ptr() for flat in buffers]
         rig.step(microbatches=2)
         rig.evaluate()
-        assert [flat.data_ptr() for flat in buffers] == places and all(places)
+        assert [flat.data_ptr() for flat in buffers] == places
+        assert all(places)
         storages = {flat.untyped_storage().data_ptr() for flat in buffers}
         assert len(storages) == 8, "two of layers, one of the ends, the root's; weights and buckets"
 
@@ -112,18 +134,15 @@ def test_kept_gradients_are_not_received_in_memory_of_slots():
     exchange is registered and the other one is not."""
     setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
     plain = PretendCommunicator.all_to_all
-    with (
-        built(setup) as rig,
-        mock.patch.object(
-            PretendCommunicator, "all_to_all", autospec=True, side_effect=plain
-        ) as exchanged,
-    ):
+    watched = mock.patch.object(PretendCommunicator, "all_to_all", autospec=True, side_effect=plain)
+    with built(setup) as rig, watched as exchanged:
         memory = [group.bucket_slot.memory for group in rig.engine.groups]
         slots = {one.data_ptr() for one in memory if one is not None}
         slots.add(rig.engine.reduce.domains[DENSE].received.tensor.data_ptr())
         rig.step(microbatches=2)
         EVENTS["gradients_late"](rig)
-    assert {
-        tuple(one.untyped_storage().data_ptr() in slots for one in call.args[1:])
-        for call in exchanged.call_args_list
-    } == {(True, True), (False, False)}
+    in_slots = set()
+    for call in exchanged.call_args_list:
+        places = [one.untyped_storage().data_ptr() for one in call.args[1:]]
+        in_slots.add(tuple(place in slots for place in places))
+    assert in_slots == {(True, True), (False, False)}

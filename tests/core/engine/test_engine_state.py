@@ -60,23 +60,77 @@ def resharded(rig: Rig) -> nn.Parameter:
     )
 
 
+def _add(p):
+    return p + 1
+
+
+def _matmul(p):
+    return torch.ones(1, 7).to(p.dtype) @ p
+
+
+def _a_function(p):
+    return torch.nn.functional.linear(torch.ones(1, 6).to(p.dtype), p)
+
+
+def _item(p):
+    return p[0, 0].item()
+
+
+def _data(p):
+    return p.data
+
+
+def _detach(p):
+    return p.detach()
+
+
+def _clone(p):
+    return p.clone()
+
+
+def _to(p):
+    return p.to(torch.float64)
+
+
+def _numpy(p):
+    return p.detach().float().numpy()
+
+
+def _in_place(p):
+    return p.zero_()
+
+
+def _iteration(p):
+    return list(p)
+
+
+def _assignment(p):
+    return p.__setitem__(0, 1.0)
+
+
+def _in_a_list(p):
+    return torch.stack([p, p])
+
+
+def _as_a_keyword(p):
+    return torch.nn.functional.linear(input=torch.ones(1, 6, dtype=p.dtype), weight=p)
+
+
 READS = {
-    "add": lambda p: p + 1,
-    "matmul": lambda p: torch.ones(1, 7).to(p.dtype) @ p,
-    "a function": lambda p: torch.nn.functional.linear(torch.ones(1, 6).to(p.dtype), p),
-    "item": lambda p: p[0, 0].item(),
-    "data": lambda p: p.data,
-    "detach": lambda p: p.detach(),
-    "clone": lambda p: p.clone(),
-    "to": lambda p: p.to(torch.float64),
-    "numpy": lambda p: p.detach().float().numpy(),
-    "in place": lambda p: p.zero_(),
-    "iteration": lambda p: list(p),
-    "assignment": lambda p: p.__setitem__(0, 1.0),
-    "in a list": lambda p: torch.stack([p, p]),
-    "as a keyword": lambda p: torch.nn.functional.linear(
-        input=torch.ones(1, 6, dtype=p.dtype), weight=p
-    ),
+    "add": _add,
+    "matmul": _matmul,
+    "a function": _a_function,
+    "item": _item,
+    "data": _data,
+    "detach": _detach,
+    "clone": _clone,
+    "to": _to,
+    "numpy": _numpy,
+    "in place": _in_place,
+    "iteration": _iteration,
+    "assignment": _assignment,
+    "in a list": _in_a_list,
+    "as a keyword": _as_a_keyword,
 }
 
 
@@ -91,14 +145,42 @@ def test_reading_a_resharded_parameter_names_it(two_ranks, strategy, name):
         READS[name](resharded(rig))
 
 
+def _shape(p):
+    return (tuple(p.shape), p.size(0), p.dim(), len(p))
+
+
+def _memory(p):
+    return (p.numel(), p.stride(), p.element_size())
+
+
+def _kind(p):
+    return (p.dtype, p.device.type, p.is_floating_point())
+
+
+def _gradient(p):
+    return (p.requires_grad, p.is_leaf, p.grad)
+
+
+def _identity(p):
+    return {p: 1}[p]
+
+
+def _text(p):
+    return "layers.1.up.weight" in repr(p)
+
+
+def _class(p):
+    return isinstance(p, nn.Parameter) and torch.is_tensor(p)
+
+
 METADATA: dict[str, tuple[Callable[[nn.Parameter], Any], Any]] = {
-    "shape": (lambda p: (tuple(p.shape), p.size(0), p.dim(), len(p)), ((7, 6), 7, 2, 7)),
-    "memory": (lambda p: (p.numel(), p.stride(), p.element_size()), (42, (6, 1), 2)),
-    "kind": (lambda p: (p.dtype, p.device.type, p.is_floating_point()), (BF16, "cpu", True)),
-    "gradient": (lambda p: (p.requires_grad, p.is_leaf, p.grad), (True, True, None)),
-    "identity": (lambda p: {p: 1}[p], 1),
-    "text": (lambda p: "layers.1.up.weight" in repr(p), True),
-    "class": (lambda p: isinstance(p, nn.Parameter) and torch.is_tensor(p), True),
+    "shape": (_shape, ((7, 6), 7, 2, 7)),
+    "memory": (_memory, (42, (6, 1), 2)),
+    "kind": (_kind, (BF16, "cpu", True)),
+    "gradient": (_gradient, (True, True, None)),
+    "identity": (_identity, 1),
+    "text": (_text, True),
+    "class": (_class, True),
 }
 
 
@@ -116,23 +198,27 @@ def test_gathered_parameters_count_writes_and_call_no_python(two_ranks):
     seen = []
     layer.up.register_forward_hook(lambda module, args, out: seen.append(type(module.weight)))
     rig.step()
-    assert seen == [GatheredParameter] and type(resharded(rig)) is ReshardedParameter
+    assert seen == [GatheredParameter]
+    assert type(resharded(rig)) is ReshardedParameter
     assert seen[0].__torch_function__ is torch._C._disabled_torch_function_impl
     unit = next(u for u in rig.engine.units if u.name == "layers.1")
     rig.engine.to_unsharded()
     rig.engine.gather.unshard(unit)
     param = resharded(rig)
-    assert type(param) is GatheredParameter and torch.isfinite(layer.up.weight).all()
+    assert type(param) is GatheredParameter
+    assert torch.isfinite(layer.up.weight).all()
     with torch.no_grad():
         for write in (lambda: param.data.mul_(2), lambda: param.mul_(2), lambda: param[0].zero_()):
             write()
-            assert unit.take_written() == [param._fsdp_label] and unit.take_written() == []
+            assert unit.take_written() == [param._fsdp_label]
+            assert unit.take_written() == []
     with pytest.raises(RuntimeError, match=r"layers.1.up.weight of unit layers.1.data was assig"):
         param.data = torch.ones_like(param)
     param.data = param.data  # what is there
     copied = copy.deepcopy(param)
     copied.data = torch.ones_like(param)
-    assert copied.sum() == param.numel() and param.sum() != param.numel()
+    assert copied.sum() == param.numel()
+    assert param.sum() != param.numel()
 
 
 def test_a_module_called_outside_its_unit_is_refused(two_ranks):
@@ -190,8 +276,10 @@ def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(two_ranks):
     frozen = [pair for pair in rig.engine.pairs if not pair.unsharded.requires_grad]
     assert {pair.managed.fqns[0].split(".")[1] for pair in frozen} == {"1", "2"}
     for pair in frozen:
-        assert pair.grad is None and pair.sharded.grad is None
-        assert not pair.sharded.requires_grad and not hasattr(pair.group, "bucket")
+        assert pair.grad is None
+        assert pair.sharded.grad is None
+        assert not pair.sharded.requires_grad
+        assert not hasattr(pair.group, "bucket")
 
 
 # What is shown.
@@ -298,4 +386,5 @@ def test_looking_for_gradients_that_are_not_finite_reads_each_buffer_once(two_ra
             rig.forward_backward(2)
         found.append(sum(len(call.args[0]) for call in norms.call_args_list))
     segments = sum(len(group.bucket.segments(group.full)) for group in rig.engine.groups)
-    assert found[:2] == [0, 2 * segments] and found[2] > found[1]
+    assert found[:2] == [0, 2 * segments]
+    assert found[2] > found[1]

@@ -71,7 +71,8 @@ def test_a_rank_without_a_backward_reduces_in_the_order_of_the_others(strategy, 
             rig.finish()
         lines = schedule(rig.runtime)
         found.append([line for line in lines if line.startswith(("reduce all_r", "reduce reduce"))])
-    assert found[0] == found[1] and len(found[0]) >= 14
+    assert found[0] == found[1]
+    assert len(found[0]) >= 14
 
 
 def test_evaluations_before_and_after_a_forward_delay_no_reduction():

@@ -86,7 +86,9 @@ def test_casts_compile_to_arithmetic_that_rounds_once(capability: int) -> None:
     known = {"lines": "*i64", "work": "*i32"}
     made = compiled(triton_e4m3._groups, known, fixed, capability, num_warps=4)
     ptx = made.asm["ptx"]
-    assert made.asm["cubin"] and ".ftz" not in ptx and "fma." not in ptx
+    assert made.asm["cubin"]
+    assert ".ftz" not in ptx
+    assert "fma." not in ptx
     assert "ld.global.v4.b32" in ptx, "main weights are not loaded in vectors"
 
 
@@ -112,5 +114,6 @@ def test_symmetric_products_compile_to_tensor_cores(tall: bool, capability: int)
     )
     ptx = made.asm["ptx"]
     assert "wgmma" in ptx or "tcgen05.mma" in ptx
-    assert "cp.async" in ptx and "st.global.v4.b32" in ptx, "tiles are not moved in vectors"
+    assert "cp.async" in ptx, "tiles are not moved in vectors"
+    assert "st.global.v4.b32" in ptx, "tiles are not moved in vectors"
     assert 2 * made.metadata.shared <= 227 * 1024, "two tiles do not fit beside each other"

@@ -58,9 +58,11 @@ def test_items_are_disjoint_and_inside_their_segment(layout: GroupLayout) -> Non
         assert (owner[extent.start : extent.stop] == -1).all()
         owner[extent.start : extent.stop] = index
     gaps = layout.gaps()
-    padding = np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps] or [[]])
-    assert padding.tolist() == np.flatnonzero(owner == -1).tolist()
-    assert all(a.numel > 0 and a.stop < b.start for a, b in itertools.pairwise(gaps))
+    padding = [at for gap in gaps for at in range(gap.start, gap.stop)]
+    assert padding == np.flatnonzero(owner == -1).tolist()
+    for gap, following in itertools.pairwise(gaps):
+        assert gap.numel > 0
+        assert gap.stop < following.start
 
 
 @given(layouts())
@@ -69,21 +71,27 @@ def test_ranks_hold_whole_granules_and_together_every_item(layout: GroupLayout) 
     rng = np.random.default_rng()
     items = [rng.integers(0, 1 << 40, spec.numel) for spec in layout.specs]
     shards = scatter(layout, items)
-    assert all((shard != -2).all() for shard in shards)
+    for shard in shards:
+        assert (shard != -2).all()
     for index, (spec, item) in enumerate(zip(layout.specs, items, strict=True)):
         gathered = np.full(item.shape, -3)
         count = 0
+        row = spec.layout_shape[1:] if spec.whole_rows else ()
+        holders = layout.holders(index)
         for rank, shard in enumerate(shards):
             piece = layout.shard_range(index, rank)
             where = in_shard(layout, index, rank)
             shape = layout.local_shape(index, rank)
-            assert piece.start % spec.granularity == piece.stop % spec.granularity == 0
-            assert where.numel == piece.numel == math.prod(shape)
-            assert (rank in layout.holders(index)) == (piece.numel > 0)
-            assert shape[1:] == (spec.layout_shape[1:] if spec.whole_rows else ())
+            assert piece.start % spec.granularity == 0
+            assert piece.stop % spec.granularity == 0
+            assert where.numel == piece.numel
+            assert piece.numel == math.prod(shape)
+            assert (rank in holders) == (piece.numel > 0)
+            assert shape[1:] == row
             gathered[piece.start : piece.stop] = shard[where.start : where.stop]
             count += piece.numel
-        assert (gathered == item).all() and count == spec.numel
+        assert (gathered == item).all()
+        assert count == spec.numel
 
 
 @given(layouts())
@@ -91,17 +99,21 @@ def test_shards_are_equal_and_aligned(layout: GroupLayout) -> None:
     end = 0
     shard_end = 0
     for number, segment in enumerate(layout.segments):
-        assert (segment.offset, segment.shard_offset) == (end, shard_end)
+        assert segment.offset == end
+        assert segment.shard_offset == shard_end
         assert segment.shard_numel * layout.num_shards == segment.numel
         end = end + segment.numel
         shard_end = shard_end + segment.shard_numel
         for rank in range(layout.num_shards):
             full, shard = layout.segment_shards(rank)[number]
-            assert full.numel == shard.numel == segment.shard_numel
+            assert full.numel == segment.shard_numel
+            assert shard.numel == segment.shard_numel
             assert full.start == segment.offset + rank * segment.shard_numel
             assert shard.start == segment.shard_offset
-            assert full.start % layout.align == shard.start % layout.align == 0
-    assert (layout.total_numel, layout.shard_numel) == (end, shard_end)
+            assert full.start % layout.align == 0
+            assert shard.start % layout.align == 0
+    assert layout.total_numel == end
+    assert layout.shard_numel == shard_end
     for index in range(len(layout.specs)):
         assert layout.item_range(index).start % layout.align == 0
         for rank in range(layout.num_shards):
@@ -114,7 +126,8 @@ def test_equal_input_gives_an_equal_layout(specs: list, num_shards: int, align: 
     renamed = [replace(spec, fqns=(f"other.{spec.index}",)) for spec in specs]
     again = plan_group(renamed, num_shards, align=align)
     assert layout == plan_group(list(specs), num_shards, align=align)
-    assert layout.placements == again.placements and layout.segments == again.segments
+    assert layout.placements == again.placements
+    assert layout.segments == again.segments
 
 
 @given(any_specs(), SHARDS, ALIGNMENTS, st.integers(1, 4))
@@ -147,24 +160,28 @@ def test_fewest_segments_within_the_bound(specs: list, num_shards: int, max_segm
         return
     least: dict[int, int] = {}
     for blocks in set_partitions(granularities):
-        total = sum(
-            lcm_total([s for s in specs if s.granularity in block], num_shards, 16)
-            for block in blocks
-        )
-        least[len(blocks)] = min(total, least.get(len(blocks), total))
-    reachable = [least[k] for k in range(1, min(max_segments, len(granularities)) + 1)]
+        total = 0
+        for block in blocks:
+            inside = [spec for spec in specs if spec.granularity in block]
+            total += lcm_total(inside, num_shards, 16)
+        number = len(blocks)
+        least[number] = min(total, least.get(number, total))
+    most = min(max_segments, len(granularities))
+    reachable = [least[number] for number in range(1, most + 1)]
     allowed = 1.01 * layout.item_numel
-    if layout.total_numel <= allowed:
-        assert all(total > allowed for total in reachable[: len(layout.segments) - 1])
-    else:
+    if layout.total_numel > allowed:
         assert layout.total_numel <= min(reachable)
+        return
+    for total in reachable[: len(layout.segments) - 1]:
+        assert total > allowed
 
 
 @given(any_specs(), ALIGNMENTS)
 def test_one_shard_is_padded_for_alignment_only(specs: list, align: int) -> None:
     layout = plan_group(specs, 1, align=align)
     assert len(layout.segments) == 1
-    assert layout.total_numel == sum(math.ceil(spec.numel / align) * align for spec in specs)
+    aligned = [math.ceil(spec.numel / align) * align for spec in specs]
+    assert layout.total_numel == sum(aligned)
 
 
 DOCUMENTED = (Path(__file__).parents[3] / "docs" / "layout.md").read_text().splitlines()
@@ -176,20 +193,21 @@ def test_padding_of_published_models(name: str, num_shards: int) -> None:
     """It is what docs/layout.md says."""
     specs = specs_of(PUBLISHED[name])
     layout = plan_group(specs, num_shards)
-    totals = lcm_total(specs, num_shards, layout.align), layout.total_numel
-    lcm, ours = (f"{total / layout.item_numel - 1:.2%}" for total in totals)
-    [row] = [line for line in DOCUMENTED if line.startswith(f"| {name} | {num_shards} |")]
+    packed = lcm_total(specs, num_shards, layout.align)
+    lcm = f"{packed / layout.item_numel - 1:.2%}"
+    ours = f"{layout.total_numel / layout.item_numel - 1:.2%}"
+    begin = f"| {name} | {num_shards} |"
+    [row] = [line for line in DOCUMENTED if line.startswith(begin)]
     assert re.search(rf"\| {lcm} \|.*\| {ours} \| {len(layout.segments)} \|$", row)
 
 
+LLAMA = [specs_of(LLAMA3_405B_LAYER) for _ in range(126)]
+for shape in ((128256, 16384), (16384,), (128256, 16384)):
+    LLAMA.append(specs_of([shape]))
+VARIED = specs_of([(64 + k, 16 * (k + 1)) for k in range(60)])
 FAST: dict[str, tuple[list[list[ParamSpec]], int, float]] = {
-    "Llama 3 405B": (
-        [specs_of(LLAMA3_405B_LAYER) for _ in range(126)]
-        + [specs_of([shape]) for shape in ((128256, 16384), (16384,), (128256, 16384))],
-        16384,
-        2.0,
-    ),
-    "60 granularities": ([specs_of([(64 + k, 16 * (k + 1)) for k in range(60)])], 64, 5.0),
+    "Llama 3 405B": (LLAMA, 16384, 2.0),
+    "60 granularities": ([VARIED], 64, 5.0),
 }
 """Groups, shards, and seconds in which they are planned."""
 
@@ -204,25 +222,35 @@ def test_large_models_are_planned_fast(name: str) -> None:
         assert layout.total_numel <= lcm_total(specs, num_shards, layout.align)
 
 
-WHOLE = [(40, 80), (96, 100), (70, 100), (50, 64), (33,)]
-EXAMPLES: dict[str, tuple[list[ParamSpec], int, int, list[list[int]]]] = {
-    "a group smaller than the aligned shards": (
-        specs_of([(4096,)]), 512, 16, [[16] * 256 + [0] * 256],
-    ),
-    "whole tensors share shards as long as the largest": (
-        specs_of(WHOLE, [*map(math.prod, WHOLE[:-1]), 1]), 3, 9600,
-        [[0, 0, 3200], [0, 9600, 0], [7000, 0, 0], [0, 0, 3200]],
-    ),
-    "blocks of rows stay together": (specs_of([(24, 10)], [8 * 10]), 4, 80, [[80, 80, 80, 0]]),
-}  # fmt: skip
+EXAMPLES: dict[str, tuple[list[ParamSpec], int, int, list[list[int]]]] = {}
 """Specs, shards, elements of a shard, and how many elements of each item the ranks hold."""
+EXAMPLES["a group smaller than the aligned shards"] = (
+    specs_of([(4096,)]),
+    512,
+    16,
+    [[16] * 256 + [0] * 256],
+)
+WHOLE = [(40, 80), (96, 100), (70, 100), (50, 64), (33,)]
+EXAMPLES["whole tensors share shards as long as the largest"] = (
+    specs_of(WHOLE, [3200, 9600, 7000, 3200, 1]),
+    3,
+    9600,
+    [[0, 0, 3200], [0, 9600, 0], [7000, 0, 0], [0, 0, 3200]],
+)
+EXAMPLES["blocks of rows stay together"] = (
+    specs_of([(24, 10)], [8 * 10]),
+    4,
+    80,
+    [[80, 80, 80, 0]],
+)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_ranks_hold_of_an_example(name: str) -> None:
     specs, num_shards, shard_numel, held = EXAMPLES[name]
     layout = plan_group(specs, num_shards, max_segments=1)
-    assert layout.shard_numel == shard_numel and len(layout.segments) == 1
+    assert layout.shard_numel == shard_numel
+    assert len(layout.segments) == 1
     for index, expected in enumerate(held):
         numels = [layout.shard_range(index, rank).numel for rank in range(num_shards)]
         assert numels == expected
@@ -249,67 +277,64 @@ def hand_made(**changes) -> GroupLayout:
     return GroupLayout(**(values | changes))
 
 
-WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    *(
-        (spec, changes, r"w|parameter")
-        for changes in (
-            {"fqns": ()},
-            {"index": -1},
-            {"shape": (0, 8)},
-            {"granularity": 5},
-            {"granularity": 0},
-        )
-    ),
-    (plan, {"num_shards": 0}, "num_shards=0"),
-    (plan, {"align": 0}, "align=0"),
-    (plan, {"max_segments": 0}, "max_segments=0"),
-    (plan, {"padding_bound": -0.1}, "padding_bound=-0.1"),
-    (plan, {"specs": []}, "specs is empty"),
-    (plan, {"specs": [spec(index=3)]}, "index 3"),
-    (plan, {"specs": [spec(), spec(index=1, dtype=torch.bfloat16)]}, "one dtype"),
-    (plan, {"specs": [spec(), spec(index=1, requires_grad=False)]}, "one requires_grad"),
-    (hand_made, {"placements": (Placement(0, 0),)}, "2 specs and 1 placements"),
-    (hand_made, {"placements": (Placement(0, 0), Placement(0, 24))}, "overlap"),
-    (hand_made, {"placements": (Placement(0, 0), Placement(0, 40))}, "not inside"),
-    (hand_made, {"placements": (Placement(0, 0), Placement(0, 33)), "align": 1}, "not inside"),
-    (hand_made, {"placements": (Placement(0, 0), Placement(1, 32))}, "segment 1 does not exist"),
-    (hand_made, {"segments": (Segment(8, 64, 8, 2),)}, "must start at 0"),
-    (hand_made, {"segments": (Segment(0, 64, 8, 4),)}, "with 2 shards"),
-    (hand_made, {"align": 64}, "shards of .* are not aligned to 64"),
-    (hand_made, {"specs": (spec(), spec(index=5))}, "index 5, but position 1"),
-    (
-        hand_made,
-        {
-            "specs": (spec((6, 8), granularity=24), spec((2, 8), index=1)),
-            "placements": (Placement(0, 16), Placement(0, 0)),
-        },
-        "cuts a granule",
-    ),
-    *(
-        (
-            lambda number: plan(num_shards=4).with_shards(number),
-            {"number": number},
-            f"4 shards do not make {number} larger ones",
-        )
-        for number in (0, -1, 3, 5, 8)
-    ),
-    *((FlatRange, {"start": start, "stop": 2}, "not a range") for start in (3, -1)),
-    *(
-        (split_evenly, {"whole": FlatRange(0, numel), "num_parts": parts, "part": part}, "parts")
-        for numel, parts, part in ((7, 2, 0), (8, 2, 2), (8, 0, 0))
-    ),
-    (nested_shard_rank, {"inner_rank": 0, "outer_rank": 2, "outer_size": 2}, "of 2 do not exist"),
-    (flat_range_to_boxes, {"part": FlatRange(0, 7), "shape": (2, 3)}, ""),
-    *(
-        (
-            Segment,
-            dict(zip(("offset", "numel", "granularity", "num_shards"), bad, strict=True)),
-            ".",
-        )
-        for bad in ((0, 64, 24, 2), (0, 64, 8, 0), (1, 64, 8, 2), (0, 0, 1, 1))
-    ),
-]
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = []
 """What is made, by which arguments that are unlike good ones, and what the error says."""
+
+
+def wrong(make: Callable[..., Any], named: str, **changes: Any) -> None:
+    WRONG.append((make, changes, named))
+
+
+wrong(spec, "w|parameter", fqns=())
+wrong(spec, "w|parameter", index=-1)
+wrong(spec, "w|parameter", shape=(0, 8))
+wrong(spec, "w|parameter", granularity=5)
+wrong(spec, "w|parameter", granularity=0)
+
+wrong(plan, "num_shards=0", num_shards=0)
+wrong(plan, "align=0", align=0)
+wrong(plan, "max_segments=0", max_segments=0)
+wrong(plan, "padding_bound=-0.1", padding_bound=-0.1)
+wrong(plan, "specs is empty", specs=[])
+wrong(plan, "index 3", specs=[spec(index=3)])
+wrong(plan, "one dtype", specs=[spec(), spec(index=1, dtype=torch.bfloat16)])
+wrong(plan, "one requires_grad", specs=[spec(), spec(index=1, requires_grad=False)])
+
+wrong(hand_made, "2 specs and 1 placements", placements=(Placement(0, 0),))
+wrong(hand_made, "overlap", placements=(Placement(0, 0), Placement(0, 24)))
+wrong(hand_made, "not inside", placements=(Placement(0, 0), Placement(0, 40)))
+wrong(hand_made, "not inside", placements=(Placement(0, 0), Placement(0, 33)), align=1)
+wrong(hand_made, "segment 1 does not exist", placements=(Placement(0, 0), Placement(1, 32)))
+wrong(hand_made, "must start at 0", segments=(Segment(8, 64, 8, 2),))
+wrong(hand_made, "with 2 shards", segments=(Segment(0, 64, 8, 4),))
+wrong(hand_made, "shards of .* are not aligned to 64", align=64)
+wrong(hand_made, "index 5, but position 1", specs=(spec(), spec(index=5)))
+wrong(
+    hand_made,
+    "cuts a granule",
+    specs=(spec((6, 8), granularity=24), spec((2, 8), index=1)),
+    placements=(Placement(0, 16), Placement(0, 0)),
+)
+
+
+def four_joined_to(number: int) -> GroupLayout:
+    return plan(num_shards=4).with_shards(number)
+
+
+for number in (0, -1, 3, 5, 8):
+    wrong(four_joined_to, f"4 shards do not make {number} larger ones", number=number)
+
+wrong(FlatRange, "not a range", start=3, stop=2)
+wrong(FlatRange, "not a range", start=-1, stop=2)
+wrong(split_evenly, "parts", whole=FlatRange(0, 7), num_parts=2, part=0)
+wrong(split_evenly, "parts", whole=FlatRange(0, 8), num_parts=2, part=2)
+wrong(split_evenly, "parts", whole=FlatRange(0, 8), num_parts=0, part=0)
+wrong(nested_shard_rank, "of 2 do not exist", inner_rank=0, outer_rank=2, outer_size=2)
+wrong(flat_range_to_boxes, "", part=FlatRange(0, 7), shape=(2, 3))
+wrong(Segment, ".", offset=0, numel=64, granularity=24, num_shards=2)
+wrong(Segment, ".", offset=0, numel=64, granularity=8, num_shards=0)
+wrong(Segment, ".", offset=1, numel=64, granularity=8, num_shards=2)
+wrong(Segment, ".", offset=0, numel=0, granularity=1, num_shards=1)
 
 
 @pytest.mark.parametrize(("make", "changes", "named"), WRONG)

@@ -46,7 +46,8 @@ def test_a_larger_shard_holds_what_its_parts_hold(layout: GroupLayout) -> None:
     for number in divisors(layout.num_shards):
         coarse = layout.with_shards(number)
         parts = layout.num_shards // number
-        assert (coarse.specs, coarse.placements) == (layout.specs, layout.placements)
+        assert coarse.specs == layout.specs
+        assert coarse.placements == layout.placements
         assert coarse.shard_numel == parts * layout.shard_numel
         for rank in range(number):
             for index in range(len(layout.specs)):
@@ -59,5 +60,6 @@ def test_a_larger_shard_holds_what_its_parts_hold(layout: GroupLayout) -> None:
                 if not pieces:
                     assert joined == EMPTY
                     continue
-                assert (joined.start, joined.stop) == (pieces[0].start, pieces[-1].stop)
+                assert joined.start == pieces[0].start
+                assert joined.stop == pieces[-1].stop
                 assert all(a.stop == b.start for a, b in pairwise(pieces))

@@ -18,7 +18,9 @@ CHECKS = ("core/runtime/device.py",)
 @pytest.mark.parametrize("nbytes", [0, 1, mmap.PAGESIZE + 3, PART + 5])
 def test_it_is_zero_and_may_be_written(nbytes: int) -> None:
     memory = host_pages(nbytes)
-    assert memory.dtype == torch.uint8 and memory.shape == (nbytes,) and not memory.any()
+    assert memory.dtype == torch.uint8
+    assert memory.shape == (nbytes,)
+    assert not memory.any()
     memory.fill_(7)
     assert int(memory.sum(dtype=torch.int64)) == 7 * nbytes
 
@@ -28,7 +30,8 @@ def test_a_view_keeps_it() -> None:
     words.fill_(5)
     gc.collect()
     others = [host_pages(4096) for _ in range(8)]
-    assert (words == 5).all() and not any(other.any() for other in others)
+    assert (words == 5).all()
+    assert not any(other.any() for other in others)
 
 
 def resident_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -40,15 +41,20 @@ class Diary:
     """Tasks and works write down when they start and when they are waited for."""
 
     def __init__(self) -> None:
-        self.runtime, self.lines = HostRuntime(), list[str]()
-        self.synchronize, self.abandon = self.runtime.synchronize, self.runtime.abandon
+        self.runtime = HostRuntime()
+        self.synchronize = self.runtime.synchronize
+        self.abandon = self.runtime.abandon
+        self.lines: list[str] = []
         self.events: dict[str, Any] = {}
 
     def submit(self, role: str, name: str, works: int = 0) -> None:
         def task() -> list[Any]:
             self.lines.append(f"start {name}")
-            names = [f"{name}{i}" if works > 1 else name for i in range(works)]
-            return [SimpleNamespace(wait=partial(self.lines.append, f"wait {n}")) for n in names]
+            found = []
+            for number in range(works):
+                work = f"{name}{number}" if works > 1 else name
+                found.append(SimpleNamespace(wait=partial(self.lines.append, f"wait {work}")))
+            return found
 
         self.runtime.submit(role, task)
 
@@ -59,70 +65,133 @@ class Diary:
         self.runtime.wait(role, self.events[event])
 
 
-QUEUES: dict[str, tuple[list[tuple[str, ...] | tuple[Any, ...]], str]] = {
-    "work starts at once and is not waited for": ([("submit", GATHER, "a", 1)], "start a"),
-    "what comes behind running work is deferred": (
-        [("submit", GATHER, "a", 2), ("submit", GATHER, "b"), ("submit", GATHER, "c", 1)],
-        "start a",
-    ),
-    "what is deferred comes in order": (
-        [("submit", GATHER, "a", 2), ("submit", GATHER, "b"), ("submit", GATHER, "c", 1),
-         ("record", GATHER), ("wait", COMPUTE)],
-        "start a, wait a0, wait a1, start b, start c, wait c",
-    ),
-    "tasks without work run inline": (
-        [("submit", GATHER, "a"), ("submit", GATHER, "b")], "start a, start b",
-    ),
-    "an event is waited for and not more": (
-        [("submit", GATHER, "a", 1), ("record", GATHER), ("submit", GATHER, "b", 1),
-         ("wait", COMPUTE), ("wait", COMPUTE)],
-        "start a, wait a",
-    ),
-    "a later event is waited for as well": (
-        [("submit", GATHER, "a", 1), ("record", GATHER, "first"), ("submit", GATHER, "b", 1),
-         ("record", GATHER), ("wait", COMPUTE, "first"), ("wait", COMPUTE)],
-        "start a, wait a, start b, wait b",
-    ),
-    "an event of an idle role has happened": (
-        [("record", REDUCE), ("wait", COMPUTE), ("submit", REDUCE, "a"), ("record", REDUCE),
-         ("submit", REDUCE, "b", 1), ("wait", COMPUTE)],
-        "start a, start b",
-    ),
-    "roles do not wait for each other unasked": (
-        [("submit", GATHER, "g", 1), ("submit", REDUCE, "r", 1), ("record", REDUCE),
-         ("wait", COMPUTE)],
-        "start g, start r, wait r",
-    ),
-    "a background role waits for another": (
-        [("submit", GATHER, "g", 1), ("record", GATHER), ("wait", REDUCE),
-         ("submit", REDUCE, "r")],
-        "start g, wait g, start r",
-    ),
-    "a role is in its own order already": (
-        [("submit", GATHER, "a", 1), ("record", GATHER), ("wait", GATHER)], "start a",
-    ),
-    "waiting for compute is free": (
-        [("submit", GATHER, "a", 1), ("record", COMPUTE), ("wait", GATHER)], "start a",
-    ),
-    "synchronize empties every queue": (
-        [("submit", GATHER, "a", 1), ("submit", GATHER, "b", 1), ("submit", REDUCE, "c", 1),
-         ("synchronize",), ("submit", GATHER, "d")],
-        "start a, start c, wait a, start b, wait b, wait c, start d",
-    ),
-    "abandoned tasks never start and the queue goes on": (
-        [("submit", GATHER, "a", 1), ("submit", GATHER, "b"), ("record", GATHER), ("abandon",),
-         ("wait", COMPUTE), ("submit", GATHER, "c")],
-        "start a, start c",
-    ),
-}  # fmt: skip
+Steps = Callable[[Diary], None]
+QUEUES: dict[str, tuple[Steps, str]] = {}
+"""What is done, and what the diary says of it."""
+
+
+def queue(name: str, expected: str) -> Callable[[Steps], Steps]:
+    """Decorator: a row of `QUEUES`."""
+
+    def add(steps: Steps) -> Steps:
+        QUEUES[name] = (steps, expected)
+        return steps
+
+    return add
+
+
+@queue("work starts at once and is not waited for", "start a")
+def _runs_at_once(diary):
+    diary.submit(GATHER, "a", 1)
+
+
+@queue("what comes behind running work is deferred", "start a")
+def _waits_behind(diary):
+    diary.submit(GATHER, "a", 2)
+    diary.submit(GATHER, "b")
+    diary.submit(GATHER, "c", 1)
+
+
+@queue("what is deferred comes in order", "start a, wait a0, wait a1, start b, start c, wait c")
+def _in_order(diary):
+    diary.submit(GATHER, "a", 2)
+    diary.submit(GATHER, "b")
+    diary.submit(GATHER, "c", 1)
+    diary.record(GATHER)
+    diary.wait(COMPUTE)
+
+
+@queue("tasks without work run inline", "start a, start b")
+def _inline(diary):
+    diary.submit(GATHER, "a")
+    diary.submit(GATHER, "b")
+
+
+@queue("an event is waited for and not more", "start a, wait a")
+def _one_event(diary):
+    diary.submit(GATHER, "a", 1)
+    diary.record(GATHER)
+    diary.submit(GATHER, "b", 1)
+    diary.wait(COMPUTE)
+    diary.wait(COMPUTE)
+
+
+@queue("a later event is waited for as well", "start a, wait a, start b, wait b")
+def _two_events(diary):
+    diary.submit(GATHER, "a", 1)
+    diary.record(GATHER, "first")
+    diary.submit(GATHER, "b", 1)
+    diary.record(GATHER)
+    diary.wait(COMPUTE, "first")
+    diary.wait(COMPUTE)
+
+
+@queue("an event of an idle role has happened", "start a, start b")
+def _idle_role(diary):
+    diary.record(REDUCE)
+    diary.wait(COMPUTE)
+    diary.submit(REDUCE, "a")
+    diary.record(REDUCE)
+    diary.submit(REDUCE, "b", 1)
+    diary.wait(COMPUTE)
+
+
+@queue("roles do not wait for each other unasked", "start g, start r, wait r")
+def _two_roles(diary):
+    diary.submit(GATHER, "g", 1)
+    diary.submit(REDUCE, "r", 1)
+    diary.record(REDUCE)
+    diary.wait(COMPUTE)
+
+
+@queue("a background role waits for another", "start g, wait g, start r")
+def _role_after_role(diary):
+    diary.submit(GATHER, "g", 1)
+    diary.record(GATHER)
+    diary.wait(REDUCE)
+    diary.submit(REDUCE, "r")
+
+
+@queue("a role is in its own order already", "start a")
+def _own_order(diary):
+    diary.submit(GATHER, "a", 1)
+    diary.record(GATHER)
+    diary.wait(GATHER)
+
+
+@queue("waiting for compute is free", "start a")
+def _compute_event(diary):
+    diary.submit(GATHER, "a", 1)
+    diary.record(COMPUTE)
+    diary.wait(GATHER)
+
+
+@queue(
+    "synchronize empties every queue", "start a, start c, wait a, start b, wait b, wait c, start d"
+)
+def _synchronized(diary):
+    diary.submit(GATHER, "a", 1)
+    diary.submit(GATHER, "b", 1)
+    diary.submit(REDUCE, "c", 1)
+    diary.synchronize()
+    diary.submit(GATHER, "d")
+
+
+@queue("abandoned tasks never start and the queue goes on", "start a, start c")
+def _abandoned(diary):
+    diary.submit(GATHER, "a", 1)
+    diary.submit(GATHER, "b")
+    diary.record(GATHER)
+    diary.abandon()
+    diary.wait(COMPUTE)
+    diary.submit(GATHER, "c")
 
 
 @pytest.mark.parametrize("name", QUEUES)
 def test_queues(name):
     steps, expected = QUEUES[name]
     diary = Diary()
-    for method, *arguments in steps:
-        getattr(diary, method)(*arguments)
+    steps(diary)
     assert ", ".join(diary.lines) == expected
 
 
@@ -146,7 +215,9 @@ def test_a_wait_that_is_interrupted_starts_nothing_twice():
         diary.wait(COMPUTE)
     assert diary.lines == []
     diary.wait(COMPUTE)
-    assert (diary.lines, task.call_count, late.call_count) == (["start b"], 1, 2)
+    assert diary.lines == ["start b"]
+    assert task.call_count == 1
+    assert late.call_count == 2
 
 
 # Backends.
@@ -170,9 +241,12 @@ def test_the_device_s_backend_tells_whether_streams_order_collectives(
 ):
     """Others are refused."""
     monkeypatch.setattr(comm.dist, "get_backend_config", lambda group: backend)
-    refused = pytest.raises(ValueError, match=rf"'{backend}' has no known .* '{device}'. Use")
-    with contextlib.nullcontext() if expected else refused:
-        found = is_stream_ordered(None, torch.device(device))  # type: ignore[arg-type]
+    asked = torch.device(device)
+    if expected is None:
+        with pytest.raises(ValueError, match=rf"'{backend}' has no known .* '{device}'. Use"):
+            is_stream_ordered(None, asked)  # type: ignore[arg-type]
+    else:
+        found = is_stream_ordered(None, asked)  # type: ignore[arg-type]
         assert found is STREAM_ORDERED[expected]
 
 
@@ -182,9 +256,10 @@ def test_a_group_of_one_launches_nothing(monkeypatch):
         one = Communicator(dist.group.WORLD, torch.device("cpu"))
     source = torch.arange(3.0)
     target = torch.zeros(2, 3)
-    for collective, output in zip((one.all_gather, one.reduce_scatter), target, strict=True):
-        assert collective([(output, source)]) == []
-    assert one.all_reduce([source]) == [] and one.all_gather([(source, source)]) == []
+    assert one.all_gather([(target[0], source)]) == []
+    assert one.reduce_scatter([(target[1], source)]) == []
+    assert one.all_reduce([source]) == []
+    assert one.all_gather([(source, source)]) == []
     one.broadcast(source)
     assert torch.equal(target, source.expand(2, 3))
 
@@ -205,21 +280,29 @@ def test_gloo_gives_works_and_nccl_coalesces_in_the_order_of_the_stream(
     monkeypatch, backend, method, launched, returned
 ):
     told = mock.MagicMock()
-    monkeypatch.setattr(comm, "is_stream_ordered", lambda *_: STREAM_ORDERED[backend])
-    for owner, name in ((comm, "_all_gather"), (comm, "_reduce_scatter"), (dist, "all_reduce")):
-        monkeypatch.setattr(owner, name, getattr(told, name))
+
+    def ordered(*_):
+        return STREAM_ORDERED[backend]
+
+    monkeypatch.setattr(comm, "is_stream_ordered", ordered)
+    monkeypatch.setattr(comm, "_all_gather", told._all_gather)
+    monkeypatch.setattr(comm, "_reduce_scatter", told._reduce_scatter)
+    monkeypatch.setattr(dist, "all_reduce", told.all_reduce)
     monkeypatch.setattr(comm, "_coalescing_manager", told.coalesced)
     with pretended_world(2):
         two = Communicator(dist.group.WORLD, torch.device("cpu"))
+        launch = getattr(two, method)
         if method == "all_reduce":
             one = torch.zeros(4)
         else:
             one = (torch.zeros(4), torch.zeros(4))
-        assert len(getattr(two, method)([one, one])) == returned
+        works = launch([one, one])
+        assert len(works) == returned
         assert [name for name, _, _ in told.mock_calls] == launched
-        getattr(two, method)([one])
+        launch([one])
     assert told.mock_calls[-1][0] == launched[-2], "alone it is not coalesced"
-    asked = {given["async_op"] for _, _, given in told.mock_calls if "async_op" in given}
+    options = [given for _, _, given in told.mock_calls]
+    asked = {given["async_op"] for given in options if "async_op" in given}
     assert asked == {backend == "gloo"}
 
 

@@ -17,25 +17,57 @@ def main_of(weight: Any) -> Any:
     return weight.main_grad
 
 
-HABITS: dict[str, Callable[[Any], tuple[Any, bool] | None]] = {
-    "asks in backward": lambda weight: None,
-    "asks what it saved": lambda weight: None,
-    "asks in forward": lambda weight: (
+def _asks_in_backward(weight):
+    return None
+
+
+def _asks_what_it_saved(weight):
+    return None
+
+
+def _asks_in_forward(weight):
+    return (
         (weight.get_main_grad, getattr(weight, "overwrite_main_grad", False))
         if hasattr(weight, "get_main_grad")
         else None
-    ),
-    "asks for the flag in forward": lambda weight: (
+    )
+
+
+def _asks_for_the_flag_in_forward(weight):
+    return (
         functools.partial(main_of, weight),
         getattr(weight, "overwrite_main_grad", False),
-    ),
-    "asks the quantized weight": lambda weight: (functools.partial(main_of, weight), False),
-    "adds": lambda weight: (functools.partial(main_of, weight), False),
-    "always overwrites": lambda weight: (
+    )
+
+
+def _asks_the_quantized_weight(weight):
+    return (functools.partial(main_of, weight), False)
+
+
+def _adds(weight):
+    return (functools.partial(main_of, weight), False)
+
+
+def _always_overwrites(weight):
+    return (
         getattr(weight, "get_main_grad", lambda: weight.main_grad),
         True,
-    ),
-    "writes nothing": lambda weight: None,
+    )
+
+
+def _writes_nothing(weight):
+    return None
+
+
+HABITS: dict[str, Callable[[Any], tuple[Any, bool] | None]] = {
+    "asks in backward": _asks_in_backward,
+    "asks what it saved": _asks_what_it_saved,
+    "asks in forward": _asks_in_forward,
+    "asks for the flag in forward": _asks_for_the_flag_in_forward,
+    "asks the quantized weight": _asks_the_quantized_weight,
+    "adds": _adds,
+    "always overwrites": _always_overwrites,
+    "writes nothing": _writes_nothing,
 }
 """What a module takes from a weight in forward, for its backward: the function that gives the main
 gradient, and whether it overwrites that."""

@@ -63,7 +63,8 @@ class PretendCommunicator(Communicator):
         """What c10d of torch 2.13 demands of the flat collectives, and NCCL of its memory."""
         count = self.size if parts is None else parts
         assert whole.numel() == part.numel() * count, (whole.shape, part.shape, count)
-        assert whole.is_contiguous() and part.is_contiguous()
+        assert whole.is_contiguous()
+        assert part.is_contiguous()
         assert whole.dtype == part.dtype, (whole.dtype, part.dtype)
 
     def _all_gather(self, output: torch.Tensor, own: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ Each question is one test over all rows: of order in `test_engine_orders.py`, of
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,25 +31,23 @@ BY_TENSOR_AND_BLOCK = ("current", "mxfp8")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, its engine and its loop, and what happens to it.
+    """A model, its engine and its loop, and what happens to it."""
 
-    options: of `Setup`, beside the strategy.
-    events: names of `EVENTS`, each on a model of its own.
-    strategies: that it is asked under.
-    like: options that change no bit of the weights.
-    apart: events that sum gradients in another order than autograd, as the nested backwards of a
-        reentrant recomputation add to `.grad` one by one; None if autograd alone, on one rank in
-        float32, is no comparison at all.
-    weights: how many units more than three may have gathered weights at once.
-    rare: asked with --full only.
-    """
-
+    # Of `Setup`, beside the strategy.
     options: dict[str, Any] = field(default_factory=dict)
+    # Names of `EVENTS`, each on a model of its own.
     events: tuple[str, ...] = MIXED
+    # That it is asked under.
     strategies: tuple[str, ...] = tuple(STRATEGIES)
+    # Options that change no bit of the weights.
     like: dict[str, Any] = field(default_factory=dict)
+    # Events that sum gradients in another order than autograd, as the nested backwards of a
+    # reentrant recomputation add to `.grad` one by one; None if autograd alone, on one rank in
+    # float32, is no comparison at all.
     apart: tuple[str, ...] | None = ()
+    # How many units more than three may have gathered weights at once.
     weights: int = 0
+    # Asked with --full only.
     rare: bool = False
 
     def setup(self, strategy: str, **changes: Any) -> Setup:
@@ -57,16 +56,27 @@ class Scenario:
 
 APART = ("further_backwards", "gathered_while_shown")
 ONE_AFTER_ANOTHER = tuple(event for event in EVENTS if event not in APART)
-SHARDED, REDUCED = (
-    tuple(name for name, row in STRATEGIES.items() if getattr(row, flag))
-    for flag in ("shard_grads", "shard_main")
-)
+SHARDED = tuple(name for name, row in STRATEGIES.items() if row.shard_grads)
+REDUCED = tuple(name for name, row in STRATEGIES.items() if row.shard_main)
 ONE_RANK_EACH = {"split": True, "whole": True}
 """Two ranks share a layer; one map of each layer has a domain of one rank."""
 TWO_DOMAINS = {"split": True, "world": 4, "rank": 1}
 INSTANCES = {"outer": 2, "shard_outer": True, "world": 4, "rank": 1}
 FUSED = {"fused": WgradProtocol.OVERWRITES}
 ADDING = {"fused": WgradProtocol.ACCUMULATES}
+EARLY = {"fused": WgradProtocol.OVERWRITES_EARLY}
+SLOTS = {"slots": True}
+EXCHANGE = {"slots": True, "exchange": True}
+NO_EXCHANGE = {"exchange": False}
+RECOMPUTED = {"recompute": "non_reentrant"}
+JOINED = {"joined": 150, "layers": 5}
+FAR = {"prefetch_bytes": 1 << 20}
+FP32_SUMS = {"comm_dtype": BF16, "fp32_sums": True}
+REPLICAS = {"outer": 2, "world": 4, "rank": 1}
+ALONE = {"world": 1, "whole": True}
+NONE_KEPT: dict[str, Any] = {"own": ()}
+ONLY_ZERO_3 = (ZERO_3,)
+PLAIN = ("microbatches", "evaluation_between")
 KEPT = {"own": (ZERO_1, ZERO_3, ZERO_2, ZERO_3, ZERO_1)}
 """Strategies of units in turn, of a model that shards weights: some keep them, gradients too."""
 TWICE = ("layer_twice",)
@@ -83,6 +93,9 @@ MORE_AT_ONCE = {
 """The unit that ended the last forward is kept for the backward that normally comes next. When that
 does not come next, or another layer came last, it is one more. A sync with `wait` gathers all."""
 
+rare = functools.partial(Scenario, rare=True)
+"""A row that is asked with --full only."""
+
 SCENARIOS: dict[str, Scenario] = {}
 for event in ONE_AFTER_ANOTHER:
     SCENARIOS[event] = Scenario(events=(event,), weights=MORE_AT_ONCE.get(event, 0))
@@ -97,25 +110,23 @@ SCENARIOS["frozen"] = Scenario({"frozen": True}, ("microbatches", "backward_rais
 SCENARIOS["one_unit"] = Scenario({"one_unit": True}, ("steps", "microbatches"))
 SCENARIOS["many_layers"] = Scenario({"layers": 12}, ("microbatches",), SHARDED)
 SCENARIOS["reentrant"] = Scenario({"recompute": "reentrant"}, apart=TWICE)
-SCENARIOS["non_reentrant"] = Scenario({"recompute": "non_reentrant"})
+SCENARIOS["non_reentrant"] = Scenario(RECOMPUTED)
 SCENARIOS["selective"] = Scenario({"recompute": "selective"})
 SCENARIOS["overwrites"] = Scenario(FUSED, apart=TWICE)
-SCENARIOS["overwrites_early"] = Scenario({"fused": WgradProtocol.OVERWRITES_EARLY}, apart=TWICE)
+SCENARIOS["overwrites_early"] = Scenario(EARLY, apart=TWICE)
 SCENARIOS["accumulates"] = Scenario(ADDING, apart=TWICE)
 for name, options in (
     ("", FUSED),
     ("_adding", ADDING),
-    ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}),
+    ("_early", EARLY),
 ):
     SCENARIOS[f"operations{name}"] = Scenario(
         options | {"operations": True},
-        ("microbatches", "evaluation_between"),
+        PLAIN,
         like={"operations": False},
         rare=bool(name),
     )
-SCENARIOS["fused_recompute"] = Scenario(
-    FUSED | {"recompute": "non_reentrant"}, apart=TWICE, rare=True
-)
+SCENARIOS["fused_recompute"] = rare(FUSED | RECOMPUTED, apart=TWICE)
 
 # With one microbatch a step, so that gradients are added up in one order.
 SCENARIOS["any_strategy"] = Scenario(
@@ -123,27 +134,17 @@ SCENARIOS["any_strategy"] = Scenario(
 )
 
 # when things are launched, and where
-SCENARIOS["far_prefetch"] = Scenario(
-    {"prefetch_bytes": 1 << 20}, like={"prefetch_bytes": 0}, weights=4
-)
+SCENARIOS["far_prefetch"] = Scenario(FAR, like={"prefetch_bytes": 0}, weights=4)
 SCENARIOS["no_overlap"] = Scenario({"overlap": False}, like={"overlap": True})
 SCENARIOS["checked"] = Scenario({"check_by": "parameter"}, MIXED[:1], like={"check_by": None})
-SCENARIOS["slots"] = Scenario(
-    {"slots": True}, (*MIXED, "forwards_in_flight"), like={"slots": False}
-)
-SCENARIOS["slots_far_prefetch"] = Scenario(
-    {"slots": True, "prefetch_bytes": 1 << 20}, weights=4, rare=True
-)
-SCENARIOS["slots_fused"] = Scenario({"slots": True} | FUSED, apart=TWICE, rare=True)
-SCENARIOS["slots_recompute"] = Scenario({"slots": True, "recompute": "non_reentrant"}, rare=True)
-SCENARIOS["slots_two_domains"] = Scenario({"slots": True} | TWO_DOMAINS, rare=True)
-SCENARIOS["joined"] = Scenario({"joined": 150, "layers": 5}, (*MIXED, "layers_skipped"), weights=2)
-SCENARIOS["joined_slots"] = Scenario(
-    {"joined": 150, "layers": 5, "slots": True, "comm_dtype": BF16}, rare=True
-)
-SCENARIOS["joined_recompute"] = Scenario(
-    {"joined": 150, "layers": 5, "recompute": "reentrant"}, apart=TWICE, rare=True
-)
+SCENARIOS["slots"] = Scenario(SLOTS, (*MIXED, "forwards_in_flight"), like={"slots": False})
+SCENARIOS["slots_far_prefetch"] = rare(SLOTS | FAR, weights=4)
+SCENARIOS["slots_fused"] = rare(SLOTS | FUSED, apart=TWICE)
+SCENARIOS["slots_recompute"] = rare(SLOTS | RECOMPUTED)
+SCENARIOS["slots_two_domains"] = rare(SLOTS | TWO_DOMAINS)
+SCENARIOS["joined"] = Scenario(JOINED, (*MIXED, "layers_skipped"), weights=2)
+SCENARIOS["joined_slots"] = rare(JOINED | {"slots": True, "comm_dtype": BF16})
+SCENARIOS["joined_recompute"] = rare(JOINED | {"recompute": "reentrant"}, apart=TWICE)
 
 # dtypes
 SCENARIOS["bf16_comm"] = Scenario({"comm_dtype": BF16}, MIXED[:1])
@@ -151,11 +152,10 @@ SCENARIOS["bf16_grads"] = Scenario({"main_grads": BF16}, MIXED[:1])
 SCENARIOS["bf16_grads_fp32_comm"] = Scenario({"main_grads": BF16, "comm_dtype": FP32}, MIXED[:1])
 SCENARIOS["own_main"] = Scenario({"main_params": None}, MIXED[:1])
 SCENARIOS["fp32"] = Scenario({"dtype": FP32, "world": 3}, (*MIXED, "weights_loaded"))
-SCENARIOS["fp32_sums"] = Scenario({"comm_dtype": BF16, "fp32_sums": True}, strategies=REDUCED)
-SCENARIOS["fp32_sums_instances"] = Scenario(
-    {"comm_dtype": BF16, "fp32_sums": True, "outer": 2, "world": 4, "rank": 1},
+SCENARIOS["fp32_sums"] = Scenario(FP32_SUMS, strategies=REDUCED)
+SCENARIOS["fp32_sums_instances"] = rare(
+    FP32_SUMS | REPLICAS,
     strategies=REDUCED,
-    rare=True,
 )
 SCENARIOS["scaled_before"] = Scenario(
     {"scale_before_sum": True, "world": 4, "dtype": FP32},
@@ -165,39 +165,35 @@ SCENARIOS["scaled_before"] = Scenario(
 
 # copy engines, whose buckets are as narrow as the gradients
 SCENARIOS["exchange"] = Scenario(
-    {"slots": True, "exchange": True},
+    EXCHANGE,
     (*MIXED, "gradients_late"),
     SHARDED,
-    like={"exchange": False},
+    like=NO_EXCHANGE,
 )
-SCENARIOS["exchange_fused"] = Scenario(
-    {"slots": True, "exchange": True} | FUSED,
+SCENARIOS["exchange_fused"] = rare(
+    EXCHANGE | FUSED,
     strategies=SHARDED,
-    like={"exchange": False},
+    like=NO_EXCHANGE,
     apart=TWICE,
-    rare=True,
 )
-SCENARIOS["exchange_tied"] = Scenario(
+SCENARIOS["exchange_tied"] = rare(
     {"slots": True, "exchange": True, "tied": True},
     strategies=SHARDED,
-    like={"exchange": False},
-    rare=True,
+    like=NO_EXCHANGE,
 )
-SCENARIOS["exchange_bf16_grads"] = Scenario(
+SCENARIOS["exchange_bf16_grads"] = rare(
     {"slots": True, "exchange": True, "main_grads": BF16, "comm_dtype": FP32},
     strategies=SHARDED,
-    like={"exchange": False},
-    rare=True,
+    like=NO_EXCHANGE,
 )
-SCENARIOS["exchange_two_domains"] = Scenario(
-    {"slots": True, "exchange": True} | TWO_DOMAINS,
+SCENARIOS["exchange_two_domains"] = rare(
+    EXCHANGE | TWO_DOMAINS,
     strategies=SHARDED,
-    like={"exchange": False},
-    rare=True,
+    like=NO_EXCHANGE,
 )
 
 # ranks
-SCENARIOS["alone"] = Scenario({"world": 1, "whole": True}, (*TOGETHER, "weights_written"), SHARDED)
+SCENARIOS["alone"] = Scenario(ALONE, (*TOGETHER, "weights_written"), SHARDED)
 SCENARIOS["alone_scaled"] = Scenario(
     {"world": 1, "whole": True, "grad_scale": 0.5, "one_unit": True},
     ("further_backwards",),
@@ -205,8 +201,8 @@ SCENARIOS["alone_scaled"] = Scenario(
     apart=None,
 )
 SCENARIOS["two_domains"] = Scenario(TWO_DOMAINS)
-SCENARIOS["fused_two_domains"] = Scenario(FUSED | TWO_DOMAINS, apart=TWICE, rare=True)
-SCENARIOS["two_instances"] = Scenario({"outer": 2, "world": 4, "rank": 1})
+SCENARIOS["fused_two_domains"] = rare(FUSED | TWO_DOMAINS, apart=TWICE)
+SCENARIOS["two_instances"] = Scenario(REPLICAS)
 SCENARIOS["sharded_instances"] = Scenario({"outer": 2, "shard_outer": True, "world": 6, "rank": 4})
 SCENARIOS["instances_far_prefetch"] = Scenario(
     INSTANCES | {"prefetch_bytes": 2560}, ("evaluation_between", "weights_loaded"), weights=1
@@ -221,95 +217,81 @@ SCENARIOS["whole"] = Scenario(
     like={"whole": False},
     apart=("further_backwards",),
 )
-SCENARIOS["whole_scaled_before"] = Scenario(
+SCENARIOS["whole_scaled_before"] = rare(
     ONE_RANK_EACH | {"scale_before_sum": True},
     TOGETHER,
     SHARDED,
     like={"whole": False},
-    rare=True,
 )
-SCENARIOS["whole_slots"] = Scenario(
-    ONE_RANK_EACH | {"slots": True, "comm_dtype": BF16}, strategies=SHARDED, rare=True
+SCENARIOS["whole_slots"] = rare(
+    ONE_RANK_EACH | {"slots": True, "comm_dtype": BF16}, strategies=SHARDED
 )
-SCENARIOS["whole_exchange"] = Scenario(
-    ONE_RANK_EACH | {"slots": True, "exchange": True}, strategies=SHARDED, rare=True
-)
-SCENARIOS["whole_fused"] = Scenario(
-    ONE_RANK_EACH | ADDING, strategies=SHARDED, apart=TWICE, rare=True
-)
-SCENARIOS["whole_overwrites"] = Scenario(
-    ONE_RANK_EACH | FUSED, strategies=SHARDED, apart=TWICE, rare=True
-)
-SCENARIOS["whole_recompute"] = Scenario(
-    ONE_RANK_EACH | {"recompute": "non_reentrant"}, strategies=SHARDED, rare=True
-)
-SCENARIOS["whole_kept"] = Scenario(ONE_RANK_EACH | KEPT, strategies=(ZERO_3,), rare=True)
-SCENARIOS["whole_instances"] = Scenario(ONE_RANK_EACH | INSTANCES, strategies=SHARDED, rare=True)
-SCENARIOS["whole_replicas"] = Scenario(
-    ONE_RANK_EACH | {"outer": 2, "world": 4, "rank": 1}, strategies=SHARDED, rare=True
-)
+SCENARIOS["whole_exchange"] = rare(ONE_RANK_EACH | EXCHANGE, strategies=SHARDED)
+SCENARIOS["whole_fused"] = rare(ONE_RANK_EACH | ADDING, strategies=SHARDED, apart=TWICE)
+SCENARIOS["whole_overwrites"] = rare(ONE_RANK_EACH | FUSED, strategies=SHARDED, apart=TWICE)
+SCENARIOS["whole_recompute"] = rare(ONE_RANK_EACH | RECOMPUTED, strategies=SHARDED)
+SCENARIOS["whole_kept"] = rare(ONE_RANK_EACH | KEPT, strategies=ONLY_ZERO_3)
+SCENARIOS["whole_instances"] = rare(ONE_RANK_EACH | INSTANCES, strategies=SHARDED)
+SCENARIOS["whole_replicas"] = rare(ONE_RANK_EACH | REPLICAS, strategies=SHARDED)
 
 # units that keep weights, or gradients too
-SCENARIOS["kept"] = Scenario(KEPT, (*MIXED, "gradients_late"), (ZERO_3,))
+SCENARIOS["kept"] = Scenario(KEPT, (*MIXED, "gradients_late"), ONLY_ZERO_3)
 SCENARIOS["kept_weights"] = Scenario(
-    {"own": (ZERO_2, ZERO_3)}, strategies=(ZERO_3,), like={"own": ()}
+    {"own": (ZERO_2, ZERO_3)}, strategies=ONLY_ZERO_3, like=NONE_KEPT
 )
 SCENARIOS["kept_weights_slots"] = Scenario(
-    {"own": (ZERO_2,), "slots": True}, strategies=(ZERO_3,), like={"own": ()}
+    {"own": (ZERO_2,), "slots": True}, strategies=ONLY_ZERO_3, like=NONE_KEPT
 )
 SCENARIOS["kept_gradients"] = Scenario(
     {"own": (ZERO_1,), "slots": True, "exchange": True},
-    ("microbatches", "evaluation_between"),
-    (ZERO_3,),
+    PLAIN,
+    ONLY_ZERO_3,
     like={"own": (), "strategy": ZERO_1, "exchange": False},
 )
 SCENARIOS["kept_untold"] = Scenario(
-    KEPT | {"told": False}, strategies=(ZERO_3,), like={"told": True}
+    KEPT | {"told": False}, strategies=ONLY_ZERO_3, like={"told": True}
 )
-SCENARIOS["kept_slots"] = Scenario(KEPT | {"slots": True}, strategies=(ZERO_3,), rare=True)
+SCENARIOS["kept_slots"] = rare(KEPT | SLOTS, strategies=ONLY_ZERO_3)
 SCENARIOS["kept_bf16_comm"] = Scenario(
-    KEPT | {"slots": True, "comm_dtype": BF16}, strategies=(ZERO_3,)
+    KEPT | {"slots": True, "comm_dtype": BF16}, strategies=ONLY_ZERO_3
 )
-SCENARIOS["kept_exchange"] = Scenario(
-    KEPT | {"slots": True, "exchange": True},
-    strategies=(ZERO_3,),
-    like={"exchange": False},
-    rare=True,
+SCENARIOS["kept_exchange"] = rare(
+    KEPT | EXCHANGE,
+    strategies=ONLY_ZERO_3,
+    like=NO_EXCHANGE,
 )
-SCENARIOS["kept_fused"] = Scenario(KEPT | ADDING, strategies=(ZERO_3,), apart=TWICE, rare=True)
+SCENARIOS["kept_fused"] = rare(KEPT | ADDING, strategies=ONLY_ZERO_3, apart=TWICE)
 
 # units that are to keep them once the engine is made
 SCENARIOS["found_weights"] = Scenario(
-    {"found": (ZERO_2, ZERO_3)}, (*MIXED, "gradients_late"), (ZERO_3,), like={"found": ()}
+    {"found": (ZERO_2, ZERO_3)}, (*MIXED, "gradients_late"), ONLY_ZERO_3, like={"found": ()}
 )
 SCENARIOS["found_gradients"] = Scenario(
     {"found": (ZERO_1,)},
-    ("microbatches", "evaluation_between"),
-    (ZERO_3,),
+    PLAIN,
+    ONLY_ZERO_3,
     like={"found": (), "strategy": ZERO_1},
 )
 for name, options, apart in (
     ("", {}, ()),
     ("_fused", FUSED, TWICE),
     ("_adding", ADDING, TWICE),
-    ("_recompute", {"recompute": "non_reentrant"}, ()),
+    ("_recompute", RECOMPUTED, ()),
     ("_instances", INSTANCES, ()),
-    ("_early", {"fused": WgradProtocol.OVERWRITES_EARLY}, TWICE),
+    ("_early", EARLY, TWICE),
 ):
     SCENARIOS[f"found{name}"] = Scenario(
         {"found": KEPT["own"]} | options,
-        strategies=(ZERO_3,),
+        strategies=ONLY_ZERO_3,
         like={"found": (), "own": KEPT["own"]},
         apart=apart,
         rare=bool(name),
     )
-SCENARIOS["kept_recompute"] = Scenario(
-    KEPT | {"recompute": "non_reentrant"}, strategies=(ZERO_3,), rare=True
-)
-SCENARIOS["kept_instances"] = Scenario(KEPT | INSTANCES, strategies=(ZERO_3,), rare=True)
+SCENARIOS["kept_recompute"] = rare(KEPT | RECOMPUTED, strategies=ONLY_ZERO_3)
+SCENARIOS["kept_instances"] = rare(KEPT | INSTANCES, strategies=ONLY_ZERO_3)
 
 # a schedule that takes passes apart
-for name, options in {
+SCHEDULED_WITH: dict[str, dict[str, Any]] = {
     "": {},
     "_tied": {"tied": True},
     "_frozen": {"frozen": True},
@@ -319,7 +301,8 @@ for name, options in {
     "_fused": FUSED,
     "_current": {"recipe": "current"},
     "_mxfp8": {"recipe": "mxfp8"},
-}.items():
+}
+for name, options in SCHEDULED_WITH.items():
     SCENARIOS[f"scheduled{name}"] = Scenario(
         {"scheduled": True} | options,
         ("microbatches", "steps", "evaluation_between"),
@@ -330,34 +313,37 @@ for name, options in {
     )
 
 # layers with a stream of their own
+BESIDE: dict[str, dict[str, Any]] = {
+    "": {},
+    "_slots": SLOTS,
+    "_recompute": RECOMPUTED,
+    "_two_domains": TWO_DOMAINS,
+}
 for kind in ("dispatched", "computed", "reordered"):
-    for name, options in {
-        "": {},
-        "_slots": {"slots": True},
-        "_recompute": {"recompute": "non_reentrant"},
-        "_two_domains": TWO_DOMAINS,
-    }.items():
+    like = {"side": kind if kind == "computed" else None}
+    for name, options in BESIDE.items():
         SCENARIOS[f"{kind}{name}"] = Scenario(
             {"side": kind} | options,
             ("microbatches", "evaluation_between", "forwards_in_flight"),
-            like={"side": kind if kind == "computed" else None},
+            like=like,
             apart=None,
             weights=1,
             rare=bool(name),
         )
 
 # main weights and the state of Adam in host memory
-for name, options in {
+OFFLOADED_WITH: dict[str, dict[str, Any]] = {
     "": {},
     "_fp32": {"dtype": FP32},
     "_frozen": {"frozen": True},
     "_tied": {"tied": True},
     "_split": {"split": True},
-    "_slots": {"slots": True},
+    "_slots": SLOTS,
     "_instances": INSTANCES,
     "_bf16_main": {"main_params": BF16},
     "_current": {"recipe": "current"},
-}.items():
+}
+for name, options in OFFLOADED_WITH.items():
     SCENARIOS[f"offload{name}"] = Scenario(
         {"adam": True, "offload": True} | options,
         ("steps",) if name else SAID,
@@ -374,9 +360,7 @@ for recipe in RECIPES:
         seen = ("steps", "exports", "weights_loaded", *MIXED)
     SCENARIOS[recipe] = Scenario({"recipe": recipe}, seen, weights=1)
 for recipe in RECIPES:
-    SCENARIOS[f"{recipe}_in_all"] = Scenario(
-        {"recipe": recipe}, ONE_AFTER_ANOTHER, apart=None, rare=True
-    )
+    SCENARIOS[f"{recipe}_in_all"] = rare({"recipe": recipe}, ONE_AFTER_ANOTHER, apart=None)
 for recipe, protocol in (
     ("current", WgradProtocol.OVERWRITES),
     ("mxfp8", WgradProtocol.OVERWRITES_EARLY),
@@ -396,8 +380,9 @@ RARELY_QUANTIZED_WITH = (
 for name in (*QUANTIZED_WITH, *RARELY_QUANTIZED_WITH):
     for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8"), (ZERO_3, "current")):
         options = SCENARIOS[name].options | {"recipe": recipe}
+        rarely = name in RARELY_QUANTIZED_WITH
         SCENARIOS[f"{recipe}_{name}"] = Scenario(
-            options, MIXED[:2], (strategy,), apart=None, rare=name in RARELY_QUANTIZED_WITH
+            options, MIXED[:2], (strategy,), apart=None, rare=rarely
         )
 
 
