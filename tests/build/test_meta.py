@@ -29,7 +29,7 @@ CHECKS = ("build/materialize.py", "megatron/wrapper/core_init.py")
 
 CASE = Case(heads=4, vocab=54)
 TIED = "tied, learned positions"
-CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+CASES = {
     "dense": (CASE, {}),
     TIED: (CASE.but(tied=True, positions="learned_absolute"), {}),
     "bf16, SwiGLU": (CASE.but(bf16=True, swiglu=True, bias=False), {}),

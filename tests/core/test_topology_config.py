@@ -357,7 +357,7 @@ def test_the_older_names_map_onto_the_policy_and_warn_once(make, changes, expect
 
 
 OLDER = {"grad_reduce_in_fp32": True}
-CONTRADICTIONS: list[tuple[dict[str, Any], str | None]] = [
+CONTRADICTIONS = [
     ({"preserve_fp32_weights": True}, None),
     ({"preserve_fp32_weights": False}, "preserve_fp32_weights"),
     ({**OLDER, "megatron_fsdp_grad_comm_dtype": BF16}, "grad_reduce_in_fp32"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,11 +53,14 @@ def test_heights_that_do_not_make_the_rows_are_refused(rows: int, heights: tuple
 def test_stages_are_neighbors_within_the_limit(numels: list[int], limit: int) -> None:
     found = stages_of(numels, limit)
     assert [n for part in found for n in numels[part]] == numels
-    for part, after in zip(found, [*found[1:], None][: len(found)], strict=True):
+    for number, part in enumerate(found):
+        count = part.stop - part.start
         total = sum(numels[part])
-        assert part.stop - part.start >= 1
-        assert total <= limit or part.stop - part.start == 1
-        assert after is None or total + numels[after.start] > limit, "it would have fitted"
+        assert count >= 1
+        assert total <= limit or count == 1
+        if number + 1 < len(found):
+            after = found[number + 1]
+            assert total + numels[after.start] > limit, "it would have fitted"
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120))
@@ -75,37 +80,22 @@ def test_rows_travel_ahead_within_the_limit(sizes: list[int], limit: int) -> Non
 @st.composite
 def stages(draw: st.DrawFn) -> tuple[list[MuonParam], tuple[Member, ...], list[list[int]]]:
     """Parameters with any heights, cut by tensor-parallel ranks and into shards, or not."""
-    parts, shards = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    parts = draw(st.integers(1, 3))
+    shards = draw(st.integers(1, 4))
     copies = draw(st.integers(1, 2))
-    fused = draw(
-        st.lists(
-            st.tuples(
-                st.lists(st.integers(1, 4), min_size=1, max_size=4),
-                st.integers(1, 3),
-                st.integers(1, 9),
-                st.sampled_from([None, 0, 1]),
-            ),
-            min_size=1,
-            max_size=4,
-        )
-    )
+    parts_of_rows = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+    splits = st.sampled_from([None, 0, 1])
+    weight = st.tuples(parts_of_rows, st.integers(1, 3), st.integers(1, 9), splits)
+    fused = draw(st.lists(weight, min_size=1, max_size=4))
     shapes = [(sum(heights) * times, columns) for heights, times, columns, _ in fused]
     layout = plan_group(specs_of(shapes), shards)
-    params = [
-        MuonParam(
-            layout,
-            index,
-            split,
-            parts,
-            tuple(heights)
-            if len(heights) > 1
-            else (shapes[index][0] * (parts if split == 0 else 1),),
-        )
-        for index, (heights, _, _, split) in enumerate(fused)
-    ]
-    members = tuple(
-        (shard, part) for _ in range(copies) for shard in range(shards) for part in range(parts)
-    )
+    params = []
+    for index, (heights, _, _, split) in enumerate(fused):
+        if len(heights) == 1:
+            rows, _ = shapes[index]
+            heights = [rows * parts if split == 0 else rows]
+        params.append(MuonParam(layout, index, split, parts, tuple(heights)))
+    members = tuple(itertools.product(range(shards), range(parts))) * copies
     ranks = st.integers(0, len(members) - 1)
     return params, members, [[draw(ranks) for _ in param.shapes] for param in params]
 
@@ -142,28 +132,38 @@ def test_matrices_arrive_whole_and_every_holder_gets_their_updates(
     params, members, of = case
     plans = [plan_stage(params, of, members, me) for me in range(len(members))]
     wholes = [whole_of(param) for param in params]
-    found = [
-        [torch.full((param.panels, rows * param.columns), -1) for rows, _ in param.shapes]
-        for param in params
-    ]
+    panels = {}
+    for number, param in enumerate(params):
+        for matrix, (rows, _) in enumerate(param.shapes):
+            for panel in range(param.panels):
+                panels[number, matrix, panel] = torch.full((rows * param.columns,), -1)
+
     for me, plan in enumerate(plans):
         for source, runs in enumerate(plan.received):
             for sent, got in zip(plans[source].sent[me], runs, strict=True):
                 assert piece(sent) == piece(got)
                 rows = pinned_by(params[sent.param], members[source], wholes[sent.param])
-                panel = found[got.param][got.matrix][got.panel]
+                panel = panels[got.param, got.matrix, got.panel]
                 put(panel, got.at, rows[sent.local.start : sent.local.stop])
-    for param, whole, matrices in zip(params, wholes, found, strict=True):
-        for blocks, panels in zip(param.blocks, matrices, strict=True):
-            rows = torch.cat([whole[start:stop] for start, stop in blocks])
-            assert torch.equal(torch.cat([one.view(len(rows), -1) for one in panels], 1), rows)
+
+    for number, param in enumerate(params):
+        assert len(param.blocks) == len(param.shapes)
+        for matrix, blocks in enumerate(param.blocks):
+            rows = torch.cat([wholes[number][start:stop] for start, stop in blocks])
+            beside = []
+            for panel in range(param.panels):
+                beside.append(panels[number, matrix, panel].view(len(rows), -1))
+            assert torch.equal(torch.cat(beside, 1), rows)
+
     for me, plan in enumerate(plans):
-        both = zip(params, wholes, strict=True)
-        held = [pinned_by(param, members[me], whole) for param, whole in both]
+        held = []
+        for param, whole in zip(params, wholes, strict=True):
+            held.append(pinned_by(param, members[me], whole))
         own = [torch.full_like(rows, -1) for rows in held]
         for owner, runs in enumerate(plan.updates):
             for sent, got in zip(plans[owner].returned[me], runs, strict=True):
                 assert piece(sent) == piece(got)
-                values = found[got.param][got.matrix][got.panel][got.at :]
+                values = panels[got.param, got.matrix, got.panel][got.at :]
                 put(own[got.param], got.local.start, values[: got.local.numel])
-        assert all(map(torch.equal, own, held))
+        for found, expected in zip(own, held, strict=True):
+            assert torch.equal(found, expected)

@@ -364,7 +364,7 @@ def _another_step(t):
     return t.optimizer.step()
 
 
-READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
+READERS = {
     "state dict": (_state_dict, True),
     "optimizer state": (_optimizer_state, True),
     "optimizer checkpoint": (

@@ -48,7 +48,7 @@ class Pair(nn.Sequential):
 
 SEQUENCE = nn.Sequential(nn.Embedding(5, 2), *squares(*[2] * 5), nn.LayerNorm(2), *squares(2))
 NESTED = nn.Sequential(Pair(*squares(2, 2)), *squares(2, 2))
-GROUPED: dict[str, tuple[nn.Module, int, list[str]]] = {
+GROUPED = {
     "none": (SEQUENCE, 0, ["0", "1", "2", "3", "4", "5", "6", "7"]),
     "one layer has as many elements": (SEQUENCE, 4, ["0", "1", "2", "3", "4", "5", "6", "7"]),
     "until a unit has the elements": (SEQUENCE, 5, ["0", "1 to 2", "3 to 4", "5", "6", "7"]),

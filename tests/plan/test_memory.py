@@ -43,7 +43,7 @@ SLOTS = {"fsdp_double_buffer": True}
 CASES: list[tuple[Case, dict[str, Any]]] = [
     (BASE.but(tied=tied, bf16=bf16), {}) for tied in (False, True) for bf16 in (False, True)
 ]
-IN_SLOTS: list[tuple[Case, dict[str, Any]]] = [
+IN_SLOTS = [
     (BASE.but(num_layers=4, bf16=True), SLOTS),
     (BASE, SLOTS),  # too few layers to take turns
 ]

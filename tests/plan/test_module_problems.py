@@ -3,9 +3,6 @@ No process group is there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -68,7 +65,7 @@ def _sparse_gradients_of_a_bag():
     return nn.EmbeddingBag(7, 3, sparse=True)
 
 
-BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+BAD = {
     "complex": (
         _complex,
         ("parameter odd ((3, 2), torch.complex64)", "view_as_real"),
@@ -157,7 +154,7 @@ def _sparse_gradients_of_a_frozen_table():
     return nn.Sequential(nn.Linear(3, 3), nn.Embedding(7, 3, sparse=True).requires_grad_(False))
 
 
-GOOD: dict[str, Callable[[], nn.Module]] = {
+GOOD = {
     "float64, frozen": _float64_frozen,
     "integers, frozen": _integers_frozen,
     "float16": _float16,
@@ -232,7 +229,7 @@ def _no_layer_one_of_each_class():
     return _model(parts=nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)]))
 
 
-REPEATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+REPEATED = {
     "classes that the model names, also inside of another": (
         _named_layers,
         ["base.layers.0", "base.layers.1"],
@@ -268,7 +265,7 @@ def test_repeated_layers_are_found(name: str) -> None:
     assert [names[id(child)] for child in repeated_layers(module)] == expected
 
 
-CLASSES: dict[str, tuple[Any, tuple[type, ...]]] = {
+CLASSES = {
     "a class": (DecoderLayer, (DecoderLayer,)),
     "a name": ("DecoderLayer", (DecoderLayer,)),
     "a name of a base class": ("LateDecoderLayer", (LateDecoderLayer,)),
@@ -285,7 +282,7 @@ def test_unit_classes_may_be_named(name: str) -> None:
     assert module_problems(module, [named], None, torch.float32) == []
 
 
-NO_CLASS: dict[str, tuple[Any, str]] = {
+NO_CLASS = {
     "misspelt": (["DecoderLayr"], "no module of Module is a DecoderLayr (near it: DecoderLayer, "),
     "a misspelt path": (["torch.nn.Liner"], "is a torch.nn.Liner (near it: Linear"),
     "of no module": ([nn.Conv2d], "fsdp_unit_modules=['Conv2d']: no module of Module is a Conv2d."),

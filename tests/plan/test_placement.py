@@ -3,7 +3,6 @@ after wrapping is an error (traps R5, MB-956: a tower with another scheme than t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tests.lib.gpt.variants import (
     STRATEGIES,
     ZERO_1,
     ZERO_3,
-    Change,
     Variant,
     compare,
     differ_by_rank,
@@ -116,7 +114,7 @@ def _trained(p):
     return p.requires_grad_(True)
 
 
-AFTERWARDS: dict[str, tuple[Change, str, Callable[[Any], Any], str]] = {
+AFTERWARDS = {
     "frozen": (unchanged, LINEAR, _frozen, "requires_grad of"),
     "trained": (
         freeze_part,

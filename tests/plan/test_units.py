@@ -338,7 +338,7 @@ def test_layers_are_joined_by_default_and_that_is_told(rank: int) -> None:
 
 
 LOCAL_GRAPHS = {"cuda_graph_impl": "local"}
-JOINS: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+JOINS = [
     ({}, {}, True),
     ({PLANS: True}, {}, False),
     (LOCAL_GRAPHS, {}, False),

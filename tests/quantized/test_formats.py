@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ def _a_granule_that_is_cut():
     return spec_in(MXFP8, granularity=32)
 
 
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+WRONG = {
     "no planes": (_no_planes, "not a format"),
     "two of a name": (_two_of_a_name, "not a format"),
     "no rows": (_no_rows, "not a format"),

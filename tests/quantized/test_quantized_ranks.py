@@ -152,7 +152,7 @@ def test_one_rank_trains_as_one_process():
     run_ranks(_train, 1, every_strategy(*RECIPES), {"layers": 2}, timeout=600)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "tied": {"tied": True},
     "frozen": {"frozen": True},
     "recompute": {"recompute": "non_reentrant"},

@@ -90,7 +90,7 @@ def through_bridge(trainer: Trainer, weights: Weights) -> None:
             same(value, weights[plain_name(name)], f"{name}, exported")
 
 
-PATHS: dict[str, Callable[[Trainer, Weights], Any]] = {
+PATHS = {
     "the wrapper": Trainer.load,
     "the module that was wrapped": lambda t, w: model_of(t).load_state_dict(w, strict=False),
     "one layer": one_layer,

@@ -173,7 +173,7 @@ def _clip(model, _):
     return model.clip_grad_norm_(1.0)
 
 
-USES: dict[str, Callable[[Any, Any], Any]] = {
+USES = {
     "forward": _forward,
     "evaluation": _evaluation,
     "a module below": _a_module_below,
@@ -290,7 +290,7 @@ def freeze_flat(model: torch.nn.Module) -> None:
         param.data = part.view(param.shape)
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "plain": {},
     "slots": {"ddp": {"fsdp_double_buffer": True}},
     "frozen": {"change": freeze},

@@ -103,7 +103,7 @@ def _tied(**more: nn.Module) -> nn.Module:
 EMBEDDING = "embedding.word_embeddings.weight"
 MLP = "decoder.layers.0.mlp.linear_fc"
 MTP = "mtp.layers.0.transformer_layer.mlp.linear_fc"
-KEYS: dict[str, tuple[nn.Module, list[str]]] = {
+KEYS = {
     "the first linear layer of a gated MLP has halves, and not its norm": (
         _stage([1], _mlp(True, _params("weight", "bias", "layer_norm_weight"))),
         [

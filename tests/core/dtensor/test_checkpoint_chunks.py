@@ -9,7 +9,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Shard
 
 from megatron_fsdp_adapter.core.dtensor.chunks import dtensor_like, tile
-from megatron_fsdp_adapter.core.layout.ranges import Box
 from tests.lib.checkpoint.checkpoint_cases import data_mesh, uneven_dtensor
 
 CHECKS = ("core/dtensor/chunks.py", "core/layout/ranges.py")
@@ -46,7 +45,7 @@ def test_what_is_not_its_own_is_refused(one_rank: None) -> None:
 
 WHOLE = ((0, 0), (4, 3))
 FIRST = ((0, 0), (2, 3))
-BLOCKS: dict[str, tuple[list[Box], bool]] = {
+BLOCKS = {
     "one": ([WHOLE], True),
     "rows": ([((2, 0), (2, 3)), FIRST], True),
     "pieces of rows": ([((0, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 0), (3, 3))], True),

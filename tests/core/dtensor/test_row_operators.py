@@ -118,7 +118,7 @@ def _new(p, *_):
     return p.new_ones(p.shape) + p
 
 
-READ: dict[str, Callable[[Any, Whole, Whole], Any]] = {
+READ = {
     "mean": _mean,
     "deviation": _deviation,
     "largest": _largest,
@@ -189,7 +189,7 @@ def _by_whole_tensors(p, *_):
     return p.addmm_(p, p.t() @ p, alpha=0.1)
 
 
-WRITTEN: dict[str, Callable[[Any, Whole, Whole], Any]] = {
+WRITTEN = {
     "centered": _centered,
     "rows of norm one": _scaled_to_rows_of_norm_one,
     "copied from the whole": _copied_from_the_whole,

@@ -61,7 +61,7 @@ def _a_module_that_an_object_refers_to(hidden):
     return Plain(nn.ParameterList([nn.Parameter(hidden.detach())]))
 
 
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
+OUTPUTS = {
     "a dataclass": (Answer, True),
     "a dataclass with slots": (Slim, True),
     "an object": (Plain, True),
@@ -120,7 +120,7 @@ def _a_parameter(hidden):
     return nn.Parameter(hidden.detach())
 
 
-INPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+INPUTS = {
     "a tensor": (_a_tensor, REPLACED),
     "a tuple": (_a_tuple, REPLACED),
     "a named tuple, which stays one": (_a_named_tuple_which_stays_one, REPLACED),
@@ -183,7 +183,7 @@ def _grad_of_a_weight(loss, x, w):
     return torch.autograd.grad(loss, [x, w])
 
 
-BACKWARDS: dict[str, tuple[Callable[[Any, Any, Any], Any], bool]] = {
+BACKWARDS = {
     "backward": (_backward, True),
     "backward for a weight": (_backward_for_a_weight, True),
     "backward for an input": (_backward_for_an_input, False),

@@ -67,19 +67,18 @@ LOOKED_AT = [
 
 def calls(*methods: str) -> list[tuple[Place, str]]:
     """Where the engine calls one of these methods of its runtime, and its first argument."""
-    return sorted(
-        {
-            ((path.stem, function.name), ast.unparse(node.args[0]))
-            for path in SOURCES
-            for function in ast.walk(ast.parse(path.read_text()))
-            if isinstance(function, ast.FunctionDef)
-            for node in ast.walk(function)
-            if isinstance(node, ast.Call)
-            if isinstance(node.func, ast.Attribute)
-            and node.func.attr in methods
-            and ast.unparse(node.func.value).endswith("runtime")
-        }
-    )
+    found = set()
+    for path in SOURCES:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                    continue
+                owner = ast.unparse(node.func.value)
+                if node.func.attr in methods and owner.endswith("runtime"):
+                    found.add(((path.stem, function.name), ast.unparse(node.args[0])))
+    return sorted(found)
 
 
 ELSEWHERE = [
@@ -119,8 +118,9 @@ class Faulty(RecordingRuntime):
     def _is_there(self, kind: str) -> bool:
         frame = who_asks(3)
         here = Path(frame.f_code.co_filename).stem, frame.f_code.co_name
-        self.seen |= {(kind, here), (kind, (*here, frame.f_back.f_code.co_name))}
-        return self.fault in ((kind, here), (kind, (*here, frame.f_back.f_code.co_name)))
+        asked = {(kind, here), (kind, (*here, frame.f_back.f_code.co_name))}
+        self.seen |= asked
+        return self.fault in asked
 
     def wait(self, role: str, event: Any) -> None:
         if not self._is_there("wait"):
@@ -195,17 +195,18 @@ def test_every_event_covers_what_was_submitted_last(place):
     assert place in NEEDLESS or is_seen("record", place)
 
 
-@pytest.mark.parametrize(
-    ("place", "to"),
-    [
-        (place, to)
-        for place, role in calls("submit", "launch", "free")
-        if place not in ELSEWHERE
-        for to in (COMPUTE, GATHER, REDUCE)
-        if to != role.lower()
-    ],
-    ids=lambda one: one if isinstance(one, str) else "-".join(one),
-)
+WORK_ELSEWHERE = []
+for place, role in calls("submit", "launch", "free"):
+    for to in (COMPUTE, GATHER, REDUCE):
+        if place not in ELSEWHERE and to != role.lower():
+            WORK_ELSEWHERE.append((place, to))
+
+
+def _label(one):
+    return one if isinstance(one, str) else "-".join(one)
+
+
+@pytest.mark.parametrize(("place", "to"), WORK_ELSEWHERE, ids=_label)
 def test_work_on_another_stream_is_a_race(place, to):
     """The first of several tasks, or the last one, or all."""
     parts = (slice(1), slice(-1, None), slice(None))
@@ -215,7 +216,8 @@ def test_work_on_another_stream_is_a_race(place, to):
 
 def test_memory_that_is_not_there_or_not_written_yet_is_not_read_nor_given_back_elsewhere():
     """Which no order of the engine's tells: what is left out above is seen as a race."""
-    runtime, flat = RecordingRuntime(), torch.zeros(8)
+    runtime = RecordingRuntime()
+    flat = torch.zeros(8)
     runtime.label(flat, "b")
     with runtime.watch():
         with pytest.raises(RaceError, match=f"{GATHER} releases b, which {COMPUTE} allocated"):

@@ -144,7 +144,7 @@ def _hooked() -> nn.Module:
     return table
 
 
-LOOKS_UP: dict[str, tuple[nn.Module, bool]] = {
+LOOKS_UP = {
     "an embedding": (nn.Embedding(5, 3, padding_idx=1), True),
     "one with dropout": (nn.Sequential(nn.Embedding(5, 3), nn.Dropout()), True),
     "a class of its own": (type("Own", (nn.Embedding,), {})(5, 3), False),

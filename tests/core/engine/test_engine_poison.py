@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ REDUCTION = (
     lambda self, group: replace(REDUCTION_OF(self, group), adds=True),
 )
 KEPT = (ParamGroup, "take_grads", lambda self, accumulate: TAKE_GRADS(self, accumulate=True))
-FAULTS: dict[str, tuple[Setup, tuple[Any, str, Any]]] = {
+FAULTS = {
     "a module adds to a bucket that was not cleared": (
         Setup(fused=WgradProtocol.ACCUMULATES),
         (FusedWgrad, "open", _careless),

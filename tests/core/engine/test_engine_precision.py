@@ -4,8 +4,6 @@ tests/plan/test_layout_memory.py."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from megatron_fsdp_adapter.core.comm.all_to_all_sum import FIXED_ALL_TO_ALL_SUM
@@ -34,7 +32,7 @@ CHECKS = (
 EXCHANGE = Setup(ZERO_3, world=3, rank=1, slots=True, exchange=True)
 FP32_UNITS = {f"layers.{i}" for i in range(4)}
 UNITS = {*FP32_UNITS, "embedding", "head", "root"}
-WIDE: dict[str, tuple[dict[str, Any], set[str]]] = {
+WIDE = {
     "what autograd gives is in bf16": ({}, set()),
     "bf16 main gradients, fp32 wire": ({"main_grads": BF16, "comm_dtype": FP32}, set()),
     "what layers write by themselves is float32": (FUSED, FP32_UNITS),

@@ -115,7 +115,7 @@ def top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-ERRORS: dict[str, tuple[str | None, Any, type[BaseException]]] = {
+ERRORS = {
     "in forward": ("forward 1", None, Exploded),
     "in backward": ("backward 1", None, Exploded),
     "inside of a unit": (None, lambda x: x.no_such_attribute, AttributeError),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -173,7 +171,7 @@ def _class(p):
     return isinstance(p, nn.Parameter) and torch.is_tensor(p)
 
 
-METADATA: dict[str, tuple[Callable[[nn.Parameter], Any], Any]] = {
+METADATA = {
     "shape": (_shape, ((7, 6), 7, 2, 7)),
     "memory": (_memory, (42, (6, 1), 2)),
     "kind": (_kind, (BF16, "cpu", True)),

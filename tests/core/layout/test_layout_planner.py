@@ -205,7 +205,7 @@ LLAMA = [specs_of(LLAMA3_405B_LAYER) for _ in range(126)]
 for shape in ((128256, 16384), (16384,), (128256, 16384)):
     LLAMA.append(specs_of([shape]))
 VARIED = specs_of([(64 + k, 16 * (k + 1)) for k in range(60)])
-FAST: dict[str, tuple[list[list[ParamSpec]], int, float]] = {
+FAST = {
     "Llama 3 405B": (LLAMA, 16384, 2.0),
     "60 granularities": ([VARIED], 64, 5.0),
 }

@@ -35,24 +35,24 @@ INTEGERS = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 def convert(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
     """To nearest even, as a GPU does; the interpreter's own conversion rounds ties otherwise."""
-    bits = np.ascontiguousarray(values).view(INTEGERS[source.primitive_bitwidth]).copy()
-    found = torch.from_numpy(bits).view(FLOATS[source.name]).to(FLOATS[target.name])
-    return (
-        found.view(torch.uint8)
-        .numpy()
-        .view(INTEGERS[target.primitive_bitwidth])
-        .reshape(values.shape)
-    )
+    given = np.ascontiguousarray(values).view(INTEGERS[source.primitive_bitwidth]).copy()
+    found = torch.from_numpy(given).view(FLOATS[source.name]).to(FLOATS[target.name])
+    stored = found.view(torch.uint8).numpy().view(INTEGERS[target.primitive_bitwidth])
+    return stored.reshape(values.shape)
 
 
 def bits(recipe: str, seed: int, nasty: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
-    dtype = torch.bfloat16 if seed % 2 else torch.float32
-    case = random_case(recipe, seed, dtype, nasty, "cpu")
-    shards = Shards(case, [recipe], 5 if seed % 2 else 64)
+    odd = seed % 2
+    case = random_case(recipe, seed, torch.bfloat16 if odd else torch.float32, nasty, "cpu")
+    shards = Shards(case, [recipe], 5 if odd else 64)
     with mock.patch.object(e4m3, "kernels_for", kernels):
         shards.quantize()
-    noted = [found_in(one.param) for own in shards.weights for one in own]
-    return [*shards.memory, *(torch.stack([one]) for found in noted for one in found.values())]
+    found = [*shards.memory]
+    for own in shards.weights:
+        for one in own:
+            for noted in found_in(one.param).values():
+                found.append(torch.stack([noted]))
+    return found
 
 
 def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
@@ -84,18 +84,28 @@ def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
 Line = tuple[str, bool]
 
 
+def of_torch(device: Any) -> None:
+    return None
+
+
+def of_triton(device: Any) -> Any:
+    return triton_e4m3
+
+
 def casts() -> Iterator[Line]:
     """Bytes, scales and amaxes of weights are those of torch."""
-    cases: dict[str, Callable[..., list[torch.Tensor]]] = {
-        f"{recipe}, {nasty or 'usual'}": functools.partial(bits, recipe, seed, nasty)
-        for recipe in RECIPES
-        for seed, nasty in enumerate(NASTY)
-    }
+    cases: dict[str, Callable[..., list[torch.Tensor]]] = {}
+    for recipe in RECIPES:
+        for seed, nasty in enumerate(NASTY):
+            name = f"{recipe}, {nasty or 'usual'}"
+            cases[name] = functools.partial(bits, recipe, seed, nasty)
     for recipe in ("tensorwise", "block128"):
         cases[f"{recipe}, planes that move"] = functools.partial(moved, recipe)
     for name, case in cases.items():
-        pairs = zip(case(lambda device: None), case(lambda device: triton_e4m3), strict=True)
-        yield name, all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in pairs)
+        same = []
+        for expected, found in zip(case(of_torch), case(of_triton), strict=True):
+            same.append(torch.equal(expected.view(torch.uint8), found.view(torch.uint8)))
+        yield name, all(same)
 
 
 def sums() -> Iterator[Line]:
@@ -112,31 +122,41 @@ def sums() -> Iterator[Line]:
 
 
 SIDE = 16
+SHAPES = (
+    (1, 16, 32, False),
+    (2, 80, 40, False),
+    (3, 72, 88, False),
+    (2, 48, 96, True),
+    (2, 96, 32, False),
+    (1, 16, 16, True),
+)
+"""Of a batch, rows and columns of its matrices, and whether they are given transposed."""
 
 
 def symmetric() -> Iterator[Line]:
     """Products are exactly symmetric, and as near to exact ones as float16 is."""
-    shapes = ((1, 16, 32, False), (2, 80, 40, False), (3, 72, 88, False), (2, 48, 96, True),
-              (2, 96, 32, False), (1, 16, 16, True))  # fmt: skip
-    for depth, (batch, n, k, tall) in itertools.product((16, 32), shapes):
+    for depth, (batch, n, k, tall) in itertools.product((16, 32), SHAPES):
         if tall and k % depth:
             continue
         torch.manual_seed(n)
-        x = torch.randn(batch, *((k, n) if tall else (n, k))).half()
-        gram = (x.mT if tall else x).double()
-        gram = gram @ gram.mT
+        shape = (k, n) if tall else (n, k)
+        x = torch.randn(batch, *shape).half()
+        wide = x.mT if tall else x
+        gram = wide.double() @ wide.double().mT
         added = gram.half()
         combined = 0.5 * added.double() - 0.25 * gram + 3.0 * torch.eye(n).double()
         for given, numbers, expected in (
-            (None, (0.0, 1.0, 0.0), gram), (added, (0.5, -0.25, 3.0), combined),
-        ):  # fmt: skip
+            (None, (0.0, 1.0, 0.0), gram),
+            (added, (0.5, -0.25, 3.0), combined),
+        ):
             found = triton_symmetric.symmetric_product(x, x, given, *numbers, tall, SIDE, depth)
             error = float((found - expected).abs().max() / expected.abs().max())
-            name = f"symmetric {(batch, n, k, tall)} by {depth}, {numbers}"
-            yield name, error < 2**-10 and torch.equal(found, found.mT)
+            same = error < 2**-10 and torch.equal(found, found.mT)
+            yield f"symmetric {(batch, n, k, tall)} by {depth}, {numbers}", same
     for n in (1, SIDE, 5 * SIDE + 1, 40 * SIDE, 40 * SIDE + 1):
-        covered = [(i, j) for i in range(-(-n // SIDE)) for j in range(i + 1)]
-        yield f"tiles of {n}", triton_symmetric.tiles_of(n, SIDE) == len(covered)
+        rows = -(-n // SIDE)
+        covered = rows * (rows + 1) // 2
+        yield f"tiles of {n}", triton_symmetric.tiles_of(n, SIDE) == covered
 
 
 def main() -> None:
