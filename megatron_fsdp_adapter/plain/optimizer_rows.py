@@ -58,10 +58,12 @@ def _own_rows(optimizer: Any, *_: Any) -> None:
     for param, state in optimizer.state.items():
         if not isinstance(param, UnevenDTensor):
             continue
-        for key, value in list(state.items()):
+        recut = {}  # all or none, if one raises
+        for key, value in state.items():
             is_cut_otherwise = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
             if is_cut_otherwise and value.shape == param.shape:
-                state[key] = _rows_of(param, value, key)
+                recut[key] = _rows_of(param, value, key)
+        state.update(recut)
 
 
 def _rows_of(param: UnevenDTensor, value: DTensor, key: str) -> UnevenDTensor:
