@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from ..core.comm.registered import RegisteredMemory
-from ..core.engine.buffer import COMPUTE, GRADIENTS, MAIN
+from ..core.engine.buffer import COMPUTE_WEIGHTS, GRADIENTS, MAIN_WEIGHTS
 from ..core.engine.engine import FsdpEngine
 from ..rollout.release import release, take_back
 from ..state.not_copyable import refuse_compilation
@@ -65,7 +65,7 @@ class ParamAndGradBuffer:
 def _kinds(weights: bool, gradients: bool) -> list[str]:
     kinds = []
     if weights:
-        kinds += [MAIN, COMPUTE]
+        kinds += [MAIN_WEIGHTS, COMPUTE_WEIGHTS]
     if gradients:
         kinds.append(GRADIENTS)
     return kinds

@@ -40,9 +40,9 @@ from .fsdp2_model import (
     MARK,
     PENDING,
     SUBJECT,
+    FullyShardOptions,
     Mark,
     Model,
-    Options,
     await_reads,
     engine_of,
     mark_of,
@@ -56,7 +56,7 @@ from .fsdp2_model import (
 from .mesh import data_parallel_groups, data_parallel_mesh, device_type_of
 
 
-class ShardedModule(NotCopyable, FSDPModule):
+class FSDP2Module(NotCopyable, FSDPModule):
     """The class of a module after `fully_shard`: an `FSDPModule` of torch's, whose methods act on
     this package's engine. A method that changes the speed alone, and has no counterpart, does
     nothing: gathers follow the order of the pass before, and reductions sum."""
@@ -271,12 +271,12 @@ HINTS = (
     "_set_unshard_async_op",
 )  # fmt: skip
 for _name in HINTS:
-    setattr(ShardedModule, _name, _does_nothing)
+    setattr(FSDP2Module, _name, _does_nothing)
 
 
 @functools.cache
 def _sharded_class(original: type) -> type:
-    return type(f"FSDP{original.__name__}", (ShardedModule, original), {})
+    return type(f"FSDP{original.__name__}", (FSDP2Module, original), {})
 
 
 def fully_shard(
@@ -317,7 +317,7 @@ def fully_shard(
         ValueError: what cannot be sharded, in this call or, for the model, when it is sharded.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    options = Options(
+    options = FullyShardOptions(
         groups=data_parallel_groups(mesh, dp_mesh_dims),
         mesh=data_parallel_mesh(mesh, dp_mesh_dims),
         reshards=reshard_after_forward is not False,

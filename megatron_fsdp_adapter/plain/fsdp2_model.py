@@ -38,7 +38,7 @@ from ..quantized import TransformerEngineParams, format_of
 from .accelerate import give_addresses
 from .building import trained_dtype
 from .casts import cast_inputs_of, cast_outputs_of
-from .mesh import Groups, rank_count
+from .mesh import MeshGroups, rank_count
 from .user_loop import UserLoopEngine, mark_shards
 
 SUBJECT = "fully_shard"
@@ -50,11 +50,11 @@ BUILT = "built"
 
 
 @dataclass(frozen=True)
-class Options:
+class FullyShardOptions:
     """The arguments of one call of `fully_shard`. groups: of the shard axis, and of the replicas;
     mesh: of parameters, if the call has one; device_type: of the devices that have the shards."""
 
-    groups: Groups
+    groups: MeshGroups
     mesh: DeviceMesh | None
     reshards: bool
     policy: MixedPrecisionPolicy
@@ -103,7 +103,7 @@ class Mark:
     """The mark of a module that `fully_shard` was called with."""
 
     # Those of its call, which it shares with no other call's modules.
-    options: Options
+    options: FullyShardOptions
     # Of the outermost marked module around it.
     model: Model
     # The module's unit, once the model is sharded.
@@ -375,7 +375,7 @@ def _as_called(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
     return list(found.values())
 
 
-def _options_that_differ(options: Sequence[Options]) -> list[str]:
+def _options_that_differ(options: Sequence[FullyShardOptions]) -> list[str]:
     """The first option, if any, that is to be equal in all calls for a model and is not."""
     first = options[0].of_the_model()
     for one in options:
@@ -388,7 +388,7 @@ def _options_that_differ(options: Sequence[Options]) -> list[str]:
     return []
 
 
-def _config(root: nn.Module, options: Sequence[Options]) -> EngineConfig:
+def _config(root: nn.Module, options: Sequence[FullyShardOptions]) -> EngineConfig:
     """The engine's configuration. Gradients and optimizer state have the parameters' dtype, as
     under FSDP2, if gradients may have it. Gradients are sent in bfloat16 if it is asked for, or all
     modules compute in it."""

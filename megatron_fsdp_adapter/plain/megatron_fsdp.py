@@ -45,7 +45,7 @@ from ..plan.unit_classes import classes_of, unit_problems
 from . import optimizer as plain_optimizer
 from .building import engine_for, raise_model_problems, trained_dtype
 from .fully_shard import FullyShardedModel
-from .named_dims import OF_EXPERTS, FSDPDistributedIndex, Group
+from .named_dims import OF_EXPERTS, Group, NamedDimsIndex
 
 SUBJECT = "megatron_fsdp"
 Units = Sequence[type[nn.Module] | str] | None
@@ -118,7 +118,7 @@ class MegatronFSDP(FullyShardedModel):
     def __init__(
         self,
         module: nn.Module,
-        dist_index: FSDPDistributedIndex,
+        dist_index: NamedDimsIndex,
         ddp_config: Any = None,
         mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
         fsdp_unit_modules: Units = None,
@@ -223,7 +223,7 @@ class MegatronFSDP(FullyShardedModel):
         self.engine.finish_grads()
         self.engine.scale_grads(scaling_factor)
 
-    def get_distributed_index(self) -> FSDPDistributedIndex:
+    def get_distributed_index(self) -> NamedDimsIndex:
         """The groups."""
         return self.dist_index
 
@@ -259,25 +259,40 @@ def _strategy(option: str, value: str | int, names: Collection[str]) -> str:
 
 
 def fully_shard_model(
-    module: nn.Module, device_mesh: DeviceMesh | None = None, dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None, tp_dim: str | None = None,
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
     hybrid_fsdp_group: Group = None,
     hybrid_fsdp_expt_group: Group = None,
-    expt_device_mesh: DeviceMesh | None = None, fsdp_group_ag: Group = None,
-    expt_fsdp_group_ag: Group = None, fsdp_unit_modules: Units = None,
-    zero_dp_strategy: str | int = 3, outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | None = None, init_model_with_meta_device: bool = False,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: Group = None,
+    expt_fsdp_group_ag: Group = None,
+    fsdp_unit_modules: Units = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | None = None,
+    init_model_with_meta_device: bool = False,
     mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
-    overlap_grad_reduce: bool = True, overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True, preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False, average_in_collective: bool = False,
-    disable_bucketing: bool = False, calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False, fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False, enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
     maxpool_double_buffer: bool = False,
-) -> MegatronFSDP:  # fmt: skip
+) -> MegatronFSDP:
     """Shards `module` over the ranks of `dp_shard_dim`. `HINTS` are arguments without effect.
 
     Args:
@@ -299,24 +314,36 @@ def fully_shard_model(
         dp_shard_dim, kind = dp_shard_dim or "fsdp", target_device(module, device).type
         world = (dist.get_world_size(),)
         device_mesh = init_device_mesh(kind, world, mesh_dim_names=(dp_shard_dim,))
-    index = FSDPDistributedIndex(
-        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group,
-        hsdp_outer_dp_shard=OUTER_STRATEGIES[outer], expt_device_mesh=expt_device_mesh,
+    index = NamedDimsIndex(
+        device_mesh,
+        dp_shard_dim,
+        dp_outer_dim,
+        tp_dim,
+        hybrid_fsdp_group,
+        hsdp_outer_dp_shard=OUTER_STRATEGIES[outer],
+        expt_device_mesh=expt_device_mesh,
         fsdp_group_ag=fsdp_group_ag,
-    )  # fmt: skip
+    )
     config = _ddp_config(
-        data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer,
-        overlap_grad_reduce=overlap_grad_reduce, overlap_param_gather=overlap_param_gather,
+        data_parallel_sharding_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
         keep_fp8_transpose_cache=keep_fp8_transpose_cache,
         megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
-    )  # fmt: skip
+    )
     return MegatronFSDP(
-        module, index, config, mixed_precision_policy, fsdp_unit_modules, device=device,
+        module,
+        index,
+        config,
+        mixed_precision_policy,
+        fsdp_unit_modules,
+        device=device,
         calculate_per_token_loss=calculate_per_token_loss,
         init_model_with_meta_device=init_model_with_meta_device,
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=report_nan_in_param_grad,
-    )  # fmt: skip
+    )
 
 
 def fully_shard_optimizer(

@@ -13,7 +13,7 @@ MODEL_PARALLEL = ("tp", "pp", "ep", "etp", "tensor", "pipeline", "expert")
 """Names of dims whose ranks have different weights."""
 
 
-Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
+MeshGroups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 """The process groups of the shard axis, and of the outer one, None without replicas."""
 
 
@@ -21,7 +21,7 @@ Ranks = DeviceMesh | dist.ProcessGroup | None
 """The ranks to shard over: a mesh, a process group, or all."""
 
 
-def rank_count(groups: Groups) -> int:
+def rank_count(groups: MeshGroups) -> int:
     """Number of ranks that `groups` have together."""
     shard, outer = groups
     count = dist.get_world_size(shard)
@@ -41,7 +41,7 @@ def device_type_of(mesh: Ranks) -> str:
     return accelerator.type
 
 
-def data_parallel_groups(mesh: Ranks, dims: Any = None) -> Groups:
+def data_parallel_groups(mesh: Ranks, dims: Any = None) -> MeshGroups:
     """The groups of the shard axis and of the outer one, None without replicas.
 
     mesh: the ranks to shard over: a process group; a mesh of one dim (shards); of two (replicas,

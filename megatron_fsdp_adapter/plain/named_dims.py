@@ -28,7 +28,7 @@ def _group(mesh: DeviceMesh, option: str, name: str | None) -> dist.ProcessGroup
         ) from None
 
 
-class FSDPDistributedIndex(Index):
+class NamedDimsIndex(Index):
     """The groups behind named dims of a mesh. hybrid_fsdp_group: both data-parallel dims together,
     which `get_dp_group` gives; nothing else needs it.
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.comm.communicator import Communicator
-from ..core.engine.buffer import COMPUTE, MAIN, check_here
+from ..core.engine.buffer import COMPUTE_WEIGHTS, MAIN_WEIGHTS, check_here
 from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
@@ -119,7 +119,7 @@ def _chunks(
     """The exports of a model's chunks. RuntimeError if memory is away that they need, ValueError
     for a weight that cannot be exported as asked."""
     given = sources(model)
-    needed = [MAIN, COMPUTE] if quantized else [MAIN]
+    needed = [MAIN_WEIGHTS, COMPUTE_WEIGHTS] if quantized else [MAIN_WEIGHTS]
     for source in given:
         check_here(source.engine.away, action, needed)
     chunks = [_Chunk(source, which, dtype, quantized, everything) for source in given]

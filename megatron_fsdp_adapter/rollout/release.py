@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..core.engine.buffer import COMPUTE, GRADIENTS, KINDS, MAIN, SLOTS
+from ..core.engine.buffer import BUFFER_KINDS, COMPUTE_WEIGHTS, GRADIENTS, MAIN_WEIGHTS, SLOTS
 from ..core.engine.engine import FsdpEngine
 from ..core.problems import raise_problems
 from ..core.runtime.device import Runtime
@@ -27,7 +27,7 @@ from ..quantized import memory_of
 from .export_source import Source, sources
 
 OPTIMIZER = "optimizer"
-ALL_KINDS = (*KINDS, OPTIMIZER)
+ALL_KINDS = (*BUFFER_KINDS, OPTIMIZER)
 
 
 def release_memory(
@@ -53,14 +53,14 @@ def release_memory(
         RuntimeError: a CUDA graph has addresses of what is not kept.
     """
     chosen = _chosen("keep", keep)
-    kinds = [kind for kind in KINDS if kind not in chosen]
+    kinds = [kind for kind in BUFFER_KINDS if kind not in chosen]
     chunks = sources(model)
     shards = local_shards(optimizer)
     for source in chunks:
         _check_free(source.engine, kinds)
     found = dict.fromkeys(kinds, 0)
     for source in chunks:
-        more = {MAIN: [(storage, None) for storage in _left_alone(source)]}
+        more = {MAIN_WEIGHTS: [(storage, None) for storage in _left_alone(source)]}
         for kind, nbytes in release(source.engine, kinds, more).items():
             found[kind] += nbytes
     runtime = chunks[0].engine.runtime
@@ -78,7 +78,7 @@ def return_memory(
     nothing was released. No collective. ValueError as there."""
     chosen = ALL_KINDS if only is None else _chosen("only", only)
     for source in sources(model):
-        take_back(source.engine, [kind for kind in KINDS if kind in chosen])
+        take_back(source.engine, [kind for kind in BUFFER_KINDS if kind in chosen])
     if OPTIMIZER in chosen:
         for shards in local_shards(optimizer):
             take_state(shards)
@@ -123,18 +123,18 @@ def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
 
 def storages(engine: FsdpEngine) -> Storages:
     """Kind -> a tensor over each storage, and which parts of it return as they were."""
-    found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in BUFFER_KINDS}
     found[SLOTS] = [(slot, ()) for slot in _slots(engine)]
     for group in engine.groups:
         for buffer in group.weight_shards:
             own = buffer.segments(group.held)
             kept = own if group.key.quantized and not group.write_planes else []
             if group.main_is_weight:
-                found[MAIN].append((buffer.tensor, own))
+                found[MAIN_WEIGHTS].append((buffer.tensor, own))
             elif not buffer.in_slot:
-                found[COMPUTE].append((buffer.tensor, kept))
+                found[COMPUTE_WEIGHTS].append((buffer.tensor, kept))
         if not group.main_is_weight and not group.main_on_host:
-            found[MAIN].append((group.main.tensor, None))
+            found[MAIN_WEIGHTS].append((group.main.tensor, None))
         if group.key.requires_grad and not group.grad.in_slot:
             found[GRADIENTS].append((group.grad.tensor, ()))
     return found
@@ -160,7 +160,7 @@ def _check_free(engine: FsdpEngine, kinds: Collection[str]) -> None:
     if kinds and pinned_by:
         raise RuntimeError(
             f"release_memory: {pinned_by} has addresses of {', '.join(kinds)}. Switch "
-            f"that off, or release the optimizer's state alone, with keep={list(KINDS)}"
+            f"that off, or release the optimizer's state alone, with keep={list(BUFFER_KINDS)}"
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
-from megatron_fsdp_adapter.core.engine.buffer import COMPUTE, MAIN
+from megatron_fsdp_adapter.core.engine.buffer import COMPUTE_WEIGHTS, MAIN_WEIGHTS
 from tests.lib.gpt.gpt import (
     STRATEGIES,
     Case,
@@ -50,7 +50,7 @@ def _exported(rank: int, world: int, strategy: str) -> None:
             label = f"{recipe} {strategy} {step}"
             assert check_weights(trainer, recipe, label) == 4 * CASE.num_layers
             _check(trainer, recipe, label)
-            release_memory(trainer.wrapper, trainer.optimizer, keep=[MAIN, COMPUTE])
+            release_memory(trainer.wrapper, trainer.optimizer, keep=[MAIN_WEIGHTS, COMPUTE_WEIGHTS])
             if step:  # before a forward brings them up to date
                 dict(export_weights(trainer.wrapper, quantized=True))
             release_memory(trainer.wrapper, trainer.optimizer)

@@ -23,7 +23,7 @@ from megatron_fsdp_adapter import (
     return_memory,
 )
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.buffer import KINDS
+from megatron_fsdp_adapter.core.engine.buffer import BUFFER_KINDS
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FRAMEWORKS, VERL
@@ -259,7 +259,7 @@ def test_memory_whose_addresses_a_graph_has_stays(one_rank: None) -> None:
     with pytest.raises(RuntimeError, match="a CUDA graph has addresses of main_weights"):
         release_memory(model, optimizer)
     assert all(map(storage_bytes, states(optimizer))), "nothing was released"
-    assert release_memory(model, optimizer, keep=KINDS)["optimizer"] > 0
+    assert release_memory(model, optimizer, keep=BUFFER_KINDS)["optimizer"] > 0
     return_memory(model, optimizer)
     train(model, optimizer, 1)
 

@@ -384,15 +384,15 @@ def ordinary_memory(device: torch.device) -> AllocateSlots:
     return allocate
 
 
-MAIN = "main_weights"
-COMPUTE = "compute_weights"
+MAIN_WEIGHTS = "main_weights"
+COMPUTE_WEIGHTS = "compute_weights"
 GRADIENTS = "gradients"
 SLOTS = "slots"
-KINDS = (MAIN, COMPUTE, GRADIENTS, SLOTS)
+BUFFER_KINDS = (MAIN_WEIGHTS, COMPUTE_WEIGHTS, GRADIENTS, SLOTS)
 """Kinds of an engine's memory by purpose: `rollout/release.py` releases it between two steps, and
 restores it."""
 
-READ = (MAIN, COMPUTE, SLOTS)
+READ = (MAIN_WEIGHTS, COMPUTE_WEIGHTS, SLOTS)
 """Kinds of memory that a forward pass without gradients needs."""
 
 

@@ -26,14 +26,14 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import construction, hooks
 from .backward import Backward
-from .buffer import KINDS, MAIN, READ, AllocateSlots, check_here, ordinary_memory
+from .buffer import BUFFER_KINDS, MAIN_WEIGHTS, READ, AllocateSlots, check_here, ordinary_memory
 from .gather import BACKWARD, FORWARD, GatherPipeline, PrefetchOrder
 from .group import GradState, laid_out
 from .launches import LaunchComparison
 from .params import ParameterSwitch, make_pairs
 from .partition import UnitPlan
 from .quantized import QuantizedWeights
-from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
+from .reduce import REDUCED_STATES, ChecksGradients, ReducePipeline
 from .unit import Unit
 
 
@@ -93,7 +93,7 @@ class FsdpEngine:
         config: EngineConfig,
         runtime: Runtime,
         make_communicator: construction.MakeCommunicator = Communicator,
-        grad_check: GradCheck | None = None,
+        grad_check: ChecksGradients | None = None,
         allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
         quantized: QuantizedWeights | None = None,
@@ -168,7 +168,7 @@ class FsdpEngine:
         # Evaluations between a forward and its backward do not count; recomputed units do.
         self.counts_calls = torch.is_grad_enabled()
         if self.counts_calls:
-            check_here(self.away, "a forward with gradients", KINDS)
+            check_here(self.away, "a forward with gradients", BUFFER_KINDS)
             self.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
@@ -236,7 +236,7 @@ class FsdpEngine:
         """The backward that runs; the first call begins it."""
         if self.backward.running:
             return self.backward
-        check_here(self.away, "a backward", KINDS)
+        check_here(self.away, "a backward", BUFFER_KINDS)
         accumulates = hooks.accumulates(self.groups)
         if self.running_root is None:  # else it runs inside of a forward, which goes on after it
             self.order.begin(BACKWARD)
@@ -335,7 +335,7 @@ class FsdpEngine:
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
-        check_here(self.away, "reducing gradients", KINDS)
+        check_here(self.away, "reducing gradients", BUFFER_KINDS)
         self.gather.updates.order_compute()
         if self.config.overlap_grad_reduce:
             units = [self.units[ordinal] for ordinal in self.completed]
@@ -436,7 +436,7 @@ class FsdpEngine:
         self.gather.mark_stale()
 
     def to_sharded(self) -> None:
-        check_here(self.away, "reading or writing main weights", [MAIN])
+        check_here(self.away, "reading or writing main weights", [MAIN_WEIGHTS])
         self.gather.updates.settle()
         self.switch.show(unsharded=False, before=self._give_up_unsharded)
 

@@ -32,7 +32,7 @@ from .wgrad import WgradProtocol
 ROOT = "root"
 TO = " to "
 
-Slot = tuple[nn.Module, str]
+Location = tuple[nn.Module, str]
 """A place in the module tree that holds a parameter: `module._parameters[name]`."""
 
 
@@ -79,7 +79,7 @@ class ManagedParam:
 
     param: nn.Parameter
     fqns: tuple[str, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[Location, ...]
     split: int | None = None
     writer: WgradProtocol = WgradProtocol.AUTOGRAD
 
@@ -152,7 +152,7 @@ class UnitPlan:
 
 def managed_params(module: nn.Module) -> list[ManagedParam]:
     """All parameters below `module` in module order, each once with all of its places."""
-    places: dict[nn.Parameter, list[tuple[str, Slot]]] = {}
+    places: dict[nn.Parameter, list[tuple[str, Location]]] = {}
     for module_name, owner in module.named_modules():
         for name, param in owner._parameters.items():
             if param is not None:

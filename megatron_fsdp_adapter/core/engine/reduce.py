@@ -88,7 +88,7 @@ def _is_unreduced(group: ParamGroup) -> bool:
     return group.grad_state not in REDUCED_STATES
 
 
-class GradCheck(Protocol):
+class ChecksGradients(Protocol):
     """Looks at a step's gradients before they are communicated: `note` on the device, after each
     backward of a unit; `raise_found` on the host, at the end of the step."""
 
@@ -115,7 +115,7 @@ class ReducePipeline:
         domains: Mapping[str, DomainReduce],
         outer: Mapping[str, DomainReduce],
         launches: LaunchComparison,
-        check: GradCheck | None = None,
+        check: ChecksGradients | None = None,
     ) -> None:
         self.config = config  # of the engine
         self.runtime = runtime  # streams and storage

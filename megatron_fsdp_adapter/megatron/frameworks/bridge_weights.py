@@ -28,7 +28,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_adapter.build.shard_attributes import engines_behind
-from megatron_fsdp_adapter.core.engine.buffer import MAIN, check_here
+from megatron_fsdp_adapter.core.engine.buffer import MAIN_WEIGHTS, check_here
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.megatron.compat.patches import Original
 from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
@@ -80,7 +80,7 @@ def _show_raw(engines: Iterable[FsdpEngine]) -> None:
     """Modules hold their ordinary parameters: mappings look at shapes, dtypes and devices.
     RuntimeError if the main weights' memory was released."""
     for engine in engines:
-        check_here(engine.away, "converting weights", [MAIN])
+        check_here(engine.away, "converting weights", [MAIN_WEIGHTS])
         engine.to_unsharded()
 
 

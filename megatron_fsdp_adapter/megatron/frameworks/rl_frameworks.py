@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ...core.engine.buffer import GRADIENTS, KINDS, MAIN
+from ...core.engine.buffer import BUFFER_KINDS, GRADIENTS, MAIN_WEIGHTS
 from ...rollout.release import release_memory, return_memory
 from ...state.module_weights import ModuleWeight, module_weights
 from ..compat.patches import Original
@@ -39,7 +39,7 @@ def load_model(
     """`return_memory` of model chunks. load_grad: of buffers of gradients too."""
     ours, others = _apart(models)
     if ours:
-        kinds = [kind for kind in KINDS if load_grad or kind != GRADIENTS]
+        kinds = [kind for kind in BUFFER_KINDS if load_grad or kind != GRADIENTS]
         return_memory(ours, only=kinds)
     if others:
         original(others, load_grad=load_grad, **options)
@@ -47,7 +47,7 @@ def load_model(
 
 def device_of_model(original: Original, models: Sequence[Any]) -> str:
     """The device of a model: "cpu" while the memory of main weights is released."""
-    if any(MAIN in chunk.engine.away for chunk in ours_among(models)):
+    if any(MAIN_WEIGHTS in chunk.engine.away for chunk in ours_among(models)):
         return "cpu"
     return original(models)
 

@@ -1,7 +1,6 @@
 """The functions that shard, and their classes."""
 
 from megatron_fsdp_adapter.plain.megatron_fsdp import (
-    FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -9,6 +8,7 @@ from megatron_fsdp_adapter.plain.megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from megatron_fsdp_adapter.plain.named_dims import NamedDimsIndex as FSDPDistributedIndex
 
 __all__ = [
     "FSDPDistributedIndex", "MegatronFSDP", "MixedPrecisionPolicy", "ShardingStrategy",
