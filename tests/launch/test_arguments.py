@@ -40,8 +40,10 @@ def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
         "--overlap-param-gather",
     }
     assert args.data_parallel_sharding_strategy == "optim_grads_params"
-    assert args.ckpt_format == "fsdp_dtensor" and args.use_distributed_optimizer
-    assert args.overlap_grad_reduce and args.overlap_param_gather
+    assert args.ckpt_format == "fsdp_dtensor"
+    assert args.use_distributed_optimizer
+    assert args.overlap_grad_reduce
+    assert args.overlap_param_gather
     assert validation.launch_problems(args, {}) == []
 
 
@@ -148,19 +150,22 @@ def test_asynchronous_saves_are_kept_and_need_no_package() -> None:
     args = parsed_arguments(**given, **later)
     changes = megatron_lm.complete(args, [*FSDP, "--async-save"])
     assert {"--use-persistent-ckpt-worker", "--async-strategy"} <= {c.option for c in changes}
-    assert args.use_persistent_ckpt_worker and args.async_strategy == "mcore"
+    assert args.use_persistent_ckpt_worker
+    assert args.async_strategy == "mcore"
     assert validation.launch_problems(args, {}) == []
     args.async_strategy = "nvrx"
     megatron_lm.complete(args, [*FSDP, "--async-save", "--async-strategy", "nvrx"])
     assert args.async_strategy == "nvrx"
     [problem] = validation.launch_problems(_complete(**given), {})
-    assert problem.startswith("async_save=True: ") and "0.17" in problem
+    assert problem.startswith("async_save=True: ")
+    assert "0.17" in problem
 
 
 def test_one_hardware_queue_is_set_right_or_refused() -> None:
     environment: dict[str, str] = {}
     [change] = megatron_lm.complete_environment(environment)
-    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} and change.before is None
+    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert change.before is None
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert megatron_lm.complete_environment(environment) == []
     [problem] = validation.launch_problems(_complete(), environment)
@@ -199,7 +204,8 @@ def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
 
     args = argparse.Namespace(optimizer="muon", use_megatron_fsdp=use_megatron_fsdp)
     validate = functools.partial(megatron_lm.validate, validate_args)
-    assert validate(args, {}) is args and args.optimizer == "muon"
+    assert validate(args, {}) is args
+    assert args.optimizer == "muon"
     with pytest.raises(ValueError, match="wrong"):
         validate(args, defaults="wrong")
     assert args.optimizer == "muon"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,8 +174,9 @@ if __name__ == "__main__":
     AsyncSaver().save(sys.argv[1], 7, {"config": Config(6)})
     sys.exit(5)
 """
-CONTRADICTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--ckpt-format", "zarr")
-MISSPELT = ("--use-megatron-fsdp", "--num-experts", "two")
+FLAG = "--use-megatron-fsdp"
+CONTRADICTIONS = (FLAG, "--use-torch-fsdp2", "--ckpt-format", "zarr")
+MISSPELT = (FLAG, "--num-experts", "two")
 Runs = Callable[[str], Outcome]
 
 
@@ -203,48 +205,33 @@ def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     packages = str(Path(torch.__file__).parents[1])
     tail = tmp_path_factory.mktemp("tail") / "tail.py"
     tail.write_text("import os, sys; print(sys.path.index(os.getcwd()) > 0)")
+    train = str(script)
     path = f"{ROOT}{os.pathsep}{script.parent}"
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with ThreadPoolExecutor(2) as pool:
-        started = {
-            "flag": pool.submit(
-                run,
-                str(script),
-                "--use-megatron-fsdp",
-                "--megatron-fsdp-grad-comm-dtype",
-                "bf16",
-                "--outer-dp-sharding-strategy",
-                "no_shard",
-            ),
-            "no flag": pool.submit(run, str(script)),
-            "first rank": pool.submit(run, str(script), *CONTRADICTIONS, **one, RANK="0"),
-            "second rank": pool.submit(run, str(script), *CONTRADICTIONS, **one, RANK="1"),
-            "own": pool.submit(run, str(own)),
-            "elsewhere": pool.submit(run, alone, PYTHONPATH=path),
-            "elsewhere, flag": pool.submit(run, alone, "--use-megatron-fsdp", PYTHONPATH=path),
-            "no GPU": pool.submit(
-                run,
-                str(script),
-                "--use-megatron-fsdp",
-                "--fp8-format",
-                "hybrid",
-                **one,
-                NO_GPU="1",
-            ),
-            # Two ranks, of which the second is ready to end before the first.
-            "under torchrun": pool.submit(
-                run,
-                str(script),
-                *MISSPELT,
-                python=TORCHRUN,
-                SECOND_RANK_IS_HERE=str(tmp_path_factory.mktemp("meeting") / "here"),
-            ),
-            "as python": pool.submit(run, facts, str(current / "a"), cwd=current),
-            "python": pool.submit(run, facts, str(current / "b"), python=(), cwd=current),
-            # Neither installed nor on PYTHONPATH: it is found in the current folder alone.
-            "only here": pool.submit(run, str(tail), python=("-S", *RUNNER), PYTHONPATH=packages),
-            "another core": pool.submit(run, str(core / "train.py"), python=BESIDE_ANOTHER),
-        }
+        started = {}
+
+        def start(name: str, *argv: str, **how: Any) -> None:
+            started[name] = pool.submit(run, *argv, **how)
+
+        own_options = ("--megatron-fsdp-grad-comm-dtype", "bf16")
+        own_options += ("--outer-dp-sharding-strategy", "no_shard")
+        start("flag", train, FLAG, *own_options)
+        start("no flag", train)
+        start("first rank", train, *CONTRADICTIONS, **one, RANK="0")
+        start("second rank", train, *CONTRADICTIONS, **one, RANK="1")
+        start("own", str(own))
+        start("elsewhere", alone, PYTHONPATH=path)
+        start("elsewhere, flag", alone, FLAG, PYTHONPATH=path)
+        start("no GPU", train, FLAG, "--fp8-format", "hybrid", **one, NO_GPU="1")
+        # Two ranks, of which the second is ready to end before the first.
+        meeting = tmp_path_factory.mktemp("meeting") / "here"
+        start("under torchrun", train, *MISSPELT, python=TORCHRUN, SECOND_RANK_IS_HERE=str(meeting))
+        start("as python", facts, str(current / "a"), cwd=current)
+        start("python", facts, str(current / "b"), python=(), cwd=current)
+        # Neither installed nor on PYTHONPATH: it is found in the current folder alone.
+        start("only here", str(tail), python=("-S", *RUNNER), PYTHONPATH=packages)
+        start("another core", str(core / "train.py"), python=BESIDE_ANOTHER)
         yield lambda name: started[name].result()
 
 
@@ -277,37 +264,46 @@ def test_a_script_runs_with_the_wrapper_if_it_is_asked_for(runs: Runs, name: str
     """The table of changes is printed once; the script's exit status goes through."""
     status, printed, error = TOLD[name]
     done = runs(name)
-    assert done.returncode == status and error in done.stderr, done.stderr
-    assert all(text in done.stdout for text in printed), done.stdout
-    assert done.stdout.count(" sets\n") == done.args.count("--use-megatron-fsdp")
+    assert done.returncode == status, done.stderr
+    assert error in done.stderr, done.stderr
+    for text in printed:
+        assert text in done.stdout, done.stdout
+    assert done.stdout.count(" sets\n") == done.args.count(FLAG)
 
 
 def test_contradictions_are_one_message_on_one_rank(runs: Runs) -> None:
     done = runs("first rank")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
     assert done.stderr.count("\n  - ") == 3, done.stderr
     silent = runs("second rank")
-    assert silent.returncode == 2 and silent.stdout == ""
+    assert silent.returncode == 2
+    assert silent.stdout == ""
     # torch warns where it finds a compiler for CUDA and no GPU.
-    assert all("torch/utils/cpp_extension" in line for line in silent.stderr.splitlines())
+    for line in silent.stderr.splitlines():
+        assert "torch/utils/cpp_extension" in line
 
 
 def test_without_a_gpu_all_problems_are_one_message(runs: Runs) -> None:
     """Before: a traceback of Megatron-LM's own arguments, and of two problems the first."""
     done = runs("no GPU")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
     problems = done.stderr.partition("cannot be used with this configuration:\n  - ")[2]
     found = problems.split("\n  - ")
     starts = ("CUDA_DEVICE_MAX_CONNECTIONS='1'", "fp8='hybrid'", "there is no CUDA device")
-    assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * 3
-    assert "scripts/pretrain_gpt.py" in found[2] and "doctor --prove" in found[2]
+    for line, start in zip(found, starts, strict=True):
+        assert line.startswith(start)
+    assert "scripts/pretrain_gpt.py" in found[2]
+    assert "doctor --prove" in found[2]
 
 
 def test_an_argument_that_is_misspelt_is_one_line_on_one_rank(runs: Runs) -> None:
     """Before: the usage of all of Megatron-LM's arguments, on each rank, and then the error."""
     says = "argument --num-experts: invalid int value: 'two'"
     both = runs("under torchrun")
-    assert both.returncode != 0 and re.search(r"exitcode +: 2 ", both.stderr), both.stderr
+    assert both.returncode != 0, both.stderr
+    assert re.search(r"exitcode +: 2 ", both.stderr), both.stderr
     assert "usage:" not in both.stdout + both.stderr
     # Once by rank 0, and in the last lines of torchrun's own report.
     assert both.stderr.count(f"train.py: {says}") == 2, both.stderr
@@ -323,5 +319,6 @@ def test_a_script_is_what_it_is_to_python(runs: Runs) -> None:
     assert ours.returncode == pythons.returncode == 5, ours.stderr
     roots = [Path(done.args[-1]) for done in (ours, pythons)]
     assert ours.stdout.replace(str(roots[0]), str(roots[1])) == pythons.stdout
-    assert "spawn [Config(value=8)]\nfork" in ours.stdout and "thread Config(" in ours.stdout
+    assert "spawn [Config(value=8)]\nfork" in ours.stdout
+    assert "thread Config(" in ours.stdout
     assert [latest_iteration(root) for root in roots] == [7, 7]

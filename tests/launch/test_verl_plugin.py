@@ -44,7 +44,8 @@ def test_a_model_with_the_flag_is_built_after_install(
     plugin: Any, monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
     monkeypatch.setattr(plugin, "install", install := mock.Mock())
-    assert "verl" not in sys.modules and not patches.is_installed(plugin.BUILD)
+    assert "verl" not in sys.modules
+    assert not patches.is_installed(plugin.BUILD)
     before = len(sys.meta_path)
     module = importlib.import_module("verl.utils.megatron_utils")
     assert len(sys.meta_path) == before - 1

@@ -93,10 +93,10 @@ def train(
 
 def named(made: Any) -> dict[str, Any]:
     """Parameters by the names that they have in modules that are not compiled or wrapped."""
-    return {
-        name.replace("_orig_mod.", "").removeprefix("module."): param
-        for name, param in made.named_parameters()
-    }
+    found = {}
+    for name, param in made.named_parameters():
+        found[name.replace("_orig_mod.", "").removeprefix("module.")] = param
+    return found
 
 
 def whole(made: Any) -> dict[str, torch.Tensor]:
@@ -177,7 +177,8 @@ def test_meshes_of_fsdp2(rank: int) -> None:
         mesh = _mesh(sizes, *names.split())
         other = sharded(ours, model(), mesh=mesh, **options)
         shown = next(other.parameters()).device_mesh
-        assert shown.mesh_dim_names == dims and (len(dims) == 1 or shown == mesh), names
+        assert shown.mesh_dim_names == dims, names
+        assert len(dims) == 1 or shown == mesh, names
         near(train(other, adam(other), rank), expected, names)
         assert _held(other) < 0.7, names
     for wrapped, (names, message) in itertools.product(
@@ -261,11 +262,11 @@ def test_what_either_has_after_some_steps_goes_on_in_the_other(rank: int) -> Non
 
 
 def moments_of(made: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": full(value)
-        for name, param in named(made).items()
-        for key, value in optimizer.state[param].items()
-    }
+    found = {}
+    for name, param in named(made).items():
+        for key, value in optimizer.state[param].items():
+            found[f"{name}.{key}"] = full(value)
+    return found
 
 
 @on_ranks(2)
@@ -285,7 +286,8 @@ def test_a_start_on_the_meta_device(rank: int) -> None:
         optimizer = adam(made)
         assert isinstance(made.embedding.weight, DTensor)
         made.embedding.weight.requires_grad = False
-        assert all(param.is_meta and param.dtype == FP32 for param in shown)
+        for param in shown:
+            assert param.is_meta and param.dtype == FP32
         if empties:
             made.to_empty(device="cpu")
             assert made.head.weight.device.type == "cpu"  # no rank had all of it
@@ -297,7 +299,8 @@ def test_a_start_on_the_meta_device(rank: int) -> None:
             options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
         )
         check_same_bits(whole(made), values, "loaded")
-        assert all(param is read for param, read in zip(shown, made.parameters(), strict=True))
+        for param, read in zip(shown, made.parameters(), strict=True):
+            assert param is read
         assert train(made, optimizer, rank)[0] == expected, f"{empties=}"
 
 
@@ -339,9 +342,13 @@ def test_a_parameter_that_some_ranks_read_has_a_gradient_on_all(rank: int, world
     made = with_spare_layer(ours, model(), **(_replicas() if world == 4 else {}))
     one = model()
     one.features(tokens(0, 0, 0)).mean().backward()
-    made.forward = lambda tokens: (
-        made.features(tokens) if rank == 0 else (made.head(made.hidden(tokens)).square())
-    )
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        if rank == 0:
+            return made.features(tokens)
+        return made.head(made.hidden(tokens)).square()
+
+    made.forward = forward
     for zeroed in (False, True):
         made.set_reduce_scatter_unused_params(zeroed)
         made(tokens(0, 0, 0)).mean().backward()
@@ -359,12 +366,14 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
     made, one, x = sharded(ours, model()), sharded(theirs, model()), tokens(0, 0, rank)
     block = made.blocks[1]
     for module, own in ((made, Net), (block, Block)):
-        assert isinstance(module, FSDPModule) and isinstance(module, own)
+        assert isinstance(module, FSDPModule)
+        assert isinstance(module, own)
     assert type(block).__name__ == "FSDPBlock"
     assert type(ours(nn.Sequential(nn.Linear(2, 2), nn.GELU()))[:1]) is nn.Sequential
     made.set_gradient_divide_factor(4.0 * world)
     first, again = ([p._local_tensor.data_ptr() for p in made.parameters()] for _ in range(2))
-    assert first == again and len({*first}) == len(first), "empty shards have places, too"
+    assert first == again, "empty shards have places, too"
+    assert len({*first}) == len(first), "empty shards have places, too"
     for name in HINTS:
         getattr(made, name)(True)
     before = model().get_parameter("blocks.1.up.weight")
@@ -398,7 +407,8 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
         assert torch.equal(found, expected)
         assert each.blocks[0].up.weight.untyped_storage().nbytes() > 0, "stays, also after an error"
         found.mean().backward()
-        assert all(isinstance(param.grad, DTensor) for param in each.parameters())
+        for param in each.parameters():
+            assert isinstance(param.grad, DTensor)
     made.set_reshard_after_forward(True)
     made.chosen = lambda of: made(of).detach().argmax()
     register_fsdp_forward_method(made, "chosen")
@@ -408,74 +418,113 @@ def test_methods_of_fsdp2(rank: int, world: int) -> None:
     made(x)
 
 
-REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "twice": ("called with it before", lambda made: ours(ours(made))),
-    "a list": ("no forward", lambda made: ours(nn.ModuleList([made]))),
-    "columns": (
-        r"Shard\(1\)",
-        lambda made: ours(made, shard_placement_fn=lambda param: Shard(1)),
-    ),
-    "late": (
-        "sharded already",
-        lambda made: (list(ours(made.blocks[0]).parameters()), ours(made)),
-    ),
-    "policies": (
-        "mp_policy.reduce_dtype",
-        lambda made: (
-            ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16)),
-            list(ours(made).parameters()),
-        ),
-    ),
-    "on the meta device": (
-        "21 parameters are still on the meta device: .*'embedding.weight'.*call to_empty",
-        lambda made: sharded(ours, made.to("meta"))(tokens(0, 0, 0)),
-    ),
-    "gather": ("set_custom_all_gather", lambda made: ours(made).set_custom_all_gather(print)),
-    "stream": (
-        "stream=.*Leave stream out",
-        lambda made: ours(
-            made, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))
-        ).set_all_reduce_hook(print, stream=torch.cpu.Stream()),
-    ),
-    "deepcopy": ("deepcopy", lambda made: copy.deepcopy(ours(made))),
-    "optimizer of before": (
-        "from before the model was sharded",
-        lambda made: _step(adam(made), ours(made)),
-    ),
-    "optimizer that reads norms": (
-        "optimizer=Adafactor: .*Use AdamW",
-        lambda made: _step(torch.optim.Adafactor(ours(made).parameters()), made),
-    ),
-    "gradients of another dtype": (
-        "in torch.bfloat16 and its gradients accumulate in torch.float32.*fully_shard_optimizer",
-        lambda made: _step(adam(ours(_two_dtypes(made))), made),
-    ),
-    "gradient kept aside": (
-        "whose memory was released.*keep grad.clone",
-        lambda made: (
-            _step(adam(ours(made)), made),
-            (kept := made.temperature.grad),
-            made.zero_grad(),
-            made(tokens(0, 0, 0)),
-            kept + 1,
-        ),
-    ),
-    "factor of a part": (
-        "set_gradient_divide_factor was called for modules in it",
-        lambda made: (ours(made.blocks[0]).set_gradient_divide_factor(2.0), ours(made)),
-    ),
-    "factor": (
-        "sharded already",
-        lambda made: _read(ours(made)).set_gradient_divide_factor(2.0),
-    ),
-}
+Use = Callable[[Any], Any]
+REFUSED: dict[str, tuple[str, Use]] = {}
+"""What the error says, and what raises it on a model."""
 
 
-def _two_dtypes(made: Any) -> Any:
+def refused(name: str, said: str) -> Callable[[Use], Use]:
+    """Adds a function to the table."""
+
+    def add(use: Use) -> Use:
+        REFUSED[name] = (said, use)
+        return use
+
+    return add
+
+
+@refused("twice", "called with it before")
+def _twice(made: Any) -> None:
+    ours(ours(made))
+
+
+@refused("a list", "no forward")
+def _a_list(made: Any) -> None:
+    ours(nn.ModuleList([made]))
+
+
+@refused("columns", r"Shard\(1\)")
+def _columns(made: Any) -> None:
+    ours(made, shard_placement_fn=lambda param: Shard(1))
+
+
+@refused("late", "sharded already")
+def _late(made: Any) -> None:
+    _read(ours(made.blocks[0]))
+    ours(made)
+
+
+@refused("policies", "mp_policy.reduce_dtype")
+def _policies(made: Any) -> None:
+    ours(made.blocks[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
+    _read(ours(made))
+
+
+@refused(
+    "on the meta device",
+    "21 parameters are still on the meta device: .*'embedding.weight'.*call to_empty",
+)
+def _on_the_meta_device(made: Any) -> None:
+    empty = sharded(ours, made.to("meta"))
+    empty(tokens(0, 0, 0))
+
+
+@refused("gather", "set_custom_all_gather")
+def _gather(made: Any) -> None:
+    ours(made).set_custom_all_gather(print)
+
+
+@refused("stream", "stream=.*Leave stream out")
+def _stream(made: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))
+    ours(made, mesh=mesh).set_all_reduce_hook(print, stream=torch.cpu.Stream())
+
+
+@refused("deepcopy", "deepcopy")
+def _deepcopy(made: Any) -> None:
+    copy.deepcopy(ours(made))
+
+
+@refused("optimizer of before", "from before the model was sharded")
+def _optimizer_of_before(made: Any) -> None:
+    _step(adam(made), ours(made))
+
+
+@refused("optimizer that reads norms", "optimizer=Adafactor: .*Use AdamW")
+def _optimizer_that_reads_norms(made: Any) -> None:
+    params = ours(made).parameters()
+    _step(torch.optim.Adafactor(params), made)
+
+
+@refused(
+    "gradients of another dtype",
+    "in torch.bfloat16 and its gradients accumulate in torch.float32.*fully_shard_optimizer",
+)
+def _gradients_of_another_dtype(made: Any) -> None:
     made.blocks.to(BF16)
     made.blocks.register_forward_pre_hook(lambda module, inputs: inputs[0].to(BF16))
     made.blocks.register_forward_hook(lambda module, inputs, output: output.to(FP32))
-    return made
+    _step(adam(ours(made)), made)
+
+
+@refused("gradient kept aside", "whose memory was released.*keep grad.clone")
+def _gradient_kept_aside(made: Any) -> torch.Tensor:
+    _step(adam(ours(made)), made)
+    kept = made.temperature.grad
+    made.zero_grad()
+    made(tokens(0, 0, 0))
+    return kept + 1
+
+
+@refused("factor of a part", "set_gradient_divide_factor was called for modules in it")
+def _factor_of_a_part(made: Any) -> None:
+    ours(made.blocks[0]).set_gradient_divide_factor(2.0)
+    ours(made)
+
+
+@refused("factor", "sharded already")
+def _factor(made: Any) -> None:
+    _read(ours(made)).set_gradient_divide_factor(2.0)
 
 
 class Layers(nn.ModuleList):
@@ -505,7 +554,8 @@ def test_inputs_in_dataclasses_are_cast_and_other_objects_stay() -> None:
     given = Given(torch.ones(1), types.SimpleNamespace(keys=torch.ones(1)))
     (found,), options = cast(BF16, ((given,), {"mask": torch.ones(1, dtype=torch.int64)}))
     assert (found.x.dtype, options["mask"].dtype) == (BF16, torch.int64)
-    assert found.cache is given.cache and given.x.dtype == FP32
+    assert found.cache is given.cache
+    assert given.x.dtype == FP32
 
 
 def test_a_list_with_a_forward_is_a_module(one_rank: None) -> None:

@@ -31,8 +31,10 @@ def test_it_takes_the_place_of_torchs_wherever_that_was_imported(monkeypatch: An
     again = use_as_fsdp2()
     left = leave_fsdp2()
     own = {f"{library.__name__}.shard", f"{__name__}.theirs"}
-    assert {"torch.distributed.fsdp.fully_shard", *own} <= {*places} == {*left} and again == []
-    assert found == {ours} and _places(library) == {theirs} != {ours}
+    assert {"torch.distributed.fsdp.fully_shard", *own} <= {*places} == {*left}
+    assert again == []
+    assert found == {ours}
+    assert _places(library) == {theirs} != {ours}
 
 
 def _places(library: Any) -> set[Any]:

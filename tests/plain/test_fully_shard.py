@@ -44,6 +44,66 @@ def sgd(params: Any) -> Any:
 # What is refused.
 
 
+WRAPPED = "sharded already. Wrap a module once"
+OFFLOAD = "chunked_optimizer_state_offload=True with optimizer="
+Use = Callable[[Any], Any]
+REFUSED: list[tuple[str, type[Exception], Use]] = [(WRAPPED, ValueError, fully_shard_model)]
+"""What the error says, its class, and what raises it on a sharded model."""
+
+
+def refused(said: str, error: type[Exception] = ValueError) -> Callable[[Use], Use]:
+    """Adds a function to the table."""
+
+    def add(use: Use) -> Use:
+        REFUSED.append((said, error, use))
+        return use
+
+    return add
+
+
+@refused(WRAPPED)
+def _module_of_a_model(model: Any) -> None:
+    fully_shard_model(model.module)
+
+
+@refused("5 of its 5 parameters are not from a sharded model")
+def _parameters_of_another_module(model: Any) -> None:
+    params = list(Block().parameters())
+    sgd(params[:5])
+
+
+@refused("sharded already")
+def _optimizer_again(model: Any) -> None:
+    fully_shard_optimizer(sgd(model.parameters()))
+
+
+@refused("Adafactor: its step needs whole tensors")
+def _optimizer_of_whole_tensors(model: Any) -> None:
+    fully_shard_optimizer(torch.optim.Adafactor(model.parameters()))
+
+
+@refused("Convert the module before wrapping", RuntimeError)
+def _converted(model: Any) -> None:
+    model.half()
+
+
+@refused("no module of Net is a Conv2d")
+def _no_such_unit(model: Any) -> None:
+    fully_shard_model(net(), None, [nn.Conv2d])
+
+
+@refused("there is no outer axis")
+def _no_outer_axis(model: Any) -> None:
+    fully_shard_model(net(), outer_dp_sharding_strategy="optim")
+
+
+@refused("parameter temperature is torch.float32")
+def _narrow_main_weights(model: Any) -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=BF16)
+    fully_shard_model(net(), mixed_precision_policy=policy)
+
+
+@refused("requires_grad of head.weight was set to True.*frozen", RuntimeError)
 def _frozen_when_wrapped(model: Any) -> None:
     module = net()
     module.head.requires_grad_(False)
@@ -52,11 +112,13 @@ def _frozen_when_wrapped(model: Any) -> None:
     frozen(tokens(0, 0, 0))
 
 
+@refused("register_hook on parameter head.weight", RuntimeError)
 def _hook_on_a_parameter(model: Any) -> None:
     model.get_parameter("module.head.weight").register_hook(lambda grad: grad)
     model(tokens(0, 0, 0))
 
 
+@refused("1 of its .* parameters are not from a sharded model")
 def _foreign_group(model: Any) -> None:
     optimizer = sgd(model.parameters())
     try:
@@ -65,76 +127,45 @@ def _foreign_group(model: Any) -> None:
         assert len(optimizer.param_groups) == 1
 
 
+@refused("norm_type=0")
+def _norm_of_order_zero(model: Any) -> None:
+    model.clip_grad_norm_(1.0, 0)
+
+
 def _offloaded(model: Any, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, Any]:
-    offloaded = sharded(
-        model.engine.config.strategy.name, net(BF16), chunked_optimizer_state_offload=True
-    )
+    strategy = model.engine.config.strategy.name
+    offloaded = sharded(strategy, net(BF16), chunked_optimizer_state_offload=True)
     return offloaded, fully_shard_optimizer(make(offloaded.parameters()))
+
+
+@refused(f"{OFFLOAD}SGD")
+def _offloaded_sgd(model: Any) -> None:
+    _offloaded(model, torch.optim.SGD)
+
+
+@refused(f"{OFFLOAD}NAdam")
+def _offloaded_nadam(model: Any) -> None:
+    _offloaded(model, torch.optim.NAdam)
 
 
 def _matrices(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in params if param.dim() != 1])
 
 
+@refused("add_param_group with chunked_optimizer_state_offload")
 def _group_of_an_offloaded_optimizer(model: Any) -> None:
     offloaded, optimizer = _offloaded(model, _matrices)
-    optimizer.add_param_group({"params": [p for p in offloaded.parameters() if p.dim() == 1]})
+    vectors = [param for param in offloaded.parameters() if param.dim() == 1]
+    optimizer.add_param_group({"params": vectors})
     offloaded(tokens(0, 0, 0)).backward()
     optimizer.step()
 
 
+@refused("True for some models")
 def _offload_of_one_of_two(model: Any) -> None:
     offloaded, _ = _offloaded(model, torch.optim.AdamW)
-    fully_shard_optimizer(torch.optim.AdamW(nn.ModuleList([model, offloaded]).parameters()))
-
-
-WRAPPED = "sharded already. Wrap a module once"
-OFFLOAD = "chunked_optimizer_state_offload=True with optimizer="
-REFUSED: tuple[tuple[str, type[Exception], Callable[[Any], Any]], ...] = (
-    (WRAPPED, ValueError, fully_shard_model),
-    (WRAPPED, ValueError, lambda model: fully_shard_model(model.module)),
-    (
-        "5 of its 5 parameters are not from a sharded model",
-        ValueError,
-        lambda _: sgd(list(Block().parameters())[:5]),
-    ),
-    ("sharded already", ValueError, lambda model: fully_shard_optimizer(sgd(model.parameters()))),
-    (
-        "Adafactor: its step needs whole tensors",
-        ValueError,
-        lambda model: fully_shard_optimizer(torch.optim.Adafactor(model.parameters())),
-    ),
-    ("Convert the module before wrapping", RuntimeError, lambda model: model.half()),
-    (
-        "no module of Net is a Conv2d",
-        ValueError,
-        lambda _: fully_shard_model(net(), None, [nn.Conv2d]),
-    ),
-    (
-        "there is no outer axis",
-        ValueError,
-        lambda _: fully_shard_model(net(), outer_dp_sharding_strategy="optim"),
-    ),
-    (
-        "parameter temperature is torch.float32",
-        ValueError,
-        lambda _: fully_shard_model(
-            net(), mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=BF16)
-        ),
-    ),
-    ("requires_grad of head.weight was set to True.*frozen", RuntimeError, _frozen_when_wrapped),
-    ("register_hook on parameter head.weight", RuntimeError, _hook_on_a_parameter),
-    ("1 of its .* parameters are not from a sharded model", ValueError, _foreign_group),
-    ("norm_type=0", ValueError, lambda model: model.clip_grad_norm_(1.0, 0)),
-    (f"{OFFLOAD}SGD", ValueError, lambda model: _offloaded(model, torch.optim.SGD)),
-    (f"{OFFLOAD}NAdam", ValueError, lambda model: _offloaded(model, torch.optim.NAdam)),
-    (
-        "add_param_group with chunked_optimizer_state_offload",
-        ValueError,
-        _group_of_an_offloaded_optimizer,
-    ),
-    ("True for some models", ValueError, _offload_of_one_of_two),
-)
+    both = nn.ModuleList([model, offloaded])
+    fully_shard_optimizer(torch.optim.AdamW(both.parameters()))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -174,18 +205,23 @@ def test_gradients_appear_when_they_are_asked_for(rank: int, strategy: str) -> N
     optimizer = sgd(model.parameters())
     before = model.full_state_dict()
     model(tokens(0, 0, rank)).backward()
-    assert all(param.grad is None for param in model.parameters())
+    for param in model.parameters():
+        assert param.grad is None
     optimizer.step()
-    assert not any(torch.equal(v, before[n]) for n, v in model.full_state_dict().items())
+    for n, v in model.full_state_dict().items():
+        assert not torch.equal(v, before[n])
     optimizer.zero_grad()
     with model.sync():
         model(tokens(0, 0, rank)).backward()
-    assert all(p.grad is p.decoupled_grad is not None for p in model.parameters())
+    for p in model.parameters():
+        assert p.grad is p.decoupled_grad is not None
     model.zero_grad()
-    assert all(p.grad is p.decoupled_grad is None for p in model.parameters())
+    for p in model.parameters():
+        assert p.grad is p.decoupled_grad is None
     model.set_model_auto_sync()
     model(tokens(0, 0, rank)).backward()
-    assert all(param.grad is not None for param in model.parameters())
+    for param in model.parameters():
+        assert param.grad is not None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -215,17 +251,22 @@ def test_memory_of_cleared_gradients(rank: int, strategy: str) -> None:
     second = sgd(params[1::2])
     buffers = [group.grad for group in model.engine.groups]
     model(tokens(0, 0, rank)).backward()
-    assert all(buffer.allocated for buffer in buffers)
+    for buffer in buffers:
+        assert buffer.allocated
     first.zero_grad()
-    assert all(param.grad is None for param in params[::2])
-    assert all(param.grad is not None for param in params[1::2])
+    for param in params[::2]:
+        assert param.grad is None
+    for param in params[1::2]:
+        assert param.grad is not None
     second.zero_grad()
-    assert not any(buffer.allocated for buffer in buffers)
+    for buffer in buffers:
+        assert not buffer.allocated
     model(tokens(0, 0, rank)).backward()
     torch.optim.SGD(params, lr=0.1).zero_grad()
     with torch.no_grad():
         model(tokens(0, 1, rank))
-    assert not any(buffer.allocated for buffer in buffers)
+    for buffer in buffers:
+        assert not buffer.allocated
 
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", "root"]

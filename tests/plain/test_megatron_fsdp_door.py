@@ -81,6 +81,12 @@ def _never(model: Any, is_last: bool) -> AbstractContextManager[Any]:
     return _last_syncs(model, False)
 
 
+def _no_sync_but_last(model: Any, is_last: bool) -> AbstractContextManager[Any]:
+    if is_last:
+        return nullcontext()
+    return model.no_sync()
+
+
 def train(model: Any, optimizer: Any, rank: int, around: Around, first: int = 0) -> list[float]:
     losses = []
     for step in range(first, first + STEPS):
@@ -98,10 +104,10 @@ def train(model: Any, optimizer: Any, rank: int, around: Around, first: int = 0)
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("module."): uneven_dtensor.uneven_dtensor_to_full_tensor(value)
-        for name, value in model.state_dict().items()
-    }
+    found = {}
+    for name, value in model.state_dict().items():
+        found[name.removeprefix("module.")] = uneven_dtensor.uneven_dtensor_to_full_tensor(value)
+    return found
 
 
 def near(found: Any, expected: Any, say: Any) -> None:
@@ -113,16 +119,14 @@ def near(found: Any, expected: Any, say: Any) -> None:
 def test_loops_written_for_megatron_fsdp(rank: int, world: int, number: int, name: str) -> None:
     known = Side(rank, world, None)
     microbatched(known, adam, MICROBATCHES)
-    for strategy, around in (
-        (number, _last_syncs),
-        (name, _never),
-        (name, lambda model, is_last: nullcontext() if is_last else model.no_sync()),
-    ):
+    for strategy, around in ((number, _last_syncs), (name, _never), (name, _no_sync_but_last)):
         model, optimizer = sharded(world, zero_dp_strategy=strategy)
         assert model.data_parallel_sharding_strategy == name
         losses = everyones(train(model, optimizer, rank, around))
-        near([sum(each) / world for each in zip(*losses, strict=True)], known.numbers, around)
-        near({f"0 {key}": value for key, value in whole(model).items()}, known.weights(), around)
+        means = [sum(each) / world for each in zip(*losses, strict=True)]
+        near(means, known.numbers, around)
+        weights = {f"0 {key}": value for key, value in whole(model).items()}
+        near(weights, known.weights(), around)
 
 
 @on_ranks(2)
@@ -136,7 +140,8 @@ def test_sums_and_scales(rank: int, world: int) -> None:
             model.scale_gradients(float(world))
         grads.append([param.grad.full_tensor() for param in model.parameters()])
         model.zero_grad_buffer()
-        assert all(param.grad is None for param in model.parameters())
+        for param in model.parameters():
+            assert param.grad is None
     near(*grads, "sums")
 
 
@@ -152,7 +157,8 @@ def test_dtypes_of_gradients(rank: int, world: int) -> None:
         model, _ = sharded(world, module, mixed_precision_policy=policy)
         model(tokens(0, 0, rank)).backward()
         found = {param.grad.dtype for param in model.parameters()}
-        assert found == {expected} and {p.dtype for p in model.parameters()} == {torch.float32}
+        assert found == {expected}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @on_ranks(2)
@@ -174,25 +180,34 @@ def test_checkpoints_by_torch(rank: int, world: int, root: Path) -> None:
     check_same_bits(whole(other), whole(model), "resumed")
 
 
+OPTIMIZERS = (
+    torch.optim.Adam,
+    torch.optim.RAdam,
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+)
+
+
+def _state_keys(optimizer: Any) -> list[set[str]]:
+    """The names of what is kept of each parameter."""
+    state = optimizer.state_dict()["state"]
+    return [{*kept} for kept in state.values()]
+
+
 @on_ranks(2)
 def test_state_of_optimizers(rank: int, world: int) -> None:
     """State from the start, of all of torch's that step on rows."""
-    for make in (
-        torch.optim.Adam,
-        torch.optim.RAdam,
-        torch.optim.NAdam,
-        torch.optim.RMSprop,
-        torch.optim.Adadelta,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-    ):
+    for make in OPTIMIZERS:
         model = door.fully_shard_model(net(), fsdp_unit_modules=[Block])
         optimizer = door.fully_shard_optimizer(make(model.parameters(), lr=1e-2))
-        kept = [{*state} for state in optimizer.state_dict()["state"].values()]
+        kept = _state_keys(optimizer)
         assert len(kept) == len(list(model.parameters())), make
         model(tokens(0, 0, rank)).backward()
         optimizer.step()
-        assert kept == [{*state} for state in optimizer.state_dict()["state"].values()], make
+        assert kept == _state_keys(optimizer), make
 
 
 @on_ranks(2)
@@ -200,12 +215,14 @@ def test_members(rank: int, world: int) -> None:
     model, _ = sharded(world)
     assert door.find_megatron_fsdp(SimpleNamespace(module=model)) is model
     assert next(model.parameters())._megatron_fsdp_model is model
-    assert model.model_auto_sync and model.dist_index.get_fsdp_group().size() == world
+    assert model.model_auto_sync
+    assert model.dist_index.get_fsdp_group().size() == world
     assert model.dist_index.get_submesh(("dp", "tp")).ndim == 2
     model.set_model_auto_sync(False)
     with model.sync():
         assert model.model_auto_sync
-    assert not model.model_auto_sync and not model.is_last_microbatch
+    assert not model.model_auto_sync
+    assert not model.is_last_microbatch
     for name in (
         "start_param_sync",
         "start_grad_sync",
@@ -219,11 +236,13 @@ def test_members(rank: int, world: int) -> None:
         with pytest.warns(UserWarning, match="torch.compile") if rank == 0 else nullcontext():
             compiled(tokens(0, 0, rank)).backward()
     model.finish_grad_sync()
-    assert all(param.grad is not None for param in model.parameters())
+    for param in model.parameters():
+        assert param.grad is not None
     weight = model.module.head.weight
     expected = weight.full_tensor().split([4, 15])
     for part, value in zip(uneven_dtensor.split_dtensor(weight, [4, 15]), expected, strict=True):
-        assert isinstance(part, DTensor) and torch.equal(part.full_tensor(), value)
+        assert isinstance(part, DTensor)
+        assert torch.equal(part.full_tensor(), value)
     attention = nn.Sequential(nn.MultiheadAttention(8, 2, device="meta"))
     started = door.fully_shard_model(attention, init_model_with_meta_device=True)
     assert not any(value.isnan().any() for value in whole(started).values())
@@ -237,6 +256,27 @@ def _on(mesh_dims: tuple[str, ...] = ("dp",), **options: Any) -> Callable[[Any],
     return make
 
 
+def _experts(module: Any) -> None:
+    module.head.weight.allreduce = False
+    door.fully_shard_model(module)
+
+
+def _in_float64(module: Any) -> None:
+    policy = door.MixedPrecisionPolicy(torch.float64)
+    use = _on(mixed_precision_policy=policy)
+    use(module)
+
+
+def _foreign(module: Any) -> None:
+    others = Block().up.parameters()
+    door.fully_shard(module, adam(others))
+
+
+def _buffer_is_kept(module: Any) -> None:
+    _, optimizer = door.fully_shard(module, adam(module.parameters()))
+    optimizer.zero_grad(zero_grad_buffer=False)
+
+
 REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "number": ("zero_dp_strategy=4", _on(zero_dp_strategy=4)),
     "name": ("zero_dp_strategy='zero3'", _on(zero_dp_strategy="zero3")),
@@ -247,24 +287,12 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "graph": ("cuda_graph_mode=True", _on(cuda_graph_mode=True)),
     "expert mesh": ("expt_device_mesh", _on(expt_device_mesh=object())),
     "hybrid group": ("hybrid_fsdp_group", _on(hybrid_fsdp_group=object())),
-    "experts": (
-        "experts",
-        lambda m: (setattr(m.head.weight, "allreduce", False), door.fully_shard_model(m)),
-    ),
+    "experts": ("experts", _experts),
     "unit": ("Blok", _on(fsdp_unit_modules=["Blok"])),
     "one unit": ("Put it into a list", _on(fsdp_unit_modules=Block)),
-    "dtype": (
-        "main_params_dtype",
-        lambda m: _on(mixed_precision_policy=door.MixedPrecisionPolicy(torch.float64))(m),
-    ),
-    "foreign": (
-        "2 of its parameters",
-        lambda m: door.fully_shard(m, adam(Block().up.parameters())),
-    ),
-    "buffer": (
-        "zero_grad_buffer=False",
-        lambda m: door.fully_shard(m, adam(m.parameters()))[1].zero_grad(zero_grad_buffer=False),
-    ),
+    "dtype": ("main_params_dtype", _in_float64),
+    "foreign": ("2 of its parameters", _foreign),
+    "buffer": ("zero_grad_buffer=False", _buffer_is_kept),
 }
 
 
@@ -278,7 +306,8 @@ def test_what_cannot_be_followed_is_an_early_error(one_rank: None, name: str) ->
 def test_signatures_are_those_of_the_package() -> None:
     names = [*inspect.signature(door.fully_shard_model).parameters]
     assert names[:5] == ["module", "device_mesh", "dp_shard_dim", "dp_outer_dim", "tp_dim"]
-    assert len(names) == 33 and {*door.HINTS} <= {*names}
+    assert len(names) == 33
+    assert {*door.HINTS} <= {*names}
     assert [*inspect.signature(door.fully_shard).parameters] == ["module", "optimizer", *names[1:]]
 
 

@@ -78,10 +78,9 @@ def _check_each(ours: Tensors, reference: Tensors, label: str, bound: float, nor
     """The difference of each tensor within `bound` of it, in the norm of that order."""
     assert_same_names(ours, reference, label)
     for name, expected in reference.items():
-        error, size = (
-            float(torch.linalg.vector_norm(values.double(), norm))
-            for values in (ours[name] - expected, expected)
-        )
+        difference = ours[name] - expected
+        error = float(torch.linalg.vector_norm(difference.double(), norm))
+        size = float(torch.linalg.vector_norm(expected.double(), norm))
         assert error <= bound * size, (
             f"{label} {name} is off by {error:.3e}, {error / max(size, 1e-30):.2e} of its size "
             f"{size:.3e}; allowed {bound:.0e}"

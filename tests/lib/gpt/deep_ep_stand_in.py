@@ -57,7 +57,8 @@ class HybridEPBuffer:
         assert pad_multiple is None
         noted(hidden, routing_map, probs)
         if handle is None:
-            assert routing_map.dtype == torch.bool and len(hidden) == len(routing_map)
+            assert routing_map.dtype == torch.bool
+            assert len(hidden) == len(routing_map)
             handle = self._handle(routing_map.byte(), num_permuted_tokens)
         (tokens, experts, counts, _), _ = handle
         if probs is None:

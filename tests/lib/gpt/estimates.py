@@ -28,16 +28,23 @@ def flags(
         "--data-parallel-size": world,
         "--rank": rank,
     }
-    tied = "--no-" if case.tied else "--"
-    words = [str(word) for pair in options.items() for word in pair]
+    words = []
+    for pair in options.items():
+        words.extend(map(str, pair))
     for name, value in ddp.items():
-        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return [*words, f"{tied}untie-embeddings-and-output-weights", "--json"]
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(str(value))
+    tied = "--no-" if case.tied else "--"
+    words.append(f"{tied}untie-embeddings-and-output-weights")
+    words.append("--json")
+    return words
 
 
 def estimated(
     case: Case, world: int, rank: int, ddp: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     with redirect_stdout(io.StringIO()) as said:
-        assert estimate.main(flags(case, world, rank, ddp)) == 0
+        status = estimate.main(flags(case, world, rank, ddp))
+        assert status == 0
     return json.loads(said.getvalue())

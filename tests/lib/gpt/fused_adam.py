@@ -156,7 +156,8 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """TE's function of that name, for AdamW. Betas are float32, their powers float64."""
-    assert mode == 1 and bias_correction == 1
+    assert mode == 1
+    assert bias_correction == 1
     first, second = (1 - torch.tensor(beta).item() ** step for beta in (beta1, beta2))
     _adam(lists, lr, (beta1, beta2), eps, (first, second), weight_decay)
 
@@ -193,7 +194,9 @@ class HostKernel:
         assert update.decoupled
         self.tables.append(table)
         self.updates.append(update)
-        grads = [g if update.clip is None else g * update.clip.to(g.dtype) for g in lists[0]]
+        grads = []
+        for g in lists[0]:
+            grads.append(g if update.clip is None else g * update.clip.to(g.dtype))
         _adam(
             [grads, *lists[1:]],
             update.lr,

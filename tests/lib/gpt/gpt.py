@@ -225,7 +225,9 @@ def give_up(ddp: DistributedDataParallel) -> None:
     """Gives back the memory of a stock DDP model that is not needed any more. Its hooks on
     autograd's nodes are cycles that the collector cannot see, so deleting it frees nothing."""
     buffers = (*ddp.buffers, *ddp.expert_parallel_buffers)
-    held = [data for buffer in buffers for data in (buffer.param_data, buffer.grad_data)]
+    held = []
+    for buffer in buffers:
+        held.extend((buffer.param_data, buffer.grad_data))
     for tensor in (*held, *(getattr(param, "main_param", None) for param in ddp.parameters())):
         if tensor is not None:
             tensor.untyped_storage().resize_(0)
@@ -307,10 +309,11 @@ def set_rates(optimizer: Any, case: Case) -> None:
 def batches(case: Case, step: int, rank: int, device: torch.device) -> list[torch.Tensor]:
     """Fresh tokens (batch, seq + 1) of each microbatch, different on every rank."""
     generator = torch.Generator().manual_seed(case.seed + 7919 * step + 104729 * rank)
-    return [
-        torch.randint(0, case.vocab, (case.batch, case.seq + 1), generator=generator).to(device)
-        for _ in range(case.microbatches)
-    ]
+    found = []
+    for _ in range(case.microbatches):
+        tokens = torch.randint(0, case.vocab, (case.batch, case.seq + 1), generator=generator)
+        found.append(tokens.to(device))
+    return found
 
 
 def forward_step(
@@ -406,10 +409,10 @@ def full(value: Any) -> torch.Tensor:
 def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The same for several, by name, in few collectives."""
     split = {name: value for name, value in values.items() if isinstance(value, DTensor)}
-    return {
-        name: value.detach().cpu().clone()
-        for name, value in {**values, **whole_tensors(split)}.items()
-    }
+    found = {}
+    for name, value in {**values, **whole_tensors(split)}.items():
+        found[name] = value.detach().cpu().clone()
+    return found
 
 
 def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:

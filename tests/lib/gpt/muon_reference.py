@@ -106,12 +106,12 @@ class Reference:
     ) -> dict[str, torch.Tensor]:
         """The weights after a step. params: the model's, for their marks."""
         factor = min(1.0, self.clip / (norm + 1e-6))
-        return {
-            name: (self.muon if is_muons(name, weights[name]) else self._adam)(
-                name, params[name], weights[name].clone(), gradient * factor
-            )
-            for name, gradient in gradients.items()
-        }
+        found = {}
+        for name, gradient in gradients.items():
+            weight = weights[name]
+            update = self.muon if is_muons(name, weight) else self._adam
+            found[name] = update(name, params[name], weight.clone(), gradient * factor)
+        return found
 
     def muon(self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The weight after a step; collective over tensor-parallel ranks. Each matrix of it is

@@ -74,49 +74,54 @@ SPOILED = ONE_MICROBATCH.but(
     expect=one_step_was_left_out,
     steps=3,
 )
-ROWS = (
-    *(EACH.but(f"each step, {n} ranks", world=n, full=n == 8) for n in (1, 2, 4, 8)),
+ROWS: list[Variant] = []
+for _n in (1, 2, 4, 8):
+    ROWS.append(EACH.but(f"each step, {_n} ranks", world=_n, full=_n == 8))
+ROWS.append(
     EACH.but(
         "averaged in the collective",
         ddp={"average_in_collective": True, "gradient_reduce_div_fusion": False},
-    ),
-    *(
-        EACH.but(f"loss per token, {n} ranks", world=n, case={"per_token_loss": True})
-        for n in (1, 2)
-    ),
+    )
+)
+for _n in (1, 2):
+    ROWS.append(EACH.but(f"loss per token, {_n} ranks", world=_n, case={"per_token_loss": True}))
+ROWS.append(
     EACH.but(
         "ranks that begin differently",
         change=differ_by_rank,
         reference={"change": unchanged},
         compare="free",
-    ),
-    # Trap G5: without overlap ZeRO-0 and ZeRO-1 reduce at the end of the step, once.
-    *(
-        EACH.but(f"no overlap, {n} microbatches", case={"overlap": False, "microbatches": n})
-        for n in (1, 3)
-    ),
-    *(FREE.but(f"ten free steps, {n} ranks", world=n, full=n > 2) for n in (1, 2, 4, 8)),
-    # Two addends commute, and halving is exact. Without clipping: the norm is a sum over tensors,
-    # which the two systems cut and order differently. In bf16 no bound on a rounding error allows
-    # what these steps show: one flipped bit grows.
-    *(
-        BITS.but(
-            f"bits, {world} ranks, {n} microbatches, {'bf16' if bf16 else 'fp32'}",
-            world=world,
-            strategies=strategies,
-            case={**BITS.case, "microbatches": n, "bf16": bf16},
+    )
+)
+# Trap G5: without overlap ZeRO-0 and ZeRO-1 reduce at the end of the step, once.
+for _n in (1, 3):
+    _case = {"overlap": False, "microbatches": _n}
+    ROWS.append(EACH.but(f"no overlap, {_n} microbatches", case=_case))
+for _n in (1, 2, 4, 8):
+    ROWS.append(FREE.but(f"ten free steps, {_n} ranks", world=_n, full=_n > 2))
+# Two addends commute, and halving is exact. Without clipping: the norm is a sum over tensors,
+# which the two systems cut and order differently. In bf16 no bound on a rounding error allows
+# what these steps show: one flipped bit grows.
+for _world, _n, _strategies in ((1, 3, STRATEGIES), (2, 3, KEPT_GRADS), (2, 1, STRATEGIES)):
+    for _bf16 in (False, True):
+        _dtype = "bf16" if _bf16 else "fp32"
+        ROWS.append(
+            BITS.but(
+                f"bits, {_world} ranks, {_n} microbatches, {_dtype}",
+                world=_world,
+                strategies=_strategies,
+                case={**BITS.case, "microbatches": _n, "bf16": _bf16},
+            )
         )
-        for world, n, strategies in ((1, 3, STRATEGIES), (2, 3, KEPT_GRADS), (2, 1, STRATEGIES))
-        for bf16 in (False, True)
-    ),
-    SCALED,
-    ONE_MICROBATCH,
-    SPOILED,
+ROWS.append(SCALED)
+ROWS.append(ONE_MICROBATCH)
+ROWS.append(SPOILED)
+ROWS.append(
     SPOILED.but(
         f"{SPOILED.name}, bf16 on the wire",
         ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
         compare=Comparison(same_scale, same_scale),
-    ),
+    )
 )
 """Each run draws other sizes of the models. Where a loss scaler leaves a step out, all ranks
 do, the scale is halved, and no weight has moved."""

@@ -299,11 +299,11 @@ class TopologyTrainer:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The same of reduced gradients, between the backwards and the optimizer's step."""
         if self.strategy is None:
-            return {
-                name: param.main_grad.detach().clone()
-                for name, param in self.named_parameters()
-                if param.requires_grad
-            }
+            found = {}
+            for name, param in self.named_parameters():
+                if param.requires_grad:
+                    found[name] = param.main_grad.detach().clone()
+            return found
         return full_values(
             [(name, pair) for name, pair in self._pairs() if pair.sharded.requires_grad],
             lambda pair: local_of(pair.sharded.grad),
@@ -315,11 +315,11 @@ class TopologyTrainer:
                 yield f"{number}.{plain_name(name)}", param
 
     def _pairs(self) -> list[tuple[str, Any]]:
-        return [
-            (f"{number}.{plain_name(pair.managed.fqns[0])}", pair)
-            for number, chunk in enumerate(self.chunks)
-            for pair in chunk.engine.pairs
-        ]
+        found = []
+        for number, chunk in enumerate(self.chunks):
+            for pair in chunk.engine.pairs:
+                found.append((f"{number}.{plain_name(pair.managed.fqns[0])}", pair))
+        return found
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Sets the main weights of ours; no collective."""
@@ -392,10 +392,9 @@ def wrapped(
     """Wraps model chunks, by stock DDP without a strategy, and gives them an optimizer."""
     wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
     config = models[0].config
-    chunks: list[Any] = [
-        wrap(config, ddp, model, disable_bucketing=number > 0, **wrapper_options)
-        for number, model in enumerate(models)
-    ]
+    chunks: list[Any] = []
+    for number, model in enumerate(models):
+        chunks.append(wrap(config, ddp, model, disable_bucketing=number > 0, **wrapper_options))
     options = {"use_distributed_optimizer": strategy is not None, **optimizer_options}
     optimizer = get_megatron_optimizer(
         optimizer_config(case, **options), chunks, use_gloo_process_groups=False

@@ -32,8 +32,13 @@ EP2_CASE = {"bf16": True, "microbatches": 2}
 @contextmanager
 def gathered_bytes(trainer: TopologyTrainer) -> Iterator[list[int]]:
     """Inside, appends the bytes of gathered weights that there are each time memory is taken."""
-    units = [unit for chunk in trainer.chunks for unit in chunk.engine.units]
-    buffers = [buffer for unit in units for group in unit.groups for buffer in group.weights]
+    units = []
+    for chunk in trainer.chunks:
+        units.extend(chunk.engine.units)
+    buffers = []
+    for unit in units:
+        for group in unit.groups:
+            buffers.extend(group.weights)
     found: list[int] = []
     allocate = FlatBuffer.allocate
 

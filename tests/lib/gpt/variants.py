@@ -18,7 +18,7 @@ All rows of a session with one number of ranks share one start of processes (`sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -158,7 +158,8 @@ class Variant:
     def case_of(self, seed: int) -> Case:
         if self.topology:
             return case_for(self.topology, **self.case)
-        return (random_case(seed) if self.random else Case()).but(**self.case)
+        case = random_case(seed) if self.random else Case()
+        return case.but(**self.case)
 
     def start(self) -> torch.device:
         """Makes the groups; collective."""
@@ -172,7 +173,11 @@ class Variant:
         """Strategy None is stock DDP, without overlap: it asserts that every parameter has a
         gradient otherwise."""
         ours = strategy is not None
-        ddp, wrapper = (self.ddp, self.wrapper) if ours else ({}, {})
+        ddp: Options = {}
+        wrapper: Options = {}
+        if ours:
+            ddp = self.ddp
+            wrapper = self.wrapper
         if self.instances > 1:
             ddp = {"num_distributed_optimizer_instances": self.instances, **ddp}
         if self.topology:
@@ -186,13 +191,14 @@ class Variant:
                 self.optimizer,
                 **wrapper,
             )
-        case = case if ours else case.but(overlap=False)
+        if not ours:
+            case = case.but(overlap=False)
         model = self.build(case, device)
         self.change(model)
         return make_trainer(model, case, strategy, ddp, self.optimizer, **wrapper)
 
 
-def marked(rows: tuple[Variant, ...]) -> list[Any]:
+def marked(rows: Sequence[Variant]) -> list[Any]:
     """Values for `parametrize`, by name; rows that the installed core lacks fields for are
     skipped."""
     assert len({row.name for row in rows}) == len(rows)
@@ -265,7 +271,10 @@ def problems(row: Variant, rank: int, seed: int) -> list[tuple[str, str]]:
 def _problems(row: Variant, rank: int, seed: int) -> Iterator[tuple[str, str]]:
     plain = row.plain
     of = row.reference.get("strategy")
-    for strategies in [(one,) for one in row.strategies] if of == "own" else [row.strategies]:
+    together = [row.strategies]
+    if of == "own":
+        together = [(one,) for one in row.strategies]
+    for strategies in together:
         theirs = strategies[0] if of == "own" else of
         device = plain.start()
         reference = plain.trainer(theirs, plain.case_of(seed), device)
@@ -295,6 +304,7 @@ def _step_problems(
             trainer.load(weights)
         found = row.drive(trainer, number, rank)
         try:
-            (how.later if number else how.first)(found, expected, f"step {number}")
+            compared = how.later if number else how.first
+            compared(found, expected, f"step {number}")
         except AssertionError as error:  # on one rank, perhaps: the others go on
             yield strategy, f"{error} ({trainer.case})"

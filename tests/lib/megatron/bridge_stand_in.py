@@ -46,8 +46,13 @@ class MegatronModelBridge(Adapters):
     def build_conversion_tasks(
         self, hf_pretrained: Any, megatron_model: Any, weight_dtype: Any = None
     ) -> Any:
-        assert all(not hasattr(model, "module") for model in megatron_model)
-        return [Task(n, p, weight_dtype) for m in megatron_model for n, p in m.named_parameters()]
+        for model in megatron_model:
+            assert not hasattr(model, "module")
+        found = []
+        for m in megatron_model:
+            for n, p in m.named_parameters():
+                found.append(Task(n, p, weight_dtype))
+        return found
 
     def stream_weights_megatron_to_hf(
         self,

@@ -37,11 +37,15 @@ OF_CONFIGS = ("DDP config", "model config")
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join([_row(*head), _row(*["---"] * len(head)), *(_row(*row) for row in rows)])
+    lines = [_row(*head), _row(*["---"] * len(head))]
+    for row in rows:
+        lines.append(_row(*row))
+    return "\n".join(lines)
 
 
 def _default(option: Option) -> str:
@@ -49,78 +53,68 @@ def _default(option: Option) -> str:
         return "on" if option.default else "off"
     if isinstance(option.default, torch.dtype):
         return next(name for name, value in DTYPES.items() if value == option.default)
-    return {None: "unset", (): "none"}.get(option.default, str(option.default))
+    if option.default is None:
+        return "unset"
+    if option.default == ():
+        return "none"
+    return str(option.default)
 
 
 def options() -> str:
     """Flags and fields that megatron-core 0.16.1, or some Megatron-LM, lacks."""
-    return _table(
-        ("flag", "field of the DDP config", "`fully_shard_model`", "default", "effect", "use"),
-        (
-            (f"`{one.flag}`" if one.help else "-", f"`{one.name}`",
-             f"`{one.plain}`" if one.plain else "-", _default(one), one.help or "-",
-             one.use or "accepted, without effect")
-            for one in OPTIONS if one.help or not one.in_core
-        ),
-    )  # fmt: skip
+    rows = []
+    for one in OPTIONS:
+        if not one.help and one.in_core:
+            continue
+        flag = f"`{one.flag}`" if one.help else "-"
+        argument = f"`{one.plain}`" if one.plain else "-"
+        use = one.use or "accepted, without effect"
+        rows.append((flag, f"`{one.name}`", argument, _default(one), one.help or "-", use))
+    head = ("flag", "field of the DDP config", "`fully_shard_model`", "default", "effect", "use")
+    return _table(head, rows)
 
 
 def settings() -> str:
     """A row for each option that follows from others."""
-    return _table(
-        ("option", "value", "set by", "reason"),
-        (
-            (f"`{one.section}.{one.option}`", str(one.value), ", ".join(one.ways), one.reason)
-            for one in SETTINGS
-        ),
-    )
+    rows = []
+    for one in SETTINGS:
+        option = f"`{one.section}.{one.option}`"
+        rows.append((option, str(one.value), ", ".join(one.ways), one.reason))
+    return _table(("option", "value", "set by", "reason"), rows)
 
 
 def refused(*kinds: str) -> str:
     """A row for each rule of some kinds."""
-    return _table(
-        ("option", "config or program", "refused with", "reason, and remedy"),
-        (
-            (
-                f"`{rule.option}`",
-                kind,
-                re.sub(r"=\{[^}]*\}", "", rule.beside).replace("{0.device}", "the CPU") or "-",
-                rule.message,
-            )
-            for kind in kinds
-            for rule in RULES[kind]
-        ),
-    )
+    rows = []
+    for kind in kinds:
+        for rule in RULES[kind]:
+            beside = re.sub(r"=\{[^}]*\}", "", rule.beside)
+            beside = beside.replace("{0.device}", "the CPU")
+            rows.append((f"`{rule.option}`", kind, beside or "-", rule.message))
+    return _table(("option", "config or program", "refused with", "reason, and remedy"), rows)
 
 
 def dimensions() -> str:
     """A row for each dimension of the matrix."""
-    return _table(
-        ("dimension", "values", "meaning"),
-        (
-            (name, ", ".join(map(str, values)), table.MEANING[name])
-            for name, values in table.DIMENSIONS.items()
-        ),
-    )
+    rows = []
+    for name, values in table.DIMENSIONS.items():
+        rows.append((name, ", ".join(map(str, values)), table.MEANING[name]))
+    return _table(("dimension", "values", "meaning"), rows)
 
 
 def arrays() -> str:
     """How many pairs of values and cells each array of the matrix has."""
-    spaces = {array: (cells.space(array), cells.cached(array)) for array in table.ARRAYS}
-    counts = {
-        array: (
-            len(space.all_pairs),
-            len(space.possible_pairs),
-            len(covered(rows, space) & set(space.possible_pairs)),
-            len(space.all_pairs) - len(space.possible_pairs),
-            len(rows),
-        )
-        for array, (space, rows) in spaces.items()
-    }
+    rows = []
+    for array in table.ARRAYS:
+        space = cells.space(array)
+        cached = cells.cached(array)
+        pairs = len(space.all_pairs)
+        possible = len(space.possible_pairs)
+        reached = len(covered(cached, space) & set(space.possible_pairs))
+        counts = (pairs, possible, reached, pairs - possible, len(cached))
+        rows.append((f"`{array}`", *map(str, counts)))
     head = ("array", "pairs of values", "possible pairs", "pairs in cells", "excluded pairs")
-    return _table(
-        (*head, "cells"), ((f"`{array}`", *map(str, row)) for array, row in counts.items())
-    )
+    return _table((*head, "cells"), rows)
 
 
 def rules() -> str:
@@ -128,11 +122,19 @@ def rules() -> str:
     return _table(("rule", "why"), ((rule.name, rule.reason) for rule in table.RULES))
 
 
+def refused_configs() -> str:
+    return refused(*OF_CONFIGS)
+
+
+def refused_programs() -> str:
+    return refused(*(kind for kind in RULES if kind not in OF_CONFIGS))
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "flags.md": {"options": options, "settings": settings},
     "matrix.md": {"dimensions": dimensions, "arrays": arrays, "rules": rules},
-    "refused.md": {"refused": lambda: refused(*OF_CONFIGS)},
-    "refused_programs.md": {"refused": lambda: refused(*(k for k in RULES if k not in OF_CONFIGS))},
+    "refused.md": {"refused": refused_configs},
+    "refused_programs.md": {"refused": refused_programs},
 }
 
 

@@ -171,4 +171,5 @@ def assert_nothing_is_staged(optimizer: Any) -> None:
     shards = getattr(optimizer, "_fsdp_shards", None)
     parts = () if shards is None else shards.residency.parts
     buffers = [buffer for part in parts for buffer in part.buffers]
-    assert not any(buffer.allocated for buffer in buffers)
+    for buffer in buffers:
+        assert not buffer.allocated

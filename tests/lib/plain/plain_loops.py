@@ -116,7 +116,10 @@ def _inner_clears(side: Side, model: Any, optimizer: Any, step: int) -> None:
 
 
 def _clears_one_of_both(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad() if step % 2 else model.zero_grad()
+    if step % 2:
+        optimizer.zero_grad()
+    else:
+        model.zero_grad()
 
 
 def _thrown_away(side: Side, model: Any, optimizer: Any, step: int) -> None:
@@ -175,33 +178,28 @@ def _block_left_out(side: Side, model: Any, optimizer: Any, step: int) -> None:
     blocks.forward = blocks[1 - step % 2 :].forward
 
 
-LOOPS |= {
-    name: functools.partial(_trained, **how)
-    for name, how in {
-        # Optimizers of torch, not passed to fully_shard_optimizer, step on rows or whole tensors.
-        "AdamW_over_dtensors": {"make": OPTIMIZERS["AdamW"], "wraps": False, "before": zero_grad},
-        "SGD_over_dtensors": {"make": functools.partial(plain_sgd, foreach=False), "wraps": False},
-        "Rprop_over_dtensors": {"make": OPTIMIZERS["Rprop"], "wraps": False},
-        "a_block_left_out_at_times": {"wraps": False, "before": _block_left_out},
-        "gradients_that_the_program_clears": {"clear": _to_none},
-        "gradients_that_a_module_clears": {"clear": _inner_clears},
-        "cleared_between_forward_and_backward": {"between": _clears_one_of_both, "clear": nothing},
-        "gradients_that_are_thrown_away": {"before": _thrown_away},
-        "some_gradients_taken_away": {"changed": _some_taken_away},
-        "gradients_replaced": {"changed": _halved},
-        "gradients_replaced_between_backwards": {"changed": _halved, "backwards": 2},
-        "clipped_after_an_evaluation": {"changed": _evaluated_and_clipped, "after": _evaluated},
-        **{
-            f"clipped_by_norm_{norm}": {"changed": functools.partial(_clipped, norm_type=norm)}
-            for norm in (float("inf"), 1.0, 2.0, 3.0)
-        },
-        "nested_no_sync": {
-            "make": OPTIMIZERS["AdamW"],
-            "before": _two_nested,
-            "after": _evaluated,
-        },
-    }.items()
-}
+def _trained_with(name: str, **how: Any) -> None:
+    """Adds a loop: the plain one, of which some is done otherwise."""
+    LOOPS[name] = functools.partial(_trained, **how)
+
+
+# Optimizers of torch, not passed to fully_shard_optimizer, step on rows or whole tensors.
+_trained_with("AdamW_over_dtensors", make=OPTIMIZERS["AdamW"], wraps=False, before=zero_grad)
+_trained_with("SGD_over_dtensors", make=functools.partial(plain_sgd, foreach=False), wraps=False)
+_trained_with("Rprop_over_dtensors", make=OPTIMIZERS["Rprop"], wraps=False)
+_trained_with("a_block_left_out_at_times", wraps=False, before=_block_left_out)
+_trained_with("gradients_that_the_program_clears", clear=_to_none)
+_trained_with("gradients_that_a_module_clears", clear=_inner_clears)
+_trained_with("cleared_between_forward_and_backward", between=_clears_one_of_both, clear=nothing)
+_trained_with("gradients_that_are_thrown_away", before=_thrown_away)
+_trained_with("some_gradients_taken_away", changed=_some_taken_away)
+_trained_with("gradients_replaced", changed=_halved)
+_trained_with("gradients_replaced_between_backwards", changed=_halved, backwards=2)
+_trained_with("clipped_after_an_evaluation", changed=_evaluated_and_clipped, after=_evaluated)
+for _norm in (float("inf"), 1.0, 2.0, 3.0):
+    _clip = functools.partial(_clipped, norm_type=_norm)
+    _trained_with(f"clipped_by_norm_{_norm}", changed=_clip)
+_trained_with("nested_no_sync", make=OPTIMIZERS["AdamW"], before=_two_nested, after=_evaluated)
 
 
 @loop
@@ -237,7 +235,8 @@ def a_module_inside_is_called(side: Side) -> None:
     model = side.model(nn.Sequential(net(blocks=2)))
     optimizer = side.sgd(model.parameters())
     for step in range(STEPS):
-        side.step(side.inner(model)[0] if step % 2 else model, optimizer, step)
+        called = side.inner(model)[0] if step % 2 else model
+        side.step(called, optimizer, step)
 
 
 # Several optimizers, and steps of other kinds.

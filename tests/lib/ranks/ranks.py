@@ -174,7 +174,10 @@ def run_ranks(
         RanksError: a rank raised (its traceback), or `timeout` seconds passed (all stacks).
     """
     found = settle_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
-    errors = [f"--- rank {rank}\n{value}" for rank, (ok, value) in enumerate(found) if not ok]
+    errors = []
+    for rank, (ok, value) in enumerate(found):
+        if not ok:
+            errors.append(f"--- rank {rank}\n{value}")
     if errors:
         raise RanksError("\n".join(errors))
     return [value for _, value in found]
@@ -198,23 +201,24 @@ def settle_ranks(
     with tempfile.TemporaryDirectory() as folder, rendezvous(world_size) as where:
         files = [Path(folder) / f"rank{rank}" for rank in range(world_size)]
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(
-                target=_child,
-                args=(
-                    fn,
-                    r,
-                    world_size,
-                    str(files[r]),
-                    timeout,
-                    backend,
-                    args,
-                    {**os.environ, **where},
-                    pipes[r][1],
-                ),
+        processes = []
+        for r in range(world_size):
+            processes.append(
+                context.Process(
+                    target=_child,
+                    args=(
+                        fn,
+                        r,
+                        world_size,
+                        str(files[r]),
+                        timeout,
+                        backend,
+                        args,
+                        {**os.environ, **where},
+                        pipes[r][1],
+                    ),
+                )
             )
-            for r in range(world_size)
-        ]
         with running(processes):
             for _, sender in pipes:
                 sender.close()

@@ -127,22 +127,20 @@ class SharedRanks:
     """Outcomes of a session's tests on ranks, which are run when the first of them is asked for."""
 
     def __init__(self, items: Sequence[Any]) -> None:
-        found = [
-            item
-            for item in items
-            if hasattr(getattr(item, "obj", None), "body") and not evaluate_skip_marks(item)
-        ]
+        found = []
+        for item in items:
+            if hasattr(getattr(item, "obj", None), "body") and not evaluate_skip_marks(item):
+                found.append(item)
         self._jobs = {item.nodeid: Job.of(item) for item in found}
         self._errors: dict[Job, str] = {}
 
     def check(self, item: Any) -> None:
         wanted = self._jobs[item.nodeid]
         if wanted not in self._errors:
-            alike = [
-                job
-                for job in self._jobs.values()
-                if (job.world, job.whole) == (wanted.world, wanted.whole)
-            ]
+            alike = []
+            for job in self._jobs.values():
+                if (job.world, job.whole) == (wanted.world, wanted.whole):
+                    alike.append(job)
             self._errors |= dict(run_jobs(alike))
         error = self._errors[wanted]
         assert not error, f"seed {wanted.seed}\n{error}"

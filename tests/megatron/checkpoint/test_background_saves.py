@@ -101,7 +101,8 @@ def _late(rank: int, loop: Loop) -> None:
     state["model"]["w"].zero_()  # training goes on
     for _ in range(3):
         assert loop.queue.maybe_finalize_async_calls(blocking=False) == []
-    assert loop.queue.get_num_unfinalized_calls() == 1 and loop.tracked is None
+    assert loop.queue.get_num_unfinalized_calls() == 1
+    assert loop.tracked is None
     assert folders.complete_iterations(loop.root) == ()
     dist.barrier()
     if rank == 0:
@@ -111,13 +112,16 @@ def _late(rank: int, loop: Loop) -> None:
     while loop.queue.maybe_finalize_async_calls(blocking=False) != [0]:
         pass
     dist.barrier()
-    assert loop.tracked == 7 and loop.queue.get_num_unfinalized_calls() == 0
+    assert loop.tracked == 7
+    assert loop.queue.get_num_unfinalized_calls() == 0
     empty = {"model": {"w": torch.zeros(5, 3)}, "iteration": 0}
     iteration, loaded = load_checkpoint(loop.root, empty)
     assert verify.examine(folders.final_folder(loop.root, 7))["intact"]
-    assert iteration == loaded["iteration"] == 7 and bool((loaded["model"]["w"] == 7).all())
+    assert iteration == loaded["iteration"] == 7
+    assert bool((loaded["model"]["w"] == 7).all())
     record = read_record(folders.final_folder(loop.root, 7))
-    assert record is not None and (record["world_size"], record["iteration"]) == (2, 7)
+    assert record is not None
+    assert (record["world_size"], record["iteration"]) == (2, 7)
     assert record["topology"] == {"tensor_model_parallel_size": 2}
     assert folders.half_written(loop.root) == ()
 
@@ -127,10 +131,12 @@ def _one_after_the_other(rank: int, loop: Loop) -> None:
     tracker goes up, never down."""
     for iteration in (1, 2, 3):
         loop.save(iteration, _state(float(iteration)))  # waits for the one before
-    assert loop.queue.get_num_unfinalized_calls() == 3 and loop.tracked is None
+    assert loop.queue.get_num_unfinalized_calls() == 3
+    assert loop.tracked is None
     loop.queue.close()  # what ends a training
     dist.barrier()
-    assert loop.tracked == 3 and folders.complete_iterations(loop.root) == (1, 2, 3)
+    assert loop.tracked == 3
+    assert folders.complete_iterations(loop.root) == (1, 2, 3)
     for iteration in (1, 2, 3):
         loaded = load_checkpoint(loop.root, _state(0.0), iteration=iteration)[1]
         assert bool((loaded["model"]["w"] == iteration).all())
@@ -150,7 +156,8 @@ def _one_rank_fails(rank: int, loop: Loop) -> None:
     with pytest.raises(CheckpointError, match="No space left on device"):
         loop.queue.maybe_finalize_async_calls(blocking=True)
     dist.barrier()
-    assert loop.tracked == 1 and folders.complete_iterations(loop.root) == (1,)
+    assert loop.tracked == 1
+    assert folders.complete_iterations(loop.root) == (1,)
     assert not list(loop.root.glob(f"{folders.TEMPORARY}*"))
 
 
@@ -181,7 +188,8 @@ def test_a_request_that_is_no_save_is_done_before_its_functions_are_called() -> 
     tell = [lambda: seen.append("both")]
     queue.schedule_async_request(AsyncRequest(seen.append, ("logits",), tell, {}))
     assert seen == ["logits"]
-    assert queue.maybe_finalize_async_calls() == [0, 1] and seen == ["logits", "both"]
+    assert queue.maybe_finalize_async_calls() == [0, 1]
+    assert seen == ["logits", "both"]
 
 
 def test_what_megatron_asks_of_signatures_is_there() -> None:

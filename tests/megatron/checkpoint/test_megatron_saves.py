@@ -65,9 +65,11 @@ def test_a_save_as_megatron_does_it(
     ]
     iteration, loaded = load_checkpoint(root, {"w": torch.zeros(4)})
     assert verify.examine(folder)["intact"]
-    assert iteration == 2 and bool((loaded["w"] == 2).all())
+    assert iteration == 2
+    assert bool((loaded["w"] == 2).all())
     found = record.read_record(folder)
-    assert found is not None and found["iteration"] == 2
+    assert found is not None
+    assert found["iteration"] == 2
     assert found["topology"] == ({"tensor_model_parallel_size": 2} if name == LM else {})
     # A newer format is named there too.
     reader = module.torch.distributed.checkpoint.FileSystemReader(str(folder))
@@ -114,7 +116,8 @@ def test_a_tracker_is_replaced_as_a_whole(
     with open_file(tracker, "w") as file:
         file.write("6")
         assert tracker.read_text() == "5"
-    assert tracker.read_text() == "6" and open_file(tracker).read() == "6"
+    assert tracker.read_text() == "6"
+    assert open_file(tracker).read() == "6"
     with pytest.raises(RuntimeError), open_file(tracker, "w") as file:
         file.write("7")
         raise RuntimeError

@@ -55,7 +55,10 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
 
 def _held(modules: Modules) -> list[tuple[str, dict[str, Any]]]:
     owners = [(row.path, dict(vars(_owner(modules, row)))) for row in LATE]
-    return [(path, {n: v for n, v in held.items() if n != "__builtins__"}) for path, held in owners]
+    found = []
+    for path, held in owners:
+        found.append((path, {n: v for n, v in held.items() if n != "__builtins__"}))
+    return found
 
 
 def test_every_row_is_put_in_place_once_and_taken_back_exactly(modules: Modules) -> None:
@@ -129,4 +132,5 @@ def test_what_another_package_puts_over_ours_stays(monkeypatch: pytest.MonkeyPat
     patches.install(rows)
     module.name = "theirs"
     patches.uninstall(rows)
-    assert module.name == "theirs" and not patches.is_installed(rows[0])
+    assert module.name == "theirs"
+    assert not patches.is_installed(rows[0])

@@ -64,7 +64,8 @@ def _refusal(act: Callable[[], Any]) -> str:
     before = dict(vars(DistributedOptimizer))
     with pytest.raises(RuntimeError) as caught:
         act()
-    assert dict(vars(DistributedOptimizer)) == before and not installed()
+    assert dict(vars(DistributedOptimizer)) == before
+    assert not installed()
     return str(caught.value)
 
 
@@ -98,8 +99,10 @@ def test_a_newer_release_is_tried_with_one_warning_that_says_what_was_not_tested
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
     said = _warnings_of(act)
-    assert len(said) == 1 and installed() is (act is install)
-    assert f"megatron-core {version} is not tested" in said[0] and "gradient norms" in said[0]
+    assert len(said) == 1
+    assert installed() is (act is install)
+    assert f"megatron-core {version} is not tested" in said[0]
+    assert "gradient norms" in said[0]
 
 
 @pytest.mark.parametrize("version", releases.TESTED[releases.CORE])
@@ -148,7 +151,8 @@ def test_parameters_are_compared_with_each_known_form(monkeypatch: pytest.Monkey
 
 def test_doctor_and_the_package_itself_say_the_same_releases() -> None:
     pinned = re.search(r'"megatron-core>=([^,"]+),<([^"]+)"', PROJECT.read_text())
-    assert pinned is not None and pinned[1] == releases.TESTED[releases.CORE][0]
+    assert pinned is not None
+    assert pinned[1] == releases.TESTED[releases.CORE][0]
     newest = releases.parse(releases.TESTED[releases.CORE][-1])
     assert newest is not None and newest < releases.parse(pinned[2])  # type: ignore[operator]
     assert doctor.versions()["megatron-core"]["tested"] is True
@@ -167,7 +171,8 @@ REMARKS = {
 
 def test_other_packages_are_only_remarked_upon() -> None:
     found = {known: releases.remark(*known) for known in REMARKS}
-    assert all(found[known].startswith(says) for known, says in REMARKS.items()), found
+    for known, says in REMARKS.items():
+        assert found[known].startswith(says), found
     assert releases.remark("numpy", "2.0") == ""
 
 

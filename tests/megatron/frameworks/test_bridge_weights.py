@@ -26,18 +26,10 @@ CHECKS = ("megatron/frameworks/bridge_weights.py",)
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
 
-
-
 @dataclass(frozen=True)
 class _Adapter:
     linear_in_task: Any
     linear_out_task: Any
-
-
-
-
-
-
 
 
 @pytest.fixture
@@ -69,7 +61,8 @@ def test_a_load_after_a_forward_reaches_main_weights_and_the_next_forward(
 ) -> None:
     before = _forward(trainer)
     bridge.MegatronModelBridge().load_weights_hf_to_megatron(_zeros, GIVEN[given](trainer.wrapper))
-    assert before.abs().max() > 0 and not _forward(trainer).any()
+    assert before.abs().max() > 0
+    assert not _forward(trainer).any()
 
 
 @pytest.mark.parametrize("given", GIVEN)
@@ -99,11 +92,14 @@ def test_between_exported_weights_the_model_may_be_saved(
     stream = made.stream_weights_megatron_to_hf([trainer.wrapper], None)
     for _ in range(3):
         assert not isinstance(next(stream)[1], DTensor)
-        assert not any(isinstance(value, DTensor) for value in trainer.wrapper.parameters())
+        for value in trainer.wrapper.parameters():
+            assert not isinstance(value, DTensor)
         trainer.wrapper.state_dict()
-        assert all(isinstance(value, DTensor) for value in trainer.wrapper.parameters())
+        for value in trainer.wrapper.parameters():
+            assert isinstance(value, DTensor)
     stream.close()
-    assert all(isinstance(value, DTensor) for value in trainer.wrapper.parameters())
+    for value in trainer.wrapper.parameters():
+        assert isinstance(value, DTensor)
 
 
 def test_a_value_of_another_shape_is_an_error(bridge: ModuleType, trainer: Trainer) -> None:
@@ -136,7 +132,8 @@ def test_adapters_are_made_whole(bridge: ModuleType, trainer: Trainer) -> None:
     parts = [Task("adapter", param) for param in params]
     [found] = bridge.MegatronModelBridge().materialize_adapter_weights([_Adapter(*parts)])
     for part, param in zip((found.linear_in_task, found.linear_out_task), params, strict=True):
-        assert type(part.param_weight) is torch.Tensor and part.param_weight.shape == param.shape
+        assert type(part.param_weight) is torch.Tensor
+        assert part.param_weight.shape == param.shape
 
 
 def test_models_that_are_not_sharded_are_left_to_bridge(bridge: ModuleType) -> None:

@@ -31,8 +31,6 @@ MODULES = (*CONTIGUOUS, "core_attn", "attn_proj")
 rounded in another order."""
 
 
-
-
 def offloading(modules: tuple[str, ...]) -> dict[str, Any]:
     """Fields of the model's config; tensors of any size are taken for large enough."""
     return {
@@ -68,7 +66,8 @@ def watched(trainer: Trainer, number: int, rank: int) -> Step:
 
 
 def no_weight_was_copied(ours: Any, reference: Any, strategy: str) -> None:
-    assert COPIED.count and not COPIED.found, (COPIED.count, COPIED.found)
+    assert COPIED.count, (COPIED.count, COPIED.found)
+    assert not COPIED.found, (COPIED.count, COPIED.found)
 
 
 ROWS = tuple(

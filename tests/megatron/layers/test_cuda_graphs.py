@@ -55,7 +55,8 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
 
     def gradients() -> list[tuple[int, int]]:
         grads = [pair.sharded.grad for pair in engine.pairs]
-        assert all(grad._local_tensor.untyped_storage().nbytes() > 0 for grad in grads)
+        for grad in grads:
+            assert grad._local_tensor.untyped_storage().nbytes() > 0
         return [(id(grad), grad._local_tensor.data_ptr()) for grad in grads]
 
     assert engine.quantization.at_once, "a replay runs no Python that could quantize weights"
@@ -76,7 +77,8 @@ def test_between_replays_nothing_is_gathered_and_no_gradient_is_bound_anew(
             pair.sharded.grad._local_tensor.normal_()  # the replay
         assert gradients() == bound, f"replay {replay}"
     engine.zero_grads()
-    assert all(group.grad.allocated for group in engine.groups)
+    for group in engine.groups:
+        assert group.grad.allocated
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

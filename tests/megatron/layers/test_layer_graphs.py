@@ -165,14 +165,17 @@ def test_a_replay_runs_no_python_of_its_layer_and_finds_its_weights_in_their_pla
     assert run.mlps == [0] * eager_calls + [1] * CASE.num_layers  # the captured microbatch's
     assert run.places[1] == run.places[2]
     assert len(run.ready) == len(run.fake.replays) == 2 * CASE.microbatches * A_PASS
-    in_order = [f"layers.{i}" for i in (*range(CASE.num_layers), *range(CASE.num_layers)[::-1])]
+    in_order = []
+    for i in (*range(CASE.num_layers), *range(CASE.num_layers)[::-1]):
+        in_order.append(f"layers.{i}")
     for wanted, names in zip(in_order, run.ready[-A_PASS:], strict=True):
         assert any(wanted in name for name in names)
 
 
 def test_gathers_and_reductions_are_launched_outside_of_graphs(run: Any) -> None:
     assert {kind for kind, _ in run.launched} == {"gather", "reduce"}
-    assert not any(running for _, running in run.launched)
+    for _, running in run.launched:
+        assert not running
 
 
 def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(run: Any) -> None:
@@ -183,7 +186,8 @@ def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(run: 
 def test_gradients_that_leave_the_graphs_are_not_overwritten_by_the_next_pass(run: Any) -> None:
     """A pipeline may still be sending them."""
     assert len(run.left) == 3 * CASE.microbatches
-    assert all(torch.equal(grad, then) for grad, then in run.left)
+    for grad, then in run.left:
+        assert torch.equal(grad, then)
 
 
 def test_memory_with_addresses_in_a_graph_is_not_given_away(run: Any) -> None:
@@ -217,17 +221,12 @@ def in_flight(trainer: Trainer, step: int, lengths: tuple[int, ...]) -> Any:
     of the forwards."""
     trainer.wrapper.zero_grad_buffer()
     trainer.optimizer.zero_grad()
-    outputs = [
-        trainer.wrapper(
-            tokens[:, :-1],
-            torch.arange(n).expand(CASE.batch, -1),
-            torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
-            labels=tokens[:, 1:],
-        )
-        .float()
-        .mean()
-        for tokens, n in zip(data(step, *lengths), lengths, strict=True)
-    ]
+    outputs = []
+    for tokens, n in zip(data(step, *lengths), lengths, strict=True):
+        positions = torch.arange(n).expand(CASE.batch, -1)
+        mask = torch.ones(n, n, dtype=torch.bool).triu(1)[None, None]
+        losses = trainer.wrapper(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+        outputs.append(losses.float().mean())
     with trainer.wrapper.no_sync():
         for output in outputs[:-1]:
             output.backward()
@@ -286,7 +285,8 @@ def test_passes_in_flight_have_pools_of_their_own_and_other_lengths_run_eagerly(
             assert found == expected, step
             pools.append(fake.captures / A_PASS)
     check_same_bits(full_weights(trainer), full_weights(plain), name)
-    assert pools == row.pools and len(fake.replays) == row.replayed * A_PASS
+    assert pools == row.pools
+    assert len(fake.replays) == row.replayed * A_PASS
     for pool in range(1, fake.pools + 1):
         order = [number for where, number in fake.replays if where == pool]
         assert order == list(range(1, A_PASS + 1)) * (len(order) // A_PASS), pool

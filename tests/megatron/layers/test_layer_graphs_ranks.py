@@ -31,7 +31,10 @@ def weights_are_fresh() -> Iterator[None]:
     original = CapturedCall.record
 
     def record(self: CapturedCall, *args: Any) -> Any:
-        params = [group.params[i] for group, indices in self.site.parts for i in indices]
+        params = []
+        for group, indices in self.site.parts:
+            for i in indices:
+                params.append(group.params[i])
         assert not any(map(has_accumulator, params)), self.site.name
         return original(self, *args)
 

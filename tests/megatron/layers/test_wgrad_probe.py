@@ -82,7 +82,8 @@ def test_each_protocol_is_seen_for_what_it_is(habits: tuple[str, ...]) -> None:
     """And to look draws no random numbers."""
     before = torch.get_rng_state()
     seen = observe(_maker(*habits), ProbedPrecision("weights"), torch.float32, torch.float32, CPU)
-    assert seen == SEEN[habits] and torch.equal(torch.get_rng_state(), before)
+    assert seen == SEEN[habits]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -164,7 +165,8 @@ def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> N
     assert looks(ColumnParallel(), torch.float32) == ADDS
     runs = make.call_count
     assert looks(ColumnParallel(), torch.float32) == ADDS
-    assert make.call_count == runs > 0 and runs % 2 == 0
+    assert make.call_count == runs > 0
+    assert runs % 2 == 0
 
 
 def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]) -> None:

@@ -40,16 +40,19 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def _methods() -> dict[str, Any]:
     found = {row.path: patches.place(row) for row in OPTIMIZER}
-    return {
-        path: vars(at[0]).get(at[1], "inherited") for path, at in found.items() if at is not None
-    }
+    result = {}
+    for path, at in found.items():
+        if at is not None:
+            result[path] = vars(at[0]).get(at[1], "inherited")
+    return result
 
 
 def test_constructing_a_wrapper_changes_megatron_until_uninstall(not_installed: None) -> None:
     original = _methods()
     wrapped("optim")
     changed = _methods()
-    assert all(changed[name] is not original[name] for name in original)
+    for name in original:
+        assert changed[name] is not original[name]
     install()
     wrapped("no_shard")
     assert _methods() == changed
@@ -68,10 +71,11 @@ def test_stock_training_is_not_touched_by_the_seam(not_installed: None) -> None:
 def test_inner_optimizer_keeps_its_class(trainer: Trainer) -> None:
     """`DistributedOptimizer` and users ask for it by isinstance."""
     inner = distributed_optimizer(trainer).optimizer
-    assert isinstance(inner, torch.optim.AdamW) and type(inner).__name__ == "AdamW"
-    assert all(
-        isinstance(param, DTensor) for group in inner.param_groups for param in group["params"]
-    )
+    assert isinstance(inner, torch.optim.AdamW)
+    assert type(inner).__name__ == "AdamW"
+    for group in inner.param_groups:
+        for param in group["params"]:
+            assert isinstance(param, DTensor)
 
 
 def _named(name: str) -> Any:
@@ -124,21 +128,25 @@ def test_making_state_takes_no_step(trainer: Trainer, is_loading: bool) -> None:
     else:
         inner.sharded_param_state_fsdp_dtensor()
     after = trainer.params()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    for name in before:
+        assert torch.equal(after[name], before[name])
     for param in trainer.wrapper.parameters():
         state = inner.optimizer.state[param]
-        assert float(state["step"]) == 0 and not state["exp_avg"]._local_tensor.any()
+        assert float(state["step"]) == 0
+        assert not state["exp_avg"]._local_tensor.any()
         assert param.grad is None
     assert train_step(trainer, data()) == train_step(fresh, data())
     mine, theirs = trainer.params(), fresh.params()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name])
 
 
 def test_gradients_are_gone_from_the_local_tensors_after_a_step(trainer: Trainer) -> None:
     """They would keep a step's gradient storage alive through the next forward."""
     train_step(trainer, data())
     trainer.wrapper.stop_communication()
-    assert all(param._local_tensor.grad is None for param in trainer.wrapper.parameters())
+    for param in trainer.wrapper.parameters():
+        assert param._local_tensor.grad is None
 
 
 def test_state_of_another_model_is_refused(trainer: Trainer) -> None:

@@ -95,8 +95,10 @@ def test_what_the_device_cannot_compute_names_it_the_recipe_and_the_reason(
 
 def test_what_it_can_compute_is_no_problem(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = pretend_te(monkeypatch, able=True)
-    assert capability.device_problems(asks(), GPU) == [] and asked == ["fp8"]
-    assert capability.device_problems(SimpleNamespace(), GPU) == [] and len(asked) == 1
+    assert capability.device_problems(asks(), GPU) == []
+    assert asked == ["fp8"]
+    assert capability.device_problems(SimpleNamespace(), GPU) == []
+    assert len(asked) == 1
     assert capability.device_problems(asks("custom"), GPU) == [], "refused by a rule"
 
 
@@ -106,7 +108,8 @@ def test_a_release_that_cannot_be_asked_and_none_at_all_are_named(
     pretend_te(monkeypatch)
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "is_mxfp8_available")
     [line] = capability.device_problems(asks("mxfp8"), GPU)
-    assert "no capability check" in line and "is_mxfp8_available" in line
+    assert "no capability check" in line
+    assert "is_mxfp8_available" in line
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     [line] = capability.device_problems(asks(), GPU)
     assert "Transformer Engine has no capability check" in line
@@ -119,7 +122,8 @@ def test_without_a_gpu_it_is_one_early_error(one_rank: torch.device, recipe: str
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
     lines = str(caught.value).split("\n")[1:]
-    assert len(lines) == 1 and f"_recipe={recipe!r}: device cpu does not support it" in lines[0]
+    assert len(lines) == 1
+    assert f"_recipe={recipe!r}: device cpu does not support it" in lines[0]
 
 
 def test_all_of_cores_recipes_but_the_users_own_are_accepted() -> None:

@@ -74,4 +74,5 @@ def test_copy_engines_take_no_gather_groups_of_the_caller(one_rank):
     groups = SimpleNamespace(dp_cp=dist.group.WORLD, dp_cp_ag=dist.group.WORLD)
     model = torch.nn.Linear(2, 2)
     _, (line,) = read_index(model, model_config(CASE), config(**{CE: True}), CUDA, groups)
-    assert line.startswith(f"{CE}=True: ") and "Leave them out, and the wrapper makes" in line
+    assert line.startswith(f"{CE}=True: ")
+    assert "Leave them out, and the wrapper makes" in line

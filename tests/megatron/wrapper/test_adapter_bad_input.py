@@ -82,6 +82,20 @@ def compiled_in_place() -> nn.Module:
     return module
 
 
+def compiled() -> nn.Module:
+    return nn.Sequential(torch.compile(nn.Linear(3, 3)))
+
+
+def partly_on_meta() -> nn.Module:
+    there = nn.Linear(3, 3, device="meta")
+    return nn.ModuleDict({"here": nn.Linear(3, 3), "there": there})
+
+
+def with_an_expert() -> nn.Module:
+    experts = nn.ModuleList([nn.Linear(3, 3)])
+    return nn.ModuleDict({"experts": experts})
+
+
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 3), nn.GELU(), nn.Linear(3, 3))
 
@@ -93,107 +107,109 @@ class Bad:
     says: tuple[str, ...]
     ddp: dict[str, Any] = field(default_factory=dict)
     module: Callable[[], nn.Module] = model
-    groups: Callable[[], Any] = groups
+    ranks: dict[str, Any] | None = field(default_factory=dict)
+    """Of groups that are not the good ones, None for a group that is missing. None: no groups."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
-BAD: dict[str, Bad] = {
-    "several optimizer instances in groups of one": Bad(
-        ("num_distributed_optimizer_instances=2", "4 ranks [0, 1, 2, 3]", "shard group"),
-        ddp={"num_distributed_optimizer_instances": 2},
-    ),
-    "several optimizer instances without a group across them": Bad(
-        ("num_distributed_optimizer_instances=2", "inter_dist_opt", "has ranks []", "Initialize"),
-        ddp={"num_distributed_optimizer_instances": 2},
-        groups=lambda: groups(intra_dp_cp=[0, 1], intra_expt_dp=[0, 1]),
-    ),
-    "an outer group that is no outer group": Bad(
-        ("outer_fsdp_dp", "[0, 1]", "do not make a mesh"),
-        ddp={"num_distributed_optimizer_instances": 2},
-        groups=lambda: groups(intra_dp_cp=[0, 1], intra_expt_dp=[0, 1], inter_dist_opt=[0, 1]),
-    ),
-    "groups made for several optimizer instances": Bad(
-        ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "Initialize"),
-        groups=lambda: groups(intra_dp_cp=[0, 1]),
-    ),
-    "no data-parallel group": Bad(
-        ("pg_collection.dp_cp is missing", "Pass a ProcessGroupCollection that has it"),
-        groups=lambda: groups(dp_cp=None),
-    ),
-    "no groups at all": Bad(
-        ("pg_collection=None", "parallel_state.initialize_model_parallel()"), groups=lambda: None
-    ),
-    "a group without this rank": Bad(
-        ("dp_cp", "rank 0 is not a member"),
-        groups=lambda: groups(dp_cp=[1, 2], intra_dp_cp=[1, 2]),
-    ),
-    "gather group with other ranks": Bad(
-        ("gather group of the dense parameters", "[0, 1]", "[0, 1, 2, 3]", "same order"),
-        groups=lambda: groups(dp_cp_ag=[0, 1]),
-    ),
-    "gather group of experts with other ranks": Bad(
-        ("gather group of the expert parameters", "[0, 3]", "same ranks"),
-        groups=lambda: groups(expt_dp_ag=[0, 3]),
-    ),
-    "tensor-parallel group and size disagree": Bad(
-        ("tensor_model_parallel_size=1", "tp process group has 2 ranks", "Initialize"),
-        groups=lambda: groups(tp=[0, 1], dp_cp=[0, 2], intra_dp_cp=[0, 2]),
-    ),
-    "pipeline group and size disagree": Bad(
-        ("pipeline_model_parallel_size=1", "pp process group has 4 ranks"),
-        groups=lambda: groups(pp=[0, 1, 2, 3], dp_cp=[0], intra_dp_cp=[0]),
-    ),
-    "context-parallel group and size disagree": Bad(
-        ("context_parallel_size=1", "cp process group has 2 ranks"),
-        groups=lambda: groups(cp=[0, 1]),
-    ),
-    "expert-parallel group and size disagree": Bad(
-        ("expert_model_parallel_size=1", "ep process group has 2 ranks"),
-        groups=lambda: groups(ep=[0, 1]),
-    ),
-    "unit class that matches nothing": Bad(
-        ("fsdp_unit_modules=['Conv2d']", "no module of Sequential is a Conv2d", "leave"),
-        options={"fsdp_unit_modules": [nn.Conv2d]},
-    ),
-    "main weights of fewer bits than the parameters": Bad(
-        ("main_params_dtype=torch.bfloat16", "0.weight is torch.float32", "or None"),
-        ddp={"megatron_fsdp_main_params_dtype": torch.bfloat16},
-    ),
-    "no trainable parameter": Bad(
-        ("module=Linear has no trainable parameter", "Set requires_grad"), module=frozen
-    ),
-    "no parameter": Bad(("module=GELU has no trainable parameter",), module=nn.GELU),
-    "a parameter on the meta device": Bad(
-        ("there.weight is on the meta device", "Set init_model_with_meta_device=True"),
-        module=lambda: nn.ModuleDict(
-            {"here": nn.Linear(3, 3), "there": nn.Linear(3, 3, device="meta")}
-        ),
-    ),
-    "another device than the parameters'": Bad(
-        ("device=meta", "are on cpu", "leave the argument out"), options={"device": "meta"}
-    ),
-    "compiled module": Bad(
-        ("compiled modules are not tested", "Wrap the original module"),
-        module=lambda: nn.Sequential(torch.compile(nn.Linear(3, 3))),
-    ),
-    "module compiled by its method": Bad(
-        ("module 0: compiled modules are not tested", "Wrap the original module"),
-        module=compiled_in_place,
-    ),
-    "expert parameters without a group for them": Bad(
-        ("kind 'expert'", "Pass expt_dp"),
-        groups=lambda: groups(expt_dp=None),
-        module=lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3)])}),
-    ),
-}
+BAD: dict[str, Bad] = {}
+BAD["several optimizer instances in groups of one"] = Bad(
+    ("num_distributed_optimizer_instances=2", "4 ranks [0, 1, 2, 3]", "shard group"),
+    ddp={"num_distributed_optimizer_instances": 2},
+)
+BAD["several optimizer instances without a group across them"] = Bad(
+    ("num_distributed_optimizer_instances=2", "inter_dist_opt", "has ranks []", "Initialize"),
+    ddp={"num_distributed_optimizer_instances": 2},
+    ranks={"intra_dp_cp": [0, 1], "intra_expt_dp": [0, 1]},
+)
+BAD["an outer group that is no outer group"] = Bad(
+    ("outer_fsdp_dp", "[0, 1]", "do not make a mesh"),
+    ddp={"num_distributed_optimizer_instances": 2},
+    ranks={"intra_dp_cp": [0, 1], "intra_expt_dp": [0, 1], "inter_dist_opt": [0, 1]},
+)
+BAD["groups made for several optimizer instances"] = Bad(
+    ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "Initialize"),
+    ranks={"intra_dp_cp": [0, 1]},
+)
+BAD["no data-parallel group"] = Bad(
+    ("pg_collection.dp_cp is missing", "Pass a ProcessGroupCollection that has it"),
+    ranks={"dp_cp": None},
+)
+BAD["no groups at all"] = Bad(
+    ("pg_collection=None", "parallel_state.initialize_model_parallel()"), ranks=None
+)
+BAD["a group without this rank"] = Bad(
+    ("dp_cp", "rank 0 is not a member"),
+    ranks={"dp_cp": [1, 2], "intra_dp_cp": [1, 2]},
+)
+BAD["gather group with other ranks"] = Bad(
+    ("gather group of the dense parameters", "[0, 1]", "[0, 1, 2, 3]", "same order"),
+    ranks={"dp_cp_ag": [0, 1]},
+)
+BAD["gather group of experts with other ranks"] = Bad(
+    ("gather group of the expert parameters", "[0, 3]", "same ranks"),
+    ranks={"expt_dp_ag": [0, 3]},
+)
+BAD["tensor-parallel group and size disagree"] = Bad(
+    ("tensor_model_parallel_size=1", "tp process group has 2 ranks", "Initialize"),
+    ranks={"tp": [0, 1], "dp_cp": [0, 2], "intra_dp_cp": [0, 2]},
+)
+BAD["pipeline group and size disagree"] = Bad(
+    ("pipeline_model_parallel_size=1", "pp process group has 4 ranks"),
+    ranks={"pp": [0, 1, 2, 3], "dp_cp": [0], "intra_dp_cp": [0]},
+)
+BAD["context-parallel group and size disagree"] = Bad(
+    ("context_parallel_size=1", "cp process group has 2 ranks"),
+    ranks={"cp": [0, 1]},
+)
+BAD["expert-parallel group and size disagree"] = Bad(
+    ("expert_model_parallel_size=1", "ep process group has 2 ranks"),
+    ranks={"ep": [0, 1]},
+)
+BAD["unit class that matches nothing"] = Bad(
+    ("fsdp_unit_modules=['Conv2d']", "no module of Sequential is a Conv2d", "leave"),
+    options={"fsdp_unit_modules": [nn.Conv2d]},
+)
+BAD["main weights of fewer bits than the parameters"] = Bad(
+    ("main_params_dtype=torch.bfloat16", "0.weight is torch.float32", "or None"),
+    ddp={"megatron_fsdp_main_params_dtype": torch.bfloat16},
+)
+BAD["no trainable parameter"] = Bad(
+    ("module=Linear has no trainable parameter", "Set requires_grad"), module=frozen
+)
+BAD["no parameter"] = Bad(("module=GELU has no trainable parameter",), module=nn.GELU)
+BAD["a parameter on the meta device"] = Bad(
+    ("there.weight is on the meta device", "Set init_model_with_meta_device=True"),
+    module=partly_on_meta,
+)
+BAD["another device than the parameters'"] = Bad(
+    ("device=meta", "are on cpu", "leave the argument out"), options={"device": "meta"}
+)
+BAD["compiled module"] = Bad(
+    ("compiled modules are not tested", "Wrap the original module"),
+    module=compiled,
+)
+BAD["module compiled by its method"] = Bad(
+    ("module 0: compiled modules are not tested", "Wrap the original module"),
+    module=compiled_in_place,
+)
+BAD["expert parameters without a group for them"] = Bad(
+    ("kind 'expert'", "Pass expt_dp"),
+    ranks={"expt_dp": None},
+    module=with_an_expert,
+)
 
 
 def wrap(bad: Bad) -> FullyShardedDataParallel:
+    module = bad.module()
+    collection = None
+    if bad.ranks is not None:
+        collection = groups(**bad.ranks)
     return FullyShardedDataParallel(
         model_config(Case()),
         ddp_config(Case(), "optim_grads_params", bad.ddp),
-        bad.module(),
-        pg_collection=bad.groups(),
+        module,
+        pg_collection=collection,
         **bad.options,
     )
 
@@ -217,7 +233,7 @@ def test_all_problems_are_listed_at_once() -> None:
         (),
         ddp={"data_parallel_sharding_strategy": "zero3", "fp8_param_gather": True},
         module=frozen,
-        groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
+        ranks={"dp_cp_ag": [0, 1], "ep": [0, 1]},
         options={"fsdp_unit_modules": [nn.Conv2d, nn.LSTM], "device": "meta"},
     )
     with pytest.raises(ValueError) as caught:
@@ -236,7 +252,7 @@ def test_parallel_state_and_config_disagree() -> None:
         tensor_model_parallel_size=2, create_gloo_process_groups=False
     )
     with pytest.raises(ValueError, match="tp process group has 2 ranks"):
-        wrap(Bad((), groups=lambda: None))
+        wrap(Bad((), ranks=None))
 
 
 def test_a_refused_module_is_left_as_it_was() -> None:
@@ -245,5 +261,7 @@ def test_a_refused_module_is_left_as_it_was() -> None:
     before = [(id(param), param.data_ptr(), nn.Parameter) for param in module.parameters()]
     with pytest.raises(ValueError):
         wrap(Bad((), ddp={"fp8_param_gather": True}, module=lambda: module))
-    assert [(id(p), p.data_ptr(), type(p)) for p in module.parameters()] == before
-    assert not module._forward_pre_hooks and module.half() is module
+    after = [(id(param), param.data_ptr(), type(param)) for param in module.parameters()]
+    assert after == before
+    assert not module._forward_pre_hooks
+    assert module.half() is module

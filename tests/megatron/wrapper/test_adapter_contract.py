@@ -91,10 +91,11 @@ def test_overlap_that_a_strategy_needs_is_set_in_the_config(
 
 def test_signatures_that_megatron_calls() -> None:
     """Trap A7: a signature that has drifted from DDP's crashes the shared training loop."""
-    parameters = {
-        name: list(inspect.signature(getattr(FullyShardedDataParallel, name)).parameters)
-        for name in ("__init__", "start_param_sync", "finish_grad_sync", "scale_gradients")
-    }
+    parameters = {}
+    for name in ("__init__", "start_param_sync", "finish_grad_sync", "scale_gradients"):
+        parameters[name] = list(
+            inspect.signature(getattr(FullyShardedDataParallel, name)).parameters
+        )
     assert parameters == {
         "__init__": [
             "self",
@@ -116,29 +117,76 @@ def test_signatures_that_megatron_calls() -> None:
 # The two identities of a parameter.
 
 
-EVENTS: dict[str, tuple[Callable[[Trainer], Any], str]] = {
-    "construction": (lambda t: None, "optimizer"),
-    "forward": (lambda t: forward_step(CASE, iter(data()), t.wrapper), "raw"),
-    "start_param_sync": (lambda t: t.wrapper.start_param_sync(), "raw"),
-    "finish_grad_sync": (lambda t: (backward(t), t.wrapper.finish_grad_sync()), "optimizer"),
-    "synchronize_param_gather": (
-        lambda t: (backward(t), t.wrapper.synchronize_param_gather()),
-        "optimizer",
-    ),
-    "stop_communication": (lambda t: (backward(t), t.wrapper.stop_communication()), "optimizer"),
-    "state_dict of the wrapper": (lambda t: (backward(t), t.wrapper.state_dict()), "optimizer"),
-    "state_dict of a layer": (
-        lambda t: (backward(t), t.wrapper.module.module.decoder.layers[0].state_dict()),
-        "optimizer",
-    ),
-    "optimizer step": (lambda t: train_step(t, data()), "raw"),
-}
+Act = Callable[[Trainer], Any]
+EVENTS: dict[str, tuple[Act, str]] = {}
+"""What happens to a trainer, and which identity is shown after it."""
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_identity_after_each_event(trainer: Trainer, event: str) -> None:
+def event(name: str, expected: str) -> Callable[[Act], Act]:
+    """Adds a function to the table."""
+
+    def add(act: Act) -> Act:
+        EVENTS[name] = (act, expected)
+        return act
+
+    return add
+
+
+@event("construction", "optimizer")
+def _construction(trainer: Trainer) -> None:
+    pass
+
+
+@event("forward", "raw")
+def _forward(trainer: Trainer) -> None:
+    forward_step(CASE, iter(data()), trainer.wrapper)
+
+
+@event("start_param_sync", "raw")
+def _start_param_sync(trainer: Trainer) -> None:
+    trainer.wrapper.start_param_sync()
+
+
+@event("finish_grad_sync", "optimizer")
+def _finish_grad_sync(trainer: Trainer) -> None:
+    backward(trainer)
+    trainer.wrapper.finish_grad_sync()
+
+
+@event("synchronize_param_gather", "optimizer")
+def _synchronize_param_gather(trainer: Trainer) -> None:
+    backward(trainer)
+    trainer.wrapper.synchronize_param_gather()
+
+
+@event("stop_communication", "optimizer")
+def _stop_communication(trainer: Trainer) -> None:
+    backward(trainer)
+    trainer.wrapper.stop_communication()
+
+
+@event("state_dict of the wrapper", "optimizer")
+def _state_dict_of_the_wrapper(trainer: Trainer) -> None:
+    backward(trainer)
+    trainer.wrapper.state_dict()
+
+
+@event("state_dict of a layer", "optimizer")
+def _state_dict_of_a_layer(trainer: Trainer) -> None:
+    backward(trainer)
+    layers = trainer.wrapper.module.module.decoder.layers
+    layers[0].state_dict()
+
+
+@event("optimizer step", "raw")
+def _optimizer_step(trainer: Trainer) -> None:
+    train_step(trainer, data())
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_identity_after_each_event(trainer: Trainer, name: str) -> None:
     """Which `named_parameters()` shows: one for all."""
-    act, expected = EVENTS[event]
+    act, expected = EVENTS[name]
     act(trainer)
     kinds = {isinstance(p, DTensor) for _, p in trainer.wrapper.named_parameters()}
     assert kinds == {expected == "optimizer"}
@@ -152,8 +200,12 @@ def test_optimizer_parameters_are_made_once(trainer: Trainer) -> None:
     trainer.wrapper.stop_communication()
     after = dict(trainer.wrapper.named_parameters())
     assert list(before) == list(after)
-    assert all(before[name] is after[name] for name in before)
-    grouped = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    for name in before:
+        assert before[name] is after[name]
+    grouped = set()
+    for group in trainer.optimizer.param_groups:
+        for p in group["params"]:
+            grouped.add(id(p))
     assert grouped == {id(param) for param in after.values()}
 
 
@@ -175,13 +227,17 @@ def test_attributes_of_optimizer_parameters(trainer: Trainer) -> None:
     kept = Replicate() if trainer.strategy == "no_shard" else Shard(0)
     for name, param in trainer.wrapper.module.module.named_parameters():
         raw = param.orig_param
-        assert isinstance(param, nn.Parameter) and isinstance(param, DTensor), name
+        assert isinstance(param, nn.Parameter), name
+        assert isinstance(param, DTensor), name
         assert (param.shape, param.dtype) == (raw.shape, torch.float32), name
-        assert param.requires_grad and param.is_leaf and param._local_tensor.is_contiguous(), name
+        assert param.requires_grad, name
+        assert param.is_leaf, name
+        assert param._local_tensor.is_contiguous(), name
         assert param.__fsdp_param__ is True
         assert param.megatron_fsdp_slice == slice(0, param.numel()), name
         assert list(param.placements) == [kept]
-        assert param.device_mesh.mesh_dim_names == ("dp_cp",) and not hasattr(param, "main_grad")
+        assert param.device_mesh.mesh_dim_names == ("dp_cp",)
+        assert not hasattr(param, "main_grad")
 
 
 def test_attributes_of_raw_parameters(trainer: Trainer) -> None:
@@ -190,7 +246,8 @@ def test_attributes_of_raw_parameters(trainer: Trainer) -> None:
     trainer.wrapper.start_param_sync()
     for name, raw in trainer.wrapper.named_parameters():
         found = {one for one in ("__fsdp_param__", "grad_added_to_main_grad") if hasattr(raw, one)}
-        assert not isinstance(raw, DTensor) and not found, name
+        assert not isinstance(raw, DTensor), name
+        assert not found, name
 
 
 MARKED = (
@@ -245,7 +302,8 @@ CALLS_MORE: dict[str, tuple[Calls, Calls]] = {
 @pytest.mark.parametrize("calls", CALLS_MORE)
 def test_a_call_more_reduces_nothing_twice(trainer: Trainer, calls: str) -> None:
     expected, found = _gradients(trainer), _gradients(trainer, *CALLS_MORE[calls])
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name in expected:
+        assert torch.equal(found[name], expected[name])
 
 
 def test_force_all_reduce(trainer: Trainer) -> None:
@@ -253,7 +311,8 @@ def test_force_all_reduce(trainer: Trainer) -> None:
     backward(trainer)
     if trainer.strategy == "no_shard":
         trainer.wrapper.finish_grad_sync(force_all_reduce=True)
-        assert all(param.grad is not None for param in trainer.wrapper.parameters())
+        for param in trainer.wrapper.parameters():
+            assert param.grad is not None
     else:
         with pytest.raises(ValueError, match=r"force_all_reduce=True.*Use 'no_shard'"):
             trainer.wrapper.finish_grad_sync(force_all_reduce=True)
@@ -350,7 +409,8 @@ def test_conversion_after_wrapping_is_refused_unless_it_changes_nothing(trainer:
         for convert in CONVERSIONS:
             with pytest.raises(RuntimeError, match="Convert the module before wrapping it"):
                 convert(module)
-        assert all(convert(module) is module for convert in CHANGE_NOTHING)
+        for convert in CHANGE_NOTHING:
+            assert convert(module) is module
     assert train_step(trainer, data())[0] > 0
 
 
@@ -363,7 +423,9 @@ def test_hooks_of_the_user_on_the_model_run(trainer: Trainer) -> None:
     layer: Any = model.decoder.layers[0]
     layer.register_forward_pre_hook(lambda m, _: seen.append(m.mlp.linear_fc1.weight.sum().item()))
     forward_step(CASE, iter(data()), trainer.wrapper)
-    assert seen[0] == "before" and seen[-1] == "after" and isinstance(seen[1], float)
+    assert seen[0] == "before"
+    assert seen[-1] == "after"
+    assert isinstance(seen[1], float)
 
 
 def test_compiling_the_wrapper_is_refused(trainer: Trainer) -> None:

@@ -49,7 +49,8 @@ def test_gradients_and_state_are_of_this_rank_s_rows(rank: int, strategy: str) -
     before = full_all(grads)
     trainer.wrapper.scale_gradients(torch.tensor(0.5))
     for name, grad in full_all(grads).items():
-        assert params[name].grad is grads[name] and torch.equal(grad, before[name] * 0.5)
+        assert params[name].grad is grads[name]
+        assert torch.equal(grad, before[name] * 0.5)
         grads[name]._local_tensor.add_(1.0)  # as the embedding all-reduce does, in place
     trainer.wrapper.scale_gradients(0.0)
     assert trainer.optimizer.step()[1] == 0.0, "the norm of what the optimizer reads"
@@ -58,7 +59,8 @@ def test_gradients_and_state_are_of_this_rank_s_rows(rank: int, strategy: str) -
     for name, param in params.items():
         assert param._local_tensor.numel() or param.megatron_fsdp_slice == slice(0, 0), name
         for value in (grads[name], state[param]["exp_avg"], state[param]["exp_avg_sq"]):
-            assert isinstance(value, DTensor) and value.dtype == param.dtype, name
+            assert isinstance(value, DTensor), name
+            assert value.dtype == param.dtype, name
             assert value.shape == param.shape
             assert value._local_tensor.shape == param._local_tensor.shape
 
@@ -84,7 +86,9 @@ def _strict_kernels() -> Any:
     original = clip_grads.multi_tensor_applier
 
     def applier(op: Any, buffer: Any, lists: list[list[torch.Tensor]], *args: Any) -> Any:
-        assert all(tensor.numel() for tensors in lists for tensor in tensors), "an empty tensor"
+        for tensors in lists:
+            for tensor in tensors:
+                assert tensor.numel(), "an empty tensor"
         return original(op, buffer, lists, *args)
 
     return mock.patch.object(clip_grads, "multi_tensor_applier", applier)

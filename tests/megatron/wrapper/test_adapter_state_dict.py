@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The full values of a state dict on one rank, copied."""
-    return {
-        key: getattr(value, "_local_tensor", value).clone()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            found[key] = getattr(value, "_local_tensor", value).clone()
+    return found
 
 
 def evaluation_loss(trainer: Trainer) -> float:
@@ -60,7 +60,8 @@ def test_values_are_dtensors_over_the_main_weights(trainer: Trainer) -> None:
     params = dict(trainer.wrapper.module.named_parameters())
     for name, param in params.items():
         value = state[name]
-        assert isinstance(value, DTensor) and not isinstance(value, nn.Parameter)
+        assert isinstance(value, DTensor)
+        assert not isinstance(value, nn.Parameter)
         assert value._local_tensor.data_ptr() == param._local_tensor.data_ptr()
         assert chunks_of(value) is not None, name
     kept = trainer.wrapper.state_dict(keep_vars=True)
@@ -75,7 +76,9 @@ def test_state_dict_of_any_module_below_shows_optimizer_parameters(trainer: Trai
         trainer.wrapper.start_param_sync()
         state = module.state_dict()
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        assert tensors and all(isinstance(value, DTensor) for value in tensors)
+        assert tensors
+        for value in tensors:
+            assert isinstance(value, DTensor)
 
 
 DEPTHS: dict[str, Callable[[str], str]] = {
@@ -104,7 +107,8 @@ def test_load(trainer: Trainer, depth: str, level: str, full: bool) -> None:
     else:
         trainer.wrapper.module.load_state_dict(given)
     found = values(trainer.wrapper.state_dict())
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    for key in expected:
+        assert torch.equal(found[key], expected[key])
     assert evaluation_loss(trainer) == loss
     assert train_step(trainer, data(1))[0] == train_step(source, data(1))[0]
 
@@ -134,7 +138,8 @@ def test_bad_state_is_refused_before_anything_is_written(trainer: Trainer, name:
     with pytest.raises(ValueError, match=message):
         trainer.wrapper.load_state_dict(state)
     after = values(trainer.wrapper.state_dict())
-    assert all(torch.equal(after[key], before[key]) for key in before)
+    for key in before:
+        assert torch.equal(after[key], before[key])
 
 
 def test_load_by_assignment_is_refused(trainer: Trainer) -> None:
@@ -163,7 +168,10 @@ def test_buffers_are_loaded_whatever_levels_are_between(bf16: bool) -> None:
     inner = wrapped("optim", CASE.but(bf16=bf16), change).module
     key = "module.decoder.layers.0.persistent"
     before = inner.state_dict()
-    given = {k: v.view(before[k].shape) for k, v in values(before).items()}
+    given = {}
+    for k, v in values(before).items():
+        given[k] = v.view(before[k].shape)
     result = inner.load_state_dict({**given, key: torch.ones(3)})
     assert torch.equal(inner.state_dict()[key], torch.ones(3))
-    assert not result.missing_keys and not result.unexpected_keys, result
+    assert not result.missing_keys, result
+    assert not result.unexpected_keys, result

@@ -80,7 +80,8 @@ def only_activations_were_given(ours: Any, reference: Any, strategy: str) -> Non
     backward, and lends it to streams of its own."""
     given = {tensor.untyped_storage()._cdata for tensor in deep_ep_stand_in.GIVEN}
     assert given, "the stand-in was not used"
-    assert not any(given & storages(chunk) for chunk in ours.chunks)
+    for chunk in ours.chunks:
+        assert not (given & storages(chunk))
 
 
 def biases(named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
@@ -91,7 +92,8 @@ def same_biases(ours: TopologyTrainer, reference: TopologyTrainer, strategy: str
     """Bit for bit: core moves them by a fixed step, up or down. An export of what changed has
     them."""
     mine, theirs = (biases(one.chunks[0].module.named_buffers()) for one in (ours, reference))
-    assert mine.any() and torch.equal(mine, theirs)
+    assert mine.any()
+    assert torch.equal(mine, theirs)
     assert torch.equal(mine, biases(export_weights(ours.chunks, which="changed")))
 
 
@@ -99,7 +101,8 @@ def replayed(trainer: TopologyTrainer, number: int, rank: int) -> Step:
     """Every router of the process gets the same experts for its tokens, not those of its choice."""
     case = trainer.case
     experts = trainer.topology.experts
-    assert RouterReplay.global_router_replay_instances and experts
+    assert RouterReplay.global_router_replay_instances
+    assert experts
     generator = torch.Generator().manual_seed(case.seed)
     split = trainer.topology.tp if trainer.topology.sp else 1
     scores = torch.rand(case.seq * case.batch // split, experts, generator=generator)
@@ -268,8 +271,13 @@ def delay_all(model: Any) -> None:
 
 def gradients_came_late(ours: Any, reference: Any, strategy: str) -> None:
     parts_are_called(ours, reference, strategy)
-    late = [m.late for chunk in ours.chunks for m in chunk.modules() if hasattr(m, "late")]
-    assert late and all(late)
+    late = []
+    for chunk in ours.chunks:
+        for m in chunk.modules():
+            if hasattr(m, "late"):
+                late.append(m.late)
+    assert late
+    assert all(late)
 
 
 def _rounded(ours: Step, reference: Step, label: str) -> None:
@@ -434,12 +442,14 @@ def test_biases_of_experts_are_in_the_norm(rank: int, topology: Topology, strate
     trainer = build_topology_trainer(topology, case_for(topology, bias=True, clip=1e9), strategy)
     run_schedule(trainer, 0)
     gradients = trainer.gradients()
-    mine = {
-        coordinates(pair.unsharded, name, 0): float(gradients[name].double().square().sum())
-        for name, pair in trainer._pairs()
-    }
+    mine = {}
+    for name, pair in trainer._pairs():
+        mine[coordinates(pair.unsharded, name, 0)] = float(gradients[name].double().square().sum())
     biases = [place for place in mine if "experts" in place[0] and "fc2.bias" in place[0]]
     assert biases, "what core leaves out is not in this model"
-    whole = {place: value for piece in everyones(mine) for place, value in piece.items()}
+    whole = {}
+    for piece in everyones(mine):
+        whole.update(piece)
     success, norm, _ = trainer.optimizer.step()
-    assert success and float(norm) == pytest.approx(math.sqrt(sum(whole.values())), rel=1e-5)
+    assert success
+    assert float(norm) == pytest.approx(math.sqrt(sum(whole.values())), rel=1e-5)

@@ -85,7 +85,7 @@ def _hybrid(config: Any, block: Any, **options: Any) -> nn.Module:
     from tests.lib.gpt.hybrid_stack import stack_of
 
     experts = Topology("", experts=config.num_moe_experts)
-    stack = stack_of(lambda with_experts: topologies._layer_spec(experts, with_experts))
+    stack = stack_of(partial(topologies._layer_spec, experts))
     return HybridModel(config, stack, hybrid_layer_pattern=PATTERN, **options)
 
 
@@ -117,19 +117,30 @@ def _predicting(config: Any, block: Any, **options: Any) -> GPTModel:
     return GPTModel(config, block, mtp_block_spec=spec, **options)
 
 
+def predicting_models() -> Any:
+    """Inside, chunks of topologies predict several tokens."""
+    return mock.patch.object(topologies, "GPTModel", _predicting)
+
+
 # Fields of later releases.
 
 
 def _with_fields(case: Case, device: torch.device, tied: bool, fields: Any) -> nn.Module:
-    return varied(lambda: models.gpt(model_config(ALONE, CASE, **fields), tied), case.seed)
+    def build() -> nn.Module:
+        config = model_config(ALONE, CASE, **fields)
+        return models.gpt(config, tied)
+
+    return varied(build, case.seed)
 
 
 def heads_have_a_norm(ours: Any, reference: Any, strategy: str) -> None:
     """Stock DDP's optimizer is a chain, which keeps them."""
     norms = reference.optimizer.grad_norms_by_group
-    assert set(norms) == {"mtp"} and norms["mtp"] > reference.case.clip, norms
+    assert set(norms) == {"mtp"}, norms
+    assert norms["mtp"] > reference.case.clip, norms
+    found = ours.optimizer.grad_norms_by_group
     for name, norm in norms.items():
-        check_number(float(ours.optimizer.grad_norms_by_group[name]), float(norm), name, 1e-5)
+        check_number(float(found[name]), float(norm), name, 1e-5)
 
 
 @contextmanager
@@ -159,7 +170,8 @@ def second_is_too_large(trainer: Any, number: int, rank: int) -> Step:
     bound, so that it is left out."""
     config = distributed_optimizer(trainer).config
     config.grad_norm_skip_threshold = 1e-9 if number == 1 else 1e9
-    loss = forward_backward(trainer, batches(trainer.case, number, rank, torch.device("cpu")))
+    data = batches(trainer.case, number, rank, torch.device("cpu"))
+    loss = forward_backward(trainer, data)
     taken = bool(trainer.optimizer.step()[0])
     assert taken == (number != 1), number
     return Step(loss, float(taken), {}, trainer.params())
@@ -167,21 +179,23 @@ def second_is_too_large(trainer: Any, number: int, rank: int) -> Step:
 
 def later(name: str, fields: dict[str, Any], tied: bool = False, **changes: Any) -> Variant:
     case = {**SIZES, **changes.pop("case", {})}
-    needs = tuple(field for field in fields if field not in ("mtp_num_layers",))
+    needs = tuple(field for field in fields if field != "mtp_num_layers")
     build = partial(_with_fields, tied=tied, fields=fields)
     return Variant(
         name, random=True, case=case, build=build, compare="free", needs=needs[:1], **changes
     )
 
 
-ROWS = (
+ROWS = [
     _row("blocks recomputed, tied", ZERO_3, BLOCK, True, unchanged),
     _row("attention recomputed, tied, frozen part", ZERO_2, ATTENTION, True, freeze_part),
     _row("frozen part", ZERO_1, {}, False, freeze_part),
-    *(
+]
+for _ep in (1, 2):
+    ROWS.append(
         Variant(
-            f"hybrid model, ep{ep}",
-            topology=Topology(f"hybrid-ep{ep}", ep=ep, experts=4),
+            f"hybrid model, ep{_ep}",
+            topology=Topology(f"hybrid-ep{_ep}", ep=_ep, experts=4),
             case={"num_layers": len(PATTERN), "tied": False},
             fields={"is_hybrid_model": True},
             around=hybrid_models,
@@ -189,55 +203,57 @@ ROWS = (
             expect=layers_are_units,
             needs=("megatron.core.models.hybrid",),
         )
-        for ep in (1, 2)
-    ),
-    *(
+    )
+for _tied in (False, True):
+    ROWS.append(
         Variant(
-            f"multi-token prediction in a pipeline, tied {tied}",
+            f"multi-token prediction in a pipeline, tied {_tied}",
             world=4,
-            case={"tied": tied},
+            case={"tied": _tied},
             topology=Topology("pp2-mtp", pp=2),
             fields={"mtp_num_layers": 1},
             compare="free",
-            around=lambda: mock.patch.object(topologies, "GPTModel", _predicting),
+            around=predicting_models,
             steps=2,
             full=True,
         )
-        for tied in (False, True)
-    ),
-    *(
+    )
+for _tied in (False, True):
+    ROWS.append(
         later(
-            f"prediction heads that are detached, tied {tied}",
+            f"prediction heads that are detached, tied {_tied}",
             {"mtp_detach_heads": True, "mtp_num_layers": 2},
-            tied,
+            _tied,
             case={"clip": 0.02},
             expect=heads_have_a_norm,
         )
-        for tied in (False, True)
-    ),
+    )
+ROWS.append(
     later(
         "one prediction layer called for every token",
         {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
-    ),
+    )
+)
+ROWS.append(
     later(
         "MuP",
         {"use_mup": True, "mup_base_hidden_size": 8, "mup_embedding_mult": 2.0},
         around=mup_overrides,
         drive=at_learning_rates_of_groups,
-    ),
-    later("MLPs in chunks", {"mlp_chunks_for_training": 2}),
-    *(
+    )
+)
+ROWS.append(later("MLPs in chunks", {"mlp_chunks_for_training": 2}))
+for _clip in (1.0, 0.0):
+    ROWS.append(
         Variant(
-            f"a norm that is too large, clip {clip}",
+            f"a norm that is too large, clip {_clip}",
             random=True,
-            case={**SIZES, "clip": clip},
+            case={**SIZES, "clip": _clip},
             drive=second_is_too_large,
             compare="loosely",
             needs=("grad_norm_skip_threshold",),
         )
-        for clip in (1.0, 0.0)
-    ),
-)
+    )
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

@@ -7,6 +7,7 @@ four ranks, which was compared with plain DDP elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ def say_which_is_last_where_megatron_does(trainer: Trainer) -> None:
 def experts_are_shared_by_instances(ours: Any, reference: Any, strategy: str) -> None:
     """Each expert of two expert-parallel ranks has a data-parallel rank of each instance."""
     domains = {g.key.domain: g.domain for g in ours.chunks[0].engine.groups}
-    assert domains["expert"].axis.size == 1 and domains["expert"].outer_size == 2
+    assert domains["expert"].axis.size == 1
+    assert domains["expert"].outer_size == 2
     assert domains["dense"].axis.size == domains["dense"].outer_size == 2
 
 
@@ -41,62 +43,68 @@ def placements_tell_the_outer_axis(ours: Any, reference: Any, strategy: str) -> 
     """What Megatron and checkpoints see of the axes."""
     splits = ours.wrapper.ddp_config.outer_dp_sharding_strategy == "optim"
     assert ours.wrapper.megatron_fsdp_dist_index.hsdp_outer_dp_shard is splits
+    outer = Shard(0) if splits else Replicate()
     for param in ours.wrapper.parameters():
-        assert param.placements[:2] == (Shard(0) if splits else Replicate(), Shard(0))
+        assert param.placements[:2] == (outer, Shard(0))
         assert param.device_mesh.mesh_dim_names[:2] == ("outer_fsdp_dp", "dp_cp")
 
 
-ROWS = tuple(
-    row.but(
-        f"{row.name}, outer {outer}, {n} microbatches{'' if overlap else ', no overlap'}",
-        ddp={"outer_dp_sharding_strategy": outer},
-        full=row.full or not overlap,
-        case={"microbatches": n, "overlap": overlap, **({} if row.topology else {"batch": 1})},
-    )
-    for row, ways in (
-        (
-            Variant(
-                "like stock DDP",
-                world=WORLD,
-                instances=INSTANCES,
-                random=True,
-                steps=2,
-                begin=say_which_is_last_where_megatron_does,
-            ),
-            ((3, True), (3, False)),
-        ),
-        (
-            Variant(
-                "like plain ZeRO-3",
-                (ZERO_3,),
-                WORLD,
-                instances=INSTANCES,
-                random=True,
-                begin=say_which_is_last_where_megatron_does,
-                compare="free",
-                steps=5,
-                expect=placements_tell_the_outer_axis,
-                reference={"strategy": ZERO_3, "instances": 1},
-            ),
-            ((1, True), (3, False)),
-        ),
-        (
-            Variant(
-                "experts like one instance",
-                world=WORLD,
-                instances=INSTANCES,
-                steps=2,
-                full=True,
-                topology=TOPOLOGIES["ep2"],
-                reference={"strategy": "own", "instances": 1},
-                expect=experts_are_shared_by_instances,
-            ),
-            ((1, True), (3, True)),
-        ),
-    )
-    for outer in OUTER
-    for n, overlap in ways
+LIKE_DDP = Variant(
+    "like stock DDP",
+    world=WORLD,
+    instances=INSTANCES,
+    random=True,
+    steps=2,
+    begin=say_which_is_last_where_megatron_does,
 )
+LIKE_ZERO_3 = Variant(
+    "like plain ZeRO-3",
+    (ZERO_3,),
+    WORLD,
+    instances=INSTANCES,
+    random=True,
+    begin=say_which_is_last_where_megatron_does,
+    compare="free",
+    steps=5,
+    expect=placements_tell_the_outer_axis,
+    reference={"strategy": ZERO_3, "instances": 1},
+)
+EXPERTS = Variant(
+    "experts like one instance",
+    world=WORLD,
+    instances=INSTANCES,
+    steps=2,
+    full=True,
+    topology=TOPOLOGIES["ep2"],
+    reference={"strategy": "own", "instances": 1},
+    expect=experts_are_shared_by_instances,
+)
+WAYS = (
+    # row, (microbatches, with overlap) of each way
+    (LIKE_DDP, ((3, True), (3, False))),
+    (LIKE_ZERO_3, ((1, True), (3, False))),
+    (EXPERTS, ((1, True), (3, True))),
+)
+
+
+def rows_of(row: Variant, ways: tuple[tuple[int, bool], ...]) -> Iterator[Variant]:
+    """The row in each way with each split of the outer axis."""
+    for outer in OUTER:
+        for microbatches, overlap in ways:
+            name = f"{row.name}, outer {outer}, {microbatches} microbatches"
+            case = {"microbatches": microbatches, "overlap": overlap}
+            if not overlap:
+                name = f"{name}, no overlap"
+            if not row.topology:
+                case["batch"] = 1
+            full = row.full or not overlap
+            ddp = {"outer_dp_sharding_strategy": outer}
+            yield row.but(name, ddp=ddp, full=full, case=case)
+
+
+ROWS: list[Variant] = []
+for _row, _ways in WAYS:
+    ROWS.extend(rows_of(_row, _ways))
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

@@ -100,7 +100,8 @@ def test_experts_that_core_marks_as_dense_are_refused(sizes: tuple[int, int], ma
     if sizes[0] == sizes[1] or not marked:
         assert found == []
     else:
-        assert len(found) == 1 and "has marked experts.0.weight (and 1 more) as dense" in found[0]
+        assert len(found) == 1
+        assert "has marked experts.0.weight (and 1 more) as dense" in found[0]
 
 
 def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:
@@ -133,7 +134,8 @@ def test_embedding_shared_across_stages_has_a_buffer_of_its_own(one_rank: torch.
     alone = [g for g in wrapper.engine.groups if g.key.domain == SHARED_EMBEDDING]
     assert [len(group.params) for group in alone] == [1]
     unit = next(unit for unit in wrapper.engine.units if alone[0] in unit.groups)
-    assert unit.name == "embedding" and len(unit.groups) == 2
+    assert unit.name == "embedding"
+    assert len(unit.groups) == 2
 
 
 def test_kind_goes_by_the_mark_and_by_the_name_only_without_it() -> None:
@@ -163,7 +165,8 @@ def test_gathers_and_reductions_run_on_the_groups_of_megatron(
     makes.assert_not_called()
     domain = wrapper.megatron_fsdp_dist_index.domain(DENSE)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    assert domain.gather_group is group and domain.reduce_group is group
+    assert domain.gather_group is group
+    assert domain.reduce_group is group
 
 
 def test_a_group_is_made_where_one_is_asked_for(one_rank: torch.device) -> None:

@@ -52,8 +52,6 @@ FIRST = (ZERO_0, ZERO_2)
 SECOND = (ZERO_1, ZERO_3)
 
 
-
-
 def freeze_stage(first: bool, model: nn.Module) -> None:
     """All weights of the first or the last pipeline stage, whose optimizers then have none."""
     if ps.is_pipeline_first_stage() == first:
@@ -72,7 +70,8 @@ def resumed(trainer: TopologyTrainer, number: int, rank: int) -> Step:
     if trainer.strategy is None or number == 0:
         return topology_step(trainer, number)
     with tempfile.TemporaryDirectory() as own:
-        saved(trainer, root := everyones(own)[0])
+        root = everyones(own)[0]
+        saved(trainer, root)
         loaded(trainer, root)
         return topology_step(trainer, number)
 
@@ -84,16 +83,25 @@ def an_expert_is_idle(ours: Any, reference: TopologyTrainer, strategy: str) -> N
 
 
 def _row(topology: Topology | str, strategies: tuple[str, ...], **changes: Any) -> Variant:
-    at = TOPOLOGIES[topology] if isinstance(topology, str) else topology
-    name = " ".join([at.name, *(f"{k}={v}" for k, v in changes.get("case", {}).items())])
+    at = topology
+    if isinstance(at, str):
+        at = TOPOLOGIES[at]
+    name = at.name
+    for key, value in changes.get("case", {}).items():
+        name += f" {key}={value}"
     options = {
-        "world": 4, "topology": at, "compare": "free", "steps": 2,
-        "drive": evaluated_and_trained, **changes,
-    }  # fmt: skip
-    return Variant(options.pop("name", name), strategies, **options)
+        "world": 4,
+        "topology": at,
+        "compare": "free",
+        "steps": 2,
+        "drive": evaluated_and_trained,
+        **changes,
+    }
+    name = options.pop("name", name)
+    return Variant(name, strategies, **options)
 
 
-ROWS = (
+ROWS = [
     _row("tp2", (ZERO_0, ZERO_3), case={"per_token_loss": True}),
     _row("tp2-sp", (ZERO_1, ZERO_2)),
     _row("cp2", FIRST, case={"swiglu": True}),
@@ -109,29 +117,29 @@ ROWS = (
         world=2,
         ddp={"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
     ),
-    *(
+]
+for _stage, _strategies, _clip in (("first", (ZERO_0, ZERO_3), 0.05), ("last", SECOND, 0.0)):
+    ROWS.append(
         _row(
             "pp2",
-            strategies,
-            name=f"pp2, {stage} stage frozen, clip {clip}",
-            case={"tied": False, "clip": clip},
-            change=partial(freeze_stage, stage == "first"),
+            _strategies,
+            name=f"pp2, {_stage} stage frozen, clip {_clip}",
+            case={"tied": False, "clip": _clip},
+            change=partial(freeze_stage, _stage == "first"),
             drive=resumed,
         )
-        for stage, strategies, clip in (("first", (ZERO_0, ZERO_3), 0.05), ("last", SECOND, 0.0))
-    ),
-    *(
+    )
+for _name, _strategies in (("ep2", (ZERO_0, ZERO_3)), ("ep4", SECOND)):
+    ROWS.append(
         _row(
-            name,
-            strategies,
-            name=f"{name}, experts without tokens",
+            _name,
+            _strategies,
+            name=f"{_name}, experts without tokens",
             change=feed_two_experts,
             steps=1,
             expect=an_expert_is_idle,
         )
-        for name, strategies in (("ep2", (ZERO_0, ZERO_3)), ("ep4", SECOND))
-    ),
-)
+    )
 
 
 @pytest.mark.parametrize("row", marked(ROWS))
@@ -147,16 +155,18 @@ def test_topology(row: Variant, rank: int, seed: int) -> None:
 @on_ranks(4)
 def test_the_norm_of_weights_counts_each_weight_once(name: str, strategy: str) -> None:
     """Also those of other stages and of other expert-parallel ranks; replicas and copies not."""
-    init_topology(TOPOLOGIES[name])
-    ours = build_topology_trainer(TOPOLOGIES[name], case_for(TOPOLOGIES[name]), strategy)
+    topology = TOPOLOGIES[name]
+    init_topology(topology)
+    ours = build_topology_trainer(topology, case_for(topology), strategy)
     weights = ours.params()
-    mine = {
-        coordinates(param, n, 0): weights[n].square().sum() for n, param in ours.named_parameters()
-    }
-    squares = {place: value for part in everyones(mine) for place, value in part.items()}
-    assert params_norm(pytest.fail, ours.chunks) == pytest.approx(
-        float(sum(squares.values())) ** 0.5, rel=1e-6
-    )
+    mine = {}
+    for full_name, param in ours.named_parameters():
+        mine[coordinates(param, full_name, 0)] = weights[full_name].square().sum()
+    squares = {}
+    for part in everyones(mine):
+        squares.update(part)
+    expected = float(sum(squares.values())) ** 0.5
+    assert params_norm(pytest.fail, ours.chunks) == pytest.approx(expected, rel=1e-6)
 
 
 # The reference is itself what it should be.
@@ -173,16 +183,20 @@ def test_pipelined_reference_is_the_unsplit_model(rank: int) -> None:
     weights = reference.params()
     data_ranks = ps.get_data_parallel_world_size()
     run_schedule(reference, 0)
-    mine = {
-        global_name(reference, name): (weights[name], gradient)
-        for name, gradient in reference.gradients().items()
-    }
-    whole = {f"0.{name}": value for part in everyones(mine) for name, value in part.items()}
+    mine = {}
+    for name, gradient in reference.gradients().items():
+        mine[global_name(reference, name)] = (weights[name], gradient)
+    whole = {}
+    for part in everyones(mine):
+        for name, value in part.items():
+            whole[f"0.{name}"] = value
     alone = Topology("alone")
     init_topology(alone)
     unsplit = build_topology_trainer(alone, case, None)
     for name, param in unsplit.named_parameters():
         param.data.copy_(whole[name][0])
-    run_passes(unsplit, batches(case, 0, rank % data_ranks, torch.device("cpu")))
+    data = batches(case, 0, rank % data_ranks, torch.device("cpu"))
+    run_passes(unsplit, data)
     exact = unsplit.gradients()
-    check_gradients({n: whole[n][1] for n in exact}, exact, f"rank {rank}")
+    found = {name: whole[name][1] for name in exact}
+    check_gradients(found, exact, f"rank {rank}")
