@@ -22,10 +22,9 @@ CHECKS = ("plan/memory.py",)
 
 def planned(dtype: torch.dtype, requires_grad: bool = True) -> GroupLayout:
     """100 elements of parameters on 4 shards of 32: ranks hold 32, 32, 32 and 4 of them."""
-    specs = [
-        replace(spec, dtype=dtype, requires_grad=requires_grad)
-        for spec in specs_of([(5, 16), (20,)])
-    ]
+    specs = []
+    for spec in specs_of([(5, 16), (20,)]):
+        specs.append(replace(spec, dtype=dtype, requires_grad=requires_grad))
     layout = plan_group(specs, 4, align=16)
     assert layout.total_numel == 128
     assert layout.shard_numel == 32
@@ -63,16 +62,14 @@ BF16 = {
 }
 
 
-FP32 = {
-    name: {kind: count for kind, count in held.items() if kind != "main weights"}
-    | {"compute weights": 512}
-    for name, held in BF16.items()
-    if name != "optim_grads_params"
-} | {"optim_grads_params": BF16["optim_grads_params"] | {"gathered weights": 512}}
+FP32 = {}
+for strategy in ("no_shard", "optim", "optim_grads"):
+    FP32[strategy] = BF16[strategy] | {"compute weights": 512}
+    del FP32[strategy]["main weights"]
+FP32["optim_grads_params"] = BF16["optim_grads_params"] | {"gathered weights": 512}
 """Main weights of their own only where weights are sharded."""
-FROZEN = {key: {"compute weights": 256} for key in BF16} | {
-    "optim_grads_params": {"gathered weights": 256, "main weights": 64}
-}
+FROZEN = {key: {"compute weights": 256} for key in BF16}
+FROZEN["optim_grads_params"] = {"gathered weights": 256, "main weights": 64}
 NARROW = {
     "optim_grads": {
         "compute weights": 256,
@@ -93,15 +90,16 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_bytes_of_a_group(name: str) -> None:
     layout, precision, rank, expected = GROUPS[name]
-    found = {row: group_bytes(layout, STRATEGIES[row], precision, rank) for row in expected}
-    assert found == expected
+    for row, nbytes in expected.items():
+        assert group_bytes(layout, STRATEGIES[row], precision, rank) == nbytes, row
 
 
 def test_a_model_holds_the_root_unit_beside_the_two_largest() -> None:
     def unit(gathered: int, bucket: int, main: int) -> dict[str, int]:
         return {"gathered weights": gathered, "reduce bucket": bucket, "main weights": main}
 
-    root, units = unit(5, 50, 1), [unit(10, 30, 2), unit(30, 20, 3), unit(20, 60, 4)]
+    root = unit(5, 50, 1)
+    units = [unit(10, 30, 2), unit(30, 20, 3), unit(20, 60, 4)]
     total = model_bytes(root, units)
     assert total == {"main weights": 10, "gathered weights": 55, "reduce bucket": 110}
     assert bytes_between_steps(total) == 10

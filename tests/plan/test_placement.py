@@ -56,11 +56,11 @@ def _left(world: int, strategies: tuple[str, ...], **more: Any) -> Variant:
     )
 
 
-ROWS = (
-    _left(2, (ZERO_3,)),
-    *(_left(world, STRATEGIES, full=True) for world in (1, 2, 3)),
-    *(_left(world, (ZERO_1,), full=True, change=differ_by_rank) for world in (1, 2, 3)),
-)
+ROWS = [_left(2, (ZERO_3,))]
+for world in (1, 2, 3):
+    ROWS.append(_left(world, STRATEGIES, full=True))
+for world in (1, 2, 3):
+    ROWS.append(_left(world, (ZERO_1,), full=True, change=differ_by_rank))
 
 
 @pytest.mark.parametrize("row", marked(ROWS))
@@ -72,15 +72,18 @@ def test_places_train_to_the_same_weights(row: Variant, rank: int, seed: int) ->
 @on_ranks(2)
 def test_checkpoint_of_a_model_with_places(rank: int, root: Path) -> None:
     device = init_megatron()
-    models = (_towers(CASE.but(seed=seed), device) for seed in (1, 2))
-    one, other = (make_trainer(made, CASE, ZERO_3, module_placements=LEFT) for made in models)
+    trainers = []
+    for seed in (1, 2):
+        made = _towers(CASE.but(seed=seed), device)
+        trainers.append(make_trainer(made, CASE, ZERO_3, module_placements=LEFT))
+    one, other = trainers
     train_step(one, batches(CASE, 0, rank, device))
     train_step(one, batches(CASE, 1, rank, device))
     saved(one, root)
     loaded(other, root)
     for step in (2, 3):
-        results = [train_step(t, batches(CASE, step, rank, device)) for t in (one, other)]
-        assert results[0] == results[1], step
+        data = batches(CASE, step, rank, device)
+        assert train_step(one, data) == train_step(other, data), step
 
 
 @pytest.mark.parametrize(
@@ -122,12 +125,16 @@ AFTERWARDS = {
         _trained,
         "requires_grad of",
     ),
-    **{
-        hook: (unchanged, LINEAR, lambda p, hook=hook: getattr(p, hook)(print), "gradient hooks on")
-        for hook in ("register_hook", "register_post_accumulate_grad_hook")
-    },
 }
 """What is done before wrapping; to which parameter, and what, behind it; what the error says."""
+
+
+def _hooked(hook, p):
+    return getattr(p, hook)(print)
+
+
+for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+    AFTERWARDS[hook] = (unchanged, LINEAR, partial(_hooked, hook), "gradient hooks on")
 
 
 @pytest.mark.parametrize("what", AFTERWARDS)

@@ -49,12 +49,18 @@ BF16 = torch.bfloat16
 
 def from_shards(shards: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Whole tensors of the blocks of all ranks."""
-    told = everyones([(one.name, one.tensor, one.offsets, one.shape) for one in shards])
+    mine = [(one.name, one.tensor, one.offsets, one.shape) for one in shards]
     found: dict[str, torch.Tensor] = {}
-    for name, block, offsets, shape in itertools.chain(*told):
-        place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
-        found.setdefault(name, torch.full(shape, 99, dtype=block.dtype))[place] = block
-    return found | {name: v.view(()) for name, v in found.items() if name == "temperature"}
+    for name, block, offsets, shape in itertools.chain(*everyones(mine)):
+        place = []
+        for offset, length in zip(offsets, block.shape, strict=True):
+            place.append(slice(offset, offset + length))
+        if name not in found:
+            found[name] = torch.full(shape, 99, dtype=block.dtype)
+        found[name][tuple(place)] = block
+    if "temperature" in found:
+        found["temperature"] = found["temperature"].view(())
+    return found
 
 
 # Plain modules.
@@ -64,10 +70,12 @@ def expected(model: FullyShardedModel, dtype: torch.dtype | None) -> dict[str, t
     """A whole-model gather. Weights that are tied come once."""
     whole = model.full_state_dict()
     whole.pop("head.weight")
-    return {
-        name: value if dtype is None or not value.is_floating_point() else value.to(dtype)
-        for name, value in whole.items()
-    }
+    if dtype is None:
+        return dict(whole)
+    found = {}
+    for name, value in whole.items():
+        found[name] = value.to(dtype) if value.is_floating_point() else value
+    return found
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -90,10 +98,10 @@ def test_exported_tensors_are_those_of_the_whole_model(world: int, strategy: str
 def test_two_units_exist_at_a_time() -> None:
     """The unit at hand and the next one."""
     model, _ = sharded("optim_grads_params")
-    sizes = [
-        sum(2 * g.layout.total_numel for g in unit.groups if g.key.dtype.is_floating_point)
-        for unit in model.engine.units
-    ]
+    sizes = []
+    for unit in model.engine.units:
+        floats = [group for group in unit.groups if group.key.dtype.is_floating_point]
+        sizes.append(sum(2 * group.layout.total_numel for group in floats))
     most = 2 * max(sizes)
     assert sum(sizes) > 1.5 * most
     gc.collect()
@@ -220,17 +228,11 @@ def _check(run: TopologyTrainer, label: str) -> None:
         assert_same(common(shards.items()), wanted, f"{label} shards")
 
 
-CELLS = [
-    pytest.param(
-        world,
-        topology,
-        strategy,
-        marks=pytest.mark.full if world > 2 or not row.shard_grads else (),
-    )
-    for world, topologies in ((2, TWO), (4, FOUR))
-    for topology in topologies
-    for strategy, row in STRATEGIES.items()
-]
+CELLS = []
+for world, topologies in ((2, TWO), (4, FOUR)):
+    for topology, (strategy, row) in itertools.product(topologies, STRATEGIES.items()):
+        marks = pytest.mark.full if world > 2 or not row.shard_grads else ()
+        CELLS.append(pytest.param(world, topology, strategy, marks=marks))
 
 
 @pytest.mark.parametrize(("world", "topology", "strategy"), CELLS)
@@ -249,12 +251,14 @@ def test_modules_that_are_left_alone_are_exported_like_sharded_ones() -> None:
     def freeze(model: torch.nn.Module) -> None:
         model.decoder.layers[0].requires_grad_(False)
 
-    plain, left = (
-        gpt(
+    def built(placements: dict[str, str]) -> Any:
+        made = gpt(
             TWO[0], "optim_grads_params", tied=True, change=freeze, module_placements=placements
-        ).chunks[0]
-        for placements in ({}, {"decoder.layers.0": "leave"})
-    )
+        )
+        return made.chunks[0]
+
+    plain = built({})
+    left = built({"decoder.layers.0": "leave"})
     wanted = dict(export_weights(plain, dtype=BF16))
     assert_same(dict(export_weights(left, dtype=BF16)), wanted, "left alone")
     assert_same(from_shards(export_shards(left)), wanted, "left alone, shards")

@@ -233,20 +233,32 @@ def test_host_memory_is_taken_once(one_rank: None) -> None:
     assert places[0] == places[1]
 
 
-@pytest.mark.parametrize(
-    ("use", "named"),
-    [
-        (lambda *both: release_memory(*both, keep="weights"), "keep='weights'"),
-        (lambda *both: release_memory(*both, keep=["slots", "x"]), "keep='x'"),
-        (lambda *both: return_memory(*both, only="weights"), "only='weights'"),
-        (
-            lambda model, _: release_memory(
-                model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-            ),
-            "SGD is not over a wrapped model",
-        ),
-    ],
-)
+def _keeps_no_list(model, optimizer):
+    release_memory(model, optimizer, keep="weights")
+
+
+def _keeps_an_unknown_kind(model, optimizer):
+    release_memory(model, optimizer, keep=["slots", "x"])
+
+
+def _returns_no_list(model, optimizer):
+    return_memory(model, optimizer, only="weights")
+
+
+def _another_optimizer(model, _):
+    weight = torch.nn.Parameter(torch.ones(2))
+    release_memory(model, torch.optim.SGD([weight], lr=1.0))
+
+
+WRONG = [
+    (_keeps_no_list, "keep='weights'"),
+    (_keeps_an_unknown_kind, "keep='x'"),
+    (_returns_no_list, "only='weights'"),
+    (_another_optimizer, "SGD is not over a wrapped model"),
+]
+
+
+@pytest.mark.parametrize(("use", "named"), WRONG)
 def test_a_wrong_kind_or_optimizer_is_named(one_rank: None, use: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         use(*sharded("optim"))

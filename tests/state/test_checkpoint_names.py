@@ -73,17 +73,22 @@ def test_layers_are_counted_over_stages_whatever_wraps_the_model() -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts_are_counted_over_expert_parallel_ranks(grouped: bool, gated: bool) -> None:
-    keys = [_keys(_stage([2], _moe(own, grouped, gated))) for own in ([0, 1], [2, 3])]
-    whole = _keys(_stage([2], _moe([0, 1, 2, 3], grouped, gated)))
-    experts = [{key for key in part if ".experts." in key} for part in keys]
-    assert not experts[0] & experts[1]
-    assert {*keys[0], *keys[1]} == set(whole)
+    def keys_of(*experts: int) -> set[str]:
+        return set(_keys(_stage([2], _moe([*experts], grouped, gated))))
+
+    first = keys_of(0, 1)
+    second = keys_of(2, 3)
+    whole = keys_of(0, 1, 2, 3)
+    assert not any(".experts." in key for key in first & second)
+    assert first | second == whole
     if grouped:
         name = "linear_fc1.weight3"
     else:
         name = "local_experts.3.linear_fc1.weight"
-    assert f"decoder.layers.1.mlp.experts.{name}" + "_v" * gated in whole
-    assert not any(key.endswith(("_w", "_v")) for key in whole) or gated
+    half = "_v" if gated else ""
+    assert f"decoder.layers.1.mlp.experts.{name}{half}" in whole
+    if not gated:
+        assert not any(key.endswith(("_w", "_v")) for key in whole)
 
 
 def _adapted() -> nn.Module:
@@ -103,59 +108,51 @@ def _tied(**more: nn.Module) -> nn.Module:
 EMBEDDING = "embedding.word_embeddings.weight"
 MLP = "decoder.layers.0.mlp.linear_fc"
 MTP = "mtp.layers.0.transformer_layer.mlp.linear_fc"
-KEYS = {
-    "the first linear layer of a gated MLP has halves, and not its norm": (
-        _stage([1], _mlp(True, _params("weight", "bias", "layer_norm_weight"))),
-        [
-            *(f"{MLP}1.{name}_{half}" for name in ("weight", "bias") for half in "wv"),
-            f"{MLP}1.layer_norm_weight",
-            f"{MLP}2.weight",
-            f"{MLP}2.bias",
-        ],
-    ),
-    "an adapter beside it has halves as that has": (
-        _stage([1], _mlp(True, _adapted(), _adapted())),
-        [
-            f"{MLP}1.to_wrap.weight_w",
-            f"{MLP}1.to_wrap.weight_v",
-            f"{MLP}1.adapter.linear_in.weight",
-            f"{MLP}1.adapter.linear_out.weight_w",
-            f"{MLP}1.adapter.linear_out.weight_v",
-            *(
-                f"{MLP}2.{name}.weight"
-                for name in ("to_wrap", "adapter.linear_in", "adapter.linear_out")
-            ),
-        ],
-    ),
-    "prediction layers go by their own number and not by what is in them": (
-        _module(
-            mtp=_module(
-                layers=nn.ModuleList(
-                    [
-                        _module(
-                            layer_number=1,
-                            transformer_layer=_module(
-                                layer_number=17,
-                                mlp=_mlp(True, _params("weight"), _params("weight")),
-                            ),
-                        )
-                    ]
-                )
-            )
-        ),
-        [f"{MTP}1.weight_w", f"{MTP}1.weight_v", f"{MTP}2.weight"],
-    ),
-    "an output layer": (_module(output_layer=nn.Linear(2, 4, bias=False)), ["output_layer.weight"]),
-    "a copy of a tied embedding": (_tied(), [EMBEDDING]),
-    "beside the embedding itself": (
-        _tied(embedding=_module(word_embeddings=nn.Linear(2, 4, bias=False))),
-        ["output_layer.weight", EMBEDDING],
-    ),
-    "a model without Megatron's numbers": (
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, False)),
-        ["0.weight", "0.bias", "1.weight"],
-    ),
-}
+KEYS = {}
+KEYS["the first linear layer of a gated MLP has halves, and not its norm"] = (
+    _stage([1], _mlp(True, _params("weight", "bias", "layer_norm_weight"))),
+    [
+        f"{MLP}1.weight_w",
+        f"{MLP}1.weight_v",
+        f"{MLP}1.bias_w",
+        f"{MLP}1.bias_v",
+        f"{MLP}1.layer_norm_weight",
+        f"{MLP}2.weight",
+        f"{MLP}2.bias",
+    ],
+)
+KEYS["an adapter beside it has halves as that has"] = (
+    _stage([1], _mlp(True, _adapted(), _adapted())),
+    [
+        f"{MLP}1.to_wrap.weight_w",
+        f"{MLP}1.to_wrap.weight_v",
+        f"{MLP}1.adapter.linear_in.weight",
+        f"{MLP}1.adapter.linear_out.weight_w",
+        f"{MLP}1.adapter.linear_out.weight_v",
+        f"{MLP}2.to_wrap.weight",
+        f"{MLP}2.adapter.linear_in.weight",
+        f"{MLP}2.adapter.linear_out.weight",
+    ],
+)
+PREDICTS = _mlp(True, _params("weight"), _params("weight"))
+OWN_NUMBER = _module(layer_number=1, transformer_layer=_module(layer_number=17, mlp=PREDICTS))
+KEYS["prediction layers go by their own number and not by what is in them"] = (
+    _module(mtp=_module(layers=nn.ModuleList([OWN_NUMBER]))),
+    [f"{MTP}1.weight_w", f"{MTP}1.weight_v", f"{MTP}2.weight"],
+)
+KEYS["an output layer"] = (
+    _module(output_layer=nn.Linear(2, 4, bias=False)),
+    ["output_layer.weight"],
+)
+KEYS["a copy of a tied embedding"] = (_tied(), [EMBEDDING])
+KEYS["beside the embedding itself"] = (
+    _tied(embedding=_module(word_embeddings=nn.Linear(2, 4, bias=False))),
+    ["output_layer.weight", EMBEDDING],
+)
+KEYS["a model without Megatron's numbers"] = (
+    nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, False)),
+    ["0.weight", "0.bias", "1.weight"],
+)
 
 
 @pytest.mark.parametrize("name", KEYS)

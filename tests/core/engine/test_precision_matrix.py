@@ -18,18 +18,13 @@ from tests.lib.ranks.shared_ranks import on_ranks
 
 CHECKS = ("core/config.py", "core/engine/reduce.py", "core/engine/group.py")
 
-CELLS = [*pairwise(), *WITH_FP32_ACCUMULATION, *OVER_TWO_AXES]
+CELLS = []
+for cell in (*pairwise(), *WITH_FP32_ACCUMULATION, *OVER_TWO_AXES):
+    marks = [pytest.mark.full] if cell.world == 4 else []
+    CELLS.append(pytest.param(cell, cell.world, id=str(cell), marks=marks))
 
 
-@pytest.mark.parametrize(
-    ("cell", "world"),
-    [
-        pytest.param(
-            cell, cell.world, id=str(cell), marks=[pytest.mark.full] if cell.world == 4 else []
-        )
-        for cell in CELLS
-    ],
-)
+@pytest.mark.parametrize(("cell", "world"), CELLS)
 @on_ranks()
 def test_gradients_and_updates_in_every_mixture(rank: int, world: int, cell: Cell) -> None:
     """Two steps each: gradients within the bounds of their dtypes, and updates bit for bit those of

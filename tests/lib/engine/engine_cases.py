@@ -213,28 +213,46 @@ def _part(content: torch.Tensor, view: torch.Tensor, buffer: torch.Tensor) -> to
 
 
 def units_of(model: Net) -> dict[str, nn.Module]:
-    units: dict[str, nn.Module] = {} if model.setup.tied else {"embedding": model.embedding}
-    units |= {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-    return units if model.setup.tied else units | {"head": model.head}
+    units: dict[str, nn.Module] = {}
+    if not model.setup.tied:
+        units["embedding"] = model.embedding
+    for number, layer in enumerate(model.layers):
+        units[f"layers.{number}"] = layer
+    if not model.setup.tied:
+        units["head"] = model.head
+    return units
 
 
 def _mine(setup: Setup, lists: Sequence[Sequence[int]]) -> Any:
     """Makes a group of each list of ranks; returns the one that this rank is in."""
-    groups = [dist.new_group(list(ranks)) for ranks in lists]
-    return next(group for group, ranks in zip(groups, lists, strict=True) if setup.rank in ranks)
+    mine = None
+    for ranks in lists:
+        group = dist.new_group(list(ranks))
+        if mine is None and setup.rank in ranks:
+            mine = group
+    assert mine is not None
+    return mine
 
 
 def domains_of(setup: Setup) -> dict[str, Any]:
     inner = setup.world // setup.outer
     instances = [range(start, start + inner) for start in range(0, setup.world, inner)]
-    halves = [ranks[start::2] for ranks in instances for start in range(2) if ranks[start::2]]
-    across = [range(start, setup.world, inner) for start in range(inner)]
+    shards = dist.group.WORLD
+    across = None
+    halves = None
+    if setup.outer > 1:
+        shards = _mine(setup, instances)
+    if setup.split:
+        of_two = [ranks[start::2] for ranks in instances for start in range(2)]
+        halves = _mine(setup, [ranks for ranks in of_two if ranks])
+    if setup.outer > 1:
+        across = _mine(setup, [range(start, setup.world, inner) for start in range(inner)])
     index = FSDPDistributedIndex(
-        _mine(setup, instances) if setup.outer > 1 else dist.group.WORLD,
+        shards,
         device_type="cpu",
         grad_scale=setup.grad_scale or 1.0 / setup.world,
-        expt_fsdp_group=_mine(setup, halves) if setup.split else None,
-        outer_fsdp_group=_mine(setup, across) if setup.outer > 1 else None,
+        expt_fsdp_group=halves,
+        outer_fsdp_group=across,
         hsdp_outer_dp_shard=setup.shard_outer,
     )
     return dict(index.domains)
@@ -256,17 +274,25 @@ def build(
 ) -> Rig:
     """Inside a `pretended_world` of the setup's size. The runtime is a new recording one unless
     given; what is built, is built under its watch."""
-    runtime = RecordingRuntime(SIDE) if runtime is None else runtime
+    if runtime is None:
+        runtime = RecordingRuntime(SIDE)
     model = make_net(setup)
     if setup.side is not None:
         use_side_stream(model.layers, runtime, setup.side, setup.forgets)
     began = began_with(model)
     rig = Rig(setup, model, runtime, None)  # type: ignore[arg-type]
+
+    def domain_of(param: nn.Parameter, fqn: str) -> str:
+        return EXPERT if setup.split and ".down." in fqn else DENSE
+
+    def backward_reads_weights(unit: nn.Module) -> bool:
+        return not isinstance(unit, nn.Embedding)
+
     plans = partition(
         model,
         {} if setup.one_unit else units_of(model),
-        domain_of=lambda param, fqn: EXPERT if setup.split and ".down." in fqn else DENSE,
-        backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
+        domain_of=domain_of,
+        backward_reads_weights=backward_reads_weights,
         writer_of=lambda managed: writer_of(setup, managed),
         format_of=format_of,
     )

@@ -104,16 +104,21 @@ class Shards:
 
 def same(mine: torch.Tensor, other: torch.Tensor, label: str) -> None:
     assert mine.numel() == other.numel(), f"{label}: {mine.shape} and {other.shape}"
-    # A single element is contiguous whatever its stride, and not a view of bytes for all that.
-    flat = [torch.cat([one.reshape(-1), one.new_empty(0)]) for one in (mine, other)]
-    a, b = (one.view(torch.uint8).cpu() for one in flat)
+    a = _bytes_of(mine)
+    b = _bytes_of(other)
     differ = (a != b).nonzero().view(-1)
     if len(differ):
-        at = differ[:4].tolist()
+        first = differ[:4]
         raise AssertionError(
-            f"{label}: {len(differ)} of {a.numel()} bytes differ, at {at}: "
-            f"{a[differ[:4]].tolist()} and {b[differ[:4]].tolist()}"
+            f"{label}: {len(differ)} of {a.numel()} bytes differ, at {first.tolist()}: "
+            f"{a[first].tolist()} and {b[first].tolist()}"
         )
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    # A single element is contiguous whatever its stride, and not a view of bytes for all that.
+    flat = torch.cat([value.reshape(-1), value.new_empty(0)])
+    return flat.view(torch.uint8).cpu()
 
 
 def same_planes(mine: Any, other: Any, label: str) -> None:

@@ -87,11 +87,11 @@ def roll(model: nn.Module) -> None:
     finite keeps its scale. TE does this at the end of each forward and of each backward, and for
     quantized weights after the optimizer's step; here it is once a step.
     """
-    states = [
-        (module.fp8_meta[f"scaling_{mode}"], LARGEST[direction])  # type: ignore[index]
-        for _, module in linears(model)
-        for mode, direction in (("fwd", "forward"), ("bwd", "backward"))
-    ]
+    states = []
+    for _, module in linears(model):
+        meta: Any = module.fp8_meta
+        states.append((meta["scaling_fwd"], LARGEST["forward"]))
+        states.append((meta["scaling_bwd"], LARGEST["backward"]))
     slots = torch.cat([state.amax_history[0] for state, _ in states])
     dist.all_reduce(slots, dist.ReduceOp.MAX)
     sizes = [state.scale.numel() for state, _ in states]
