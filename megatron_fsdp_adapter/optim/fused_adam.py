@@ -27,10 +27,10 @@ from .multi_tensor import (
     MOST_TABLES,
     WEIGHTS,
     Addresses,
-    Kernel,
     Lists,
     TensorTable,
     Update,
+    UpdateKernel,
     chunks_on,
     places_of,
     table_of,
@@ -51,7 +51,7 @@ class FusedAdamStep:
     """
 
     def __init__(
-        self, original: Callable[..., Any], kernel: Callable[[torch.device], Kernel | None]
+        self, original: Callable[..., Any], kernel: Callable[[torch.device], UpdateKernel | None]
     ) -> None:
         self._original = original
         self._kernel = kernel
@@ -123,7 +123,7 @@ def install(optimizer: Any) -> FusedAdamStep | None:
     return made
 
 
-def _check(kernel: Kernel, device: torch.device) -> None:
+def _check(kernel: UpdateKernel, device: torch.device) -> None:
     """Against torch in float64: a compiler that breaks the kernel would break training
     silently.
 
@@ -163,10 +163,10 @@ def _check_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None
         raise ArithmeticError(f"updated {name} are off by {error}")
 
 
-def tried(device: torch.device) -> Kernel | None:
+def tried(device: torch.device) -> UpdateKernel | None:
     """The kernel, checked on a device of any type; None, with a warning, if it cannot be used."""
 
-    def checked() -> Kernel:
+    def checked() -> UpdateKernel:
         from .triton_adam import update as kernel
 
         _check(kernel, device)
@@ -180,7 +180,7 @@ def tried(device: torch.device) -> Kernel | None:
 _tried_once = functools.cache(tried)
 
 
-def kernel_of(device: torch.device) -> Kernel | None:
+def kernel_of(device: torch.device) -> UpdateKernel | None:
     """The kernel on a GPU, which is tried when it is first asked for; None elsewhere."""
     return _tried_once(device) if device.type == "cuda" else None
 

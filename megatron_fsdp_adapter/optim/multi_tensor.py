@@ -61,7 +61,7 @@ class Update:
     clip: torch.Tensor | None = None
 
 
-Kernel = Callable[[TensorTable, Lists, Update], None]
+UpdateKernel = Callable[[TensorTable, Lists, Update], None]
 """Updates weights and moments in place. Lists: gradients, weights, first and second moments."""
 
 

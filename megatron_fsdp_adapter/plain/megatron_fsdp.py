@@ -45,7 +45,7 @@ from ..plan.unit_classes import classes_of, unit_problems
 from . import optimizer as plain_optimizer
 from .building import engine_for, raise_model_problems, trained_dtype
 from .fully_shard import FullyShardedModel
-from .named_dims import OF_EXPERTS, Group, NamedDimsIndex
+from .named_dims import OF_EXPERTS, NamedDimsIndex, OptionalGroup
 
 SUBJECT = "megatron_fsdp"
 Units = Sequence[type[nn.Module] | str] | None
@@ -264,11 +264,11 @@ def fully_shard_model(
     dp_shard_dim: str | None = None,
     dp_outer_dim: str | None = None,
     tp_dim: str | None = None,
-    hybrid_fsdp_group: Group = None,
-    hybrid_fsdp_expt_group: Group = None,
+    hybrid_fsdp_group: OptionalGroup = None,
+    hybrid_fsdp_expt_group: OptionalGroup = None,
     expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: Group = None,
-    expt_fsdp_group_ag: Group = None,
+    fsdp_group_ag: OptionalGroup = None,
+    expt_fsdp_group_ag: OptionalGroup = None,
     fsdp_unit_modules: Units = None,
     zero_dp_strategy: str | int = 3,
     outer_dp_sharding_strategy: str | int = 0,

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.distributed_index import FSDPDistributedIndex as Index
 
-Group = dist.ProcessGroup | None
+OptionalGroup = dist.ProcessGroup | None
 
 OF_EXPERTS = (
     "experts cannot be sharded over ranks of their own. Leave it out, or use Megatron's wrapper, "
@@ -42,12 +42,12 @@ class NamedDimsIndex(Index):
         dp_shard_dim: str | None = None,
         dp_outer_dim: str | None = None,
         tp_dim: str | None = None,
-        hybrid_fsdp_group: Group = None,
-        hybrid_fsdp_expt_group: Group = None,
+        hybrid_fsdp_group: OptionalGroup = None,
+        hybrid_fsdp_expt_group: OptionalGroup = None,
         hsdp_outer_dp_shard: bool = False,
         expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: Group = None,
-        expt_fsdp_group_ag: Group = None,
+        fsdp_group_ag: OptionalGroup = None,
+        expt_fsdp_group_ag: OptionalGroup = None,
     ) -> None:
         if expt_device_mesh is not None:
             raise ValueError(f"expt_device_mesh={expt_device_mesh}: {OF_EXPERTS}")

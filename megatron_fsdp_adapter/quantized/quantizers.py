@@ -86,7 +86,7 @@ def _apart(count: int, device: torch.device) -> torch.Tensor:
     return torch.ones(count, 16 // torch.float32.itemsize, device=device)[:, 0]
 
 
-class Scaled:
+class ScaledQuantizer:
     """Base of quantizers whose scales are beside the planes, on every rank.
 
     Args:
@@ -129,7 +129,7 @@ class Scaled:
         return partial(cast.finish, self._scales)
 
 
-class Current(Scaled):
+class Current(ScaledQuantizer):
     """Scales from the amaxes of these main weights: of a weight, or of each of its blocks."""
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
@@ -159,7 +159,7 @@ class Current(Scaled):
         self._kept.finish(self._scales)
 
 
-class Delayed(Scaled):
+class Delayed(ScaledQuantizer):
     """Scales that TE has made of the amaxes of earlier steps; those of this one go to where it
     looks for them. What has been seen since TE looked last is in the amaxes already. After a load
     bytes are made with the scale that the saved ones had, or, where it is unknown, with one of

@@ -408,6 +408,28 @@ def test_the_formatter_is_off_in_tables_of_data_only():
     assert unformatted_lines("x = [y\n     for y in z]  # fmt: skip") == [2]
 
 
+def types_of(source: str) -> set[str]:
+    """Names of a module's own classes and type aliases."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_") and not name.isupper()}
+
+
+def test_the_name_of_a_type_has_one_meaning():
+    """But in `tools/`, whose parts know nothing of each other, and for type variables."""
+    homes: dict[str, list[str]] = {}
+    for path, text in PACKAGE_SOURCES.items():
+        if not path.startswith("tools/"):
+            for name in types_of(text):
+                homes.setdefault(name, []).append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+    assert types_of("class Row: ...\nRows = list[Row]\nROWS = ()") == {"Row", "Rows"}
+
+
 def test_importing_the_engine_does_not_import_megatron():
     """Not by way of the package's own `__init__` either."""
     program = (

@@ -84,7 +84,7 @@ def _of_ours(method: str, original: Original, optimizer: Any) -> None:
         original(optimizer)
 
 
-class LocalRows:
+class RowsOfRank:
     """This rank's rows of a weight, in the place of a parameter that verl exports.
 
     `shape` and `device` are those of the module's own parameter, `data` the rows of now.
@@ -125,7 +125,7 @@ def export_index(original: Original, worker: Any) -> list[Any]:
     for record in records:
         if record.param is None:  # of another pipeline stage
             continue
-        rows = LocalRows(weights[id(record.param)])
+        rows = RowsOfRank(weights[id(record.param)])
         record.param = rows
         record.spec = dataclasses.replace(
             record.spec,
@@ -161,5 +161,5 @@ def export_entry(
 ) -> Any:
     """verl's entry for changed elements, of which `indices` count from this rank's first row."""
     param = worker._delta_export_by_name[name].param
-    start = param.weight.rows.start if isinstance(param, LocalRows) else 0
+    start = param.weight.rows.start if isinstance(param, RowsOfRank) else 0
     return original(worker, name, spec, place, indices + start, values)

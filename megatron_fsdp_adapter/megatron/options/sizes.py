@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Options = Mapping[str, Any]
+ConfigOptions = Mapping[str, Any]
 """Options by the names of Megatron's configs or arguments; None means absent."""
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -47,17 +47,17 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 USE_LAYOUT = f"Use {LAYOUT}, which defines the layers of each stage, or other sizes."
 
 
-def _size(options: Options, *names: str, default: int = 1) -> int:
+def _size(options: ConfigOptions, *names: str, default: int = 1) -> int:
     """The value of the first name that is set."""
     return next((int(options[name]) for name in names if options.get(name)), default)
 
 
-def _values(options: Options, *names: str) -> str:
+def _values(options: ConfigOptions, *names: str) -> str:
     """Text of the names that are set, with their values."""
     return ", ".join(f"{name}={options[name]}" for name in names if options.get(name))
 
 
-def stage_layers(options: Options) -> list[list[int]]:
+def stage_layers(options: ConfigOptions) -> list[list[int]]:
     """The number of decoder layers of each model chunk of each pipeline stage:
     `found[stage][chunk]`.
 
@@ -91,7 +91,7 @@ def stage_layers(options: Options) -> list[list[int]]:
     return chunks
 
 
-def _virtual(options: Options) -> int:
+def _virtual(options: ConfigOptions) -> int:
     """The number of virtual stages of each pipeline stage."""
     if not options.get(PER_VIRTUAL):
         return _size(options, *VIRTUAL)
@@ -106,12 +106,12 @@ def _virtual(options: Options) -> int:
     return virtual
 
 
-def _standalone(options: Options) -> list[str]:
+def _standalone(options: ConfigOptions) -> list[str]:
     """The options that are set by which embedding or loss counts as a layer."""
     return [name for name in STANDALONE if options.get(name)]
 
 
-def _layers_of_stages(options: Options, stages: int) -> list[int]:
+def _layers_of_stages(options: ConfigOptions, stages: int) -> list[int]:
     """Layers of each stage, including an embedding or loss that counts as a layer."""
     first = _size(options, *FIRST, default=0)
     last = _size(options, *LAST, default=0)
@@ -143,7 +143,7 @@ def _layers_of_stages(options: Options, stages: int) -> list[int]:
     return counts
 
 
-def _of_layout(options: Options) -> list[list[int]]:
+def _of_layout(options: ConfigOptions) -> list[list[int]]:
     layout = options[LAYOUT]
     stages = _size(options, "pipeline_model_parallel_size")
     if isinstance(layout, str):
@@ -163,7 +163,7 @@ def _letter(part: Any) -> str:
     return LETTERS.get(name.strip().lower(), "?")
 
 
-def _layout_problems(options: Options, chunks: list[str], stages: int) -> Iterator[str]:
+def _layout_problems(options: ConfigOptions, chunks: list[str], stages: int) -> Iterator[str]:
     others = _values(options, *FIRST, *LAST, *STANDALONE, PER_VIRTUAL)
     if others:
         yield f"incompatible with {others}. Leave one of them out."
@@ -216,7 +216,7 @@ def layout_of(layers: int, stages: int, virtual: int) -> str:
     return "E" + "|".join(f"t*{count}" for count in counts) + "L"
 
 
-def size_problems(options: Options, world_size: int | None) -> list[str]:
+def size_problems(options: ConfigOptions, world_size: int | None) -> list[str]:
     """All divisibility problems, one line each: `option=value: what is wrong. What to do.`
     world_size: ranks of the run; if None, rules that depend on it are skipped."""
     found = not_above_zero(options)
@@ -234,7 +234,7 @@ def size_problems(options: Options, world_size: int | None) -> list[str]:
     return found
 
 
-def not_above_zero(options: Options) -> list[str]:
+def not_above_zero(options: ConfigOptions) -> list[str]:
     """One line for each size that is no integer above 0."""
     found = []
     for name in WHOLE:
@@ -244,7 +244,7 @@ def not_above_zero(options: Options) -> list[str]:
     return found
 
 
-def _width_problems(options: Options) -> Iterator[str]:
+def _width_problems(options: ConfigOptions) -> Iterator[str]:
     heads = options.get("num_attention_heads")
     hidden = options.get("hidden_size")
     if heads and hidden and hidden % heads and not options.get("kv_channels"):
@@ -279,7 +279,7 @@ def _width_problems(options: Options) -> Iterator[str]:
     yield from _length_problems(options, tensor, split)
 
 
-def _length_problems(options: Options, tensor: int, split: str) -> Iterator[str]:
+def _length_problems(options: ConfigOptions, tensor: int, split: str) -> Iterator[str]:
     """split: the tensor-parallel size with its name."""
     length = options.get("seq_length")
     if not length:
@@ -297,7 +297,7 @@ def _length_problems(options: Options, tensor: int, split: str) -> Iterator[str]
             yield f"seq_length={length}: no multiple of {why}. Use a multiple of {part}."
 
 
-def _expert_problems(options: Options) -> Iterator[str]:
+def _expert_problems(options: ConfigOptions) -> Iterator[str]:
     experts = _size(options, *EXPERTS, default=0)
     ranks = _size(options, "expert_model_parallel_size")
     if not experts:
@@ -324,12 +324,12 @@ def _expert_problems(options: Options) -> Iterator[str]:
         )
 
 
-def _expert_tensor(options: Options) -> int:
+def _expert_tensor(options: ConfigOptions) -> int:
     """The expert-tensor-parallel size; by default the tensor-parallel size."""
     return _size(options, "expert_tensor_parallel_size", "tensor_model_parallel_size")
 
 
-def _world_problems(options: Options, world_size: int, virtual: int) -> Iterator[str]:
+def _world_problems(options: ConfigOptions, world_size: int, virtual: int) -> Iterator[str]:
     stages = _size(options, "pipeline_model_parallel_size")
     context = _size(options, "context_parallel_size")
     sizes = {
@@ -369,7 +369,7 @@ def _world_problems(options: Options, world_size: int, virtual: int) -> Iterator
     yield from _batch_problems(options, data, stages, virtual)
 
 
-def _batch_problems(options: Options, data: int, stages: int, virtual: int) -> Iterator[str]:
+def _batch_problems(options: ConfigOptions, data: int, stages: int, virtual: int) -> Iterator[str]:
     """data: number of data-parallel ranks."""
     total = options.get("global_batch_size")
     if not total:

@@ -32,7 +32,7 @@ from .arguments import Arguments
 from .domains import read_index
 from .process_groups import group_named, has_groups
 
-Ranks = Mapping[str, tuple[int, ...]]
+RanksOfGroups = Mapping[str, tuple[int, ...]]
 """Global ranks of this rank's groups, by their names in ProcessGroupCollection."""
 
 SIZES: Mapping[str, str] = {
@@ -89,7 +89,7 @@ def checked_index(given: Arguments) -> FSDPDistributedIndex:
     return index
 
 
-def group_ranks(pg_collection: Any | None) -> Ranks:
+def group_ranks(pg_collection: Any | None) -> RanksOfGroups:
     """The ranks of the groups that exist, in the collection or in `parallel_state`."""
     if not has_groups(pg_collection):
         return {}
@@ -101,7 +101,7 @@ def group_ranks(pg_collection: Any | None) -> Ranks:
     return ranks
 
 
-def group_problems(config: Any, ranks: Ranks) -> list[str]:
+def group_problems(config: Any, ranks: RanksOfGroups) -> list[str]:
     """Groups that contradict the model config, or are not of one grid of ranks. Without these
     checks training would run with different weights on ranks of other axes."""
     if not is_on(config, "num_moe_experts"):
@@ -114,7 +114,7 @@ def group_problems(config: Any, ranks: Ranks) -> list[str]:
     ]
 
 
-def _sizes_unlike_config(config: Any, ranks: Ranks) -> Iterator[str]:
+def _sizes_unlike_config(config: Any, ranks: RanksOfGroups) -> Iterator[str]:
     for name, option in SIZES.items():
         size = getattr(config, option, 1)
         if name in ranks and len(ranks[name]) != size:
@@ -124,7 +124,7 @@ def _sizes_unlike_config(config: Any, ranks: Ranks) -> Iterator[str]:
             )
 
 
-def _overlapping(ranks: Ranks) -> Iterator[str]:
+def _overlapping(ranks: RanksOfGroups) -> Iterator[str]:
     me = dist.get_rank()
     for first, second in CROSSING:
         if first not in ranks or second not in ranks:
@@ -138,7 +138,7 @@ def _overlapping(ranks: Ranks) -> Iterator[str]:
             )
 
 
-def _outside_data_parallel(ranks: Ranks) -> Iterator[str]:
+def _outside_data_parallel(ranks: RanksOfGroups) -> Iterator[str]:
     if "cp" not in ranks or "dp_cp" not in ranks:
         return
     outside = sorted(set(ranks["cp"]).difference(ranks["dp_cp"]))
@@ -150,7 +150,7 @@ def _outside_data_parallel(ranks: Ranks) -> Iterator[str]:
         )
 
 
-def _unlike_dense_ranks(ranks: Ranks) -> Iterator[str]:
+def _unlike_dense_ranks(ranks: RanksOfGroups) -> Iterator[str]:
     """A problem if tp x dp_cp and expt_tp x ep x expt_dp differ: both are the ranks of a pipeline
     stage."""
     dense = ("tp", "dp_cp")

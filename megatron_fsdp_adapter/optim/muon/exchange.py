@@ -27,7 +27,7 @@ from ...core.engine.group import ParamGroup
 from ...core.layout.ranges import nested_shard_rank
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
 from ...core.topology import DENSE, EXPERT
-from .matrices import Member, Run, Shape
+from .matrices import MatrixShape, Member, Run
 from .plan import Runs, StagePlan
 
 MAX_BATCH = 1 << 22
@@ -184,7 +184,7 @@ class StageExchange:
         return _cut(self._arrived(), self._plan.updates)
 
     def _received_batch(
-        self, shape: Shape, keys: Sequence[Key], sources: Mapping[Key, Sequence[Cut]]
+        self, shape: MatrixShape, keys: Sequence[Key], sources: Mapping[Key, Sequence[Cut]]
     ) -> torch.Tensor:
         """The matrices of `keys`, put together from what has arrived of their panels."""
         batch = torch.empty((len(keys), *shape), dtype=self._dtype, device=self._runtime.device)
@@ -235,9 +235,9 @@ class StageExchange:
         return output
 
 
-def _batches(plan: StagePlan, owner: int) -> Iterator[tuple[Shape, list[Key]]]:
+def _batches(plan: StagePlan, owner: int) -> Iterator[tuple[MatrixShape, list[Key]]]:
     """The matrices of one shape that are computed at once, of those that a rank owns."""
-    owned = defaultdict[Shape, list[Key]](list)
+    owned = defaultdict[MatrixShape, list[Key]](list)
     for number, (param, owners) in enumerate(zip(plan.params, plan.owners, strict=True)):
         for matrix, shape in enumerate(param.shapes):
             if owners[matrix] == owner:

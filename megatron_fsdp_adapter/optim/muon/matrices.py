@@ -20,7 +20,7 @@ from ...core.layout.ranges import FlatRange
 
 Blocks = tuple[tuple[int, int], ...]
 """(start, stop) of rows, in order."""
-Shape = tuple[int, int]
+MatrixShape = tuple[int, int]
 """(rows, columns) of a whole matrix."""
 
 
@@ -110,7 +110,7 @@ class MuonParam:
         return row_blocks(self.rows, self.heights)
 
     @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[MatrixShape, ...]:
         """The shapes of its matrices."""
         columns = self.columns * self.panels
         return tuple((sum(b - a for a, b in blocks), columns) for blocks in self.blocks)

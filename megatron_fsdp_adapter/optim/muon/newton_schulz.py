@@ -181,7 +181,7 @@ def cost(rows: int, columns: int, steps: int = 5) -> int:
     return passes * outer + inner * small**3
 
 
-Kernel = Callable[
+ProductKernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, float, float, float, bool], torch.Tensor
 ]
 
@@ -258,8 +258,8 @@ def _fits(x: torch.Tensor, tall: bool) -> bool:
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Kernel | None:
-    def tried() -> Kernel:
+def _kernel(device: torch.device) -> ProductKernel | None:
+    def tried() -> ProductKernel:
         from .triton_symmetric import symmetric_product as kernel
 
         x = torch.eye(SMALLEST, dtype=torch.float16, device=device)[None]
