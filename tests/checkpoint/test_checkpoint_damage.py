@@ -369,7 +369,8 @@ def test_verify_and_a_load_say_what_is_wrong(
         assert word in str(error.value)
     assert same(target, _state(-1.0)), "nothing may be touched before the error"
     iteration, loaded = load_checkpoint(root, target, iteration=1)
-    assert iteration == 1 and same(loaded, _state(1.0))
+    assert iteration == 1
+    assert same(loaded, _state(1.0))
 
 
 def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,6 @@ def _saved(trainer: Trainer, folder: Path, **more: Any) -> Path:
     return folder
 
 
-
-
 def _in_chunks(state: dict[str, Any]) -> dict[str, Any]:
     """As two model chunks of a rank would have it: a layer each."""
     model = state.pop("model")
@@ -47,8 +45,6 @@ def _in_chunks(state: dict[str, Any]) -> dict[str, Any]:
             key: value for key, value in model.items() if ("layers.1." in key) == bool(chunk)
         }
     return state
-
-
 
 
 def test_model_chunks_are_merged_for_a_save(driver: ModuleType, trainer: Trainer) -> None:
@@ -72,7 +68,8 @@ def test_model_chunks_are_loaded_and_taken_apart_again(
     state = load_by_driver(driver, folder, asked)
     assert all(map(torch.equal, held, expected))
     assert "model" not in state
-    assert all(state[key] is chunks[key] for key in chunks)
+    for key in chunks:
+        assert state[key] is chunks[key]
 
 
 def _generators(value: float, count: int = 4, key: str = "(0, 0)") -> dict[str, Any]:
@@ -157,7 +154,9 @@ def test_what_is_missing_is_one_error_or_if_allowed_one_message(
     load_by_driver(driver, folder, asked_state(trainer), strict=False)
     printed = capsys.readouterr().out
     assert f"{len(lost)} keys" in printed
-    assert all(f"model.{key}" in told for key in lost for told in (str(caught.value), printed))
+    for key in lost:
+        for told in (str(caught.value), printed):
+            assert f"model.{key}" in told
 
 
 def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_path: Path) -> None:

@@ -96,13 +96,16 @@ def test_one_error_lists_every_difference(one_rank: None, tmp_path: Path) -> Non
         load_checkpoint(tmp_path, target)
     lines = [line.strip() for line in str(error.value).splitlines()]
     assert "missing in the checkpoint (2):" in lines
-    assert "model.new" in lines and "also_new" in lines
-    assert "in the checkpoint but not in the state (1):" in lines and "step" in lines
+    assert "model.new" in lines
+    assert "also_new" in lines
+    assert "in the checkpoint but not in the state (1):" in lines
+    assert "step" in lines
     assert "model.w: stored with shape (4,), wanted with (5,)" in lines
     assert "model.b: stored as torch.float32, wanted as torch.float64" in lines
     for key, kind in (("as_tensor", "an object"), ("as_object", "a tensor")):
         assert any(line.startswith(f"{key}: stored as {kind}") for line in lines), lines
-    assert bool((target["also_new"] == 0).all()) and bool((target["model"]["w"] == 0).all())
+    assert bool((target["also_new"] == 0).all())
+    assert bool((target["model"]["w"] == 0).all())
 
 
 def test_keep_last(one_rank: None, tmp_path: Path) -> None:
@@ -205,7 +208,8 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     target = {"model": dict(poisoned), "rng": PerRank(), f"extra_{rank}": wrong}
     with pytest.raises(ValueError) as error:
         load_checkpoint(f"{work}/a", target)
-    assert "extra_0" in str(error.value) and "extra_1" in str(error.value)
+    assert "extra_0" in str(error.value)
+    assert "extra_1" in str(error.value)
     assert same(target["model"], sharded_tensors(layout, rank, mesh, torch.float32, poison=True))
 
     # A key that one rank wants is not unexpected on the other.
@@ -213,11 +217,13 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     partial["model"] = {n: t for i, (n, t) in enumerate(poisoned.items()) if i % 2 == rank}
     _, loaded = load_checkpoint(f"{work}/a", partial)
     assert loaded["rng"] == rank
-    assert all(same(loaded["model"][n], tensors[n]) for n in partial["model"])
+    for n in partial["model"]:
+        assert same(loaded["model"][n], tensors[n])
     del partial["model"]["norm" if rank == 1 else "embedding"]
     with pytest.raises(ValueError, match=r"not in the state \(2\)") as error:
         load_checkpoint(f"{work}/a", partial)
-    assert "model.norm" in str(error.value) and "model.embedding" in str(error.value)
+    assert "model.norm" in str(error.value)
+    assert "model.embedding" in str(error.value)
 
     # What is in the place of a value that is loaded is not pickled.
     lock = threading.Lock()
@@ -299,7 +305,8 @@ def test_a_gloo_group_is_made_where_the_default_has_no_cpu_backend(
     )
     with coordination() as ranks:
         made = ranks.group
-        assert made is not default and ranks.size == 1
+        assert made is not default
+        assert ranks.size == 1
         assert ranks.run("stage", lambda: 7, share=lambda n: n + 1) == (7, (8,))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="not initialized"):

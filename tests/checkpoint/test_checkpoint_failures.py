@@ -89,7 +89,8 @@ def _faults(rank: int, size: int, work: str) -> None:
             with mock.patch.object(owner, stage, step):
                 _check_failure(save, root, rank, numbered_state(rank, size, 2.0), NO_SPACE)
             iteration, loaded = load_checkpoint(root, target)
-            assert iteration == 1 and same(loaded, numbered_state(rank, size, 1.0)), stage
+            assert iteration == 1, stage
+            assert same(loaded, numbered_state(rank, size, 1.0)), stage
         save_checkpoint(root, 2, numbered_state(rank, size, 3.0))
         assert load_checkpoint(root, target)[1]["number"] == 3.0
 
@@ -145,7 +146,8 @@ def test_links_to_checkpoints_elsewhere_are_unlinked(one_rank: None, tmp_path: P
         save_checkpoint(root, 5, _state(0, 5.0), keep_last=1)
         assert names(root) == ["iter_0000005", folders.TRACKER]
         # What the links led to is not the root's to delete.
-        assert all((folder / ".metadata").is_file() for folder in archived)
+        for folder in archived:
+            assert (folder / ".metadata").is_file()
         # Saved again where a link is, and where one leads nowhere.
         folders.final_folder(root, 6).symlink_to(archived[0])
         folders.final_folder(root, 7).symlink_to(elsewhere / "gone")
@@ -183,7 +185,8 @@ def test_what_cannot_be_deleted_is_one_warning_after_the_checkpoint_is_there(
     with pytest.warns(UserWarning, match="(?s)could not be deleted.*iter_0000001.*busy") as warned:
         save_checkpoint(tmp_path, 4, _state(0, 4.0), keep_last=1)
     assert len([w for w in warned if "deleted" in str(w.message)]) == 1
-    assert tracker == [4, 4, 4] and folders.complete_iterations(tmp_path) == (4,)
+    assert tracker == [4, 4, 4]
+    assert folders.complete_iterations(tmp_path) == (4,)
     monkeypatch.undo()
     save_checkpoint(tmp_path, 5, _state(0, 5.0), keep_last=1)
     assert names(tmp_path) == ["iter_0000005", folders.TRACKER]
@@ -226,7 +229,8 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
         assert names(root) == ["iter_0000010", folders.TRACKER]
         target = {"model": keys[1], "number": 0, "x": torch.ones(3)}
         _, loaded = load_checkpoint(root, target, group=group)
-        assert loaded["number"] == 2.0 and bool((loaded["model"]["w1"] == 2).all())
+        assert loaded["number"] == 2.0
+        assert bool((loaded["model"]["w1"] == 2).all())
         dist.barrier()
 
 

@@ -90,7 +90,8 @@ def _save(
 
 def _check_loads(root: Path, allowed: dict[int, tuple[float, ...]]) -> None:
     iteration, loaded = load_checkpoint(root, numbered_state(0, 1, -1.0))
-    assert iteration == folders.read_tracker(root) and loaded["number"] in allowed[iteration]
+    assert iteration == folders.read_tracker(root)
+    assert loaded["number"] in allowed[iteration]
     assert same(loaded, numbered_state(0, 1, loaded["number"]))
 
 

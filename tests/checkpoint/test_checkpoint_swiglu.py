@@ -107,7 +107,8 @@ def _gather_all(rank: int, size: int) -> None:
             sharded = shard(ref, line, full)
             result = megatron_names.gather_uneven_dtensor_to_full_tensor(sharded)
             assert torch.equal(result.to_local(), full), spec
-            assert all(placement.is_replicate() for placement in result.placements)
+            for placement in result.placements:
+                assert placement.is_replicate()
             later_name = megatron_names.redistribute_uneven_dtensor_to_replicated(sharded)
             assert torch.equal(later_name.to_local(), full)
             assert torch.equal(megatron_names.uneven_dtensor_to_full_tensor(sharded), full)

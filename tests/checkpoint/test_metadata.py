@@ -124,7 +124,8 @@ def test_metadata_of_a_torch_to_come_are_read(tmp_path: Path) -> None:
     for found in (unpickling.read_metadata(file), read.read_metadata()):
         (stored,) = found.state_dict_metadata.values()
         expected = PortableProperties(**BF16, requires_grad=True)
-        assert (stored.properties, stored.size) == (expected, SIZE)
+        assert stored.properties == expected
+        assert stored.size == SIZE
     assert found.storage_meta.load_id == read.load_id
 
 
@@ -133,7 +134,8 @@ def test_blocks_of_the_bundled_engine_are_told_by_tuples(tmp_path: Path) -> None
     file = tmp_path / ".metadata"
     file.write_bytes(pickle.dumps(one_tensor(TensorProperties(**BF16), tuple)))
     (chunk,) = unpickling.read_metadata(file).state_dict_metadata["weight"].chunks  # type: ignore
-    assert type(chunk.sizes) is tuple and chunk.sizes == SIZE
+    assert type(chunk.sizes) is tuple
+    assert chunk.sizes == SIZE
 
 
 @pytest.mark.parametrize("by", ("a save", "a conversion"))

@@ -130,8 +130,6 @@ def _poison(trainer: TopologyTrainer) -> None:
             chunk.engine.main_weights_changed()
 
 
-
-
 def _load(root: str, source: Split, target: Split) -> TopologyTrainer:
     trainer = trainer_of(target)
     _poison(trainer)
@@ -189,7 +187,8 @@ def test_pairwise_cover(tmp_path: Path, splits: tuple[Split, ...]) -> None:
         for found in run_ranks(_run, split.world, root, [], loads, timeout=600.0):
             wrong |= {pair: what for pair, what in found.items() if what}
         count += len(found)
-    assert count == len(pairs) and not wrong, wrong
+    assert count == len(pairs), wrong
+    assert not wrong, wrong
 
 
 MUON = (
@@ -219,7 +218,8 @@ def test_momentum_of_muon_goes_through_other_splits(tmp_path: Path) -> None:
     run_ranks(_momentum, 2, str(tmp_path), timeout=300.0)
     for number in range(1, len(MUON)):
         found = diff(tmp_path / "0", tmp_path / str(number))
-        assert not any(found[kind] for kind in ("only_a", "only_b", "shapes", "values")), found
+        for kind in ("only_a", "only_b", "shapes", "values"):
+            assert not found[kind], found
 
 
 # What is not a change of the split.

@@ -76,7 +76,8 @@ def test_a_form_is_known_by_its_keys(name: str, depth: str) -> None:
             chosen_form(forms, asked)
     else:
         chosen, keys = chosen_form(forms, asked)
-        assert chosen == forms[number] and keys == dict(zip(asked, given, strict=True))
+        assert chosen == forms[number]
+        assert keys == dict(zip(asked, given, strict=True))
 
 
 def test_a_half_that_is_missing_or_misshaped_is_named(trainer: Trainer) -> None:

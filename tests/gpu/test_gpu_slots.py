@@ -97,7 +97,8 @@ def registers_once(rank: int, world: int) -> str:
         trainer = build_trainer(WIDE, ZERO_3, device, ddp=options)
         memory = trainer.wrapper.param_and_grad_buffer._slots
         every = len(memory._pools) * len(memory._groups)
-        assert every > 0 and len(memory._registered) == (0 if manual else every)
+        assert every > 0
+        assert len(memory._registered) == (0 if manual else every)
         run_steps(trainer, rank, 2, device)
         assert len(memory._registered) == (0 if manual else every)
         for _ in range(2):

@@ -87,7 +87,8 @@ def begins_on_the_host(rank: int, world: int) -> str:
             shard(layer)
         shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        assert all(t.device.type == "cuda" for t in (*model.parameters(), *model.buffers()))
+        for t in (*model.parameters(), *model.buffers()):
+            assert t.device.type == "cuda"
         taken = (torch.cuda.max_memory_allocated() - before) / (4 * 1024 * 1025)
         assert taken < 8 / world + 3, f"{taken} layers of 8 on {world} ranks"  # all of it is 8 more
         losses.append([])
@@ -157,7 +158,9 @@ def gives_memory_back(rank: int, world: int) -> str:
         if budget:
             used.append(trainer.wrapper.engine.used)
         del trainer
-    assert used[0] > 0 and used[1] <= used[0] // 2 and used[2] <= used[1] // 2, used
+    assert used[0] > 0, used
+    assert used[1] <= used[0] // 2, used
+    assert used[2] <= used[1] // 2, used
     torch.testing.assert_close(*map(torch.tensor, losses.values()), rtol=1e-3, atol=0)
     return f"{[round(one / GIB, 3) for one in used]} GiB in use; losses {losses[AUTO]}"
 
@@ -180,7 +183,8 @@ def _unlike(rank: int, world: int, strategy: str, name: str) -> int:
             _step(model, optimizer, step, rank, UNLIKE[name])
         except RuntimeError as error:
             assert "launched different collectives" in str(error), error
-            assert "  - ranks [0]: " in str(error) and "  - ranks [1]: " in str(error), error
+            assert "  - ranks [0]: " in str(error), error
+            assert "  - ranks [1]: " in str(error), error
             return step
     raise AssertionError(f"no error in {STEPS} steps")
 

@@ -33,8 +33,6 @@ pytestmark = pytest.mark.full
 STEPS = 4
 
 
-
-
 @pytest.fixture(scope="module", autouse=True)
 def bridge() -> None:
     need_bridge()
@@ -127,8 +125,10 @@ def test_a_run_that_saves_trains_and_resumes_as_one_that_does_not(
     whole = train_recipe(EXAMPLE, saving)
     assert lm_log.differences(stock, whole.values, last_digit=1) == []
     saved = (1, 2, 3, 4) if overrides is ASYNC else (2, 4)
-    assert folders.complete_iterations(root) == saved and folders.half_written(root) == ()
-    assert all(verify.examine(folders.final_folder(root, one))["intact"] for one in saved)
+    assert folders.complete_iterations(root) == saved
+    assert folders.half_written(root) == ()
+    for one in saved:
+        assert verify.examine(folders.final_folder(root, one))["intact"]
     assert (overrides is ASYNC) == ("scheduled an async checkpoint save" in whole.log)
     assert (overrides is DECENTRALIZED) == ("initialized HyperCommGrid" in whole.log)
     resumed = train_recipe(EXAMPLE, [*saving, f"checkpoint.load={root}", "checkpoint.ckpt_step=2"])
@@ -181,7 +181,8 @@ def test_overrides_make_a_recipe_that_bridge_accepts() -> None:
         cfg.validate()
         assert cfg.dist.use_megatron_fsdp and cfg.checkpoint.ckpt_format == "fsdp_dtensor"
     """)
-    assert "checkpoint.ckpt_format" in printed and "torch_dist -> fsdp_dtensor" in printed
+    assert "checkpoint.ckpt_format" in printed
+    assert "torch_dist -> fsdp_dtensor" in printed
     assert "dist.use_megatron_fsdp" in printed
 
 

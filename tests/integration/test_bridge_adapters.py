@@ -89,7 +89,9 @@ def test_adapters_alone_are_saved_and_resumed(bases: dict[str, str], tmp_path: P
     whole = start(bases["fsdp_dtensor"], *common)
     keys = DcpFolder.open(folders.final_folder(saved, 2)).tensor_keys
     weights = [key for key in keys if not key.startswith(("opt_param_scheduler", "rng_state"))]
-    assert weights and all(".adapter." in key for key in weights), weights
+    assert weights, weights
+    for key in weights:
+        assert ".adapter." in key, weights
     assert any(key.startswith("optimizer.") for key in weights)
     resumed = start(bases["fsdp_dtensor"], f"checkpoint.load={saved}", "checkpoint.ckpt_step=2")
     assert (2, "grad norm") not in resumed

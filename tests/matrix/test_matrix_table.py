@@ -40,7 +40,8 @@ def test_every_rule_excludes_what_no_other_does(rule: Rule) -> None:
 def test_rules_have_names_of_their_own_and_read_what_there_is() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert {name for rule in RULES for name in rule.reads} <= set(DIMENSIONS)
-    assert set(MEANING) == set(DIMENSIONS) and set(REFERENCE) <= set(DIMENSIONS)
+    assert set(MEANING) == set(DIMENSIONS)
+    assert set(REFERENCE) <= set(DIMENSIONS)
 
 
 def test_recipes_that_are_accepted_are_in_the_table() -> None:

@@ -18,4 +18,5 @@ def test_paths_that_contributing_names_exist() -> None:
         for path in paths
         if not (ROOT / path).exists() and not (ROOT / "megatron_fsdp_adapter" / path).exists()
     ]
-    assert len(paths) > 50 and missing == []
+    assert len(paths) > 50
+    assert missing == []

@@ -63,7 +63,8 @@ def test_orphans_of_a_run_that_is_ended_in_a_test_end_with_it(tmp_path: Path, en
         strays.wait_for((tmp_path / "begun").exists)
         if "sleep" in ends:
             words = " ".join(strays.marked(mark).values())
-            assert "sleep 600" in words and "spawn_main" in words, words
+            assert "sleep 600" in words, words
+            assert "spawn_main" in words, words
             process.send_signal(signal.SIGKILL)
         assert process.wait(60) != 0
         strays.wait_for(lambda: not strays.marked(mark), 10.0)
@@ -87,11 +88,13 @@ def test_a_run_that_leaves_processes_behind_fails_and_names_them(
     conftest = "import tests.conftest\ntests.conftest.GRACE_S = 0.5\nfrom tests.conftest import *\n"
     process, mark = begun(tmp_path, LEAVES, conftest, *options)
     output = process.communicate(timeout=120)[0]
-    assert process.returncode == 1 and "1 passed" in output, output
+    assert process.returncode == 1, output
+    assert "1 passed" in output, output
     told = output.partition("processes that outlive the tests")[2]
     for seconds in (601, 602):
         assert f": sleep {seconds}\n" in told, output
     assert not strays.marked(mark), "they are ended"
     process, _ = begun(tmp_path, "def test_it_passes(): pass\n", conftest, *options)
     output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and "outlive" not in output, output
+    assert process.returncode == 0, output
+    assert "outlive" not in output, output

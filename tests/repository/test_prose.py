@@ -117,7 +117,8 @@ def test_docstrings_comments_and_messages_are_plain() -> None:
         for line, kind, text in texts_of(path.read_text())
         if kind != "message" and (words := words_of(text))
     ]
-    assert (found, in_tests) == ({}, [])
+    assert found == {}
+    assert in_tests == []
 
 
 def test_what_is_not_plain_is_found() -> None:

@@ -37,7 +37,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prepare_data.py", f"--output-prefix={prefix}", "--max-bytes=300000", "--valid-share=0.2"
     )
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("documents", "tokens", "text_valid"))
+    for word in ("documents", "tokens", "text_valid"):
+        assert word in done.stdout
     return prefix
 
 

@@ -226,7 +226,8 @@ def test_time_budget_of_a_trace(tmp_path: Path) -> None:
     )
     traced = result(OURS, [1.0], [1.0], trace=found)
     text = bench_report.table_text(table_of([traced]))
-    assert budget_text("ours:optim", found) in text and "idle 1.00 ms" in text
+    assert budget_text("ours:optim", found) in text
+    assert "idle 1.00 ms" in text
 
 
 # Options of a row
@@ -253,7 +254,8 @@ def test_the_configs_of_a_row_have_no_problem(kind: str, monkeypatch: pytest.Mon
         chosen = row_options(subject, common, GPU)
         config = bench_wrappers.model_config(subject, chosen)
         ddp = model.ddp_config(chosen)
-        assert config.bf16 and chosen.transformer_impl == "transformer_engine"
+        assert config.bf16
+        assert chosen.transformer_impl == "transformer_engine"
         found = (config.fp8, config.fp8_recipe, config.fp8_param)
         assert found == CONFIGS.get(precision[1:], found)
         assert ddp.fp8_param_gather is chosen.fp8_param_gather is ("fp8w" in precision)
@@ -420,7 +422,8 @@ def test_two_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ("DIFFERS" in done.stdout) is bool(marked)
     for row in rows:
         error = errors.get(row["subject"])
-        assert (row["error"] is None) is (error is None) and (error or "") in (row["error"] or "")
+        assert (row["error"] is None) is (error is None)
+        assert (error or "") in (row["error"] or "")
         # One step of warm-up, two rounds of one.
         assert error or (len(row["seconds"]) == 2 and len(row["steps"]) == 3), row
         assert row["subject"] in done.stdout

@@ -51,10 +51,14 @@ def test_bytes_in_are_bytes_out(folder: Path, tmp_path: Path) -> None:
     )
     expected = [path.read_bytes() for path in sorted(folder.rglob("file*.txt"))]
     written = {split: _documents(prefix, split) for split in ("train", "valid")}
-    assert (len(written["train"]), len(written["valid"])) == (16, 4)
+    assert len(written["train"]) == 16
+    assert len(written["valid"]) == 4
     for documents in written.values():
-        assert all(ids.dtype == np.uint16 and ids[-1] == 256 for ids in documents)
-        assert all((ids[:-1] < 256).all() for ids in documents)
+        for ids in documents:
+            assert ids.dtype == np.uint16
+            assert ids[-1] == 256
+        for ids in documents:
+            assert (ids[:-1] < 256).all()
     back = {
         split: [bytes(ids[:-1].astype(np.uint8)) for ids in documents]
         for split, documents in written.items()

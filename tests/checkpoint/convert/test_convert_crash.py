@@ -33,12 +33,14 @@ def test_an_error_on_the_way_leaves_nothing_and_progress_is_by_block(
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "b", "torch_dist", block_bytes=500, progress=advance)
     assert max(done) <= 500
-    assert not list(tmp_path.glob("b/*")) and not list(tmp_path.glob("*tmp*"))
+    assert not list(tmp_path.glob("b/*"))
+    assert not list(tmp_path.glob("*tmp*"))
     done.clear()
     report = convert(
         source, tmp_path / "b", "torch_dist", progress=lambda nbytes, total: done.append(nbytes)
     )
-    assert sum(done) == report["nbytes"] and (tmp_path / "b" / folders.TRACKER).exists()
+    assert sum(done) == report["nbytes"]
+    assert (tmp_path / "b" / folders.TRACKER).exists()
 
 
 def test_what_a_killed_conversion_left_is_no_result_of_another(

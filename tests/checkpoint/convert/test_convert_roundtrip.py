@@ -55,12 +55,14 @@ def test_to_torch_dist_and_back_is_the_identity(tmp_path: Path, name: str) -> No
     formats = ("fsdp_dtensor", "torch_dist", "fsdp_dtensor")
     before, same, between, after = trip(tmp_path, state, *((to, small) for to in formats))
     assert detect_format(tmp_path / "2") == "torch_dist"
-    assert len(before) > 100 and before["data.seen"].shape == (0, 3)
+    assert len(before) > 100
+    assert before["data.seen"].shape == (0, 3)
     assert differences(before, same) == differences(before, after) == []
     for root in (tmp_path / "1", tmp_path / "3"):
         assert (root / "latest_checkpointed_iteration.txt").read_text() == "3"
         report = examine(root / FOLDER)
-        assert report["intact"] and report["without_digest"] == []
+        assert report["intact"]
+        assert report["without_digest"] == []
     _check_torch_dist(model, state["model"], between)
 
 
@@ -70,7 +72,8 @@ def _check_torch_dist(
     """Layers and experts are stacked, and what the model computes in is rounded."""
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     biases = [value for key, value in found.items() if key.endswith("expert_bias")]
-    assert all(value.dtype == torch.float32 for value in biases)
+    for value in biases:
+        assert value.dtype == torch.float32
     assert bool(biases) == bool(model.experts)
     qkv = "self_attention.linear_qkv.weight"
     fc2 = "mlp.experts.experts.linear_fc2.weight"
@@ -78,7 +81,8 @@ def _check_torch_dist(
         at, place = (f"{layer}.", ()) if model.dense_layers else ("", (layer,))
         expected = weights[f"module.decoder.layers.{layer}.{qkv}"]
         key = f"decoder.layers.{at}{qkv}"
-        assert found[key].dtype == dtype and torch.equal(found[key][place], expected.to(dtype))
+        assert found[key].dtype == dtype
+        assert torch.equal(found[key][place], expected.to(dtype))
         assert torch.equal(found[f"optimizer.state.param.{key}"][place], expected)
         if not model.experts or layer < model.dense_layers:
             continue

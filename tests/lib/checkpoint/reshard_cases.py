@@ -87,7 +87,8 @@ def _dim(name: str) -> int | None:
 def _joined(name: str, parts: list[torch.Tensor], gated: bool) -> torch.Tensor:
     dim = _dim(name)
     if dim is None or parts[0].dim() == 0:
-        assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs over ranks"
+        for part in parts:
+            assert torch.equal(part, parts[0]), f"{name} differs over ranks"
         return parts[0]
     if gated and ".linear_fc1." in name:
         halves = [part.chunk(2) for part in parts]

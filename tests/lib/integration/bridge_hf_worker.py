@@ -167,7 +167,8 @@ def check_export(bridge: Any, models: list[Any], state: dict[str, torch.Tensor])
     unlike = [
         k for k, v in exported.items() if v.dtype != state[k].dtype or not torch.equal(v, state[k])
     ]
-    assert exported.keys() == state.keys() and not unlike, unlike
+    assert exported.keys() == state.keys(), unlike
+    assert not unlike, unlike
 
 
 def check_low_precision(folder: Path) -> None:
@@ -242,7 +243,8 @@ def check_meta(folder: Path) -> None:
         [saved] = sorted((folder / strategy).glob("*.safetensors"))
         found = load_file(saved)
         assert found.keys() == state_of().keys()
-        assert all(torch.equal(found[name], value) for name, value in state_of().items())
+        for name, value in state_of().items():
+            assert torch.equal(found[name], value)
         print(f"checked meta {strategy}", flush=True)
 
 

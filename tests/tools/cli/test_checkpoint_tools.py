@@ -111,7 +111,8 @@ def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Pat
         timeout=120,
         env=environment,
     )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", done.stderr
     assert done.stdout.startswith("fsdp_dtensor -> torch_dist: ")
 
 
@@ -126,7 +127,8 @@ def report(capsys: Captured, *words: object, status: int = 0) -> Any:
 def test_convert_prints_json(saved: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "out"
     found = report(capsys, "convert", saved, out, "--to", "torch_dist")
-    assert found["source_format"] == "fsdp_dtensor" and found["iteration"] == 3
+    assert found["source_format"] == "fsdp_dtensor"
+    assert found["iteration"] == 3
     assert main(["inspect", str(out), "--keys", "--match", "layer_norm_w"]) == 0
     assert "linear_qkv.layer_norm_weight" in capsys.readouterr().out
 
@@ -135,27 +137,33 @@ def test_inspect_as_json_has_every_key_and_what_the_save_itself_noted(
     saved: Path, capsys: Captured
 ) -> None:
     found = report(capsys, "inspect", saved / "iter_0000003")
-    assert found["saved_by"]["world_size"] == 2 and found["saved_by"]["processes that wrote files"]
+    assert found["saved_by"]["world_size"] == 2
+    assert found["saved_by"]["processes that wrote files"]
     assert found["model"]["num_layers"] == 2
     entries = {entry.pop("key"): entry for entry in found["entries"]}
     embedding = {"shape": [24, 16], "dtype": "float32", "nbytes": 24 * 16 * 4, "part": "weights"}
     assert embedding.items() <= entries["model.module.embedding.word_embeddings.weight"].items()
-    assert entries["args"]["shape"] is None and entries["args"]["nbytes"] > 0
+    assert entries["args"]["shape"] is None
+    assert entries["args"]["nbytes"] > 0
     weights = fsdp_state(Model(experts=2))["model"].values()
     assert found["totals"]["weights"]["elements"] == sum(tensor.numel() for tensor in weights)
     write_record(saved / "iter_0000003", 8, 3, {"tensor_model_parallel_size": 4})
     noted = report(capsys, "inspect", saved)["saved_by"]
-    assert (noted["world_size"], noted["tensor_model_parallel_size"]) == (8, 4)
-    assert noted["saved_at"].endswith("+00:00") and noted["torch"] == torch.__version__
+    assert noted["world_size"] == 8
+    assert noted["tensor_model_parallel_size"] == 4
+    assert noted["saved_at"].endswith("+00:00")
+    assert noted["torch"] == torch.__version__
 
 
 def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -> None:
     changed(tmp_path / "b", **{"decoder.layers.1.self_attention.linear_proj": 100.0})
     found = report(capsys, "diff", saved, tmp_path / "b", status=1)
-    assert found["different"] and len(found["values"]) == 1
+    assert found["different"]
+    assert len(found["values"]) == 1
     value = found["values"][0]
     assert value["key"] == "model.module.decoder.layers.1.self_attention.linear_proj.weight"
-    assert value["differing"] == 1 and 90 < value["largest"] < 110
+    assert value["differing"] == 1
+    assert 90 < value["largest"] < 110
     assert main(["diff", str(saved), str(tmp_path / "b"), "--no-values"]) == 0
     # By common names too, though one of them is of another format.
     assert main(["convert", str(saved), str(tmp_path / "td"), "--to", "torch_dist"]) == 0

@@ -43,7 +43,8 @@ def test_versions_and_bindings(capsys: Any) -> None:
         "version": version("megatron-core"),
         "tested": True,
     }
-    assert found["bindings"] == {} and not installed()
+    assert found["bindings"] == {}
+    assert not installed()
     assert "configuration" not in found
 
 
@@ -91,8 +92,11 @@ def test_a_configuration_is_judged(name: str, capsys: Any) -> None:
     sets = [f"--set={one}" for one in options]
     found = report(capsys, "--world-size=16", *sets, status=int(bool(texts)))["configuration"]
     lines = found["refuses"]
-    assert found["ranks"] == 16 and all(any(text in line for line in lines) for text in texts)
-    assert all(any(text in line for text in texts) for line in lines), lines
+    assert found["ranks"] == 16
+    for text in texts:
+        assert any(text in line for line in lines)
+    for line in lines:
+        assert any(text in line for text in texts), lines
 
 
 @pytest.mark.parametrize("field", [None, "muon_use_nesterov", "muon_nesterov"])
@@ -119,7 +123,8 @@ def test_without_a_number_of_ranks_nothing_is_said_that_depends_on_it(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     words = ("--set", "tensor_model_parallel_size=3", "--set", "global_batch_size=5")
     found = report(capsys, *words)["configuration"]
-    assert "--world-size" in found["ranks"] and not found["refuses"]
+    assert "--world-size" in found["ranks"]
+    assert not found["refuses"]
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert len(report(capsys, *words, status=1)["configuration"]["refuses"]) == 1
 
@@ -247,6 +252,8 @@ def test_ranks_of_two_nodes_are_examined_together(tmp_path: Path) -> None:
     assert [one.returncode for one in launchers] == [0, 0], ended
     [printed] = [out for out, _ in ended if out]
     found = json.loads(printed)["ranks"]
-    assert len(set(found["nodes"])) == 2 and found["differ"] == []
+    assert len(set(found["nodes"])) == 2
+    assert found["differ"] == []
     [line] = found["variables differ"]
-    assert line.startswith("NCCL_IB_GID_INDEX: ") and " on 1 of 2 ranks, " in line
+    assert line.startswith("NCCL_IB_GID_INDEX: ")
+    assert " on 1 of 2 ranks, " in line

@@ -84,11 +84,15 @@ def test_an_unknown_option_is_an_error_with_a_suggestion(command: str, capsys: C
 
 
 def test_usage_and_version_go_to_stdout(capsys: Captured) -> None:
-    assert main(["--version"]) == 0 and main(["--help"]) == 0
+    assert main(["--version"]) == 0
+    assert main(["--help"]) == 0
     found = capsys.readouterr()
-    assert found.out.startswith(f"megatron_fsdp_adapter {__version__}\nusage:") and not found.err
-    assert main([]) == 2 and capsys.readouterr().err.startswith("usage:")
+    assert found.out.startswith(f"megatron_fsdp_adapter {__version__}\nusage:")
+    assert not found.err
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("usage:")
     for word, remedy in (("nothing", ""), ("estimat", ". Did you mean `estimate`?")):
         assert main([word]) == 2
         assert capsys.readouterr().err.startswith(f"unknown command `{word}`{remedy}\nusage:")
-    assert main(["absent.py"]) == 2 and "no such script: absent.py" in capsys.readouterr().err
+    assert main(["absent.py"]) == 2
+    assert "no such script: absent.py" in capsys.readouterr().err

@@ -62,7 +62,8 @@ def test_attention_is_softmax_of_scaled_products(mask: AttnMaskType) -> None:
         future = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(dim=-1), value).flatten(2)
-    assert got.shape == (SEQUENCE, BATCH, HEADS * WIDTH) and got.is_contiguous()
+    assert got.shape == (SEQUENCE, BATCH, HEADS * WIDTH)
+    assert got.is_contiguous()
     torch.testing.assert_close(got, expected)
 
 
@@ -100,7 +101,8 @@ def test_norm_is_torchs_and_marked_for_sequence_parallelism(kind: str) -> None:
             params_dtype=torch.bfloat16,
         )
         norm: Any = TorchNorm(config, 16, 1e-6)
-        assert type(norm).__name__ == kind and norm.eps == 1e-6
+        assert type(norm).__name__ == kind
+        assert norm.eps == 1e-6
         assert {param.sequence_parallel for param in norm.parameters()} == {parallel}
         assert {param.dtype for param in norm.parameters()} == {torch.bfloat16}
 

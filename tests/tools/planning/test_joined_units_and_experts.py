@@ -52,7 +52,8 @@ EXPERTS = Configuration(2, Parallel(expert=2), separate_gathers=True)
 def test_experts_of_one_rank_are_planned_whole():
     """They are neither gathered nor put in buckets; split instances keep shards of the rest."""
     zero_3, zero_1 = EXPERTS, replace(EXPERTS, strategy="optim")
-    assert zero_3.engine.whole == ("expert",) and zero_1.engine.whole == ()
+    assert zero_3.engine.whole == ("expert",)
+    assert zero_1.engine.whole == ()
     numel = sum(
         math.prod(shape)
         for unit in units(MIXTRAL, EXPERTS.parallel, 1, 0)
@@ -74,7 +75,8 @@ def test_experts_of_one_rank_are_planned_whole():
         for one in (zero_3, zero_1)
     )
     assert 2 * numel <= held["compute weights"] < 1.01 * 2 * numel < kept["compute weights"]
-    assert held["gradient shard"] > 4 * numel and held["reduce bucket"] < numel
+    assert held["gradient shard"] > 4 * numel
+    assert held["reduce bucket"] < numel
     split = replace(EXPERTS, gpus=4, instances=2, outer_optim=True)
     dense = memory(MIXTRAL, split, H200, 4)["shard of weights"]
     assert 0 < dense < numel

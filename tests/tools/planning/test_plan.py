@@ -120,7 +120,8 @@ def test_a_prediction_of_few_layers_is_that_of_all_of_them(spec, chosen, more, m
 def test_ranks_of_a_domain_are_tensor_parallel_ones_first():
     found = groups(Configuration(64, Parallel(tensor=4), instances=8), H200)
     assert found["tensor"] == Group(4, 4)
-    assert found["dense"] == Group(2, 2) and found["dense outer"] == Group(8, 1)
+    assert found["dense"] == Group(2, 2)
+    assert found["dense outer"] == Group(8, 1)
 
 
 def test_stages_share_out_all_layers_and_all_parameters():
@@ -143,10 +144,13 @@ def wanted(**given) -> Request:
 def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan():
     found = plan(wanted())
     times = [one.ms for one in found.predictions]
-    assert times == sorted(times) and len(times) == 4
-    assert all(one.peak_bytes <= 140 * GIB for one in found.predictions)
+    assert times == sorted(times)
+    assert len(times) == 4
+    for one in found.predictions:
+        assert one.peak_bytes <= 140 * GIB
     tight = plan(wanted(memory_gib=28.0)).predictions[0]
-    assert tight.ms >= times[0] and tight.peak_bytes <= 28 * GIB
+    assert tight.ms >= times[0]
+    assert tight.peak_bytes <= 28 * GIB
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,8 @@ def every(**given) -> list[Configuration]:
 def test_candidates_are_what_the_options_and_the_machine_leave():
     far = every(gpus=64, global_batch=64)
     inside = [one.shards["dense"][0] * one.parallel.tensor for one in far if one.copies]
-    assert inside and max(inside) <= 8, "copy engines and shards stay inside a domain"
+    assert inside, "copy engines and shards stay inside a domain"
+    assert max(inside) <= 8, "copy engines and shards stay inside a domain"
     told = every(gpus=64, global_batch=64, fixed={"tensor": 2, "strategy": "optim"})
     assert {(one.strategy, one.parallel.tensor) for one in told} == {("optim", 2)}
     assert len({one.parallel.pipeline for one in told}) > 1
@@ -183,7 +188,8 @@ def test_candidates_are_what_the_options_and_the_machine_leave():
 def test_a_graph_is_not_tried_where_the_host_does_not_limit():
     found = plan(wanted(tries=8))
     fast = [one.configuration for one in found.predictions if one.configuration.graph]
-    assert not fast and any(why == NOT_LAUNCH_BOUND for _, why in found.refused)
+    assert not fast
+    assert any(why == NOT_LAUNCH_BOUND for _, why in found.refused)
     slow = plan(wanted(tries=8, machine=replace(H200, host=6.0)))
     assert slow.predictions[0].configuration.graph
 
@@ -208,8 +214,10 @@ FLAGS = [
 @pytest.mark.parametrize(("spec", "chosen", "printed", "absent"), FLAGS)
 def test_flags_and_overrides_are_those_of_the_options(spec, chosen, printed, absent):
     text = megatron_flags(spec, chosen) + " " + bridge_overrides(spec, chosen)
-    assert all(words in text for words in printed), text
-    assert not any(words in text for words in absent), text
+    for words in printed:
+        assert words in text, text
+    for words in absent:
+        assert words not in text, text
 
 
 def told_to_core(spec, text: str) -> dict[str, Any]:
@@ -257,7 +265,8 @@ def test_megatron_core_builds_every_split_that_is_planned(preset, gpus, batch):
         found = layers_of_core(told_to_core(spec, text))
         assert found is not None, text
         stages = [len(layers_of(spec, parallel, stage)) for stage in range(parallel.pipeline)]
-        assert [sum(chunks) for chunks in found] == stages and sum(stages) == spec.num_layers
+        assert [sum(chunks) for chunks in found] == stages
+        assert sum(stages) == spec.num_layers
         assert {len(chunks) for chunks in found} == {parallel.virtual}
         assert max(map(max, found)) - min(map(min, found)) <= 1
 
@@ -350,7 +359,8 @@ def test_what_does_not_fit_is_told_with_what_needs_least(capsys):
     words = ("--preset", "llama3-8b", "--gpus", "2", "--global-batch-size", "2", "--tries", "1")
     status, text = run(capsys, *words, "--memory-gib", "30")
     least = int(re.search(r"the smallest needs ([\d,]+) GiB or more \(.*recompute\)", text)[1])
-    assert status == 2 and 30 < least < 80
+    assert status == 2
+    assert 30 < least < 80
     assert run(capsys, *words, "--memory-gib", str(least - 1))[0] == 2
 
 
@@ -372,7 +382,9 @@ def test_weights_sharded_alone_are_in_the_table_or_among_the_reasons(memory_gib,
 def test_json_has_what_the_table_has(capsys):
     status, text = run(capsys, *SMALL, "--json")
     best = json.loads(text)["configurations"][0]
-    assert status == 0 and best["ms"] > 0 and best["peak_bytes"] == sum(best["bytes"].values())
+    assert status == 0
+    assert best["ms"] > 0
+    assert best["peak_bytes"] == sum(best["bytes"].values())
 
 
 SIZES_8B = {

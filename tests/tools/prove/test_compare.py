@@ -74,7 +74,8 @@ def test_a_difference_is_named_with_where_it_is(name: str) -> None:
     mine, theirs, remark = LOOKS[name]
     found = row(mine, theirs)
     assert found.holds == (remark is None)
-    assert (remark or "") in found.remark and found.compared == len(theirs)
+    assert (remark or "") in found.remark
+    assert found.compared == len(theirs)
     wrong = [n for n in theirs if n not in mine or not torch.equal(mine[n], theirs[n])]
     assert found.holds or found.name in wrong
     assert name != "a factor" or found.difference == pytest.approx(0.5)
@@ -86,7 +87,8 @@ def test_one_row_is_not_hidden_by_the_others() -> None:
     theirs[NAMES[0]][17] *= 1.2
     allowed = compare.bound("bf16", "gradients", 1)
     found = compare.compare_tensors("trained", 1, "gradients", mine, theirs, allowed)
-    assert not found.holds and f"of {NAMES[0]} rows 17 to 17 of 4096" in found.remark
+    assert not found.holds
+    assert f"of {NAMES[0]} rows 17 to 17 of 4096" in found.remark
 
 
 def test_steps_by_the_sign_of_noise_are_left_out() -> None:

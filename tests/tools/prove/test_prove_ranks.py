@@ -64,7 +64,8 @@ def test_json_has_the_options_the_sizes_and_every_comparison(
     found = json.loads(capsys.readouterr().out)
     assert found["holds"] is not bool(status)
     assert [row["holds"] for row in found["comparisons"]] == [True, False][: len(rows)]
-    assert found["options"]["num_layers"] == 3 and found["small"]["microbatches"] == 3
+    assert found["options"]["num_layers"] == 3
+    assert found["small"]["microbatches"] == 3
 
 
 def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,8 @@ def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> 
     [command] = re.findall(r"megatron-fsdp-adapter doctor (--prove --preset .*)", page)
     status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1"])
     out = capsys.readouterr().out
-    assert status == 0 and "step 1  gradients of" in out
+    assert status == 0
+    assert "step 1  gradients of" in out
     assert re.fullmatch(r"doctor --prove: (\d+) of \1 .* hold: proven", out.splitlines()[-1])
 
 
