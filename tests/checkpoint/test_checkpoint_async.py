@@ -82,10 +82,11 @@ def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> N
                 expected = {**_full_state(rank, size), "rng": rank}
                 expected["deep"] = {"er": [{"own": -rank, "t": torch.ones(1)}]}
                 assert same(loaded, expected)
-        files = [
-            {p.name: p.stat().st_size for p in Path(f, "iter_0000010").glob("*.distcp")}
-            for f in (f"{work}/1", f"{work}/sync1")
-        ]
+        files = []
+        for f in (f"{work}/1", f"{work}/sync1"):
+            files.append(
+                {p.name: p.stat().st_size for p in Path(f, "iter_0000010").glob("*.distcp")}
+            )
         assert files[0] == files[1]
 
 

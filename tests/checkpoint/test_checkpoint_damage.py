@@ -429,7 +429,10 @@ def test_no_flipped_bit_of_metadata_gives_other_values_or_a_traceback(
         (folder / digests.DIGESTS).unlink()
     content = (folder / ".metadata").read_bytes()
     loads = 0
-    readers = (describe, lambda path: diff(path, path)) if ours else ()
+    if ours:
+        readers = (describe, lambda path: diff(path, path))
+    else:
+        readers = ()
     for at in range(0, len(content), 13 if ours else 1):
         bit = 1 << at * 5 % 8
         damaged = content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]

@@ -203,7 +203,10 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     save_checkpoint(f"{work}/a", 1, {"model": tensors, "rng": PerRank(rank)})
 
     # One rank alone wants another shape, another alone a key that is not there.
-    wrong = torch.zeros(3) if rank == 1 else torch.zeros(2)
+    if rank == 1:
+        wrong = torch.zeros(3)
+    else:
+        wrong = torch.zeros(2)
     poisoned = sharded_tensors(layout, rank, mesh, torch.float32, poison=True)
     target = {"model": dict(poisoned), "rng": PerRank(), f"extra_{rank}": wrong}
     with pytest.raises(ValueError) as error:

@@ -36,13 +36,12 @@ def scaled(length: int) -> Any:
     def change(model: torch.nn.Module) -> None:
         linears = [m for name, m in model.named_modules() if ".linear_" in name]
         for number, module in enumerate(linears):
-            states = {
-                key: SimpleNamespace(
+            states = {}
+            for key, n in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+                states[key] = SimpleNamespace(
                     scale=torch.full((n,), 1.0 + number),
                     amax_history=torch.full((length, n), 100.0 + number),
                 )
-                for key, n in (("scaling_fwd", 3), ("scaling_bwd", 2))
-            }
             module.fp8_meta = states  # type: ignore[assignment]
             module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}  # type: ignore
 
@@ -50,7 +49,10 @@ def scaled(length: int) -> Any:
 
 
 def made(device: torch.device, length: int | None) -> Trainer:
-    change = {} if length is None else {"change": scaled(length)}
+    if length is None:
+        change = {}
+    else:
+        change = {"change": scaled(length)}
     return build_trainer(drivers.CASE, "optim_grads_params", device, **change)
 
 

@@ -57,9 +57,9 @@ def entry(
 ) -> TensorStorageMetadata:
     """A tensor cut into equal blocks of rows; made: the type of what tells of a block."""
     rows = size[0] // ranks
-    chunks = [
-        ChunkStorageMetadata(made([rows * rank, 0]), made([rows, size[1]])) for rank in range(ranks)
-    ]
+    chunks = []
+    for rank in range(ranks):
+        chunks.append(ChunkStorageMetadata(made([rows * rank, 0]), made([rows, size[1]])))
     return TensorStorageMetadata(properties, size, chunks)
 
 
@@ -83,10 +83,11 @@ def result(index: MetadataIndex, rank: int, offset: int, length: int) -> WriteRe
 
 def results_of(rank: int) -> list[WriteResult]:
     """As DCP gathers them: pickled by each rank."""
-    found = [
-        result(MetadataIndex(key, torch.Size([3 * rank, 0]), rank), rank, 6144 * number, 6144)
-        for number, key in enumerate(KEYS)
-    ]
+    found = []
+    for number, key in enumerate(KEYS):
+        found.append(
+            result(MetadataIndex(key, torch.Size([3 * rank, 0]), rank), rank, 6144 * number, 6144)
+        )
     if rank == 0:
         found.append(result(MetadataIndex("step"), 0, 3 * 6144, 9))
     return pickle.loads(pickle.dumps(found))

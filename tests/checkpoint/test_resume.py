@@ -416,10 +416,9 @@ def test_the_next_step_is_that_of_a_fresh_optimizer_on_the_loaded_weights(tmp_pa
 def _plain(rank: int, size: int) -> None:
     model = fully_shard_model(Net(2), None, [Block])
     params = list(model.parameters())
-    groups = [
-        {"params": [param for param in params if (param.numel() == 1) is scalar]}
-        for scalar in (False, True)
-    ]
+    groups = []
+    for scalar in (False, True):
+        groups.append({"params": [param for param in params if (param.numel() == 1) is scalar]})
     with pytest.raises(ValueError, match="Make it with capturable=False"):
         fully_shard_optimizer(FusedAdam(groups, capturable=True))
     optimizer = fully_shard_optimizer(FusedAdam(groups, lr=1e-2))

@@ -203,7 +203,9 @@ def run(options: argparse.Namespace) -> None:
 def memory_of_the_device() -> float:
     """GiB of the first GPU, less what contexts may take; without one, those of a large one."""
     rows = nvidia_smi("--query-gpu=memory.total")
-    return int(rows[0]) / 1024 - 8 if rows else 130.0
+    if rows:
+        return int(rows[0]) / 1024 - 8
+    return 130.0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -233,7 +235,10 @@ def main(arguments: list[str] | None = None) -> int:
     found = state(options)
     if options.list:
         for shard in shards.in_order(found.values()):
-            alone = "alone" if shard.gib >= shards.ALONE else f"{shard.gib} GiB"
+            if shard.gib >= shards.ALONE:
+                alone = "alone"
+            else:
+                alone = f"{shard.gib} GiB"
             if shard.listed:
                 left = f"{len(shard.unreached)} tests"
             else:

@@ -23,7 +23,10 @@ def outcomes_of(module: object) -> list[Outcomes]:
     """What a module of tests runs its checks with."""
     found: list[Outcomes] = []
     for value in vars(module).values():
-        values = value.values() if isinstance(value, dict) else [value]
+        if isinstance(value, dict):
+            values = value.values()
+        else:
+            values = [value]
         found += [one for one in values if isinstance(one, Outcomes)]
     return found
 
@@ -34,7 +37,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     chosen: dict[Outcomes, list[str]] = {}
     for item in session.items:
         called = getattr(item, "callspec", None)
-        name = called.params.get("name") if called is not None else None
+        if called is not None:
+            name = called.params.get("name")
+        else:
+            name = None
         for outcomes in outcomes_of(getattr(item, "module", None) or object):
             if name in outcomes.checks:
                 chosen.setdefault(outcomes, []).append(str(name))

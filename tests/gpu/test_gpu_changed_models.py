@@ -115,7 +115,9 @@ def _registered(trainer: Trainer) -> list[torch.Tensor]:
     engine = trainer.wrapper.engine
     slots = [slot for group in engine.groups for slot in (group.weight_slot, group.bucket_slot)]
     found = {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
-    return [] if storages(engine)["slots"] else list(found.values())
+    if storages(engine)["slots"]:
+        return []
+    return list(found.values())
 
 
 DEVICE_CHECKS = {

@@ -64,18 +64,6 @@ HAS_OPERATIONS = "use_transformer_engine_op_fuser" in TransformerConfig.__datacl
 Weights = dict[str, torch.Tensor]
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 def _main_weights(trainer: Trainer) -> Weights:
     """The float32 weights that this rank has, whole over their data-parallel ranks; collective."""
     if trainer.strategy is None:
@@ -128,15 +116,15 @@ class Errors:
 
 def _errors(ours: Outcome, reference: Outcome) -> Errors:
     assert ours.weights.keys() == reference.weights.keys()
-    scalars = [
-        max(relative(mine, other) for mine, other in zip(*step, strict=True))
-        for step in zip(ours.scalars, reference.scalars, strict=True)
-    ]
-    moved = [
-        (ours.weights[name].double() - expected.double()).norm().item()
-        / (CASE.lr * STEPS * expected.numel() ** 0.5)
-        for name, expected in reference.weights.items()
-    ]
+    scalars = []
+    for step in zip(ours.scalars, reference.scalars, strict=True):
+        scalars.append(max(relative(mine, other) for mine, other in zip(*step, strict=True)))
+    moved = []
+    for name, expected in reference.weights.items():
+        moved.append(
+            (ours.weights[name].double() - expected.double()).norm().item()
+            / (CASE.lr * STEPS * expected.numel() ** 0.5)
+        )
     return Errors(scalars[0], max(scalars[1:]), max(moved))
 
 
@@ -157,10 +145,9 @@ def trains_like_ddp(rank: int, world: int, name: str, dispatcher: str, ddp: Fiel
     kind = KINDS[name]
     device = init_experts()
     reference = _run(kind, dispatcher, None, rank, device)
-    found = {
-        strategy: _errors(_run(kind, dispatcher, strategy, rank, device, ddp), reference)
-        for strategy in STRATEGIES
-    }
+    found = {}
+    for strategy in STRATEGIES:
+        found[strategy] = _errors(_run(kind, dispatcher, strategy, rank, device, ddp), reference)
     told = ", ".join(f"{strategy} {errors}" for strategy, errors in found.items())
     wrong = [strategy for strategy, errors in found.items() if not errors.within(kind)]
     assert not wrong, f"{wrong} beyond {Errors(kind.first, kind.later, kind.moved)}: {told}"
@@ -174,11 +161,10 @@ def _tensors(root: str) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint, whole, read by torch alone."""
     [folder] = Path(root).glob("iter_*")
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    found = {}
+    for key, entry in stored.items():
+        if isinstance(entry, TensorStorageMetadata):
+            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
 

@@ -227,9 +227,10 @@ def resumes(rank: int, world: int, recipe: str, quantized: bool) -> str:
         return te_trainer(case.but(seed=seed), strategy, device, fp8(recipe, fp8_param=quantized))
 
     def steps(trainer: Trainer, first: int) -> list[Any]:
-        return [
-            train_step(trainer, batches(case, step, rank, device)) for step in (first, first + 1)
-        ]
+        found = []
+        for step in (first, first + 1):
+            found.append(train_step(trainer, batches(case, step, rank, device)))
+        return found
 
     first = made(ZERO_3, case.seed)
     steps(first, 0)

@@ -230,7 +230,10 @@ def products(rank: int, world: int, shape: tuple[int, int]) -> str:
         wanted = exact(x.double())
         norm = wanted.norm()
         theirs = float((exact(x).double() - wanted).norm() / norm)
-        given = x if shape == (small, large) else x.T.contiguous()
+        if shape == (small, large):
+            given = x
+        else:
+            given = x.T.contiguous()
         got = orthogonalized(given[None], QUINTIC)[0]
         got = got if shape == (small, large) else got.T
         ours = float((got.double() - wanted).norm() / norm)

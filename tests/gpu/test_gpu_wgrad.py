@@ -76,7 +76,10 @@ class Pair(nn.Module):
         super().__init__()
         import transformer_engine.pytorch as te
 
-        sizes = (2, SIZE, SIZE) if name == "GroupedLinear" else (SIZE, SIZE)
+        if name == "GroupedLinear":
+            sizes = (2, SIZE, SIZE)
+        else:
+            sizes = (SIZE, SIZE)
         self.name = name
         self.calls = calls
         self.layer = getattr(te, name)(

@@ -84,11 +84,10 @@ def _run(rank: int, dispatcher: str, strategy: str, ddp: Fields) -> Run:
     for group in experts:
         assert group.is_single_rank == (strategy == ZERO_3)
     engine.to_sharded()
-    weights = {
-        pair.managed.fqns[0]: pair.sharded._local_tensor.cpu().clone()
-        for pair in engine.pairs
-        if pair.group.key.domain == EXPERT
-    }
+    weights = {}
+    for pair in engine.pairs:
+        if pair.group.key.domain == EXPERT:
+            weights[pair.managed.fqns[0]] = pair.sharded._local_tensor.cpu().clone()
     peak = torch.cuda.max_memory_allocated() / 2**30
     del trainer, engine, experts
     gc.collect()

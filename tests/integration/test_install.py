@@ -253,11 +253,10 @@ BODIES = {
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, start: Start) -> Mapping[str, Callable[[], None]]:
     """Of the cases that were chosen, all at the same time."""
-    chosen = [
-        item.callspec.params.get("case")
-        for item in request.session.items
-        if item.path == Path(__file__)
-    ]
+    chosen = []
+    for item in request.session.items:
+        if item.path == Path(__file__):
+            chosen.append(item.callspec.params.get("case"))
     return {name: start(name, BODIES[name]) for name in chosen if name in BODIES}
 
 

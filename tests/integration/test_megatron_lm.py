@@ -436,11 +436,10 @@ def saved(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of model and optimizer in a checkpoint, whole, read by torch alone."""
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata) and key.startswith(("model.", "optimizer."))
-    }
+    found = {}
+    for key, entry in stored.items():
+        if isinstance(entry, TensorStorageMetadata) and key.startswith(("model.", "optimizer.")):
+            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
 

@@ -62,7 +62,10 @@ def assignments(block: list[ast.stmt], above: int = 0) -> Iterator[tuple[ast.stm
     """All statements in a block, in order, each with the line in front of it, which is that in
     front of an `if`, `with` or `for` whose first statement it is."""
     for index, statement in enumerate(block):
-        line = above if index == 0 and above else statement.lineno - 1
+        if index == 0 and above:
+            line = above
+        else:
+            line = statement.lineno - 1
         yield statement, line
         for name in ("body", "orelse"):
             inner = getattr(statement, name, [])

@@ -177,18 +177,17 @@ def test_warnings_are_those_of_one_rank():
 def import_cycle(files: dict[str, str]) -> list[str]:
     """Files of the package (path: text) of which each imports the next one, anywhere in it (in
     functions and for types too), and the last the first."""
-    known = {
-        f"{PACKAGE}.{path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}": path
-        for path in files
-    }
-    edges = {
-        path: {
+    known = {}
+    for path in files:
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        known[f"{PACKAGE}.{module}"] = path
+    edges = {}
+    for path, text in files.items():
+        edges[path] = {
             other
             for name in imported(f"{PACKAGE}/{path}", text)
             if (other := _file_of(name, known)) is not None and other != path
         }
-        for path, text in files.items()
-    }
     try:
         graphlib.TopologicalSorter(edges).prepare()
     except graphlib.CycleError as error:
@@ -282,13 +281,15 @@ def test_an_arrow_that_is_reversed_is_found(path, source):
 def strings(source: str) -> list[str]:
     """All but docstrings."""
     documents = {id(n.value) for n in nodes_of(source) if isinstance(n, ast.Expr)}
-    return [
-        node.value
-        for node in nodes_of(source)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in documents
-    ]
+    found = []
+    for node in nodes_of(source):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documents
+        ):
+            found.append(node.value)
+    return found
 
 
 def names_bundled_engine(source: str) -> bool:
@@ -332,11 +333,10 @@ def lines_of_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_no_file_and_no_function_is_too_long():
-    files = {
-        f"{folder}/{path}": text
-        for folder in (PACKAGE, "scripts")
-        for path, text in sources(folder, ".py", ".sh").items()
-    }
+    files = {}
+    for folder in (PACKAGE, "scripts"):
+        for path, text in sources(folder, ".py", ".sh").items():
+            files[f"{folder}/{path}"] = text
     assert [path for path, text in files.items() if text.count("\n") > MAX_FILE] == []
     functions = []
     for path, text in files.items():
@@ -451,9 +451,8 @@ def test_files_that_share_ranks_go_to_one_process_of_a_run() -> None:
     assert len(sharing) > 20, shares
     assert set(shares.values()) == {"on ranks"}, shares
     assert share_of(REPOSITORY, "tests/launch/test_runner.py") == "tests/launch/test_runner.py"
-    fixtures = [
-        path
-        for path in (REPOSITORY / "tests").rglob("conftest.py")
-        if "shared_ranks" in path.read_text()
-    ]
+    fixtures = []
+    for path in (REPOSITORY / "tests").rglob("conftest.py"):
+        if "shared_ranks" in path.read_text():
+            fixtures.append(path)
     assert fixtures == [REPOSITORY / "tests" / "conftest.py"]

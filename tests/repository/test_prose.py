@@ -52,7 +52,10 @@ def page_problems(text: str) -> list[str]:
     """Long lines outside of tables, and banned words, with line numbers; a page that is too long to
     be read at once."""
     words = len(text.split())
-    found = [f"{words} words: split the page"] if words > MAX_WORDS else []
+    if words > MAX_WORDS:
+        found = [f"{words} words: split the page"]
+    else:
+        found = []
     for number, line in enumerate(without_code(text).splitlines(), 1):
         if len(line) > MAX_LINE and not line.lstrip().startswith("|"):
             found.append(f"{number}: {len(line)} characters")
@@ -76,7 +79,10 @@ def texts_of(source: str) -> Iterator[tuple[int, str, str]]:
     for node in nodes:
         if id(node) in parts or not isinstance(node, (ast.JoinedStr, ast.Constant)):
             continue
-        values = node.values if isinstance(node, ast.JoinedStr) else [node]
+        if isinstance(node, ast.JoinedStr):
+            values = node.values
+        else:
+            values = [node]
         pieces = [value.value if isinstance(value, ast.Constant) else "{}" for value in values]
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         if len(text.split()) > 2:
@@ -106,17 +112,15 @@ def test_prose_of_a_page_is_short_and_plain(page: str) -> None:
 
 
 def test_docstrings_comments_and_messages_are_plain() -> None:
-    found = {
-        str(path.relative_to(ROOT)): problems
-        for path in SOURCES
-        if (problems := source_problems(path.read_text()))
-    }
-    in_tests = [
-        f"{path.relative_to(ROOT)}:{line}: {words}"
-        for path in (ROOT / "tests").rglob("*.py")
-        for line, kind, text in texts_of(path.read_text())
-        if kind != "message" and (words := words_of(text))
-    ]
+    found = {}
+    for path in SOURCES:
+        if problems := source_problems(path.read_text()):
+            found[str(path.relative_to(ROOT))] = problems
+    in_tests = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for line, kind, text in texts_of(path.read_text()):
+            if kind != "message" and (words := words_of(text)):
+                in_tests.append(f"{path.relative_to(ROOT)}:{line}: {words}")
     assert found == {}
     assert in_tests == []
 

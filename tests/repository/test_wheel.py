@@ -22,7 +22,10 @@ def test_a_wheel_has_its_command_its_types_and_its_license(tmp_path: Path) -> No
     site = tmp_path / "site"
     source.mkdir()
     for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        if (ROOT / name).is_dir():
+            copy = shutil.copytree
+        else:
+            copy = shutil.copy
         copy(ROOT / name, source / name)
     subprocess.run(
         [*PIP, "install", "-q", "--no-deps", "--no-build-isolation", "--target", site, source],

@@ -74,7 +74,10 @@ def wrong_ratios(table: list[Row]) -> list[str]:
                 if not NUMBER.fullmatch(row[column]):
                     continue
                 # The first of two columns with times is the reference's.
-                reference = row if len(times) > 1 else references[0]
+                if len(times) > 1:
+                    reference = row
+                else:
+                    reference = references[0]
                 quotient = first_number(row[times[-1]]) / first_number(reference[times[0]])
                 digits = len(row[column].partition(".")[2])
                 if f"{quotient:.{digits}f}" != row[column]:

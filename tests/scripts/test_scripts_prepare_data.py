@@ -16,10 +16,11 @@ CHECKS = ()  # of scripts/prepare_data.py
 def folder(tmp_path: Path) -> Path:
     """Twenty text files in nested folders, and what must be left out."""
     accented = "\N{LATIN SMALL LETTER E WITH ACUTE}"
-    files = {
-        f"part{number % 3}/file{number:02d}.txt": f"text {number} {accented}\r\n".encode() * 9
-        for number in range(20)
-    }
+    files = {}
+    for number in range(20):
+        files[f"part{number % 3}/file{number:02d}.txt"] = (
+            f"text {number} {accented}\r\n".encode() * 9
+        )
     left_out = {
         "empty.txt": b"", "binary.txt": b"a\0b", "other.log": b"not matched",
         "site-packages/x.txt": b"not ours",

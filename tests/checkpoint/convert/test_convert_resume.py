@@ -135,9 +135,9 @@ def test_stock_and_ours_go_on_from_each_others_checkpoints(tmp_path: Path, name:
         assert losses[1] == pytest.approx(found["expected"][1], rel=bound), found
     # Through stock and back, optimizer state and all but what stock's groups add is the same.
     first, last = (load_all(tmp_path / part / "iter_0000002") for part in ("ours", "back"))
-    tensors = [
-        {k: v for k, v in each.items() if isinstance(v, torch.Tensor)} for each in (first, last)
-    ]
+    tensors = []
+    for each in (first, last):
+        tensors.append({k: v for k, v in each.items() if isinstance(v, torch.Tensor)})
     assert len(tensors[0]) > 50
     assert differences(*tensors) == []
     assert any(bool(value.any()) for key, value in tensors[0].items() if "exp_avg" in key)

@@ -37,10 +37,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool)
 
 def plan(num_shards: int, shapes: dict[str, tuple[int, ...]] = SHAPES, cut: int = 0) -> GroupLayout:
     """A layout of the shapes by rows, or by elements if cut=1."""
-    specs = [
-        ParamSpec(i, (name,), shape, torch.float32, True, cut or row_granularity(shape))
-        for i, (name, shape) in enumerate(shapes.items())
-    ]
+    specs = []
+    for i, (name, shape) in enumerate(shapes.items()):
+        specs.append(
+            ParamSpec(i, (name,), shape, torch.float32, True, cut or row_granularity(shape))
+        )
     return plan_group(specs, num_shards, align=1)
 
 
@@ -91,7 +92,10 @@ def sharded_tensors(
     for index, spec in enumerate(layout.specs):
         name = spec.fqns[0]
         full = whole(name, spec.shape, dtype)
-        poisoned = ~full if dtype == torch.bool else full + 1
+        if dtype == torch.bool:
+            poisoned = ~full
+        else:
+            poisoned = full + 1
         value = poisoned if poison else full
         tensors[name] = shard(LayoutRef(layout, index, rank), mesh, value)
     return tensors

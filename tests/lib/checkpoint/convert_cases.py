@@ -195,12 +195,13 @@ def save_fsdp(root: Path, state: dict[str, Any], iteration: int = 3) -> Path:
 def load_all(folder: Path) -> dict[str, Any]:
     """Every key of a DCP folder with its value, tensors by torch's own loader."""
     metadata = FileSystemReader(folder).read_metadata()
-    loaded = {
-        key: torch.full(stored.size, 77, dtype=stored.properties.dtype)
-        if isinstance(stored, TensorStorageMetadata)
-        else None
-        for key, stored in metadata.state_dict_metadata.items()
-    }
+    loaded = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        loaded[key] = (
+            torch.full(stored.size, 77, dtype=stored.properties.dtype)
+            if isinstance(stored, TensorStorageMetadata)
+            else None
+        )
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)
     return loaded
 

@@ -29,8 +29,14 @@ def _load_base_checkpoint(
     load_dir: str, args: Any, rank0: bool = False, sharded_state_dict: Any = None
 ) -> Any:
     state = sharded_state_dict
-    optimizer = dict(state["optimizer"]) if "optimizer" in state else None
-    model = dict(state["model"]) if "model" in state else None
+    if "optimizer" in state:
+        optimizer = dict(state["optimizer"])
+    else:
+        optimizer = None
+    if "model" in state:
+        model = dict(state["model"])
+    else:
+        model = None
     chunks = state.pop("_model")
     state = sys.modules[LM].preprocess_fsdp_dtensor_state_dict(args, state, chunks[0])
     planner = dcp.DefaultLoadPlanner(allow_partial_load=not args.strict_fsdp_dtensor_load)

@@ -108,11 +108,10 @@ def whole_state(trainer: TopologyTrainer) -> Whole:
             trainer._pairs(), lambda pair, m=moment: local_of(adam[pair.sharded][m])
         )
     values["step"] = {n: adam[pair.sharded]["step"].clone() for n, pair in trainer._pairs()}
-    mine = [
-        (global_name(trainer, name), _tensor_parallel(name), what, value)
-        for what, tensors in values.items()
-        for name, value in tensors.items()
-    ]
+    mine = []
+    for what, tensors in values.items():
+        for name, value in tensors.items():
+            mine.append((global_name(trainer, name), _tensor_parallel(name), what, value))
     return _whole_of(everyones(mine), trainer.case.swiglu)
 
 

@@ -43,10 +43,9 @@ def formula(trainer: Trainer, rank: int, precision: Precision) -> dict[str, int]
     """Bytes by kind from the layouts alone."""
     engine = trainer.wrapper.engine
     row = STRATEGIES[str(trainer.strategy)]
-    every = [
-        unit_bytes([group.layout for group in unit.groups], row, precision, rank)
-        for unit in engine.units
-    ]
+    every = []
+    for unit in engine.units:
+        every.append(unit_bytes([group.layout for group in unit.groups], row, precision, rank))
     return model_bytes(every[-1], every[:-1])
 
 

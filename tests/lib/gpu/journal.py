@@ -60,7 +60,10 @@ def reason(report: Any) -> str:
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")[:LONGEST]
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else str(report.longrepr)
+    if crash is not None:
+        text = crash.message
+    else:
+        text = str(report.longrepr)
     lines = [line for line in text.splitlines() if line.strip()]
     # A rank's traceback is text: what was raised ends it.
     return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:])))[:LONGEST]

@@ -90,7 +90,9 @@ class Shard:
 
     @property
     def expected_s(self) -> float:
-        return self.seconds if self.is_over else SECONDS.get(self.name, USUAL_S)
+        if self.is_over:
+            return self.seconds
+        return SECONDS.get(self.name, USUAL_S)
 
     @property
     def unreached(self) -> list[str]:

@@ -164,9 +164,10 @@ def check_conversion(
 
 def check_export(bridge: Any, models: list[Any], state: dict[str, torch.Tensor]) -> None:
     exported = dict(bridge.export_hf_weights(models, show_progress=False))
-    unlike = [
-        k for k, v in exported.items() if v.dtype != state[k].dtype or not torch.equal(v, state[k])
-    ]
+    unlike = []
+    for k, v in exported.items():
+        if v.dtype != state[k].dtype or not torch.equal(v, state[k]):
+            unlike.append(k)
     assert exported.keys() == state.keys(), unlike
     assert not unlike, unlike
 

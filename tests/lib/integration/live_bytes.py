@@ -31,8 +31,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(value: Any) -> list[torch.UntypedStorage]:
-    return [
-        leaf.untyped_storage()
-        for leaf in tree_leaves(value)
-        if type(leaf) in (torch.Tensor, torch.nn.Parameter)
-    ]
+    found = []
+    for leaf in tree_leaves(value):
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter):
+            found.append(leaf.untyped_storage())
+    return found

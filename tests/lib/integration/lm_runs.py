@@ -60,9 +60,10 @@ class Run:
 
 def environment_of_ranks() -> dict[str, str]:
     """Of a rank, without its place."""
-    mine = {
-        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
-    }
+    mine = {}
+    for name, value in os.environ.items():
+        if name != "CUDA_DEVICE_MAX_CONNECTIONS":
+            mine[name] = value
     path = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     return {
         **mine,
@@ -103,10 +104,10 @@ def start(harness: str, script: Path, arguments: list[str], world: int, log: Pat
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
     log.touch()
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world))
-    return [
-        Rank(server, [str(script), *arguments], {**environment, **rank}, log, meeting)
-        for rank in ranks
-    ]
+    found = []
+    for rank in ranks:
+        found.append(Rank(server, [str(script), *arguments], {**environment, **rank}, log, meeting))
+    return found
 
 
 def finish(processes: list[Rank], log: Path, timeout: float) -> Run:

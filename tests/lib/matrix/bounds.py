@@ -101,7 +101,10 @@ def bounds_of(cell: Cell) -> Bounds:
     microbatches = int(cell["microbatches"])
     fp8 = str(cell["precision"]).startswith("fp8")
     compute = COMPUTE.get(str(cell["precision"]), U_BFLOAT16)
-    kernel = gamma(KERNEL, compute) if cell["target"] == "gpu" else 0.0
+    if cell["target"] == "gpu":
+        kernel = gamma(KERNEL, compute)
+    else:
+        kernel = 0.0
     sums = CANCELLATION * gamma(ranks * microbatches + 2, U_FLOAT32)
     if cell["wire"] == "bf16":
         wire = gamma(1 + ranks, U_BFLOAT16)
@@ -128,5 +131,8 @@ def movement_of(cell: Cell, bounds: Bounds, gain: float | None) -> float:
     """Of one weight; `gain`: of a gradient's relative error in the update, None but for Muon's."""
     if gain is None:
         return bounds.movement
-    half = 0.0 if cell["precision"] == "fp32" else gamma(KERNEL, U_BFLOAT16)
+    if cell["precision"] == "fp32":
+        half = 0.0
+    else:
+        half = gamma(KERNEL, U_BFLOAT16)
     return gain * (bounds.movement + half)

@@ -35,10 +35,10 @@ class Space:
     @cached_property
     def values(self) -> dict[str, tuple[Value, ...]]:
         """Of each dimension, those that the fixed ones leave."""
-        return {
-            name: (self.fixed[name],) if name in self.fixed else values
-            for name, values in self.dimensions.items()
-        }
+        found = {}
+        for name, values in self.dimensions.items():
+            found[name] = (self.fixed[name],) if name in self.fixed else values
+        return found
 
     @cached_property
     def _rules_of(self) -> dict[str, list[Rule]]:
@@ -74,7 +74,10 @@ class Space:
         for value in self.values[name]:
             cell[name] = value
             broken = next((rule for rule in self._rules_of[name] if rule.breaks(cell)), None)
-            found = set(broken.reads) if broken else self._extend(cell, others)
+            if broken:
+                found = set(broken.reads)
+            else:
+                found = self._extend(cell, others)
             del cell[name]
             if isinstance(found, dict) or name not in found:
                 return found
@@ -84,11 +87,11 @@ class Space:
     @cached_property
     def all_pairs(self) -> list[Pair]:
         """Every pair of values of two dimensions that are not fixed, possible or not."""
-        return [
-            (a, x, b, y)
-            for a, b in combinations(self.free, 2)
-            for x, y in product(self.values[a], self.values[b])
-        ]
+        found = []
+        for a, b in combinations(self.free, 2):
+            for x, y in product(self.values[a], self.values[b]):
+                found.append((a, x, b, y))
+        return found
 
     @cached_property
     def possible_pairs(self) -> list[Pair]:

@@ -339,4 +339,6 @@ def chunk_of(
         if device.type == "cuda":  # core has changed the current stream in the middle of a model
             torch.cuda.synchronize()
         vary(model, case.seed, chunk)
-    return Float16Module(config, model) if case.bf16 or case.fp16 else model
+    if case.bf16 or case.fp16:
+        return Float16Module(config, model)
+    return model

@@ -60,11 +60,11 @@ def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mappi
 
 
 def _matrices(trainer: TopologyTrainer) -> list[tuple[str, Any]]:
-    return [
-        (name, param)
-        for name, param in trainer.named_parameters()
-        if param.requires_grad and is_muons(name, param)
-    ]
+    found = []
+    for name, param in trainer.named_parameters():
+        if param.requires_grad and is_muons(name, param):
+            found.append((name, param))
+    return found
 
 
 @torch.no_grad()

@@ -108,12 +108,14 @@ def _ddp_options(cell: Cell) -> dict[str, Any]:
 
 
 def _values_of_fp8(models: Sequence[Any]) -> Tensors:
-    return {
-        f"{number}.{plain_name(name)}": param._high_precision_init_val.to(param.device)
-        for number, model in enumerate(models)
-        for name, param in model.named_parameters()
-        if hasattr(param, "_high_precision_init_val")
-    }
+    found = {}
+    for number, model in enumerate(models):
+        for name, param in model.named_parameters():
+            if hasattr(param, "_high_precision_init_val"):
+                found[f"{number}.{plain_name(name)}"] = param._high_precision_init_val.to(
+                    param.device
+                )
+    return found
 
 
 def build(
@@ -183,14 +185,16 @@ def _main_weights(trainer: TopologyTrainer, whole: Tensors) -> Tensors:
     ones."""
     if whole:
         mains = put_together(trainer.named_parameters(), trainer.optimizer, main_piece)
-        return {
-            name: mains[name] if param.requires_grad else whole.get(name, param.detach()).float()
-            for name, param in trainer.named_parameters()
-        }
-    return {
-        name: getattr(param, "main_param", param).detach().float().clone()
-        for name, param in trainer.named_parameters()
-    }
+        found = {}
+        for name, param in trainer.named_parameters():
+            found[name] = (
+                mains[name] if param.requires_grad else whole.get(name, param.detach()).float()
+            )
+        return found
+    found = {}
+    for name, param in trainer.named_parameters():
+        found[name] = getattr(param, "main_param", param).detach().float().clone()
+    return found
 
 
 def _gradients(trainer: TopologyTrainer, is_split: bool) -> Tensors:
@@ -250,12 +254,12 @@ def _recorded(cell: Cell, width: str, rounded: bool) -> Record:
 
 def sensitivity(record: Record, other: Record) -> dict[str, float]:
     """By name, how far the movements of two references are apart, relative to that of the first."""
-    return {
-        name: _relative(
+    found = {}
+    for name, after in record.after.items():
+        found[name] = _relative(
             float((other.after[name] - after).norm()), float((after - record.before[name]).norm())
         )
-        for name, after in record.after.items()
-    }
+    return found
 
 
 # What ours is measured by.

@@ -237,17 +237,18 @@ def test_ranks_of_two_nodes_are_examined_together(tmp_path: Path) -> None:
             "--rdzv-id=doctor", "--rdzv-conf=is_host=0", "-m", "megatron_fsdp_adapter", "doctor",
             "--json",
         ]  # fmt: skip
-        launchers = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, "NCCL_IB_GID_INDEX": index},
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+        launchers = []
+        for index in ("3", "1"):
+            launchers.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, "NCCL_IB_GID_INDEX": index},
+                    cwd=tmp_path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
             )
-            for index in ("3", "1")
-        ]
         ended = [one.communicate(timeout=240) for one in launchers]
     assert [one.returncode for one in launchers] == [0, 0], ended
     [printed] = [out for out, _ in ended if out]

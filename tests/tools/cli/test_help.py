@@ -47,11 +47,11 @@ def parser_of(call: Callable[[], Any], patch: pytest.MonkeyPatch) -> argparse.Ar
 
 
 def options_without_help(parser: argparse.ArgumentParser) -> list[str]:
-    return [
-        "/".join(action.option_strings) or action.dest
-        for action in parser._actions
-        if not (action.help or "").strip()
-    ]
+    found = []
+    for action in parser._actions:
+        if not (action.help or "").strip():
+            found.append("/".join(action.option_strings) or action.dest)
+    return found
 
 
 @pytest.mark.parametrize("command", COMMANDS)

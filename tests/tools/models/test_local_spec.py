@@ -46,10 +46,12 @@ def _attention(mask: AttnMaskType = AttnMaskType.causal, **changes: Any) -> Torc
 
 def _inputs() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [
-        torch.randn(SEQUENCE, BATCH, heads, WIDTH, generator=generator, dtype=torch.float64)
-        for heads in (HEADS, GROUPS, GROUPS)
-    ]
+    found = []
+    for heads in (HEADS, GROUPS, GROUPS):
+        found.append(
+            torch.randn(SEQUENCE, BATCH, heads, WIDTH, generator=generator, dtype=torch.float64)
+        )
+    return found
 
 
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
