@@ -52,51 +52,113 @@ def _edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], Non
     return damage
 
 
+def _with_flipped_bits(content: bytes, at: int, bits: int) -> bytes:
+    changed = bytearray(content)
+    changed[at] ^= bits
+    return bytes(changed)
+
+
 def _flip_value(content: bytes) -> bytes:
     """One bit of one value of a tensor, where no reader of torch looks."""
     value = torch.full((64,), 2.0).numpy().tobytes()
     at = content.index(value) + 100
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    return _with_flipped_bits(content, at, 1)
 
 
 def _half(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def _without_digests(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Damage: a folder of another program, with other metadata; bytes, or what is pickled."""
+def _last_byte_lost(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def _byte_added(content: bytes) -> bytes:
+    return content + b"\0"
+
+
+def _pickle_of_something_else(content: bytes) -> bytes:
+    return pickle.dumps({"a": 1})
+
+
+def _empty_record(content: bytes) -> bytes:
+    return b"{}"
+
+
+def _unknown_algorithm(content: bytes) -> bytes:
+    return content.replace(b"crc32", b"sha9", 1)
+
+
+def _data_gone(folder: Path) -> None:
+    (folder / DATA).unlink()
+
+
+def _metadata_gone(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def _digests_gone(folder: Path) -> None:
+    (folder / digests.DIGESTS).unlink()
+
+
+def _folder_gone(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def _temporary_name(folder: Path) -> None:
+    folder.rename(folder.with_name("tmp.iter_0000002"))
+
+
+def _tracker_gone(folder: Path) -> None:
+    (folder.parent / folders.TRACKER).unlink()
+
+
+def _tracker_without_a_number(folder: Path) -> None:
+    (folder.parent / folders.TRACKER).write_text("release")
+
+
+def _tracker_cut_short(folder: Path) -> None:
+    (folder.parent / folders.TRACKER).write_text("")
+
+
+def _without_digests(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Damage: a folder of another program, with other metadata."""
+    edit = _edited(".metadata", change)
 
     def damage(folder: Path) -> None:
-        (folder / digests.DIGESTS).unlink()
-        path = folder / ".metadata"
-        whole = change is _half
-        given = change(path.read_bytes() if whole else pickle.loads(path.read_bytes()))
-        path.write_bytes(given if whole else pickle.dumps(given))
+        _digests_gone(folder)
+        edit(folder)
 
     return damage
 
 
-def _chunks(*blocks: tuple[tuple[int], tuple[int]]) -> Callable[[Any], Any]:
+def _chunks(*blocks: tuple[tuple[int], tuple[int]]) -> Callable[[bytes], bytes]:
     """Metadata whose model.w has these blocks, each with data of its own."""
 
-    def change(metadata: Any) -> Any:
+    def change(content: bytes) -> bytes:
+        metadata = pickle.loads(content)
         entry = metadata.state_dict_metadata["model.w"]
-        entry.chunks = [
-            ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in blocks
-        ]
+        entry.chunks = []
+        for at, sizes in blocks:
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)))
         index = MetadataIndex("model.w", torch.Size([0]))
         place = metadata.storage_data[index]
         half = place.length // 2
         for number, (at, _) in enumerate(blocks):
             info = dataclasses.replace(place, offset=place.offset + number * half, length=half)
             metadata.storage_data[MetadataIndex("model.w", torch.Size(at))] = info
-        return metadata
+        return pickle.dumps(metadata)
 
     return change
 
 
 def _record(**changes: Any) -> Callable[[bytes], bytes]:
-    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
+    def change(content: bytes) -> bytes:
+        held = json.loads(content)
+        held.update(changes)
+        return json.dumps(held).encode()
+
+    return change
 
 
 def _foreign(*names: str) -> Callable[[Path], None]:
@@ -106,8 +168,9 @@ def _foreign(*names: str) -> Callable[[Path], None]:
         for path in folder.iterdir():
             path.unlink()
         for name in names:
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(pickle.dumps({"not": "ours"}))
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(pickle.dumps({"not": "ours"}))
 
     return damage
 
@@ -138,28 +201,28 @@ TABLE = (
     ),
     Damage(
         "data cut short",
-        _edited(DATA, lambda c: c[:-1]),
+        _edited(DATA, _last_byte_lost),
         load=("half-written", DATA, "bytes"),
         status=1,
         printed=(DATA, "was saved with"),
     ),
     Damage(
         "data grown",
-        _edited(DATA, lambda c: c + b"\0"),
+        _edited(DATA, _byte_added),
         load=None,
         status=1,
         printed=(DATA, "was saved with"),
     ),
     Damage(
         "data gone",
-        lambda folder: (folder / DATA).unlink(),
+        _data_gone,
         load=("half-written", f"{DATA} is missing"),
         status=1,
         printed=(DATA, "missing"),
     ),
     Damage(
         "metadata gone",
-        lambda folder: (folder / ".metadata").unlink(),
+        _metadata_gone,
         load=("half-written", "no .metadata"),
         status=1,
         printed=(".metadata: missing",),
@@ -173,14 +236,14 @@ TABLE = (
     ),
     Damage(
         "metadata of something else",
-        _edited(".metadata", lambda c: pickle.dumps({"a": 1})),
+        _edited(".metadata", _pickle_of_something_else),
         load=("is damaged", ".metadata"),
         status=1,
         printed=(".metadata", "bytes"),
     ),
     Damage(
         "metadata of something else, without digests",
-        _without_digests(lambda _: {"a": 1}),
+        _without_digests(_pickle_of_something_else),
         load=("is damaged", "holds a dict, not metadata"),
         status=2,
         printed=("has no digests.json",),
@@ -245,14 +308,14 @@ TABLE = (
     ),
     Damage(
         "record without a version",
-        _edited(record.RECORD, lambda c: b"{}"),
+        _edited(record.RECORD, _empty_record),
         load=(record.RECORD, "is damaged", "format_version"),
         status=2,
         printed=("is damaged",),
     ),
     Damage(
         "digests gone",
-        lambda folder: (folder / digests.DIGESTS).unlink(),
+        _digests_gone,
         load=None,
         status=2,
         printed=("has no digests.json", "cannot be verified"),
@@ -266,7 +329,7 @@ TABLE = (
     ),
     Damage(
         "digests by another method",
-        _edited(digests.DIGESTS, lambda c: c.replace(b"crc32", b"sha9", 1)),
+        _edited(digests.DIGESTS, _unknown_algorithm),
         load=("algorithm 'sha9' is unknown",),
         status=2,
         printed=("algorithm 'sha9'",),
@@ -294,7 +357,7 @@ TABLE = (
     ),
     Damage(
         "folder gone",
-        lambda folder: folder.rename(folder.with_name("elsewhere")),
+        _folder_gone,
         load=("iter_0000002 does not exist", "iteration 1"),
         status=2,
         printed=("does not exist",),
@@ -302,7 +365,7 @@ TABLE = (
     ),
     Damage(
         "temporary name",
-        lambda folder: folder.rename(folder.with_name("tmp.iter_0000002")),
+        _temporary_name,
         load=("half-written", "tmp.iter_0000002", "iteration 1"),
         status=2,
         printed=("does not exist",),
@@ -310,7 +373,7 @@ TABLE = (
     ),
     Damage(
         "tracker gone",
-        lambda folder: (folder.parent / folders.TRACKER).unlink(),
+        _tracker_gone,
         load=(folders.TRACKER, "iteration 1, 2"),
         status=0,
         printed=("intact",),
@@ -318,14 +381,14 @@ TABLE = (
     ),
     Damage(
         "tracker without a number",
-        lambda folder: (folder.parent / folders.TRACKER).write_text("release"),
+        _tracker_without_a_number,
         load=(folders.TRACKER, "'release'"),
         status=0,
         printed=("intact",),
     ),
     Damage(
         "tracker cut short",
-        lambda folder: (folder.parent / folders.TRACKER).write_text(""),
+        _tracker_cut_short,
         load=(folders.TRACKER, "holds ''", "iteration 1, 2"),
         status=0,
         printed=("intact",),
@@ -342,31 +405,39 @@ TABLE = (
 
 @pytest.fixture
 def root(one_rank: None, tmp_path: Path) -> Path:
+    root = tmp_path / "root"
     for iteration in (1, 2):
-        save_checkpoint(tmp_path / "root", iteration, _state(float(iteration)))
-    return tmp_path / "root"
+        save_checkpoint(root, iteration, _state(float(iteration)))
+    return root
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_verify_and_a_load_say_what_is_wrong(
     root: Path, row: Damage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row.do(root / "iter_0000002")
-    assert main(["verify", str(root / "iter_0000002")]) == row.status
+    folder = root / "iter_0000002"
+    row.do(folder)
+    status = main(["verify", str(folder)])
     output = capsys.readouterr()
+    told = output.err if row.status == 2 else output.out
+
+    assert status == row.status
     for word in row.printed:
-        assert word in (output.err if row.status == 2 else output.out)
+        assert word in told
     if row.status == 1:
         assert output.out.splitlines()[-1] == "verify: DAMAGED (above)"
     assert main(["verify", str(root), "--iteration", "1"]) == 0
+
     target = _state(-1.0)
     if row.load is None:
-        assert load_checkpoint(root, target)[0] == 2
+        iteration, _ = load_checkpoint(root, target)
+        assert iteration == 2
         return
     with pytest.raises(row.kind) as error:
         load_checkpoint(root, target)
+    message = str(error.value)
     for word in row.load:
-        assert word in str(error.value)
+        assert word in message
     assert same(target, _state(-1.0)), "nothing may be touched before the error"
     iteration, loaded = load_checkpoint(root, target, iteration=1)
     assert iteration == 1
@@ -380,42 +451,54 @@ def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[s
         output = capsys.readouterr()
         assert f"{folder}: 3 files, " in output.out
         assert output.out.splitlines()[-1] == "verify: intact"
-    (folder / "run_config.yaml").write_text("by somebody else")
+
+    digests_file = folder / digests.DIGESTS
+    of_another = folder / "run_config.yaml"
+    of_another.write_text("by somebody else")
     assert main(["verify", str(folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    sizes = [p.stat().st_size for p in folder.iterdir()]
-    extra = (folder / "run_config.yaml").stat().st_size + (folder / digests.DIGESTS).stat().st_size
+    nbytes = 0
+    for path in folder.iterdir():
+        if path not in (digests_file, of_another):
+            nbytes += path.stat().st_size
     assert report == {
         "folder": str(folder),
         "files": 3,
-        "bytes": sum(sizes) - extra,
+        "bytes": nbytes,
         "algorithm": "crc32",
         "intact": True,
         "problems": [],
         "without_digest": ["run_config.yaml"],
     }
-    path = folder / digests.DIGESTS  # as earlier releases wrote it, with a digest for each item
-    found = json.loads(path.read_text())
-    for row in found["files"].values():
-        row |= {"ends": [3, row["bytes"]], "crc32": ["89e8f5a1", *row["crc32"]]}
-    found["files"]["empty"] = {"bytes": 0, "ends": [], "crc32": []}
-    path.write_text(json.dumps(found))
+
+    # As earlier releases wrote it, with a digest for each item.
+    found = json.loads(digests_file.read_text())
+    rows = found["files"]
+    for row in rows.values():
+        row["ends"] = [3, row["bytes"]]
+        row["crc32"].insert(0, "89e8f5a1")
+    rows["empty"] = {"bytes": 0, "ends": [], "crc32": []}
+    digests_file.write_text(json.dumps(found))
     (folder / "empty").touch()
     assert main(["verify", str(folder)]) == 0
-    found["files"][DATA]["crc32"].reverse()
-    path.write_text(json.dumps(found))
+    rows[DATA]["crc32"].reverse()
+    digests_file.write_text(json.dumps(found))
     assert main(["verify", str(folder)]) == 1
 
 
 def _overgrown(content: bytes) -> bool:
     """Whether the pickle has its reader set aside tables of gigabytes, as torch's own does."""
     try:
-        return any(
-            code.name == "LONG_BINPUT" and int(argument or 0) > 1 << 20
-            for code, argument, _ in pickletools.genops(content)
-        )
+        for code, argument, _ in pickletools.genops(content):
+            if code.name == "LONG_BINPUT" and int(argument or 0) > 1 << 20:
+                return True
     except Exception:
         return b"r" in content
+    return False
+
+
+def _compared_with_itself(folder: Path) -> Any:
+    return diff(folder, folder)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -425,25 +508,29 @@ def test_no_flipped_bit_of_metadata_gives_other_values_or_a_traceback(
     """Without a digest what is read after all is what was saved. A digest is of all bytes alike:
     every 13th is enough to see that it is asked."""
     folder = root / "iter_0000002"
-    if not ours:
-        (folder / digests.DIGESTS).unlink()
-    content = (folder / ".metadata").read_bytes()
-    loads = 0
+    metadata = folder / ".metadata"
+    content = metadata.read_bytes()
     if ours:
-        readers = (describe, lambda path: diff(path, path))
+        readers = (describe, _compared_with_itself)
+        step = 13
     else:
+        _digests_gone(folder)
         readers = ()
-    for at in range(0, len(content), 13 if ours else 1):
+        step = 1
+
+    loads = 0
+    for at in range(0, len(content), step):
         bit = 1 << at * 5 % 8
-        damaged = content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
+        damaged = _with_flipped_bits(content, at, bit)
         if not ours and _overgrown(damaged):
             continue
-        (folder / ".metadata").write_bytes(damaged)
+        metadata.write_bytes(damaged)
         for read in readers:
             with pytest.raises(ValueError):
                 read(folder)
         with contextlib.suppress(ValueError, CheckpointError):
-            assert same(load_checkpoint(root, _state(-1.0))[1], _state(2.0)), (at, bit)
+            _, loaded = load_checkpoint(root, _state(-1.0))
+            assert same(loaded, _state(2.0)), (at, bit)
             loads += 1
     assert (loads == 0) is ours
 

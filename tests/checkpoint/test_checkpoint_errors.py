@@ -36,7 +36,8 @@ CHECKS = (
 
 
 def _state(number: float = 1.0) -> dict[str, Any]:
-    return {"model": {"w": torch.full((4,), number), "b": torch.full((2, 3), number)}, "step": 1}
+    tensors = {"w": torch.full((4,), number), "b": torch.full((2, 3), number)}
+    return {"model": tensors, "step": 1}
 
 
 def test_missing_root(one_rank: None, tmp_path: Path) -> None:
@@ -61,13 +62,15 @@ def test_missing_root(one_rank: None, tmp_path: Path) -> None:
 def test_bad_arguments_to_save(
     one_rank: None, tmp_path: Path, arguments: dict[str, Any], named: str
 ) -> None:
+    root = tmp_path / "root"
     call = {"iteration": 1, "state": _state(), "keep_last": None, **arguments}
     with pytest.raises(ValueError, match=named):
-        save_checkpoint(tmp_path / "root", **call)
-    assert not (tmp_path / "root").exists()
-    (tmp_path / "root").write_text("")
+        save_checkpoint(root, **call)
+    assert not root.exists()
+
+    root.write_text("")
     with pytest.raises(ValueError, match=r"root is a file"):
-        save_checkpoint(tmp_path / "root", 1, _state())
+        save_checkpoint(root, 1, _state())
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:
@@ -78,20 +81,29 @@ def test_without_a_process_group(tmp_path: Path) -> None:
 
 def test_a_sharded_dtensor_without_chunks_is_refused(one_rank: None, tmp_path: Path) -> None:
     tensor = DTensor.from_local(torch.zeros(4), data_mesh(1), [Shard(0)])
-    with pytest.raises(ValueError, match=r"model.w: a sharded DTensor that carries no chunks"):
-        save_checkpoint(tmp_path, 1, {"model": {"w": tensor}})
+    state = {"model": {"w": tensor}}
+    message = r"model.w: a sharded DTensor that carries no chunks"
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(tmp_path, 1, state)
     save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(4)}})
-    with pytest.raises(ValueError, match=r"model.w: a sharded DTensor that carries no chunks"):
-        load_checkpoint(tmp_path, {"model": {"w": tensor}})
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path, state)
 
 
 def test_one_error_lists_every_difference(one_rank: None, tmp_path: Path) -> None:
-    beside = {"as_tensor": 1, "as_object": torch.ones(1)}
-    save_checkpoint(tmp_path, 1, {**_state(), **beside})
+    state = _state()
+    state["as_tensor"] = 1
+    state["as_object"] = torch.ones(1)
+    save_checkpoint(tmp_path, 1, state)
+
+    weight = torch.zeros(5)
+    also_new = torch.zeros(2)
     target = {
-        "model": {"w": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.float64), "new": 1},
-        "also_new": torch.zeros(2), "as_tensor": torch.tensor(1), "as_object": 3.0,
-    }  # fmt: skip
+        "model": {"w": weight, "b": torch.zeros(2, 3, dtype=torch.float64), "new": 1},
+        "also_new": also_new,
+        "as_tensor": torch.tensor(1),
+        "as_object": 3.0,
+    }
     with pytest.raises(ValueError) as error:
         load_checkpoint(tmp_path, target)
     lines = [line.strip() for line in str(error.value).splitlines()]
@@ -104,8 +116,8 @@ def test_one_error_lists_every_difference(one_rank: None, tmp_path: Path) -> Non
     assert "model.b: stored as torch.float32, wanted as torch.float64" in lines
     for key, kind in (("as_tensor", "an object"), ("as_object", "a tensor")):
         assert any(line.startswith(f"{key}: stored as {kind}") for line in lines), lines
-    assert bool((target["also_new"] == 0).all())
-    assert bool((target["model"]["w"] == 0).all())
+    assert bool((also_new == 0).all())
+    assert bool((weight == 0).all())
 
 
 def test_keep_last(one_rank: None, tmp_path: Path) -> None:
@@ -116,7 +128,8 @@ def test_keep_last(one_rank: None, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 3, _state(30.0), keep_last=1)
     assert folders.complete_iterations(tmp_path) == (3, 4)
     assert latest_iteration(tmp_path) == 3
-    assert load_checkpoint(tmp_path, _state())[1]["model"]["w"][0] == 30.0
+    _, loaded = load_checkpoint(tmp_path, _state())
+    assert loaded["model"]["w"][0] == 30.0
 
 
 @pytest.fixture
@@ -131,13 +144,18 @@ def replaced(one_rank: None, tmp_path: Path) -> Path:
 
 def test_a_save_killed_between_its_renames_leaves_the_old_one(replaced: Path) -> None:
     root = replaced
-    assert same(load_checkpoint(root, _state())[1], _state(2.0))
+    _, loaded = load_checkpoint(root, _state())
+    assert same(loaded, _state(2.0))
+
     # As far as the next save gets if it is killed too.
     folders.prepare_folder(folders.final_folder(root, 2))
-    assert same(load_checkpoint(root, _state())[1], _state(2.0))
+    _, loaded = load_checkpoint(root, _state())
+    assert same(loaded, _state(2.0))
+
     save_checkpoint(root, 2, _state(5.0))
     assert names(root) == ["iter_0000002", folders.TRACKER]
-    assert same(load_checkpoint(root, _state())[1], _state(5.0))
+    _, loaded = load_checkpoint(root, _state())
+    assert same(loaded, _state(5.0))
 
 
 @pytest.mark.parametrize("by_megatron", [False, True])
@@ -159,7 +177,8 @@ def test_a_checkpoint_under_its_replaced_name_is_kept_by_saves_of_later_iteratio
         kept = ["iter_0000002", "iter_0000003"]
     assert names(root) == [*kept, folders.TRACKER]
     if keep != 1:
-        assert same(load_checkpoint(root, _state(), iteration=2)[1], _state(2.0))
+        _, loaded = load_checkpoint(root, _state(), iteration=2)
+        assert same(loaded, _state(2.0))
 
 
 def test_everything_is_on_disk_before_it_gets_its_name(
@@ -170,10 +189,12 @@ def test_everything_is_on_disk_before_it_gets_its_name(
     rename = os.rename
 
     def without_nonce(path: Any) -> str:
-        return re.sub(r"(\.[0-9a-f]{8}-\d+)?\.[0-9a-f]{8}$", "", os.path.basename(path))
+        name = os.path.basename(path)
+        return re.sub(r"(\.[0-9a-f]{8}-\d+)?\.[0-9a-f]{8}$", "", name)
 
     def synced(descriptor: int) -> None:
-        events.append(without_nonce(os.readlink(f"/proc/self/fd/{descriptor}")))
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        events.append(without_nonce(path))
         fsync(descriptor)
 
     def renamed(source: Any, target: Any, **options: Any) -> None:
@@ -203,6 +224,7 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     save_checkpoint(f"{work}/a", 1, {"model": tensors, "rng": PerRank(rank)})
 
     # One rank alone wants another shape, another alone a key that is not there.
+    saved = f"{work}/a"
     if rank == 1:
         wrong = torch.zeros(3)
     else:
@@ -210,78 +232,64 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     poisoned = sharded_tensors(layout, rank, mesh, torch.float32, poison=True)
     target = {"model": dict(poisoned), "rng": PerRank(), f"extra_{rank}": wrong}
     with pytest.raises(ValueError) as error:
-        load_checkpoint(f"{work}/a", target)
-    assert "extra_0" in str(error.value)
-    assert "extra_1" in str(error.value)
+        load_checkpoint(saved, target)
+    message = str(error.value)
+    assert "extra_0" in message
+    assert "extra_1" in message
     assert same(target["model"], sharded_tensors(layout, rank, mesh, torch.float32, poison=True))
 
     # A key that one rank wants is not unexpected on the other.
-    partial = {"rng": PerRank()}
-    partial["model"] = {n: t for i, (n, t) in enumerate(poisoned.items()) if i % 2 == rank}
-    _, loaded = load_checkpoint(f"{work}/a", partial)
+    wanted = {}
+    for number, (name, tensor) in enumerate(poisoned.items()):
+        if number % 2 == rank:
+            wanted[name] = tensor
+    partial = {"rng": PerRank(), "model": wanted}
+    _, loaded = load_checkpoint(saved, partial)
     assert loaded["rng"] == rank
-    for n in partial["model"]:
-        assert same(loaded["model"][n], tensors[n])
-    del partial["model"]["norm" if rank == 1 else "embedding"]
+    for name in wanted:
+        assert same(loaded["model"][name], tensors[name])
+    del wanted["norm" if rank == 1 else "embedding"]
     with pytest.raises(ValueError, match=r"not in the state \(2\)") as error:
-        load_checkpoint(f"{work}/a", partial)
-    assert "model.norm" in str(error.value)
-    assert "model.embedding" in str(error.value)
+        load_checkpoint(saved, partial)
+    message = str(error.value)
+    assert "model.norm" in message
+    assert "model.embedding" in message
 
     # What is in the place of a value that is loaded is not pickled.
     lock = threading.Lock()
-    asked = {"model": poisoned, "rng": PerRank(lock)}
-    assert load_checkpoint(f"{work}/a", asked)[1]["rng"] == rank
-    save_checkpoint(f"{work}/c", 1, {"rng": PerRank(Evil(_made, rank == 1))})
+    _, loaded = load_checkpoint(saved, {"model": poisoned, "rng": PerRank(lock)})
+    assert loaded["rng"] == rank
 
+    # A state that only one rank cannot save.
+    key = 1 if rank == 1 else "1"
+    with pytest.raises(ValueError, match="rank 1: the state cannot be saved"):
+        save_checkpoint(saved, 2, {"model": tensors, "bad": {key: 2}})
+    with pytest.raises(ValueError, match="ranks disagree"):
+        save_checkpoint(saved, 2 + rank, {"model": tensors})
+
+    # A value that one rank cannot pickle, or that cannot be unpickled there.
     locked = {"model": tensors, "rng": PerRank(lock if rank == 1 else 0)}
+    with pytest.raises(CheckpointError, match="rank 1: TypeError: cannot pickle '_thread.lock'"):
+        save_checkpoint(saved, 2, locked)
+    evil = f"{work}/c"
+    save_checkpoint(evil, 1, {"rng": PerRank(Evil(_made, rank == 1))})
+    with pytest.raises(CheckpointError, match="rank 1: ImportError: gone"):
+        load_checkpoint(evil, {"rng": PerRank()})
+
+    # A rank that does not see the folder, as with a root that is not shared.
+    seen = saved if rank == 0 else f"{work}/local"
+    with pytest.raises(FileNotFoundError, match=r"rank 1: .*local does not exist"):
+        load_checkpoint(seen, {"model": poisoned, "rng": PerRank()})
+
+    # Overlapping chunks: two ranks claim the same rows.
     both = sharded_tensors(layout, 0, mesh, torch.float32)
-    refused: tuple[tuple[type[Exception], str, Any], ...] = (
-        # A state that only one rank cannot save.
-        (
-            ValueError,
-            "rank 1: the state cannot be saved",
-            lambda: save_checkpoint(
-                f"{work}/a", 2, {"model": tensors, "bad": {1: 2} if rank == 1 else {"1": 2}}
-            ),
-        ),
-        (
-            ValueError,
-            "ranks disagree",
-            lambda: save_checkpoint(f"{work}/a", 2 + rank, {"model": tensors}),
-        ),
-        # A value that one rank cannot pickle, or that cannot be unpickled there.
-        (
-            CheckpointError,
-            "rank 1: TypeError: cannot pickle '_thread.lock'",
-            lambda: save_checkpoint(f"{work}/a", 2, locked),
-        ),
-        (
-            CheckpointError,
-            "rank 1: ImportError: gone",
-            lambda: load_checkpoint(f"{work}/c", {"rng": PerRank()}),
-        ),
-        # A rank that does not see the folder, as with a root that is not shared.
-        (
-            FileNotFoundError,
-            r"rank 1: .*local does not exist",
-            lambda: load_checkpoint(
-                f"{work}/{('a', 'local')[rank]}", {"model": poisoned, "rng": PerRank()}
-            ),
-        ),
-        # Overlapping chunks: two ranks claim the same rows.
-        (
-            RuntimeError,
-            "Failed to validate global plan",
-            lambda: save_checkpoint(f"{work}/b", 1, {"model": {**both, "x": tensors["fc"]}}),
-        ),
-    )
-    for error_type, match, call in refused:
-        with pytest.raises(error_type, match=match):
-            call()
+    both["x"] = tensors["fc"]
+    with pytest.raises(RuntimeError, match="Failed to validate global plan"):
+        save_checkpoint(f"{work}/b", 1, {"model": both})
+
     with AsyncSaver() as saver, pytest.raises(CheckpointError, match="'_thread.lock'"):
-        saver.save(f"{work}/a", 2, locked)
-    assert latest_iteration(f"{work}/a") == 1
+        saver.save(saved, 2, locked)
+    assert latest_iteration(saved) == 1
     dist.barrier()
 
 
@@ -303,14 +311,19 @@ def test_a_gloo_group_is_made_where_the_default_has_no_cpu_backend(
 ) -> None:
     real = dist.get_backend_config
     default = dist.group.WORLD
-    monkeypatch.setattr(
-        dist, "get_backend_config", lambda g: "cuda:nccl" if g is default else real(g)
-    )
+
+    def backends(group: dist.ProcessGroup) -> Any:
+        if group is default:
+            return "cuda:nccl"
+        return real(group)
+
+    monkeypatch.setattr(dist, "get_backend_config", backends)
     with coordination() as ranks:
         made = ranks.group
         assert made is not default
         assert ranks.size == 1
-        assert ranks.run("stage", lambda: 7, share=lambda n: n + 1) == (7, (8,))
+        found = ranks.run("stage", lambda: 7, share=lambda n: n + 1)
+        assert found == (7, (8,))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="not initialized"):
         dist.get_backend(made)

@@ -24,7 +24,7 @@ def outcomes_of(module: object) -> list[Outcomes]:
     found: list[Outcomes] = []
     for value in vars(module).values():
         if isinstance(value, dict):
-            values = value.values()
+            values = list(value.values())
         else:
             values = [value]
         found += [one for one in values if isinstance(one, Outcomes)]

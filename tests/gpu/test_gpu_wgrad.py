@@ -76,10 +76,7 @@ class Pair(nn.Module):
         super().__init__()
         import transformer_engine.pytorch as te
 
-        if name == "GroupedLinear":
-            sizes = (2, SIZE, SIZE)
-        else:
-            sizes = (SIZE, SIZE)
+        sizes = (2, SIZE, SIZE) if name == "GroupedLinear" else (SIZE, SIZE)
         self.name = name
         self.calls = calls
         self.layer = getattr(te, name)(

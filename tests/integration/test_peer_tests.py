@@ -47,7 +47,9 @@ def test_the_peers_tests_pass_with_our_wrapper(megatron_lm: Path, test: str) -> 
     for sign, reason in CANNOT_RUN.items():
         if sign in done.stdout:
             pytest.skip(reason)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert " passed" in done.stdout, told
 
 
 OF_FULLY_SHARD = {
@@ -70,7 +72,9 @@ def test_the_peers_tests_of_fully_shard_pass_with_ours(
         pytest.skip(f"it needs {ranks} GPUs")
     done = _run(megatron_lm, FULLY_SHARD, "fully_shard_tests", tests, ranks)
     passed = [int(count) for count in re.findall(r"(\d+) passed", done.stdout)]
-    assert done.returncode == 0 and len(passed) == ranks, done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert len(passed) == ranks, told
     assert min(passed) >= OF_FULLY_SHARD[ranks, tests], done.stdout
 
 
@@ -80,52 +84,26 @@ def _run(
     """Runs tests of a file. The checkout is first on the path: it has a folder `tests` of its own.
     The conftest of the tests is left out, which downloads data sets, and their configuration of
     pytest."""
-    checkout = megatron_lm.resolve()
-    (path,) = (p for p in (checkout / FOLDER).glob(f"*/{file}"))
+    checkout = str(megatron_lm.resolve())
+    (path,) = Path(checkout, FOLDER).glob(f"*/{file}")
+    of_ranks = f"-m torch.distributed.run --nproc_per_node {ranks} --standalone"
+    options = f"--import-mode=importlib -p no:cacheprovider -p {plugin} -q -s"
+    command = [sys.executable, "-W", "ignore", *of_ranks.split(), "-m", "pytest"]
+    command += ["-c", os.devnull, "--rootdir", checkout, "--confcutdir", str(path.parent)]
+    command += [*options.split(), "-k", test, str(path)]
+
+    folders = [checkout, str(ROOT), str(HARNESSES)]
+    environment = dict(os.environ)
+    if environment.get("PYTHONPATH"):
+        folders.append(environment["PYTHONPATH"])
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
+    environment["MEGATRON_LM_PATH"] = checkout
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     return subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(ranks),
-            "--standalone",
-            "-m",
-            "pytest",
-            "-c",
-            os.devnull,
-            "--rootdir",
-            str(checkout),
-            "--confcutdir",
-            str(path.parent),
-            "--import-mode=importlib",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            plugin,
-            "-q",
-            "-s",
-            "-k",
-            test,
-            str(path),
-        ],
+        command,
         cwd=checkout,
-        env={
-            **os.environ,
-            "MEGATRON_LM_PATH": str(checkout),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                [
-                    str(checkout),
-                    str(ROOT),
-                    str(HARNESSES),
-                    *filter(None, [os.environ.get("PYTHONPATH")]),
-                ]
-            ),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-        },
+        env=environment,
         capture_output=True,
         text=True,
         timeout=600,
