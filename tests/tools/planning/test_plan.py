@@ -81,11 +81,14 @@ def test_memory_of_a_plan_is_that_of_estimate(name, capsys):
     spec = model("llama-1.5b", 20) if "default" in name else FEW
     given = ("--preset=llama3-8b", "--num-layers=4", "--data-parallel-size=8", "--rank=0", "--json")
     assert estimate.main([*given, *words]) == 0
-    held = json.loads(capsys.readouterr().out)["strategies"][chosen.strategy]["bytes"]
-    kept = {kind: count for kind, count in held.items() if LIFE[kind] == PERSISTENT}
+    report = json.loads(capsys.readouterr().out)
+    held = report["strategies"][chosen.strategy]["bytes"]
     found = memory(spec, chosen, H200, 1)
-    assert {kind: found[kind] for kind in kept} == kept
-    assert ACTIVATIONS in found or found["gradient shard"] == held["gradient shard"]
+    for kind, count in held.items():
+        if LIFE[kind] == PERSISTENT:
+            assert found[kind] == count, kind
+    if ACTIVATIONS not in found:
+        assert found["gradient shard"] == held["gradient shard"]
 
 
 @pytest.mark.parametrize(
@@ -125,20 +128,29 @@ def test_ranks_of_a_domain_are_tensor_parallel_ones_first():
 
 
 def test_stages_share_out_all_layers_and_all_parameters():
-    spec, parallel = model("llama3-8b", 10), Parallel(pipeline=4)
-    numbers = [n for stage in range(4) for n in layers_of(spec, parallel, stage)]
+    spec = model("llama3-8b", 10)
+    parallel = Parallel(pipeline=4)
+    numbers = []
+    parts = []
+    for stage in range(4):
+        numbers += layers_of(spec, parallel, stage)
+        parts += [fqn for _, fqn, _, _ in listing(spec, parallel, stage)]
+    whole = [fqn for _, fqn, _, _ in listing(spec, Parallel())]
     assert numbers == list(range(10))
-    whole = sorted(fqn for _, fqn, _, _ in listing(spec, Parallel()))
-    parts = sorted(fqn for stage in range(4) for _, fqn, _, _ in listing(spec, parallel, stage))
-    assert parts == whole
+    assert sorted(parts) == sorted(whole)
 
 
 def wanted(**given) -> Request:
-    return Request(**{
-        "spec": FEW, "machine": H200, "gpus": 8, "global_batch": 16, "memory_gib": 140.0,
-        "fixed": {"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1}, "tries": 4,
-        **given,
-    })  # fmt: skip
+    usual = Request(
+        spec=FEW,
+        machine=H200,
+        gpus=8,
+        global_batch=16,
+        memory_gib=140.0,
+        fixed={"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1},
+        tries=4,
+    )
+    return replace(usual, **given)
 
 
 def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan():
@@ -170,12 +182,18 @@ def test_options_that_leave_nothing_are_an_error_that_names_them(given, reason):
 
 def every(**given) -> list[Configuration]:
     chosen = wanted(**given)
-    return [one for split in splits(chosen) for one in candidates(chosen, split)]
+    found = []
+    for split in splits(chosen):
+        found += candidates(chosen, split)
+    return found
 
 
 def test_candidates_are_what_the_options_and_the_machine_leave():
     far = every(gpus=64, global_batch=64)
-    inside = [one.shards["dense"][0] * one.parallel.tensor for one in far if one.copies]
+    inside = []
+    for one in far:
+        if one.copies:
+            inside.append(one.shards["dense"][0] * one.parallel.tensor)
     assert inside, "copy engines and shards stay inside a domain"
     assert max(inside) <= 8, "copy engines and shards stay inside a domain"
     told = every(gpus=64, global_batch=64, fixed={"tensor": 2, "strategy": "optim"})
@@ -194,9 +212,11 @@ def test_a_graph_is_not_tried_where_the_host_does_not_limit():
     assert slow.predictions[0].configuration.graph
 
 
+SPLIT_AGAIN = Configuration(
+    64, Parallel(tensor=2, recompute=True), instances=4, outer_optim=True, copies=True
+)
 FLAGS = [
-    (FEW, Configuration(64, Parallel(tensor=2, recompute=True), instances=4, outer_optim=True,
-                        copies=True),
+    (FEW, SPLIT_AGAIN,
      ("--use-megatron-fsdp", "--tensor-model-parallel-size 2", "--sequence-parallel",
       "--data-parallel-sharding-strategy optim_grads_params",
       "--num-distributed-optimizer-instances 4", "--outer-dp-sharding-strategy optim",
@@ -225,14 +245,15 @@ def told_to_core(spec, text: str) -> dict[str, Any]:
     words = shlex.split(text)
     named: dict[str, Any] = {}
     for flag, value in zip(words, [*words[1:], "--"], strict=True):
-        if flag.startswith("--"):
-            if value.startswith("--"):
-                told = True
-            elif value.isdigit():
-                told = int(value)
-            else:
-                told = value
-            named[flag[2:].replace("-", "_")] = told
+        if not flag.startswith("--"):
+            continue
+        name = flag[2:].replace("-", "_")
+        if value.startswith("--"):
+            named[name] = True
+        elif value.isdigit():
+            named[name] = int(value)
+        else:
+            named[name] = value
     virtual = named.pop("num_virtual_stages_per_pipeline_rank", None)
     fields = {one.name for one in dataclasses.fields(TransformerConfig)}
     return {
@@ -258,7 +279,10 @@ def test_megatron_core_builds_every_split_that_is_planned(preset, gpus, batch):
     of the uneven ones too."""
     spec = model_named(preset)
     given = wanted(spec=spec, gpus=gpus, global_batch=batch, fixed={"microbatch": 1})
-    every = {split.parallel for split in splits(given) if not split.parallel.recompute}
+    every = set()
+    for split in splits(given):
+        if not split.parallel.recompute:
+            every.add(split.parallel)
     assert len(every) > 5
     for parallel in every:
         text = megatron_flags(spec, Configuration(gpus, parallel))
@@ -268,13 +292,16 @@ def test_megatron_core_builds_every_split_that_is_planned(preset, gpus, batch):
         assert [sum(chunks) for chunks in found] == stages
         assert sum(stages) == spec.num_layers
         assert {len(chunks) for chunks in found} == {parallel.virtual}
-        assert max(map(max, found)) - min(map(min, found)) <= 1
+        layers = [number for chunks in found for number in chunks]
+        assert max(layers) - min(layers) <= 1
 
 
 def test_virtual_stages_wait_for_the_longest():
     spec = model("llama3-8b", 10)
-    even, uneven = (Parallel(pipeline=2, virtual=n) for n in (5, 4))
-    assert waits_for_longer(spec, even, 0) == waits_for_longer(spec, Parallel(pipeline=4), 0) == 0
+    even = Parallel(pipeline=2, virtual=5)
+    uneven = Parallel(pipeline=2, virtual=4)
+    assert waits_for_longer(spec, even, 0) == 0
+    assert waits_for_longer(spec, Parallel(pipeline=4), 0) == 0
     # Chunks of 2, 1, 1 and 1 layers take turns with another stage's.
     assert waits_for_longer(spec, uneven, 0) == pytest.approx(4 * 2 / 5 - 1)
 
@@ -302,29 +329,19 @@ ONE_STAGE = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-siz
 RUN = ("--seq-length", "4096", "--gpus", "2", "--global-batch-size", "2", "--tries", "2",
        *ONE_STAGE)  # fmt: skip
 SMALL = ("--preset", "llama3-8b", "--num-layers", "4", *RUN)
+TWO_LAYERS = (
+    "--preset=llama3-8b",
+    "--num-layers=2",
+    "--hidden-size=4096",
+    "--gpus=1",
+    "--tries=1",
+    "--global-batch-size=1",
+    "--seq-length=1024",
+)
 COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (SMALL, 0, ("ms/step", "Megatron-LM", "reduce-scatter")),
     ((*SMALL, "--tries", "6"), 0, (NOT_LAUNCH_BOUND, "why not", "like it: ")),
-    (
-        (
-            "--preset",
-            "llama3-8b",
-            "--num-layers",
-            "2",
-            "--hidden-size",
-            "4096",
-            "--gpus",
-            "1",
-            "--tries",
-            "1",
-            "--global-batch-size",
-            "1",
-            "--seq-length",
-            "1024",
-        ),
-        0,
-        ("llama3-8b: 1.5B",),
-    ),
+    (TWO_LAYERS, 0, ("llama3-8b: 1.5B",)),
     (("--hf-config", "/nowhere/config.json"), 2, ("no such file",)),
     (
         ("--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "1"),
@@ -350,7 +367,8 @@ COMMANDS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
 def test_the_command_prints_a_table_flags_and_reasons(capsys, words, status, printed):
     found, text = run(capsys, *words)
     assert found == status
-    assert not [part for part in printed if part not in text], text
+    for part in printed:
+        assert part in text, text
     assert "Traceback" not in text
     assert text.count(NOT_LAUNCH_BOUND) <= 1, "configurations that one reason refuses are one line"
 
@@ -361,7 +379,8 @@ def test_what_does_not_fit_is_told_with_what_needs_least(capsys):
     least = int(re.search(r"the smallest needs ([\d,]+) GiB or more \(.*recompute\)", text)[1])
     assert status == 2
     assert 30 < least < 80
-    assert run(capsys, *words, "--memory-gib", str(least - 1))[0] == 2
+    status, _ = run(capsys, *words, "--memory-gib", str(least - 1))
+    assert status == 2
 
 
 def is_baseline(name: str) -> bool:
@@ -376,7 +395,8 @@ def test_weights_sharded_alone_are_in_the_table_or_among_the_reasons(memory_gib,
     names = [one.configuration.name for one in found.predictions]
     reasons = [reason for name, reason in found.refused if is_baseline(name)]
     assert any(map(is_baseline, names)) == fits
-    assert fits or any(reason.endswith("GiB") for reason in reasons)
+    if not fits:
+        assert any(reason.endswith("GiB") for reason in reasons)
 
 
 def test_json_has_what_the_table_has(capsys):
@@ -408,13 +428,16 @@ def test_models_of_hugging_face_have_megatrons_sizes(tmp_path, capsys):
     llama = described()
     for given in (tmp_path, path):
         assert estimate.main(["--hf-config", str(given), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["parameters"] == 8_030_261_248
+        report = json.loads(capsys.readouterr().out)
+        assert report["parameters"] == 8_030_261_248
+
     parser = argparse.ArgumentParser()
     add_flags(parser, prove.OPTIONS)
     words = parser.parse_args(["--hf-config", str(tmp_path)], argparse.Namespace(script=None))
     words.world_size = None
     proven = prove.read_recipe(words, {}).options
     assert from_options({**proven, "num_experts": None}, "") == llama
+
     path.write_text(json.dumps({"hidden_size": 4}))
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         read_hugging_face(str(path))
