@@ -32,11 +32,15 @@ pytestmark = [
 
 def _half(python: str, path: str, engine: str, action: str, folder: Path) -> dict[str, Any]:
     out = folder / f"{action}.pickle"
-    where = os.pathsep.join([str(ROOT), path] if path else [str(ROOT)])
+    folders = [str(ROOT)]
+    if path:
+        folders.append(path)
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
     done = subprocess.run(
         [python, "-m", "tests.lib.checkpoint.across", engine, action, str(folder), str(out)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": where},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=600,
@@ -54,7 +58,10 @@ def test_a_checkpoint_of_one_release_loads_in_the_other(
 ) -> None:
     here = (sys.executable, os.environ.get("PYTHONPATH", ""))
     other = (str(OTHER), OTHER_PATH)
-    first, second = (here, other) if writer == "here" else (other, here)
+    if writer == "here":
+        first, second = here, other
+    else:
+        first, second = other, here
     saved = _half(*first, saves, "save", tmp_path)
     loaded = _half(*second, loads, "load", tmp_path)
     assert saved["release"] != loaded["release"]

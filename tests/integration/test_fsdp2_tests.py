@@ -31,16 +31,23 @@ def test_torchs_tests_of_fsdp2_pass_with_ours(name: str) -> None:
         pytest.skip("PYTORCH_SOURCE_PATH names no checkout of PyTorch")
     pytest.importorskip("expecttest", reason="torch's tests need the package expecttest")
     path = Path(source).resolve() / FOLDER / f"test_fully_shard_{name}.py"
+    folders = [str(ROOT), str(HARNESSES)]
+    environment = dict(os.environ)
+    if environment.get("PYTHONPATH"):
+        folders.append(environment["PYTHONPATH"])
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["TORCHDYNAMO_DISABLE"] = "1"
+    environment["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = "900"
+    options = "-p no:cacheprovider -p fsdp2_tests -q -rA --tb=short"
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-c", os.devnull]
+    command += ["--rootdir", str(path.parent), *options.split(), str(path)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pytest", "-c", os.devnull, "--rootdir",
-         str(path.parent), "-p", "no:cacheprovider", "-p", "fsdp2_tests", "-q", "-rA", "--tb=short",
-         str(path)],
-        env={
-            **os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "900",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HARNESSES),
-                                           *filter(None, [os.environ.get("PYTHONPATH")])]),
-        },
-        capture_output=True, text=True, timeout=1200, check=False,
-    )  # fmt: skip
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -48,15 +48,15 @@ def run_script(
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    command += [str(SCRIPTS / name), *arguments]
+    environment = dict(os.environ)
+    found_before = environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), found_before])
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PYTHONWARNINGS"] = "ignore"
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(
-        [*command, str(SCRIPTS / name), *arguments],
+        command,
         env=environment,
         capture_output=True,
         text=True,

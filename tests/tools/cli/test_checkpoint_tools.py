@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -38,7 +39,8 @@ def changed(root: Path, **changes: float) -> Path:
     """The same checkpoint with other values: the first element of a key, by key."""
     state = fsdp_state(Model(experts=2))
     for name, value in changes.items():
-        state["model"][f"module.{name}.weight"][0, 0] = value
+        weight = state["model"][f"module.{name}.weight"]
+        weight[0, 0] = value
     return save_fsdp(root, state)
 
 
@@ -82,30 +84,27 @@ def test_what_a_command_tells(name: str, saved: Path, tmp_path: Path, capsys: Ca
     words, status, printed, absent, error = TOLD[name]
 
     def put(text: str) -> str:
-        return text.replace("SAVED", str(saved)).replace("TMP", str(tmp_path))
+        with_folder = text.replace("SAVED", str(saved))
+        return with_folder.replace("TMP", str(tmp_path))
 
     assert main(put(words).split()) == status
     found = capsys.readouterr()
-    assert all(put(text) in found.out for text in printed), found.out
-    assert not any(text in found.out for text in absent), found.out
+    for one in printed:
+        assert put(one) in found.out, found.out
+    for one in absent:
+        assert one not in found.out, found.out
     assert re.fullmatch(put(error), found.err), found.err
-    assert name != "convert" or (tmp_path / "td" / "iter_0000003" / "common.pt").is_file()
+    if name == "convert":
+        assert (tmp_path / "td" / "iter_0000003" / "common.pt").is_file()
 
 
 def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Path) -> None:
     """Before: warnings of Megatron's imports, in front of the report."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    environment = dict(os.environ)
+    environment.pop("PYTHONWARNINGS", None)
+    words = ["convert", str(saved), str(tmp_path / "td"), "--to", "torch_dist"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "megatron_fsdp_adapter",
-            "convert",
-            str(saved),
-            str(tmp_path / "td"),
-            "--to",
-            "torch_dist",
-        ],
+        [sys.executable, "-m", "megatron_fsdp_adapter", *words],
         capture_output=True,
         text=True,
         timeout=120,
@@ -141,12 +140,17 @@ def test_inspect_as_json_has_every_key_and_what_the_save_itself_noted(
     assert found["saved_by"]["processes that wrote files"]
     assert found["model"]["num_layers"] == 2
     entries = {entry.pop("key"): entry for entry in found["entries"]}
-    embedding = {"shape": [24, 16], "dtype": "float32", "nbytes": 24 * 16 * 4, "part": "weights"}
-    assert embedding.items() <= entries["model.module.embedding.word_embeddings.weight"].items()
+    embedding = entries["model.module.embedding.word_embeddings.weight"]
+    assert embedding["shape"] == [24, 16]
+    assert embedding["dtype"] == "float32"
+    assert embedding["nbytes"] == 24 * 16 * 4
+    assert embedding["part"] == "weights"
     assert entries["args"]["shape"] is None
     assert entries["args"]["nbytes"] > 0
     weights = fsdp_state(Model(experts=2))["model"].values()
-    assert found["totals"]["weights"]["elements"] == sum(tensor.numel() for tensor in weights)
+    elements = sum(tensor.numel() for tensor in weights)
+    assert found["totals"]["weights"]["elements"] == elements
+
     write_record(saved / "iter_0000003", 8, 3, {"tensor_model_parallel_size": 4})
     noted = report(capsys, "inspect", saved)["saved_by"]
     assert noted["world_size"] == 8
@@ -156,22 +160,22 @@ def test_inspect_as_json_has_every_key_and_what_the_save_itself_noted(
 
 
 def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -> None:
-    changed(tmp_path / "b", **{"decoder.layers.1.self_attention.linear_proj": 100.0})
-    found = report(capsys, "diff", saved, tmp_path / "b", status=1)
+    projection = "decoder.layers.1.self_attention.linear_proj"
+    other = changed(tmp_path / "b", **{projection: 100.0})
+    found = report(capsys, "diff", saved, other, status=1)
     assert found["different"]
-    assert len(found["values"]) == 1
-    value = found["values"][0]
-    assert value["key"] == "model.module.decoder.layers.1.self_attention.linear_proj.weight"
+    [value] = found["values"]
+    assert value["key"] == f"model.module.{projection}.weight"
     assert value["differing"] == 1
     assert 90 < value["largest"] < 110
-    assert main(["diff", str(saved), str(tmp_path / "b"), "--no-values"]) == 0
+    assert main(["diff", str(saved), str(other), "--no-values"]) == 0
+
     # By common names too, though one of them is of another format.
-    assert main(["convert", str(saved), str(tmp_path / "td"), "--to", "torch_dist"]) == 0
-    assert main(["diff", str(tmp_path / "td"), str(tmp_path / "b")]) == 1
-    assert "weights.decoder.layers.1.self_attention.linear_proj.weight: 1 of" in (
-        capsys.readouterr().out
-    )
-    assert main(["diff", str(tmp_path / "td"), str(saved)]) == 0
+    converted = str(tmp_path / "td")
+    assert main(["convert", str(saved), converted, "--to", "torch_dist"]) == 0
+    assert main(["diff", converted, str(other)]) == 1
+    assert f"weights.{projection}.weight: 1 of" in capsys.readouterr().out
+    assert main(["diff", converted, str(saved)]) == 0
 
 
 def test_diff_tells_a_sign_of_zero_and_nan_from_their_bits(tmp_path: Path) -> None:
@@ -180,17 +184,23 @@ def test_diff_tells_a_sign_of_zero_and_nan_from_their_bits(tmp_path: Path) -> No
     def save(name: str, values: list[float]) -> Path:
         return save_fsdp(tmp_path / name, {"model": {"module.w": torch.tensor(values)}})
 
-    nan = save("a", [float("nan"), 0.0])
-    assert not any(diff(nan, save("b", [float("nan"), 0.0])).values())
-    assert diff(nan, save("c", [float("nan"), -0.0]))["values"][0]["differing"] == 1
+    nan = save("a", [math.nan, 0.0])
+    same = save("b", [math.nan, 0.0])
+    other = save("c", [math.nan, -0.0])
+    assert not any(diff(nan, same).values())
+    found = diff(nan, other)
+    assert found["values"][0]["differing"] == 1
 
 
 def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captured) -> None:
     def save(name: str, **state: object) -> str:
-        return str(save_fsdp(tmp_path / name, {"model": {"module.x": torch.ones(1)}, **state}))
+        weights = {"module.x": torch.ones(1)}
+        root = save_fsdp(tmp_path / name, {"model": weights, **state})
+        return str(root)
 
-    a = save("a", only=torch.ones(2), s=torch.ones(2), d=torch.ones(2), o=1)
-    b = save("b", new=torch.ones(2), s=torch.ones(3), d=torch.ones(2).double(), o=2)
+    two = torch.ones(2)
+    a = save("a", only=two, s=two, d=two, o=1)
+    b = save("b", new=two, s=torch.ones(3), d=two.double(), o=2)
     assert main(["diff", a, b]) == 1
     text = capsys.readouterr().out
     for line in (

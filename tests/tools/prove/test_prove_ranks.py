@@ -41,9 +41,13 @@ def prove(
     folder: Path, prepare: Callable[[], None] | None, ranks: int = 2, **options: Any
 ) -> list[ComparedRow]:
     recipe = source.of_options({**MODEL, **options}, "a test", ranks)
-    plan = run.ProofPlan(shrink(recipe.options, Room(ranks, False, False)), folder, 2, 1, prepare)
+    small = shrink(recipe.options, Room(ranks, False, False))
+    plan = run.ProofPlan(small, folder, 2, 1, prepare)
     return run.prove(plan, "gloo", 300.0)
 
+
+WORDS = [f"--set={name}={value!r}" for name, value in MODEL.items()]
+"""The model, told to doctor."""
 
 ROWS = [
     ComparedRow("trained", 1, "loss", 0.0, 0.1),
@@ -59,24 +63,27 @@ def test_json_has_the_options_the_sizes_and_every_comparison(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(run, "prove", lambda *_: rows)
-    words = [f"--set={name}={value!r}" for name, value in MODEL.items()]
-    assert doctor.main(["--prove", "--json", "--ranks=2", *words]) == status
-    found = json.loads(capsys.readouterr().out)
-    assert found["holds"] is not bool(status)
-    assert [row["holds"] for row in found["comparisons"]] == [True, False][: len(rows)]
+    assert doctor.main(["--prove", "--json", "--ranks=2", *WORDS]) == status
+    printed = capsys.readouterr().out
+    found = json.loads(printed)
+    compared = [row["holds"] for row in found["comparisons"]]
+    assert found["holds"] is (status == 0)
+    assert compared == ([True] if status == 0 else [True, False])
     assert found["options"]["num_layers"] == 3
     assert found["small"]["microbatches"] == 3
 
 
 def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     """By the command of docs/prove.md, of which fewer steps are run."""
-    page = (Path(__file__).parents[3] / "docs" / "prove.md").read_text()
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "prove.md").read_text()
     [command] = re.findall(r"megatron-fsdp-adapter doctor (--prove --preset .*)", page)
     status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1"])
     out = capsys.readouterr().out
+    last = out.splitlines()[-1]
     assert status == 0
     assert "step 1  gradients of" in out
-    assert re.fullmatch(r"doctor --prove: (\d+) of \1 .* hold: proven", out.splitlines()[-1])
+    assert re.fullmatch(r"doctor --prove: (\d+) of \1 .* hold: proven", last)
 
 
 def test_two_instances_are_proven(tmp_path: Path) -> None:
@@ -108,10 +115,10 @@ def test_a_rank_that_fails_or_hangs_ends_all_and_their_stacks_are_shown(
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would print elsewhere
     planned = functools.partial(run.ProofPlan, prepare=fault)
     monkeypatch.setattr(cli, "run", SimpleNamespace(Plan=planned, prove=run.prove))
-    words = [f"--set={name}={value!r}" for name, value in MODEL.items()]
-    assert doctor.main(["--prove", "--ranks=2", "--timeout=30", *words]) == 1
+    assert doctor.main(["--prove", "--ranks=2", "--timeout=30", *WORDS]) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert len([line for line in lines if says[0] in line]) == len(says)
+    shown = [line for line in lines if says[0] in line]
+    assert len(shown) == len(says)
     assert lines[-1] == "doctor --prove: a rank failed (above), nothing is proven"
 
 
