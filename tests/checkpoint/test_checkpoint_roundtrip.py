@@ -49,10 +49,8 @@ def _round_trip(rank: int, size: int, root: str, cut: int) -> dict[str, Any]:
     assert target["iteration"] == 0, "the caller's containers are not changed"
     assert target["opt_param_scheduler"] == {"num_steps": 0}
     assert target["optimizer"]["state"]["fc"]["step"].item() == 3.0
-    return {
-        "keys": list(flatten(to_stored(state, rank))),
-        "empty": sum(t._local_tensor.numel() == 0 for t in dtensors_of(state)),
-    }
+    empty = [tensor for tensor in dtensors_of(state) if tensor._local_tensor.numel() == 0]
+    return {"keys": list(flatten(to_stored(state, rank))), "empty": len(empty)}
 
 
 def _round_trips(rank: int, size: int, root: str) -> list[dict[str, Any]]:
@@ -81,18 +79,20 @@ def test_round_trip_is_bit_equal(saved: tuple[Path, Any], cut: int) -> None:
 @pytest.mark.parametrize("cut", CUTS)
 def test_torch_reads_the_folder_as_whole_tensors(saved: tuple[Path, Any], cut: int) -> None:
     """An independent reader, with plain tensors of the whole shape, finds the whole values."""
-    names = [(dtype, spec) for dtype in DTYPES for spec in plan(4, cut=cut).specs]
-    plain = {
-        f"module.{str(dtype).removeprefix('torch.')}.{spec.fqns[0]}": torch.zeros(
-            spec.shape or (1,), dtype=dtype
-        )
-        for dtype, spec in names
-    }
+    root, _ = saved
+    plain = {}
+    expected = {}
+    for dtype in DTYPES:
+        kind = str(dtype).removeprefix("torch.")
+        for spec in plan(4, cut=cut).specs:
+            name = f"module.{kind}.{spec.fqns[0]}"
+            plain[name] = torch.zeros(spec.shape or (1,), dtype=dtype)
+            expected[name] = whole(spec.fqns[0], spec.shape, dtype)
     torch.distributed.checkpoint.load(
-        {"model": plain}, checkpoint_id=saved[0] / str(cut) / FOLDER, no_dist=True
+        {"model": plain}, checkpoint_id=root / str(cut) / FOLDER, no_dist=True
     )
-    for value, (dtype, spec) in zip(plain.values(), names, strict=True):
-        assert torch.equal(value, whole(spec.fqns[0], spec.shape, dtype)), (dtype, spec)
+    for name, value in plain.items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_the_number_of_collectives_does_not_grow_with_tensors(tmp_path: Path) -> None:
@@ -102,9 +102,13 @@ def test_the_number_of_collectives_does_not_grow_with_tensors(tmp_path: Path) ->
 def _check_counts(rank: int, size: int, root: str) -> None:
     tensors = numbered_state(rank, size, 1.0)["model"]
     for copies in (1, 50):
-        model = {f"{i}.{name}": tensor for i in range(copies) for name, tensor in tensors.items()}
+        model = {}
+        for number in range(copies):
+            for name, tensor in tensors.items():
+                model[f"{number}.{name}"] = tensor
+        folder = f"{root}/{copies}"
         with collectives_called() as called:
-            save_checkpoint(f"{root}/{copies}", 1, {"model": model})
+            save_checkpoint(folder, 1, {"model": model})
             assert len(called) == 6, called
-            load_checkpoint(f"{root}/{copies}", {"model": model})
+            load_checkpoint(folder, {"model": model})
             assert len(called) == 6 + 2, called

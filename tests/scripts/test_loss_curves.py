@@ -18,9 +18,10 @@ OURS = script.OURS
 
 @pytest.mark.parametrize("name", script.SETS)
 def test_each_run_of_a_set_is_a_call_of_the_training_script(name: str) -> None:
+    preset = ROOT / "configs" / "fp8-small.yaml"
     for subject, seed in script.parse_runs(name).values():
         words = script.words_of(subject, seed)
-        options = parse([f"--config={ROOT / 'configs' / 'fp8-small.yaml'}", "--mock-data", *words])
+        options = parse([f"--config={preset}", "--mock-data", *words])
         assert options.use_megatron_fsdp is subject.is_ours
         assert options.seed == seed
         assert (options.optimizer == "muon") is (subject.kind == "ours-muon")
@@ -34,15 +35,19 @@ def test_a_run_that_cannot_be_is_refused(text: str, capsys: pytest.CaptureFixtur
 
 
 def test_equal_logs_and_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
-    for path, loss in zip(paths, (1.0, 1.0 + 2**-52), strict=True):
+    def logged(name: str, loss: float) -> str:
+        path = tmp_path / name
         path.write_text(json.dumps({"iteration": 1, "loss": loss}) + "\n")
-    same = ["--compare", str(paths[0]), str(paths[0]), f"--png={tmp_path / 'curves.png'}"]
-    assert script.main(same) == 0
-    assert (tmp_path / "curves.png").stat().st_size > 1000
-    assert script.main(["--compare", *map(str, paths)]) == 1
+        return str(path)
+
+    one = logged("one.jsonl", 1.0)
+    two = logged("two.jsonl", 1.0 + 2**-52)
+    picture = tmp_path / "curves.png"
+    assert script.main(["--compare", one, one, f"--png={picture}"]) == 0
+    assert picture.stat().st_size > 1000
+    assert script.main(["--compare", one, two]) == 1
     assert "iteration 1: loss 1.0 and 1.0000000000000002" in capsys.readouterr().err
-    assert script.main(["--compare", str(paths[0]), str(tmp_path / "none")]) == 2
+    assert script.main(["--compare", one, str(tmp_path / "none")]) == 2
 
 
 @pytest.mark.full
@@ -55,4 +60,5 @@ def test_two_ranks_train_and_are_compared(tmp_path: Path) -> None:
         "--train-iters=25", "--micro-batch-size=2", "--eval-iters=1",
     ]  # fmt: skip
     assert script.main([f"--out={tmp_path}", f"--runs={names}", *tiny]) == 0
-    assert "spread of the seeds of bf16: 0." in (tmp_path / "table.md").read_text()
+    table = (tmp_path / "table.md").read_text()
+    assert "spread of the seeds of bf16: 0." in table

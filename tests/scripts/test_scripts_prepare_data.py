@@ -18,17 +18,18 @@ def folder(tmp_path: Path) -> Path:
     accented = "\N{LATIN SMALL LETTER E WITH ACUTE}"
     files = {}
     for number in range(20):
-        files[f"part{number % 3}/file{number:02d}.txt"] = (
-            f"text {number} {accented}\r\n".encode() * 9
-        )
-    left_out = {
-        "empty.txt": b"", "binary.txt": b"a\0b", "other.log": b"not matched",
-        "site-packages/x.txt": b"not ours",
-    }  # fmt: skip
+        line = f"text {number} {accented}\r\n"
+        files[f"part{number % 3}/file{number:02d}.txt"] = line.encode() * 9
+    files["empty.txt"] = b""
+    files["binary.txt"] = b"a\0b"
+    files["other.log"] = b"not matched"
+    files["site-packages/x.txt"] = b"not ours"
+
     root = tmp_path / "texts"
-    for name, content in (files | left_out).items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     return root
 
 
@@ -44,28 +45,25 @@ def _run(*arguments: object) -> int:
 
 def test_bytes_in_are_bytes_out(folder: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out" / "d"
-    assert (
-        _run(
-            "--input", folder, "--pattern", "*.txt", "--output-prefix", prefix, "--valid-share", 0.2
-        )
-        == 0
-    )
-    expected = [path.read_bytes() for path in sorted(folder.rglob("file*.txt"))]
-    written = {split: _documents(prefix, split) for split in ("train", "valid")}
-    assert len(written["train"]) == 16
-    assert len(written["valid"]) == 4
-    for documents in written.values():
-        for ids in documents:
+    arguments = ("--pattern", "*.txt", "--output-prefix", prefix, "--valid-share", 0.2)
+    assert _run("--input", folder, *arguments) == 0
+
+    train = []
+    valid = []
+    for number, path in enumerate(sorted(folder.rglob("file*.txt"))):
+        expected = valid if number % 5 == 4 else train
+        expected.append(path.read_bytes())
+    assert len(train) == 16
+    assert len(valid) == 4
+    for split, expected in (("train", train), ("valid", valid)):
+        back = []
+        for ids in _documents(prefix, split):
+            content = ids[:-1]
             assert ids.dtype == np.uint16
             assert ids[-1] == 256
-        for ids in documents:
-            assert (ids[:-1] < 256).all()
-    back = {
-        split: [bytes(ids[:-1].astype(np.uint8)) for ids in documents]
-        for split, documents in written.items()
-    }
-    assert back["valid"] == expected[4::5]
-    assert back["train"] == [text for number, text in enumerate(expected) if number % 5 != 4]
+            assert (content < 256).all()
+            back.append(bytes(content.astype(np.uint8)))
+        assert back == expected
     assert not [path for path in prefix.parent.iterdir() if "unfinished" in path.name]
 
 
@@ -73,7 +71,7 @@ def test_new_data_makes_an_old_sample_index_void(folder: Path, tmp_path: Path) -
     prefix = tmp_path / "d"
     arguments = ("--input", folder, "--output-prefix", prefix, "--valid-share", 0.3)
     assert _run(*arguments) == 0
-    stale = tmp_path / "d_train" / "cache" / "GPTDataset_indices" / "x.npy"
+    stale = tmp_path / "d_train/cache/GPTDataset_indices/x.npy"
     stale.parent.mkdir(parents=True)
     stale.touch()
     assert _run(*arguments) == 0
@@ -114,10 +112,12 @@ def test_order_of_samples_depends_on_nothing_but_their_number() -> None:
     alone = _order(0, 0, 1, 12)
     assert sorted(chain(*alone)) == list(range(24))
     # Two ranks and two microbatches each, against one rank and four: the same global batches.
-    two = [_order(0, rank, 2, 6) for rank in range(2)]
+    first = _order(0, 0, 2, 6)
+    second = _order(0, 1, 2, 6)
     for batch in range(3):
-        one = list(chain(*alone[4 * batch : 4 * batch + 4]))
-        both = list(chain(*(ranks[2 * batch + i] for i in range(2) for ranks in two)))
-        assert both == one
-    assert _order(8, 1, 2, 4) == two[1][2:]
+        of_ranks = []
+        for microbatch in (2 * batch, 2 * batch + 1):
+            of_ranks += [first[microbatch], second[microbatch]]
+        assert of_ranks == alone[4 * batch : 4 * batch + 4]
+    assert _order(8, 1, 2, 4) == second[2:]
     assert _order(99, 0, 1, 1) == [[99, 0]]

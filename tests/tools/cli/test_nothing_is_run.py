@@ -38,12 +38,16 @@ CHECKS = (
 Captured = pytest.CaptureFixture[str]
 FOLDER = "iter_0000003"
 DATA = "__0_0.distcp"
+OTHER_DATA = "__9_0.distcp"
 
-PAYLOADS: dict[str, Callable[[str], tuple[Any, ...]]] = {
-    "a shell": lambda path: (os.system, f"touch {path}"),
-    "exec": lambda path: (builtins.exec, f"open({path!r}, 'w')"),
-    "open": lambda path: (io.open, path, "w"),
-}
+
+def _payloads(path: str) -> dict[str, Evil]:
+    """Each makes the file."""
+    return {
+        "a shell": Evil(os.system, f"touch {path}"),
+        "exec": Evil(builtins.exec, f"open({path!r}, 'w')"),
+        "open": Evil(io.open, path, "w"),
+    }
 
 
 Put = Callable[[Path, Evil], Any]
@@ -51,7 +55,10 @@ Put = Callable[[Path, Evil], Any]
 
 
 def _file(name: str) -> Put:
-    return lambda folder, evil: (folder / name).write_bytes(pickle.dumps(evil))
+    def put(folder: Path, evil: Evil) -> None:
+        (folder / name).write_bytes(pickle.dumps(evil))
+
+    return put
 
 
 def _in_metadata(folder: Path, evil: Evil) -> None:
@@ -60,44 +67,59 @@ def _in_metadata(folder: Path, evil: Evil) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _item(key: str, value: Callable[[Evil], Any] = lambda evil: evil) -> Put:
-    """Another file has the item."""
+def _put_item(folder: Path, key: str, value: Any) -> None:
+    """Into another file."""
+    path = folder / OTHER_DATA
+    torch.save(value, path)
+    metadata = FileSystemReader(folder).read_metadata()
+    index = MetadataIndex(key)
+    for one in metadata.storage_data:
+        if one.fqn == key:
+            index = one
+            break
+    metadata.storage_data[index] = _StorageInfo(OTHER_DATA, 0, path.stat().st_size)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    def put(folder: Path, evil: Evil) -> None:
-        torch.save(value(evil), folder / "__9_0.distcp")
-        metadata = FileSystemReader(folder).read_metadata()
-        index = next((i for i in metadata.storage_data if i.fqn == key), MetadataIndex(key))
-        length = (folder / "__9_0.distcp").stat().st_size
-        metadata.storage_data[index] = _StorageInfo("__9_0.distcp", 0, length)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    return put
+def _as_arguments(folder: Path, evil: Evil) -> None:
+    _put_item(folder, "args", evil)
+
+
+def _in_arguments(folder: Path, evil: Evil) -> None:
+    _put_item(folder, "args", Namespace(num_layers=2, bf16=True, x=[evil]))
+
+
+def _as_tensor(folder: Path, evil: Evil) -> None:
+    _put_item(folder, "model.module.decoder.final_layernorm.weight", evil)
 
 
 def _in_common(folder: Path, evil: Evil) -> None:
     path = folder / "common.pt"
-    torch.save({**torch.load(path, weights_only=False), "x": evil}, path)
+    held = torch.load(path, weights_only=False)
+    held["x"] = evil
+    torch.save(held, path)
 
 
-def _load(name: str) -> Callable[[Path], Any]:
-    if name == ".metadata":
-        return lambda folder: FileSystemReader(folder).read_metadata()
-    return lambda folder: torch.load(folder / name, weights_only=False)
+def _read_metadata(folder: Path) -> Any:
+    return FileSystemReader(folder).read_metadata()
 
 
-METADATA, ITEM, COMMON = map(_load, (".metadata", "__9_0.distcp", "common.pt"))
+def _read_item(folder: Path) -> Any:
+    return torch.load(folder / OTHER_DATA, weights_only=False)
+
+
+def _read_common(folder: Path) -> Any:
+    return torch.load(folder / "common.pt", weights_only=False)
+
+
 PLACES: dict[str, tuple[Put, Callable[[Path], Any], bool]] = {
-    ".metadata": (_file(".metadata"), METADATA, False),
-    "in .metadata": (_in_metadata, METADATA, False),
-    "args": (_item("args"), ITEM, False),
-    "in args": (
-        _item("args", lambda evil: Namespace(num_layers=2, bf16=True, x=[evil])),
-        ITEM,
-        False,
-    ),
-    "tensor": (_item("model.module.decoder.final_layernorm.weight"), ITEM, False),
-    "in common.pt": (_in_common, COMMON, True),
-    "common.pt": (_file("common.pt"), COMMON, True),
+    ".metadata": (_file(".metadata"), _read_metadata, False),
+    "in .metadata": (_in_metadata, _read_metadata, False),
+    "args": (_as_arguments, _read_item, False),
+    "in args": (_in_arguments, _read_item, False),
+    "tensor": (_as_tensor, _read_item, False),
+    "in common.pt": (_in_common, _read_common, True),
+    "common.pt": (_file("common.pt"), _read_common, True),
 }
 """Where something evil is put, the reader that runs it, and whether the folder is torch_dist."""
 
@@ -112,20 +134,23 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 def _run_all(root: Path, clean: dict[bool, Path]) -> list[int]:
     """Every tool on it, also beside one of each format."""
-    found = [
-        main(["inspect", str(root), "--keys"]),
-        main(["inspect", str(root), "--json"]),
-        main(["diff", str(root), str(root)]),
-        *(main(["diff", str(other), str(root)]) for other in clean.values()),
-        main(["diff", str(root), str(clean[False]), "--weights-only"]),
-    ]
-    files = {path.name: digests.digest_of(path) for path in (root / FOLDER).iterdir()}
-    digests.write_digests(root / FOLDER, files)
+    name = str(root)
+    found = []
+    found.append(main(["inspect", name, "--keys"]))
+    found.append(main(["inspect", name, "--json"]))
+    found.append(main(["diff", name, name]))
+    for other in clean.values():
+        found.append(main(["diff", str(other), name]))
+    found.append(main(["diff", name, str(clean[False]), "--weights-only"]))
+
+    folder = root / FOLDER
+    files = {path.name: digests.digest_of(path) for path in folder.iterdir()}
+    digests.write_digests(folder, files)
     for damaged in (DATA, ".metadata"):
-        path = root / FOLDER / damaged
-        main(["verify", str(root)])
+        path = folder / damaged
+        main(["verify", name])
         path.write_bytes(path.read_bytes() + b"\0")
-        main(["verify", str(root)])
+        main(["verify", name])
     return found
 
 
@@ -134,10 +159,10 @@ def test_nothing_is_run(
     place: str, clean: dict[bool, Path], tmp_path: Path, capsys: Captured
 ) -> None:
     put, read, is_torch_dist = PLACES[place]
-    for name, payload in PAYLOADS.items():
-        made = tmp_path / "made"
+    made = tmp_path / "made"
+    for name, evil in _payloads(str(made)).items():
         root = shutil.copytree(clean[is_torch_dist], tmp_path / name.replace(" ", "_"))
-        put(root / FOLDER, Evil(*payload(str(made))))
+        put(root / FOLDER, evil)
         statuses = _run_all(root, clean)
         assert set(statuses) <= {0, 1, 2}
         assert not made.exists(), f"{name} in {place} was run"
@@ -174,12 +199,11 @@ class Backend(Enum):
 
 
 def _objects(backend: Backend, seed: int) -> dict[str, Any]:
-    return {
-        **fsdp_state(Model()),
-        "args": Namespace(num_layers=2, attention_backend=backend, path=Path("/a")),
-        "numpy": np.random.RandomState(seed).get_state(),
-        "kind": Backend,
-    }
+    state = fsdp_state(Model())
+    state["args"] = Namespace(num_layers=2, attention_backend=backend, path=Path("/a"))
+    state["numpy"] = np.random.RandomState(seed).get_state()
+    state["kind"] = Backend
+    return state
 
 
 def test_objects_of_unknown_classes_are_shown_and_compared(
@@ -187,21 +211,17 @@ def test_objects_of_unknown_classes_are_shown_and_compared(
 ) -> None:
     """Whatever the process takes for safe: importing Megatron adds to it."""
     with torch.serialization.safe_globals([Path, Namespace, Backend]):
-        a, same, b = (
-            save_fsdp(tmp_path / name, _objects(backend, seed))
-            for name, backend, seed in (
-                ("a", Backend.auto, 1),
-                ("same", Backend.auto, 1),
-                ("b", Backend.other, 2),
-            )
-        )
+        a = save_fsdp(tmp_path / "a", _objects(Backend.auto, 1))
+        same = save_fsdp(tmp_path / "same", _objects(Backend.auto, 1))
+        b = save_fsdp(tmp_path / "b", _objects(Backend.other, 2))
         assert main(["diff", str(a), str(same)]) == 0
         capsys.readouterr()
         assert main(["diff", str(a), str(b), "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert sorted(key.split(".")[0] for key in found["objects"]) == ["args", "numpy"]
         assert main(["inspect", str(a), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["model"]["num_layers"] == 2
+        found = json.loads(capsys.readouterr().out)
+        assert found["model"]["num_layers"] == 2
         assert Backend in torch.serialization.get_safe_globals()
 
 
@@ -212,8 +232,11 @@ def test_what_cannot_be_read_without_running_it_is_compared_by_its_bytes(tmp_pat
         stream.seek(0)
         return unpickling.load_inert(stream)
 
-    blocked = [saved(Evil(os.system, f"echo {i}")) for i in (1, 1, 2)]
-    assert all(isinstance(value, bytes) for value in blocked)
-    assert blocked[0] == blocked[1] != blocked[2]
+    one, same, other = (saved(Evil(os.system, f"echo {i}")) for i in (1, 1, 2))
+    for blocked in (one, same, other):
+        assert isinstance(blocked, bytes)
+    assert one == same
+    assert one != other
     assert repr(saved(Backend.auto)) == f"{Backend.__module__}.Backend(1)"
-    assert saved({"a": torch.ones(2), "b": [1, None, "x"]})["b"] == [1, None, "x"]
+    plain = saved({"a": torch.ones(2), "b": [1, None, "x"]})
+    assert plain["b"] == [1, None, "x"]
