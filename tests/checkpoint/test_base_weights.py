@@ -99,8 +99,12 @@ def test_weights_go_to_other_splits(
 def check_misfits(rank: int, world: int, root: str) -> list[str]:
     save_split(rank, root, DENSE)
     found: list[str] = []
-    for change, vocab_size in (({"vocab": 56}, 53), ({"vocab": 56}, None),
-                               ({"num_layers": 4}, None), ({"ffn": 48}, None)):  # fmt: skip
+    for change, vocab_size in (
+        ({"vocab": 56}, 53),
+        ({"vocab": 56}, None),
+        ({"num_layers": 4}, None),
+        ({"ffn": 48}, None),
+    ):
         try:
             target = replace(DENSE, case={**DENSE.case, **change})
             into_plain(Path(root) / DENSE.name, target, vocab_size)

@@ -175,9 +175,14 @@ def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("given", "wraps"), [({}, True), ({"ckpt_format": "torch_dist"}, False),
-                         ({"skip_train": False}, False), ({"use_megatron_fsdp": False}, False)],
-)  # fmt: skip
+    ("given", "wraps"),
+    [
+        ({}, True),
+        ({"ckpt_format": "torch_dist"}, False),
+        ({"skip_train": False}, False),
+        ({"use_megatron_fsdp": False}, False),
+    ],
+)
 def test_a_model_is_wrapped_for_an_evaluation_from_such_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], wraps: bool
 ) -> None:

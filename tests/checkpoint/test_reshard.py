@@ -202,9 +202,11 @@ def test_pairwise_cover(tmp_path: Path, splits: tuple[Split, ...]) -> None:
 
 
 MUON = (
-    split_of(2, ZERO3, tp=2, ep=1), split_of(2, ZERO3, ep=1), split_of(2, ZERO3, ep=2),
     split_of(2, ZERO3, tp=2, ep=1),
-)  # fmt: skip
+    split_of(2, ZERO3, ep=1),
+    split_of(2, ZERO3, ep=2),
+    split_of(2, ZERO3, tp=2, ep=1),
+)
 """What is saved under one is loaded under the next, and saved again."""
 
 

@@ -57,10 +57,13 @@ CASE = Case(
 )
 STEPS = 6
 EXPERTS = {
-    "num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 256,
-    "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": True,
+    "moe_ffn_hidden_size": 256,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "alltoall",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,12 @@ CELLS = {
     "experts": Cell(options=EXPERTS),
     "experts, fused": Cell(case={"fused": True}, options=EXPERTS),
     "FP8": Cell(options={"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
-    "FP8 weights": Cell(
-        options={"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}
-    ),
+    "FP8 weights": Cell(options={"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}),
     "FP8 weights in blocks, fused": Cell(
         case={"fused": True},
         options={"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param": True},
     ),
-}  # fmt: skip
+}
 
 
 def layers_captured(parts: tuple[str, ...]) -> dict[str, Any]:

@@ -282,9 +282,11 @@ def changes_no_bit(rank: int, world: int, strategy: str, fused: bool) -> str:
     case = ACTIVATIONS.but(fused=fused)
     expected, weights = run(case, strategy, rank, {})
     for label, options, on_cpu in (
-        ("2 layers", layers_offloaded(2), False), ("3 layers", layers_offloaded(3), False),
-        ("save_on_cpu", {}, True), ("inside of layers", FINE_GRAINED, False),
-    ):  # fmt: skip
+        ("2 layers", layers_offloaded(2), False),
+        ("3 layers", layers_offloaded(3), False),
+        ("save_on_cpu", {}, True),
+        ("inside of layers", FINE_GRAINED, False),
+    ):
         found, mine = run(case, strategy, rank, options, on_cpu)
         assert found == expected, f"{label}: {found} != {expected}"
         check_same_bits(mine, weights, label)

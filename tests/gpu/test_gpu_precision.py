@@ -65,21 +65,27 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "bf16 communication": ({"megatron_fsdp_grad_comm_dtype": BF16}, {}),
     "bf16 communication, fp32 sums": (
-        {"megatron_fsdp_grad_comm_dtype": BF16, "reduce_scatter_with_fp32_accumulation": True}, {}
+        {"megatron_fsdp_grad_comm_dtype": BF16, "reduce_scatter_with_fp32_accumulation": True},
+        {},
     ),
     "bf16 gradients": (
-        {"megatron_fsdp_main_grads_dtype": BF16}, {"use_precision_aware_optimizer": True}
+        {"megatron_fsdp_main_grads_dtype": BF16},
+        {"use_precision_aware_optimizer": True},
     ),
     "bf16 gradients and moments": (
         {"megatron_fsdp_main_grads_dtype": BF16},
-        {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16, "exp_avg_dtype": BF16,
-         "exp_avg_sq_dtype": BF16},
+        {
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": BF16,
+            "exp_avg_dtype": BF16,
+            "exp_avg_sq_dtype": BF16,
+        },
     ),
     "all bf16": (
         {"megatron_fsdp_main_params_dtype": None, "megatron_fsdp_main_grads_dtype": BF16},
         {"use_precision_aware_optimizer": True},
     ),
-}  # fmt: skip
+}
 
 
 def _trainer(strategy: str, name: str, device: torch.device) -> Trainer:

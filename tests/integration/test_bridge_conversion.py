@@ -111,14 +111,24 @@ def test_the_tutorials_checkpoint_goes_to_hugging_face(tmp_path: Path) -> None:
         "--train-data-path=data/mine_train --valid-data-path=data/mine_valid"
     ).split()
     for command in (
-        [str(ROOT / "scripts/prepare_data.py"), "--input=my_texts", "--output-prefix=data/mine",
-         "--valid-share=0.5"],
+        [
+            str(ROOT / "scripts/prepare_data.py"),
+            "--input=my_texts",
+            "--output-prefix=data/mine",
+            "--valid-share=0.5",
+        ],
         [str(ROOT / "scripts/pretrain_gpt.py"), *flags],
-        ["-m", "megatron_fsdp_adapter", "convert", "runs/mine", "runs/converted",
-         "--to=torch_dist"],
+        [
+            "-m",
+            "megatron_fsdp_adapter",
+            "convert",
+            "runs/mine",
+            "runs/converted",
+            "--to=torch_dist",
+        ],
         [str(HARNESSES / "bridge_on_cpu.py"), "export.py"],
         ["use.py"],
-    ):  # fmt: skip
+    ):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", *command],
             cwd=tmp_path,

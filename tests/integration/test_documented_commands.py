@@ -69,10 +69,16 @@ SMALL_LLAMA = (
 """What saves `checkpoints`: the vocabulary is Llama's, as commands name it."""
 
 HF_CONFIG = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+}
 
 PLAIN = """
 import os, torch, torch.distributed as dist

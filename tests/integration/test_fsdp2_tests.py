@@ -18,9 +18,16 @@ CHECKS = ("plain/fsdp2.py", "plain/fsdp2_model.py")
 
 FOLDER = "test/distributed/_composable/fsdp"
 FILES = (
-    "training", "state_dict", "mixed_precision", "clip_grad_norm_", "frozen", "ignore_params",
-    "autograd", "init", "memory",
-)  # fmt: skip
+    "training",
+    "state_dict",
+    "mixed_precision",
+    "clip_grad_norm_",
+    "frozen",
+    "ignore_params",
+    "autograd",
+    "init",
+    "memory",
+)
 
 
 @pytest.mark.full

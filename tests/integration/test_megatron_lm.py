@@ -155,11 +155,13 @@ LIKE_DDP = [
 """Model and flags of a run that prints what Megatron-LM's own DDP does."""
 
 RESUMES = {
-    "dense": "FullyShardedDataParallel", "swiglu": "FullyShardedDataParallel",
-    "experts": "FullyShardedDataParallel", "hybrid experts-ep2": "FullyShardedDataParallel",
+    "dense": "FullyShardedDataParallel",
+    "swiglu": "FullyShardedDataParallel",
+    "experts": "FullyShardedDataParallel",
+    "hybrid experts-ep2": "FullyShardedDataParallel",
     "muon": "mlp.linear_fc1.weight",
     "lion": "Lion, as in megatron-core with adam_beta1 0.9",
-}  # fmt: skip
+}
 """Models whose runs are saved and resumed, and what the log has to say of each."""
 
 REFUSED = {

@@ -19,10 +19,16 @@ CHECKS = ("launch/verl_plugin.py", "megatron/frameworks/rl_frameworks.py")
 pytestmark = pytest.mark.full
 
 CASES = (
-    "llama 1 1 1 optim_grads_params", "llama 1 1 1 optim_grads_params 2", "llama 1 1 1 optim",
-    "qwen2 1 1 1 no_shard", "llama 2 1 1 optim_grads_params", "qwen2 2 1 1 no_shard",
-    "qwen2 1 1 2 optim_grads_params", "moe 1 2 1 optim_grads_params", "moe 1 2 1 optim",
-)  # fmt: skip
+    "llama 1 1 1 optim_grads_params",
+    "llama 1 1 1 optim_grads_params 2",
+    "llama 1 1 1 optim",
+    "qwen2 1 1 1 no_shard",
+    "llama 2 1 1 optim_grads_params",
+    "qwen2 2 1 1 no_shard",
+    "qwen2 1 1 2 optim_grads_params",
+    "moe 1 2 1 optim_grads_params",
+    "moe 1 2 1 optim",
+)
 
 
 @pytest.mark.parametrize("case", CASES)

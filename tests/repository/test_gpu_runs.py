@@ -95,16 +95,20 @@ def says(rank: int, world: int, what: str) -> str:
     ("words", "errors"),
     [
         # A check that ends its processes loses only itself.
-        (("first", "raises", "ends", "behind"),
-         {"raises": "(?s)rank 1: .*it raised", "ends": "ends was not finished:\n"}),
+        (
+            ("first", "raises", "ends", "behind"),
+            {"raises": "(?s)rank 1: .*it raised", "ends": "ends was not finished:\n"},
+        ),
         # A rank that raises ends the check that the other is in.
-        (("first", "leaves the other", "behind"),
-         {"leaves the other": r"(?s)rank 1: .*it left\s+the other rank stayed"}),
+        (
+            ("first", "leaves the other", "behind"),
+            {"leaves the other": r"(?s)rank 1: .*it left\s+the other rank stayed"},
+        ),
         # Ranks that hold too much memory make way for new ones.
         (("fills the device", "behind"), {}),
     ],
     ids=["ends", "leaves", "fills"],
-)  # fmt: skip
+)
 def test_a_check_that_fails_loses_only_itself(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], errors: dict[str, str]
 ) -> None:

@@ -31,9 +31,14 @@ from tests.lib.scripts.script_runs import SCRIPTS, run_script
 CHECKS = ()  # of scripts/benchmark.py
 
 TINY = [
-    "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
-    "--repeats=2", "--steps=1", "--warmup=1",
-]  # fmt: skip
+    "--num-layers=2",
+    "--hidden-size=32",
+    "--num-attention-heads=2",
+    "--seq-length=16",
+    "--repeats=2",
+    "--steps=1",
+    "--warmup=1",
+]
 FLOOR = Subject("floor")
 DDP = Subject("ddp")
 OURS = Subject("ours", "optim")
@@ -210,11 +215,14 @@ def test_time_budget_of_a_trace(tmp_path: Path) -> None:
     reduce                       5--------8        exposed from 6 to 8; idle from 8 to 9
     """
     events = [
-        event("gemm", 0, 3), event("gemm", 2, 4), event("copy", 5, 6, "gpu_memcpy"),
+        event("gemm", 0, 3),
+        event("gemm", 2, 4),
+        event("copy", 5, 6, "gpu_memcpy"),
         event("ncclDevKernel_AllGather_RING", 3, 5.5),
-        event("ncclDevKernel_ReduceScatter_Sum_f32", 5, 8), event("gemm", 9, 10),
+        event("ncclDevKernel_ReduceScatter_Sum_f32", 5, 8),
+        event("gemm", 9, 10),
         event("aten::mm", 0, 50, "cpu_op"),
-    ]  # fmt: skip
+    ]
     path = tmp_path / "trace.json.gz"
     content = json.dumps({"traceEvents": events})
     path.write_bytes(gzip.compress(content.encode()))
@@ -241,9 +249,10 @@ def test_time_budget_of_a_trace(tmp_path: Path) -> None:
 
 
 CONFIGS = {
-    "fp8w_blockwise": ("hybrid", "blockwise", True), "fp8_delayed": ("hybrid", "delayed", False),
+    "fp8w_blockwise": ("hybrid", "blockwise", True),
+    "fp8_delayed": ("hybrid", "delayed", False),
     "bf16": (None, "delayed", False),
-}  # fmt: skip
+}
 """`fp8`, `fp8_recipe` and `fp8_param` of the model, by precisions."""
 
 

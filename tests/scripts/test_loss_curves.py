@@ -55,10 +55,17 @@ def test_equal_logs_and_others(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_two_ranks_train_and_are_compared(tmp_path: Path) -> None:
     names = f"{OURS}@bf16#1,ddp@bf16#1,{OURS}@bf16#2"
     tiny = [
-        "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=128", "--num-attention-heads=2",
-        "--num-query-groups=1", "--seq-length=32", "--max-position-embeddings=32",
-        "--train-iters=25", "--micro-batch-size=2", "--eval-iters=1",
-    ]  # fmt: skip
+        "--num-layers=2",
+        "--hidden-size=64",
+        "--ffn-hidden-size=128",
+        "--num-attention-heads=2",
+        "--num-query-groups=1",
+        "--seq-length=32",
+        "--max-position-embeddings=32",
+        "--train-iters=25",
+        "--micro-batch-size=2",
+        "--eval-iters=1",
+    ]
     assert script.main([f"--out={tmp_path}", f"--runs={names}", *tiny]) == 0
     table = (tmp_path / "table.md").read_text()
     assert "spread of the seeds of bf16: 0." in table

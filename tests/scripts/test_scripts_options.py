@@ -145,17 +145,23 @@ NO_DATA = ("--no-mock-data", "--eval-iters=0")
 MISTAKES = {
     FileNotFoundError: [
         ([*NO_DATA, "--train-data-path=/no/x"], r"--train-data-path /no/x: no file /no/x"),
-        ([*NO_DATA, "--train-data-path", "1", "/no/a", "2", "/no/b"],
-         r"/no/b\.bin and /no/b\.idx.*prepare_data"),
+        (
+            [*NO_DATA, "--train-data-path", "1", "/no/a", "2", "/no/b"],
+            r"/no/b\.bin and /no/b\.idx.*prepare_data",
+        ),
         ([*NO_DATA, "--train-data-path={tmp}/d"], r"no file (?!.*d\.bin).*d\.idx"),
-        (["--use-megatron-fsdp", "--load=/no/where"],
-         r"--load /no/where: no such folder.*leave --load"),
+        (
+            ["--use-megatron-fsdp", "--load=/no/where"],
+            r"--load /no/where: no such folder.*leave --load",
+        ),
         (["--config=nowhere.yaml"], r"--config nowhere\.yaml"),
     ],
     ValueError: [
         # Everything at once.
-        (["--min-lr=1", "--grad-reduce-in-bf16", "--load={tmp}/none"],
-         "(?s)(?=.*--min-lr)(?=.*--grad-reduce-in-bf16 without).*none: no such folder"),
+        (
+            ["--min-lr=1", "--grad-reduce-in-bf16", "--load={tmp}/none"],
+            "(?s)(?=.*--min-lr)(?=.*--grad-reduce-in-bf16 without).*none: no such folder",
+        ),
         # Words that no flag takes.
         (["--no-such-flag"], "no-such-flag"),
         (["--num-layers=two"], "num-layers.*two"),
@@ -172,7 +178,7 @@ MISTAKES = {
         (["- 1\n"], "must hold 'flag: value' lines"),
         (["a: [\n"], "not valid YAML"),
     ],
-}  # fmt: skip
+}
 """Flags, or the text of a preset, and what the error says."""
 
 

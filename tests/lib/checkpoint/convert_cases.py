@@ -171,17 +171,29 @@ def fsdp_state(model: Model, seed: int = 0) -> dict[str, Any]:
         "model": weights,
         "optimizer": {"state": state, "param_to_group_meta": meta},
         "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 12},
-        "rng_state": {"(0, 0)": [{"torch_rng_state": torch.arange(8, dtype=torch.uint8),
-                                  "random_rng_state": (3, (1, 2), None)}]},
-    }  # fmt: skip
+        "rng_state": {
+            "(0, 0)": [
+                {
+                    "torch_rng_state": torch.arange(8, dtype=torch.uint8),
+                    "random_rng_state": (3, (1, 2), None),
+                }
+            ]
+        },
+    }
 
 
 def _group(model: Model, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     decays = len(shape) > 1
     expert = model.expert_parallel and ".experts." in name
-    group = {"lr": 1e-3, "betas": (0.9, 0.999), "wd_mult": float(decays), "lr_mult": 1.0,
-             "is_expert_parallel": expert, "is_decoupled_lr": False,
-             "weight_decay": 0.1 * decays}  # fmt: skip
+    group = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "wd_mult": float(decays),
+        "lr_mult": 1.0,
+        "is_expert_parallel": expert,
+        "is_decoupled_lr": False,
+        "weight_decay": 0.1 * decays,
+    }
     return {**group, "step": 3} if model.fused_adam else group
 
 

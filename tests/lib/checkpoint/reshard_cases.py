@@ -31,8 +31,14 @@ FIELDS = ("weight", "exp_avg", "exp_avg_sq", "step")
 Whole = dict[str, dict[str, torch.Tensor]]
 """Parameter of the unsplit model -> its weight and its optimizer state."""
 
-COLUMN = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias",
-          "linear_fc1.weight", "linear_fc1.bias")  # fmt: skip
+COLUMN = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_fc1.weight",
+    "linear_fc1.bias",
+)
 ROW = ("linear_proj.weight", "linear_fc2.weight")
 
 

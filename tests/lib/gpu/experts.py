@@ -135,9 +135,11 @@ def _config(case: Case, kind: Kind, chosen: Fields) -> TransformerConfig:
 
 
 REFERENCE = {
-    "use_distributed_optimizer": False, "overlap_grad_reduce": False, "overlap_param_gather": False,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
     "bucket_size": None,
-}  # fmt: skip
+}
 """Fields of stock DDP's config."""
 
 

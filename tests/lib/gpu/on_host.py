@@ -15,8 +15,13 @@ from tests.lib.gpt.gpt import Case
 from tests.lib.gpu.gpu_ranks import Check
 
 SMALL: dict[str, Any] = {
-    "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "seq": 16, "batch": 1,
-}  # fmt: skip
+    "hidden": 32,
+    "heads": 4,
+    "ffn": 48,
+    "vocab": 64,
+    "seq": 16,
+    "batch": 1,
+}
 
 BYTES = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
 """What torch.cuda says of memory: there is none."""

@@ -105,9 +105,12 @@ def te_run(
 def fp8(recipe: str, **fields: Any) -> dict[str, Any]:
     """Fields of the model's config for FP8 compute."""
     return {
-        "fp8": "hybrid", "fp8_recipe": recipe, "fp8_amax_history_len": 16,
-        "fp8_amax_compute_algo": "max", **fields,
-    }  # fmt: skip
+        "fp8": "hybrid",
+        "fp8_recipe": recipe,
+        "fp8_amax_history_len": 16,
+        "fp8_amax_compute_algo": "max",
+        **fields,
+    }
 
 
 def te_trainer(

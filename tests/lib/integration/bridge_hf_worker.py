@@ -39,10 +39,14 @@ CONFIGS = {
     "low": LlamaConfig(**{**_COMMON, "torch_dtype": "bfloat16"}),
     "qwen2": Qwen2Config(**{**_COMMON, "tie_word_embeddings": True}),
     "moe": Qwen3MoeConfig(
-        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40,
-        decoder_sparse_step=1, norm_topk_prob=True,
+        **_COMMON,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
     ),
-}  # fmt: skip
+}
 OPTIONS: dict[str, Any] = {
     "transformer_impl": "local", "apply_rope_fusion": False, "cross_entropy_loss_fusion": False,
     "masked_softmax_fusion": False, "bias_activation_fusion": False, "bias_dropout_fusion": False,
@@ -282,8 +286,9 @@ def check_adapters(folder: Path, tp: int) -> None:
 
 
 CASES: dict[str, Callable[[Path], None]] = {
-    "llama": functools.partial(check_conversion, family="llama", tp=1, ep=1, pp=1,
-                               given=tuple(GIVEN)),
+    "llama": functools.partial(
+        check_conversion, family="llama", tp=1, ep=1, pp=1, given=tuple(GIVEN)
+    ),
     "llama-tp2": functools.partial(check_conversion, family="llama", tp=2, ep=1, pp=1),
     "tied": functools.partial(check_conversion, family="qwen2", tp=1, ep=1, pp=1),
     "tied-tp2": functools.partial(check_conversion, family="qwen2", tp=2, ep=1, pp=1),
@@ -296,7 +301,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "meta": check_meta,
     "adapters": functools.partial(check_adapters, tp=1),
     "adapters-tp2": functools.partial(check_adapters, tp=2),
-}  # fmt: skip
+}
 
 
 def main(folder: str, *cases: str) -> None:

@@ -45,11 +45,17 @@ BRIDGE_MODULES = (
 )
 
 TINY_LLAMA = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16,
-    "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
     "architectures": ["LlamaForCausalLM"],
-}  # fmt: skip
+}
 
 
 class _Loader(importlib.abc.Loader):

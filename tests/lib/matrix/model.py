@@ -48,26 +48,30 @@ WIDTHS: Mapping[str, Width] = {
     # Of each size tensor parallelism leaves something that the data-parallel ranks split unevenly.
     "tiny": Width(
         {"hidden": 24, "heads": 4, "ffn": 44, "vocab": 54, "seq": 8, "batch": 2},
-        (10, 12, 8, 4, 8), 1e-1,
+        (10, 12, 8, 4, 8),
+        1e-1,
     ),
     # FP8 takes multiples of 16.
     "small": Width(
         {"hidden": 256, "heads": 4, "ffn": 544, "vocab": 1040, "seq": 128, "batch": 2},
-        (96, 64, 64, 32, 64), 1e-2,
+        (96, 64, 64, 32, 64),
+        1e-2,
     ),
     "real": Width(
         {"hidden": 4096, "heads": 32, "ffn": 14336, "vocab": 32064, "seq": 4096, "batch": 1},
-        (1536, 512, 128, 64, 128), 1e-3,
+        (1536, 512, 128, 64, 128),
+        1e-3,
     ),
-}  # fmt: skip
+}
 
 
 BLOCKWISE: Mapping[str, Mapping[str, Any]] = {
     "small": {
-        "sizes": {**WIDTHS["small"].sizes, "ffn": 768}, "latent": (128, 128, 64, 128, 128),
+        "sizes": {**WIDTHS["small"].sizes, "ffn": 768},
+        "latent": (128, 128, 64, 128, 128),
     },
     "real": {"latent": (1536, 512, 64, 128, 128)},
-}  # fmt: skip
+}
 """What differs in cells of the blockwise recipe: blocks of 128 divide all widths, also those that
 two tensor-parallel ranks split."""
 
@@ -130,9 +134,10 @@ def _recompute(cell: Cell) -> dict[str, Any]:
         return {}
     if kind == "full":
         return {
-            "recompute_granularity": "full", "recompute_method": "uniform",
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
             "recompute_num_layers": 1,
-        }  # fmt: skip
+        }
     feed_forward = "moe" if cell["layers"] in WITH_EXPERTS else "mlp"
     modules = {"attention": "core_attn", "mlp": feed_forward}
     return {"recompute_granularity": "selective", "recompute_modules": [modules[str(kind)]]}
@@ -155,10 +160,12 @@ def _precision(cell: Cell, case: Case) -> dict[str, Any]:
     }
     if str(cell["precision"]).startswith("fp8"):
         found |= {
-            "fp8": "hybrid", "fp8_recipe": recipe_of(cell["precision"]),
-            "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max",
+            "fp8": "hybrid",
+            "fp8_recipe": recipe_of(cell["precision"]),
+            "fp8_amax_history_len": 16,
+            "fp8_amax_compute_algo": "max",
             "fp8_param": has_fp8_weights(cell["precision"]),
-        }  # fmt: skip
+        }
     return found
 
 

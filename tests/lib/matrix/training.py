@@ -65,9 +65,10 @@ BUFFERS: Mapping[str, Mapping[str, bool]] = {
     "nccl_ub": {"nccl_ub": True},
     "ce_gather": {"fsdp_copy_engine_all_gather": True},
     "ce_gather_reduce": {
-        "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True,
+        "fsdp_copy_engine_all_gather": True,
+        "fsdp_copy_engine_reduce_scatter": True,
     },
-}  # fmt: skip
+}
 
 
 def _budget_gib(cell: Cell, models: Sequence[Any]) -> float | str:

@@ -225,8 +225,12 @@ def test_whatever_is_an_error_gives_status_1(
         assert text.splitlines()[-1] == "doctor: refused, 1 to change (above)"
 
 
-ROWS = [{"torch": "2.13.0", "NCCL": "2.28"}, {"torch": "2.13.0", "NCCL": "2.28"},
-        {"torch": "2.15.0", "NCCL": "2.28"}, {"torch": "2.13.0"}]  # fmt: skip
+ROWS = [
+    {"torch": "2.13.0", "NCCL": "2.28"},
+    {"torch": "2.13.0", "NCCL": "2.28"},
+    {"torch": "2.15.0", "NCCL": "2.28"},
+    {"torch": "2.13.0"},
+]
 
 
 def test_ranks_that_differ_are_named() -> None:

@@ -174,9 +174,14 @@ def test_the_listing_is_that_of_cores_own_model(name: str, monkeypatch: pytest.M
 
 
 PUBLISHED = {
-    "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
-    "llama-13b": 13.0e9, "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "deepseek-v3": 671e9,
-}  # fmt: skip
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama-13b": 13.0e9,
+    "mixtral-8x7b": 46.7e9,
+    "mixtral-8x22b": 140.6e9,
+    "deepseek-v3": 671e9,
+}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -523,11 +528,13 @@ FP8_TINY = (
         ("params-dtype: int8", "--params-dtype 'int8'"),
         ("- a list", "must hold 'flag: value' lines"),
         ("a: [", "not valid YAML"),
-        ("fp8-param-gather: true\nbf16: true\nfirst-last-layers-bf16: true",
-         "--first-last-layers-bf16"),
+        (
+            "fp8-param-gather: true\nbf16: true\nfirst-last-layers-bf16: true",
+            "--first-last-layers-bf16",
+        ),
         ("fp4-format: e2m1", "--fp4-format: FP4 is not modeled. Leave it out"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_naming_option_and_value(
     words: tuple[str, ...] | str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -551,10 +558,12 @@ def test_bad_input_is_one_line_naming_option_and_value(
         ({"fp8_recipe": "mxfp8"}, PLAIN),
         ({"fp8_param_gather": True}, Quantization(weights=PER_TENSOR)),
         ({"fp8": "hybrid", "fp8_param": True, "fp8_recipe": "mxfp8"}, Quantization(weights=MXFP8)),
-        ({"fp8_format": "e4m3", "recompute_granularity": "full"},
-         Quantization(products=PER_TENSOR, recomputes=True)),
+        (
+            {"fp8_format": "e4m3", "recompute_granularity": "full"},
+            Quantization(products=PER_TENSOR, recomputes=True),
+        ),
     ),
-)  # fmt: skip
+)
 def test_what_options_of_fp8_mean(options: dict[str, Any], expected: Quantization) -> None:
     """Megatron's flags, and the fields that its configs have."""
     assert quantization(options, "bf16") == expected

@@ -129,11 +129,13 @@ EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size"
 @pytest.mark.parametrize(
     ("changes", "with_experts"),
     [
-        ({}, [False, False]), ({"qk_layernorm": True}, [False, False]), (EXPERTS, [True, True]),
+        ({}, [False, False]),
+        ({"qk_layernorm": True}, [False, False]),
+        (EXPERTS, [True, True]),
         ({**EXPERTS, "moe_layer_freq": 2}, [True, False]),
         ({**EXPERTS, "moe_layer_freq": [0, 1]}, [False, True]),
     ],
-)  # fmt: skip
+)
 def test_local_layers_are_made_of_them(
     changes: dict[str, Any], with_experts: list[bool], one_stage: None
 ) -> None:

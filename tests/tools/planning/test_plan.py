@@ -93,11 +93,17 @@ def test_memory_of_a_plan_is_that_of_estimate(name, capsys):
 
 @pytest.mark.parametrize(
     ("gpus", "layers", "strategy", "copies", "microbatches", "measured"),
-    [(2, 24, "optim_grads_params", False, 1, 52.70), (2, 24, "optim", False, 1, 86.01),
-     (2, 24, "optim_grads_params", False, 4, 64.01), (2, 24, "optim_grads_params", True, 1, 58.22),
-     (4, 32, "optim_grads_params", False, 1, 43.87), (4, 32, "optim", False, 4, 87.34),
-     (4, 32, "optim_grads", False, 4, 64.93), (4, 32, "optim_grads_params", True, 1, 49.79)],
-)  # fmt: skip
+    [
+        (2, 24, "optim_grads_params", False, 1, 52.70),
+        (2, 24, "optim", False, 1, 86.01),
+        (2, 24, "optim_grads_params", False, 4, 64.01),
+        (2, 24, "optim_grads_params", True, 1, 58.22),
+        (4, 32, "optim_grads_params", False, 1, 43.87),
+        (4, 32, "optim", False, 4, 87.34),
+        (4, 32, "optim_grads", False, 4, 64.93),
+        (4, 32, "optim_grads_params", True, 1, 49.79),
+    ],
+)
 def test_the_peak_is_what_was_measured(gpus, layers, strategy, copies, microbatches, measured):
     spec = model("llama3-8b", layers)
     chosen = Configuration(gpus, strategy=strategy, copies=copies)
@@ -108,9 +114,11 @@ def test_the_peak_is_what_was_measured(gpus, layers, strategy, copies, microbatc
 
 @pytest.mark.parametrize(
     ("spec", "chosen", "more"),
-    [(model("llama3-8b", 14), Configuration(4, copies=True), 14),
-     (model("llama-1.5b", 20, 8192), Configuration(2, fused=False), 10)],
-)  # fmt: skip
+    [
+        (model("llama3-8b", 14), Configuration(4, copies=True), 14),
+        (model("llama-1.5b", 20, 8192), Configuration(2, fused=False), 10),
+    ],
+)
 def test_a_prediction_of_few_layers_is_that_of_all_of_them(spec, chosen, more, monkeypatch):
     """Joined by default or not."""
     further = predict(spec, chosen, H200, 8)
@@ -167,14 +175,20 @@ def test_the_best_is_first_and_fits_and_less_memory_never_gives_a_faster_plan():
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [({"memory_gib": 8.0}, "fits in 8 GiB.*Use more GPUs"),
-     ({"fixed": {"tensor": 3}}, "with tensor 3: tensor_model_parallel_size=3: 3 "),
-     ({"gpus": 7, "global_batch": 100, "fixed": {}},
-      r"of 100: global_batch_size=100: no mult.* x 7"),
-     ({"gpus": 64, "global_batch": 64, "fixed": {"tensor": 16}},
-      "tensor 16: the search has none with these"),
-     ({"gpus": 0}, "--gpus 0")],
-)  # fmt: skip
+    [
+        ({"memory_gib": 8.0}, "fits in 8 GiB.*Use more GPUs"),
+        ({"fixed": {"tensor": 3}}, "with tensor 3: tensor_model_parallel_size=3: 3 "),
+        (
+            {"gpus": 7, "global_batch": 100, "fixed": {}},
+            r"of 100: global_batch_size=100: no mult.* x 7",
+        ),
+        (
+            {"gpus": 64, "global_batch": 64, "fixed": {"tensor": 16}},
+            "tensor 16: the search has none with these",
+        ),
+        ({"gpus": 0}, "--gpus 0"),
+    ],
+)
 def test_options_that_leave_nothing_are_an_error_that_names_them(given, reason):
     with pytest.raises(ValueError, match=reason):
         plan(wanted(**given))
@@ -408,9 +422,13 @@ def test_json_has_what_the_table_has(capsys):
 
 
 SIZES_8B = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
 
 
 def test_models_of_hugging_face_have_megatrons_sizes(tmp_path, capsys):

@@ -53,9 +53,14 @@ def second_step(**given) -> list[Operation]:
 
 @pytest.mark.parametrize(
     ("strategy", "microbatches", "gathers", "reductions"),
-    [("no_shard", 2, 0, 6), ("optim", 2, 6, 6), ("optim_grads", 2, 6, 12),
-     ("optim_grads_params", 1, 10, 6), ("optim_grads_params", 2, 20, 12)],
-)  # fmt: skip
+    [
+        ("no_shard", 2, 0, 6),
+        ("optim", 2, 6, 6),
+        ("optim_grads", 2, 6, 12),
+        ("optim_grads_params", 1, 10, 6),
+        ("optim_grads_params", 2, 20, 12),
+    ],
+)
 def test_each_strategy_communicates_as_often_as_it_does_in_training(
     strategy, microbatches, gathers, reductions
 ):

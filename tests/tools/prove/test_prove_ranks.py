@@ -32,9 +32,15 @@ CHECKS = (
 )
 
 MODEL: dict[str, Any] = {
-    "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48,
-    "seq_length": 8, "swiglu": True, "global_batch_size": 8, "position_embedding_type": "rope",
-}  # fmt: skip
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "seq_length": 8,
+    "swiglu": True,
+    "global_batch_size": 8,
+    "position_embedding_type": "rope",
+}
 
 
 def prove(
@@ -125,9 +131,13 @@ def test_a_rank_that_fails_or_hangs_ends_all_and_their_stacks_are_shown(
 FAULTS = [
     (faults.scale_twice, "optim_grads_params", "gradients", "^39 of 39 parameters"),
     (faults.keep_old_weights, "optim", "loss", ""),
-    (faults.load_rows_of_others, "optim_grads_params", "weights as loaded",
-     r"parameters, in decoder\.layers\.1$"),
-]  # fmt: skip
+    (
+        faults.load_rows_of_others,
+        "optim_grads_params",
+        "weights as loaded",
+        r"parameters, in decoder\.layers\.1$",
+    ),
+]
 
 
 @pytest.mark.full

@@ -30,8 +30,14 @@ LLAMA: dict[str, Any] = {
     "expert_tensor_parallel_size": 1, "transformer_impl": "local", "original_data_parallel_size": 8,
 }  # fmt: skip
 
-NOT_SIZES = {"lr", "min_lr", "initial_loss_scale", "num_layers_at_start_in_bf16",
-             "num_layers_at_end_in_bf16", "sequence_parallel"}  # fmt: skip
+NOT_SIZES = {
+    "lr",
+    "min_lr",
+    "initial_loss_scale",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "sequence_parallel",
+}
 
 RUNS = st.fixed_dictionaries(
     {
@@ -114,9 +120,11 @@ FOUR = Room(4, False, False)
 GPUS = Room(2, True, True)
 FLEX = {"num_moe_experts": 8, "moe_token_dispatcher_type": "flex", "moe_paged_stash": True}
 RECOMPUTED = {
-    "num_moe_experts": 8, "moe_grouped_gemm": True, "recompute_granularity": "selective",
+    "num_moe_experts": 8,
+    "moe_grouped_gemm": True,
+    "recompute_granularity": "selective",
     "recompute_modules": ["moe_act", "layernorm"],
-}  # fmt: skip
+}
 AND_ATTENTION = {**RECOMPUTED, "recompute_modules": ["core_attn", "moe_act", "layernorm"]}
 AWARE = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
 SPLIT = {"num_moe_experts": 8, "expert_model_parallel_size": 4, "moe_router_topk": 2}
