@@ -53,7 +53,7 @@ def prove(
 
 
 WORDS = [f"--set={name}={value!r}" for name, value in MODEL.items()]
-"""The model, told to doctor."""
+"""Words of the model for doctor."""
 
 ROWS = [
     ComparedRow("trained", 1, "loss", 0.0, 0.1),
