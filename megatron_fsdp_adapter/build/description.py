@@ -97,5 +97,4 @@ def describe(engine: FsdpEngine) -> str:
         _domain_row(name, domains[name], params[name], elements[name]) for name in domains
     ]
     strategy = engine.config.strategy.name
-    lines = [f"strategy {strategy}", "", *_table(domain_rows), "", *_table(rows)]
-    return "\n".join(lines)
+    return "\n".join([f"strategy {strategy}", "", *_table(domain_rows), "", *_table(rows)])

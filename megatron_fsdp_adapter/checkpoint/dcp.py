@@ -240,8 +240,7 @@ def _open(
     fit(stored, metadata, vocab_size)
     leaves = flatten(stored)
     mismatch = compare(leaves, metadata)
-    keys = general_keys(leaves, rank)
-    return _Opened(folder, number, metadata, stored, mismatch, keys)
+    return _Opened(folder, number, metadata, stored, mismatch, general_keys(leaves, rank))
 
 
 def _mismatch_of_all(

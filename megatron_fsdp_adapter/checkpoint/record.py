@@ -59,8 +59,7 @@ def write_record(
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
     }
-    text = json.dumps(record, indent=2, default=str)
-    (folder / RECORD).write_text(text + "\n")
+    (folder / RECORD).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def topology_of(options: object) -> dict[str, Any]:

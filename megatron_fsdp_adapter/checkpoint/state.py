@@ -160,8 +160,7 @@ def _is_whole(entry: TensorStorageMetadata) -> bool:
     """True if the stored blocks cover every element once. A load would not write uncovered
     elements."""
     blocks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
-    start = (0,) * len(entry.size)
-    return tile((start, tuple(entry.size)), blocks)
+    return tile(((0,) * len(entry.size), tuple(entry.size)), blocks)
 
 
 def general_keys(leaves: Mapping[str, Any], rank: int) -> tuple[str, ...]:

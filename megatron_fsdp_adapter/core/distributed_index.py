@@ -129,8 +129,7 @@ class FSDPDistributedIndex:
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """All ranks that hold the same parameters: without an outer axis, the shard group."""
-        domain = self.domain(self._kind(is_expert_parallel))
-        everyone = self._everyone[domain.name]
+        everyone = self._everyone[self.domain(self._kind(is_expert_parallel)).name]
         if everyone is None:
             return self.get_fsdp_group(is_expert_parallel)
         return everyone

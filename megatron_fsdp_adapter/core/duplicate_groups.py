@@ -63,8 +63,7 @@ def digest_of(ranks: tuple[int, ...]) -> str:
     """A text that is the same for the same ranks in any order; empty for none."""
     if not ranks:
         return ""
-    text = repr(sorted(ranks))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()
 
 
 def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:

@@ -246,8 +246,7 @@ class LayerGraphs:
                 self._eager_in_step = True
                 return self._eagerly(site, unfit, args, kwargs)
         if current.records:
-            pool = self._pools[current.index]
-            call = CapturedCall(site, template, self._graphs, pool)
+            call = CapturedCall(site, template, self._graphs, self._pools[current.index])
             return self._run(current, call, tensors)
         known = self._next(current, site, template, tensors)
         if known is None:

@@ -218,8 +218,7 @@ def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, S
         if isinstance(target, torch.Tensor):
             _fill(target, value)
         else:
-            own = getattr(value, "_local_tensor", value)
-            shards.put(param, name, copy.deepcopy(own))
+            shards.put(param, name, copy.deepcopy(getattr(value, "_local_tensor", value)))
     for param, key in keyed:
         loaded = state.get(key, {})
         gone = [name for name in optimizer.state.get(param, {}) if name not in loaded]
@@ -260,8 +259,7 @@ def _sorted_out(
                 given = tuple(getattr(value, "shape", ())) or type(value).__name__
                 wrong.append(f"{label}: {given} for {tuple(param.shape)}")
                 continue
-            target = _target(param, shown, value.dtype)
-            piece = piece_of(target, param, Place(label))
+            piece = piece_of(_target(param, shown, value.dtype), param, Place(label))
             like[label] = Moment(param, name, piece, fitting)
     if wrong:
         raise ValueError(

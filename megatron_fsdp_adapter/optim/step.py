@@ -74,8 +74,7 @@ def _clip_in_kernel(shards: LocalShards) -> None:
         return
     _, factor = shards.clip
     if factor is not None:
-        device = shards.every[0][1].device
-        shards.fused_step.clip = factor(device)
+        shards.fused_step.clip = factor(shards.every[0][1].device)
         shards.clip = None
 
 

@@ -65,8 +65,7 @@ def _alone(plans: Sequence[UnitPlan]) -> set[str]:
 
 def _kind(plan: UnitPlan) -> tuple[str, type]:
     """The list that has the unit's last module, and the class of these."""
-    last = plan.name.split(TO)[-1]
-    holder, _, _ = last.rpartition(".")
+    holder, _, _ = plan.name.split(TO)[-1].rpartition(".")
     return holder, type(plan.module)
 
 

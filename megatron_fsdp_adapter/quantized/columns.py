@@ -33,6 +33,5 @@ def mx_columns(value: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, t
     row_scales = main.new_empty(numel // GROUP, dtype=torch.uint8)
     column_scales = torch.empty_like(row_scales)
     planes = (row_bytes, column_bytes, row_scales, column_scales)
-    own = LocalRows(tuple(value.shape), 0, main, planes)
-    MxCast([own], value.dtype).finish()
+    MxCast([LocalRows(tuple(value.shape), 0, main, planes)], value.dtype).finish()
     return column_bytes.view(value.shape), column_scales.view(len(value) // GROUP, -1)

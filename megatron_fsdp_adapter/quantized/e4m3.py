@@ -269,8 +269,7 @@ class BlockCast(Cast):
         """Each weight's part of flat scales, in its shape."""
         found = []
         for first, shape in zip(self.firsts, self.shapes, strict=True):
-            part = flat[first : first + math.prod(shape)]
-            found.append(part.view(shape))
+            found.append(flat[first : first + math.prod(shape)].view(shape))
         return found
 
     def _numbers(self, index: int) -> tuple[list[int], int]:

@@ -125,8 +125,7 @@ class ScaledQuantizer:
         numbers = {id(weight.param): index for index, weight in enumerate(self._weights)}
         places = [numbers[id(weight.param)] for weight in weights]
         rows = dict(zip(places, _rows(weights), strict=True))
-        cast = self._others.only(places, True, rows)
-        return partial(cast.finish, self._scales)
+        return partial(self._others.only(places, True, rows).finish, self._scales)
 
 
 class Current(ScaledQuantizer):

@@ -63,8 +63,7 @@ def _is_outdated(param: Any) -> bool:
     found = data.view(torch.float8_e4m3fn).float() * scales
     kept = value[rows.to(value.device)].to(scales.device, torch.float32)
     finest = (scales * FINEST).expand_as(kept).norm()
-    difference = (found - kept).norm()
-    return bool(difference > FAR * kept.norm() + finest)
+    return bool((found - kept).norm() > FAR * kept.norm() + finest)
 
 
 @contextmanager

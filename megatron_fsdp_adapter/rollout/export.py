@@ -316,8 +316,7 @@ class _Chunk:
         planes = {}
         for plane, _ in self.wanted.planes(pair.group):
             shape = plane.shape(pair.spec.shape)
-            empty = torch.empty(shape, dtype=plane.dtype, device="meta")
-            planes[plane.name] = empty
+            planes[plane.name] = torch.empty(shape, dtype=plane.dtype, device="meta")
         if WEIGHT not in planes:
             add_scale(planes, scales_of(pair.unsharded))
             planes = {name: plane.to("meta") for name, plane in planes.items()}
@@ -331,8 +330,7 @@ class _Chunk:
 
     def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a tensor of the rest, as a copy."""
-        dtype = self._dtype(described, tensor)
-        return dequantized(tensor).detach().to(dtype, copy=True)
+        return dequantized(tensor).detach().to(self._dtype(described, tensor), copy=True)
 
     def shards(self) -> Iterator[WeightShard]:
         """This rank's shards."""

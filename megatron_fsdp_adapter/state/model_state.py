@@ -291,8 +291,7 @@ def _fits(targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]) ->
 def _fit_here(own: Chunks, value: DTensor) -> int:
     given = chunks_of(value)
     if given is None:
-        kinds = set(map(type, value._spec.placements))
-        if not kinds <= {Shard, Replicate}:
+        if not set(map(type, value._spec.placements)) <= {Shard, Replicate}:
             return OTHER  # strided shards and partial sums, which torch makes whole
         given = even_chunks(value)
     if given is None:

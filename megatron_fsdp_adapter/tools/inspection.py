@@ -163,8 +163,7 @@ def _record(folder: Path) -> dict[str, Any]:
     values = read_record(folder) or {}
     plain = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
     topology = values.get("topology", {})
-    versions = values.get("versions", {})
-    return {**plain, **topology, **versions}
+    return {**plain, **topology, **values.get("versions", {})}
 
 
 def _known(rest: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -173,8 +172,7 @@ def _known(rest: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _entry(folder: DcpFolder, key: str) -> Values:
-    first = key.split(".")[0]
-    part = _PARTS.get(first, OTHER)
+    part = _PARTS.get(key.split(".")[0], OTHER)
     if not folder.is_tensor(key):
         return _described(key, part, folder.stored_bytes(key))
     tensor = folder.tensor(key)

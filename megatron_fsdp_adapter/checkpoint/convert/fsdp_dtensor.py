@@ -148,15 +148,13 @@ def _with_optimizer(
         depths.add(depth.count("module."))
         kind = str(path[3])
         if kind == _STEP:
-            whole = name.removesuffix("_w").removesuffix("_v")
-            steps[common_name(whole)] = tensor.whole()
+            steps[common_name(name.removesuffix("_w").removesuffix("_v"))] = tensor.whole()
         else:
             kinds.setdefault(kind, {})[name] = tensor
     for path, key in objects.items():
         if path[:2] == _META:
             _, name = split_depth(str(path[2]))
-            options = groups.setdefault(common_name(name), {})
-            options[str(path[3])] = folder.object(key)
+            groups.setdefault(common_name(name), {})[str(path[3])] = folder.object(key)
     moments = turned({kind: in_common(parts) for kind, parts in kinds.items()})
     _check_moments(state, moments, groups, folder.folder)
     known = depths.pop() if len(depths) == 1 else None

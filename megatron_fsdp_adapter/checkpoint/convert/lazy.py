@@ -111,8 +111,7 @@ def concat(parts: Sequence[LazyTensor]) -> LazyTensor:
             low = max(first, start)
             high = min(last, start + part.shape[0])
             if low < high:
-                common = out[low - first : high - first]
-                part.fill((low - start, *rest), common)
+                part.fill((low - start, *rest), out[low - first : high - first])
 
     like = parts[0]
     return replace(like, shape=(rows, *like.shape[1:]), fill=fill)
@@ -146,8 +145,7 @@ def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
         rows = limit // row_bytes
         zeros = (0,) * len(row)
         for start in range(0, length, rows):
-            size = min(rows, length - start)
-            yield (start, *zeros), (size, *row)
+            yield (start, *zeros), (min(rows, length - start), *row)
         return
     for index in range(length):
         for offsets, sizes in blocks(row, itemsize, limit):

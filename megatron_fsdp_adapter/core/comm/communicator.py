@@ -34,8 +34,7 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 def _broadcast(pair: Pair, group: dist.ProcessGroup, **how: Any) -> Any:
-    first = dist.get_global_rank(group, 0)
-    return dist.broadcast(pair[0], first, group, **how)
+    return dist.broadcast(pair[0], dist.get_global_rank(group, 0), group, **how)
 
 
 COLLECTIVES: Mapping[str, Callable[..., Any]] = {

@@ -141,7 +141,6 @@ def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
     chunks.check(tuple(shape), local)
 
     # Weak, because the function is an attribute of the tensor that it reads.
-    block = functools.partial(chunks.block, weakref.proxy(local))
-    setattr(local, _TENSOR_SHARD, block)
+    setattr(local, _TENSOR_SHARD, functools.partial(chunks.block, weakref.proxy(local)))
     setattr(local, _WRITE_ITEMS, lambda fqn, tensor: chunks.write_items(fqn, tensor, shape))
     return local

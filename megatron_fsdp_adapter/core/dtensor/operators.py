@@ -221,8 +221,7 @@ def view(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         if local.numel() == 0:
             return _like(source, local.new_empty(shape), each)
         offset = local.storage_offset() + each.storage_offset()
-        part = local.as_strided(shape, each.stride(), offset)
-        return _like(source, part, each)
+        return _like(source, local.as_strided(shape, each.stride(), offset), each)
 
     return tree_map_only(torch.Tensor, of_rows, seen)
 

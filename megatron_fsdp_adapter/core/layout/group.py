@@ -189,8 +189,7 @@ class GroupLayout:
             raise ValueError(f"{name}: {extent} is not aligned, or not inside {segment}")
         shard = segment.shard_numel
         start = extent.start - segment.offset
-        last = start + spec.numel - 1
-        within_one_shard = start // shard == last // shard
+        within_one_shard = start // shard == (start + spec.numel - 1) // shard
         cut_at_granules = start % spec.granularity == 0 and shard % spec.granularity == 0
         if not within_one_shard and not cut_at_granules:
             raise ValueError(

@@ -35,8 +35,7 @@ class StashedStorage:
         # Bytes of what is kept.
         self._parts: list[torch.Tensor] = []
         for view in [_everything(owner)] if kept is None else kept:
-            flat = view.detach().view(-1).view(torch.uint8)
-            self._parts += flat.split(CHUNK)
+            self._parts += view.detach().view(-1).view(torch.uint8).split(CHUNK)
         # A copy of each, from the first `save` on.
         self._host: list[torch.Tensor] = []
         # Of the storage, when it was given back.
@@ -59,8 +58,7 @@ class StashedStorage:
 
     def take(self) -> None:
         """Takes storage again and starts to copy, on the current stream."""
-        storage = self._owner.untyped_storage()
-        storage.resize_(self._nbytes)
+        self._owner.untyped_storage().resize_(self._nbytes)
         if self._runtime.poison:
             fill_with_nan(_everything(self._owner))
         for part, copy in zip(self._parts, self._host, strict=True):

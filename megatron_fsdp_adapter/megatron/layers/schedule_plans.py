@@ -240,8 +240,7 @@ def _stages(layer: nn.Module, units: Callable[[nn.Module], list[Unit]]) -> list[
     others = []
     experts = []
     for unit in units(layer):
-        is_routed = all(id(param) in routed for group in unit.groups for param in group.params)
-        if is_routed:
+        if all(id(param) in routed for group in unit.groups for param in group.params):
             experts.append(unit)
         else:
             others.append(unit)

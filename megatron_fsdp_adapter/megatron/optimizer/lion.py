@@ -50,8 +50,7 @@ def has(pair: ParamPair) -> bool:
     """True if core gives a weight to Lion, and not to Adam."""
     if not core_api.MAKES_EMERGING:
         return True
-    shape = pair.spec.layout_shape
-    return len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
+    return len(pair.spec.layout_shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
 
 
 def rule_of(
@@ -70,8 +69,7 @@ def table(chunks: ModelChunks, config: Any) -> str:
     trained = [
         pair for chunk in chunks for pair in chunk.engine.pairs if pair.group.key.requires_grad
     ]
-    names = _BETAS[core_api.MAKES_EMERGING]
-    values = zip(names, betas(config), strict=True)
+    values = zip(_BETAS[core_api.MAKES_EMERGING], betas(config), strict=True)
     used = ", ".join(f"{name} {beta:g}" for name, beta in values)
     return (
         f"  Lion, as in megatron-core with {used}: {sum(map(has, trained))} of {len(trained)} "

@@ -246,8 +246,7 @@ def _moment_dtype(option: str) -> Rule:
     """A rule: `option` must be a dtype without scales."""
 
     def broken(config: Any) -> bool:
-        dtype = getattr(config, option, torch.float32)
-        return dtype not in (torch.float32, torch.bfloat16)
+        return getattr(config, option, torch.float32) not in (torch.float32, torch.bfloat16)
 
     return Rule(
         option,

@@ -52,8 +52,7 @@ def build(
     )
     broadcast_left_alone(module, index, given.device, given.manages)
     begin_delayed_scaling(module, given.config)
-    decoupled = is_on(ddp_config, DECOUPLED)
-    return engine, plan, ParamAndGradBuffer(engine, memory, decoupled)
+    return engine, plan, ParamAndGradBuffer(engine, memory, is_on(ddp_config, DECOUPLED))
 
 
 def force_options(given: Arguments, engine: FsdpEngine, plan: ModelPlan) -> str:

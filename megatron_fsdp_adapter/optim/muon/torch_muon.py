@@ -32,8 +32,7 @@ def torch_muon(engines: Sequence[FsdpEngine]) -> UpdateRule:
 
 
 def _whole(pair: ParamPair) -> tuple[int, ...]:
-    spec = pair.group.layout.specs[pair.index]
-    return (spec.layout_shape[0],)
+    return (pair.group.layout.specs[pair.index].layout_shape[0],)
 
 
 def _options(group: GroupOptions) -> MuonOptions:

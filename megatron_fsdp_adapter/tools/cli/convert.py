@@ -61,5 +61,4 @@ def main(argv: Sequence[str]) -> int:
             progress=progress,
         )
 
-    found = answer(given, "convert", converted, render)
-    return 2 if found is None else 0
+    return 2 if answer(given, "convert", converted, render) is None else 0

@@ -124,8 +124,7 @@ def gathered(value: Any) -> list[Any]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     try:
         everyone = dist.distributed_c10d._get_default_group()
-        communicator = Communicator(everyone, torch.device("cpu"))
-        return list(communicator.all_objects(value).values())
+        return list(Communicator(everyone, torch.device("cpu")).all_objects(value).values())
     finally:
         dist.destroy_process_group()
 

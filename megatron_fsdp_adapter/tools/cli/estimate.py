@@ -246,5 +246,4 @@ def main(argv: Sequence[str]) -> int:
     def as_text(report: Report) -> str:
         return render(report, given.memory_gib)
 
-    found = answer(given, "estimate", lambda _: run(given), as_text)
-    return 2 if found is None else 0
+    return 2 if answer(given, "estimate", lambda _: run(given), as_text) is None else 0

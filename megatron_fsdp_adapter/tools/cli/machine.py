@@ -60,8 +60,7 @@ def capabilities() -> dict[str, Any]:
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     found["devices"] = [f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in devices]
     found["driver"] = _first_line(Path("/proc/driver/nvidia/version"))
-    has_peer_memory = _PEER_MEMORY.exists()
-    found["GPUDirect module"] = "nvidia_peermem" if has_peer_memory else "none"
+    found["GPUDirect module"] = "nvidia_peermem" if _PEER_MEMORY.exists() else "none"
     found["CUDA"] = torch.version.cuda
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

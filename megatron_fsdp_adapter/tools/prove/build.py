@@ -189,8 +189,7 @@ def build_chunk(
     """A model chunk whose weights depend only on their names and coordinates."""
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
-    virtual = config.virtual_pipeline_model_parallel_size
-    stage = chunk if virtual else None
+    stage = chunk if config.virtual_pipeline_model_parallel_size else None
     layers = _layers(config, options, stage)
     mtp = None
     if options.get("mtp_num_layers"):

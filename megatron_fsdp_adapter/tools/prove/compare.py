@@ -134,8 +134,7 @@ def compare_tensors(
     difference, rows = gaps[worst]
     remark = ""
     if bad:
-        height = len(_as_rows(theirs[worst]))
-        remark = described(bad, list(theirs), worst, rows, height)
+        remark = described(bad, list(theirs), worst, rows, len(_as_rows(theirs[worst])))
     return ComparedRow(
         run, step, quantity, difference, allowed, name=worst, remark=remark, compared=compared
     )

@@ -464,8 +464,7 @@ def _batches(work: ScaledDown, room: Room) -> None:
     context = _number(o, "context_parallel_size", 1)
     stages = _number(o, "pipeline_model_parallel_size", 1)
     work.least("seq_length", 128 if room.cuda else 16 * context, "tokens")
-    length = _number(o, "seq_length", 16)
-    work.set("max_position_embeddings", length, "as many as tokens")
+    work.set("max_position_embeddings", _number(o, "seq_length", 16), "as many as tokens")
     # Before the batch shrinks: the number of microbatches of the original run.
     micro = _number(o, "micro_batch_size", 1)
     total = o.get("global_batch_size")
