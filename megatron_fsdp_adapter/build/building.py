@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import laid_out
 from ..core.engine.partition import UnitPlan
 from ..core.runtime.device import make_runtime
-from ..core.topology import ShardDomain
+from ..core.topology import Domains, ShardDomain
 from .fault_report import FaultReport
 from .materialize import InitializerOf, materializer
 from .same_model import verify_same_model
@@ -29,7 +29,7 @@ def has_one_rank(domain: ShardDomain) -> bool:
 
 def with_single_rank_domains(
     config: EngineConfig,
-    domains: Mapping[str, ShardDomain],
+    domains: Domains,
     may: Callable[[str], bool] = lambda name: True,
 ) -> EngineConfig:
     """`config` with the names of domains of one rank in `whole`, of those that `may` accepts: their
@@ -45,7 +45,7 @@ def build_engine(
     subject: str,
     module: nn.Module,
     plans: Sequence[UnitPlan],
-    domains: Mapping[str, ShardDomain],
+    domains: Domains,
     config: EngineConfig,
     device: torch.device,
     initializer_of: InitializerOf,

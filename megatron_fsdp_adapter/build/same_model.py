@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..core.config import EngineConfig
 from ..core.engine.partition import GroupKey, ManagedParam, UnitPlan
-from ..core.topology import ShardDomain
+from ..core.topology import Domains
 
 
 def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
@@ -49,7 +49,7 @@ def _param_line(key: GroupKey, entry: ManagedParam) -> str:
     )
 
 
-def comparing_groups(domains: Mapping[str, ShardDomain]) -> list[dist.ProcessGroup]:
+def comparing_groups(domains: Domains) -> list[dist.ProcessGroup]:
     """The groups that together hold all ranks with a copy or a shard of any of the weights."""
     found: dict[int, dist.ProcessGroup] = {}
     for domain in domains.values():
@@ -111,7 +111,7 @@ def verify_same_model(
     subject: str,
     plans: Sequence[UnitPlan],
     config: EngineConfig,
-    domains: Mapping[str, ShardDomain],
+    domains: Domains,
 ) -> None:
     """ValueError, on every rank, with the first difference between the ranks' models. Collective
     over the groups of `domains`.

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, message_of
 from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer, write
-from megatron_fsdp_adapter.checkpoint.state import mapped
+from megatron_fsdp_adapter.checkpoint.state import StateDict, StateMapping, mapped
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.core.dtensor.chunks import stored_alike
 
@@ -65,7 +65,7 @@ class Writing:
 
 
 def _write(
-    stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator, asked: threading.Event
+    stored: StateDict, writer: SafeWriter, ranks: Coordinator, asked: threading.Event
 ) -> None:
     """Writes a state; prints the error of a failed save, unless `asked` is set. Runs in the
     thread, with no reference to the save's `Writing`: in a cycle with it the process group would
@@ -107,7 +107,7 @@ class AsyncSaver:
         self,
         root: PathLike,
         iteration: int,
-        state: Mapping[str, Any],
+        state: StateMapping,
         keep_last: int | None = None,
         *,
         topology: Mapping[str, Any] | None = None,
@@ -128,7 +128,7 @@ class AsyncSaver:
         self._writing = self.start(stored, writer, self.ranks)
 
     def start(
-        self, stored: Mapping[str, Any], make_writer: Callable[[], SafeWriter], ranks: Coordinator
+        self, stored: StateMapping, make_writer: Callable[[], SafeWriter], ranks: Coordinator
     ) -> Writing:
         """Copies a state, as torch DCP stores it, and starts writing it. For callers that check and
         finish saves themselves: a second call overwrites the copy of the first. ranks: as in
@@ -172,7 +172,7 @@ class AsyncSaver:
             self._writing.future.exception()
 
 
-def host_copy(state: Mapping[str, Any], buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+def host_copy(state: StateMapping, buffers: dict[str, torch.Tensor]) -> StateDict:
     """The state with a host copy of every tensor and a deep copy of all other values. A DTensor
     becomes a plain tensor that torch DCP stores as it would store the DTensor.
 
@@ -197,7 +197,7 @@ def host_copy(state: Mapping[str, Any], buffers: dict[str, torch.Tensor]) -> dic
             return on_host(value, path)
         return copy.deepcopy(value)
 
-    found: dict[str, Any] = mapped(state, copied)
+    found: StateDict = mapped(state, copied)
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return found

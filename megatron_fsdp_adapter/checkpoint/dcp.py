@@ -31,6 +31,8 @@ from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordinat
 from megatron_fsdp_adapter.checkpoint.fitting import fit
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
+    StateDict,
+    StateMapping,
     compare,
     flatten,
     from_stored,
@@ -55,7 +57,7 @@ class _Opened:
     folder: Path
     iteration: int
     metadata: Metadata
-    stored: dict[str, Any]
+    stored: StateDict
     mismatch: Mismatch
     keys: tuple[str, ...] = ()
 
@@ -72,7 +74,7 @@ _Summary = tuple[int, str, Mismatch]
 def save_checkpoint(
     root: PathLike,
     iteration: int,
-    state: Mapping[str, Any],
+    state: StateMapping,
     keep_last: int | None = None,
     *,
     topology: Mapping[str, Any] | None = None,
@@ -110,13 +112,13 @@ def save_checkpoint(
 
 def load_checkpoint(
     root: PathLike,
-    state: Mapping[str, Any],
+    state: StateMapping,
     iteration: int | None = None,
     *,
     ignore_unexpected: Sequence[str] = (),
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, StateDict]:
     """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
 
     Tensors and DTensors are overwritten in place. The returned state has the same structure and the
@@ -164,8 +166,8 @@ def latest_iteration(root: PathLike) -> int:
 
 
 def begin_save(
-    ranks: Coordinator, root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
-) -> dict[str, Any]:
+    ranks: Coordinator, root: Path, iteration: int, state: StateMapping, keep_last: int | None
+) -> StateDict:
     """The state as torch DCP stores it. One exchange; nothing is written.
 
     Raises ValueError on every rank if the arguments are invalid on any rank or differ between
@@ -174,7 +176,7 @@ def begin_save(
 
     call = str(root), iteration, keep_last
 
-    def begin() -> dict[str, Any]:
+    def begin() -> StateDict:
         _check_call(root, iteration, state, keep_last)
         return to_stored(state, ranks.rank)
 
@@ -197,7 +199,7 @@ def make_writer(
     return SafeWriter(folders.final_folder(root, iteration), dict(topology or {}), publish)
 
 
-def write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> None:
+def write(stored: StateDict, writer: SafeWriter, ranks: Coordinator) -> None:
     """Writes a state, as torch DCP stores it; deletes the files of a failed save. Collective."""
     try:
         torch_dcp.save(
@@ -212,9 +214,7 @@ def write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> Non
         raise
 
 
-def _check_call(
-    root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
-) -> None:
+def _check_call(root: Path, iteration: int, state: StateMapping, keep_last: int | None) -> None:
     """Raises ValueError for arguments of a save that are wrong on this rank."""
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration={iteration!r} must be an integer, 0 or more")
@@ -229,7 +229,7 @@ def _check_call(
 
 
 def _open(
-    root: Path, iteration: int | None, state: Mapping[str, Any], rank: int, vocab_size: int | None
+    root: Path, iteration: int | None, state: StateMapping, rank: int, vocab_size: int | None
 ) -> _Opened:
     stored = to_stored(state, rank, is_loading=True)
     number = folders.read_tracker(root) if iteration is None else iteration
@@ -277,7 +277,7 @@ def _mismatch_of_all(
     return replace(merged, unexpected=tuple(unexpected))
 
 
-def _loaded(opened: _Opened, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _loaded(opened: _Opened, state: StateMapping, rank: int) -> StateDict:
     """Reads this rank's blocks with DCP's planner and reader; returns the loaded state.
 
     DCP's `load` would also exchange the plans, which no rank needs, and read the metadata again."""

@@ -11,21 +11,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.state import entries
+from megatron_fsdp_adapter.checkpoint.state import StateDict, StateMapping, entries
 from megatron_fsdp_adapter.core.dtensor.parts import first_rows
 from megatron_fsdp_adapter.state.names import FP8_SCALING
 
 _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
 
 
-def fit(stored: dict[str, Any], metadata: Metadata, vocab_size: int | None) -> None:
+def fit(stored: StateDict, metadata: Metadata, vocab_size: int | None) -> None:
     """Changes a nested state in place to what can be read from a checkpoint.
 
     A scaling record that the checkpoint does not have is removed, and one of another length is
@@ -65,7 +63,7 @@ def is_table(name: str) -> bool:
     return bool(_TABLE.search(name))
 
 
-def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+def taken_over(wanted: StateMapping, loaded: StateMapping) -> StateMapping:
     """`wanted`, a flat part of a state, with exactly the `loaded` scaling records; `wanted` itself
     if it has none."""
     if not any(key.endswith(FP8_SCALING) for key in wanted):

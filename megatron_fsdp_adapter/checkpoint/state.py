@@ -21,6 +21,12 @@ from megatron_fsdp_adapter.core.dtensor.chunks import lacks_chunks, tile
 
 _ANY_RANK = ".rank_*"
 
+StateMapping = Mapping[str, Any]
+"""Of a program, nested; or as stored, flat."""
+
+StateDict = dict[str, Any]
+"""A state that is made here."""
+
 
 @dataclass(frozen=True)
 class PerRank:
@@ -75,7 +81,7 @@ def merge(parts: Iterable[Mismatch]) -> Mismatch:
     return Mismatch(**merged)
 
 
-def to_stored(state: Mapping[str, Any], rank: int, is_loading: bool = False) -> dict[str, Any]:
+def to_stored(state: StateMapping, rank: int, is_loading: bool = False) -> StateDict:
     """A copy of the nested state with only values that torch DCP can store.
 
     Containers are new and tensors are the same objects, so a load writes into the caller's storage
@@ -93,12 +99,12 @@ def to_stored(state: Mapping[str, Any], rank: int, is_loading: bool = False) -> 
     return mapped(state, stored)  # type: ignore[no-any-return]
 
 
-def from_stored(loaded: Mapping[str, Any], state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def from_stored(loaded: StateMapping, state: StateMapping, rank: int) -> StateDict:
     """Undoes `to_stored`. state: the original, which has the `PerRank` wrappers."""
     return {key: _restored(loaded[key], state[key], rank) for key in state}
 
 
-def flatten(stored: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(stored: StateMapping) -> StateDict:
     """Dotted key -> leaf, by torch DCP's own rules. Raises ValueError if two leaves share a key."""
     return flatten_state_dict(dict(stored))[0]
 
@@ -112,7 +118,7 @@ def mapped(value: Any, change: Callable[[Any, str], Any], path: str = "") -> Any
     return change(value, path.removesuffix("."))
 
 
-def entries(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str, str]]:
+def entries(state: StateMapping, path: str = "") -> Iterator[tuple[Any, str, str]]:
     """(containing dict, its key, dotted key) of every leaf in nested dicts."""
     for name, value in state.items():
         if isinstance(value, Mapping):
@@ -121,7 +127,7 @@ def entries(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str
             yield state, name, f"{path}{name}"
 
 
-def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
+def problems_of(state: StateMapping) -> tuple[str, ...]:
     """Problems that prevent storing or loading a nested state in place, one line per key."""
     found = [f"{path}: keys must be strings" for path in _bad_keys(state, "")]
     if not found:
@@ -132,7 +138,7 @@ def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def compare(leaves: Mapping[str, Any], metadata: Metadata) -> Mismatch:
+def compare(leaves: StateMapping, metadata: Metadata) -> Mismatch:
     """Differences of this rank's leaves from the stored ones; `unexpected` stays empty."""
     missing = []
     different = []
@@ -163,7 +169,7 @@ def _is_whole(entry: TensorStorageMetadata) -> bool:
     return tile(((0,) * len(entry.size), tuple(entry.size)), blocks)
 
 
-def general_keys(leaves: Mapping[str, Any], rank: int) -> tuple[str, ...]:
+def general_keys(leaves: StateMapping, rank: int) -> tuple[str, ...]:
     """The keys, sorted, with `rank_*` for this rank's own: the same on ranks of equal structure."""
     own = f".{_rank_key(rank)}"
     general = []

@@ -13,24 +13,25 @@ These are the keys that Megatron-LM writes with `--ckpt-format fsdp_dtensor`, de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron_fsdp_adapter.checkpoint.state import StateDict, StateMapping
 from megatron_fsdp_adapter.state.names import FP8_SCALING, MODEL
 
 OPTIMIZER = "optimizer"
 _METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 
 
-def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
+def model_state(chunks: Sequence[Any]) -> StateDict:
     """Main weights and persistent buffers of all model chunks (FullyShardedDataParallel) of this
     rank, by key. No collective. Raises ValueError if two chunks have the same key."""
     return merged(chunk.state_dict_for_save_checkpoint() for chunk in chunks)
 
 
-def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(states: Iterable[StateMapping]) -> StateDict:
     """The states of several model chunks as one. Raises ValueError if two have the same key."""
-    found: dict[str, Any] = {}
+    found: StateDict = {}
     for state in states:
         repeated = sorted(found.keys() & state.keys())
         if repeated:
@@ -42,7 +43,7 @@ def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bool = True) -> None:
+def load_model_state(chunks: Sequence[Any], state: StateMapping, strict: bool = True) -> None:
     """Copies a (loaded) `model_state` into the chunks and refreshes their compute weights. Raises a
     ValueError that lists missing keys and, if `strict`, keys that no chunk has."""
     own = [chunk.checkpoint_keys() for chunk in chunks]
@@ -58,13 +59,13 @@ def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bo
 
 def training_state(
     chunks: Sequence[Any], optimizer: Any | None = None, is_loading: bool = False
-) -> dict[str, Any]:
+) -> StateDict:
     """Model and, if given, Megatron's optimizer, in the structure of a checkpoint. No collective.
 
     The model's state comes first: it makes the wrappers show the sharded parameters, which the
     optimizer has.
     """
-    state: dict[str, Any] = {MODEL: model_state(chunks)}
+    state: StateDict = {MODEL: model_state(chunks)}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=dict(_METADATA)
@@ -73,7 +74,7 @@ def training_state(
 
 
 def load_training_state(
-    chunks: Sequence[Any], state: Mapping[str, Any], optimizer: Any | None = None
+    chunks: Sequence[Any], state: StateMapping, optimizer: Any | None = None
 ) -> None:
     """Loads a `training_state` and refreshes every compute weight."""
     load_model_state(chunks, state[MODEL])

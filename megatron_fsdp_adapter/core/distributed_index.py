@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from .topology import DENSE, EXPERT, OUTER_DIM, SHARD_DIM, TP_DIM, Axis, ShardDomain, mesh_over
 
+OptionalGroup = dist.ProcessGroup | None
+
 
 class FSDPDistributedIndex:
     """The groups of one wrapper.
@@ -41,16 +43,16 @@ class FSDPDistributedIndex:
         *,
         device_type: str,
         grad_scale: float,
-        fsdp_group_ag: dist.ProcessGroup | None = None,
-        fsdp_group_rs: dist.ProcessGroup | None = None,
-        expt_fsdp_group: dist.ProcessGroup | None = None,
-        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-        expt_fsdp_group_rs: dist.ProcessGroup | None = None,
-        outer_fsdp_group: dist.ProcessGroup | None = None,
-        dp_group: dist.ProcessGroup | None = None,
-        expt_dp_group: dist.ProcessGroup | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        expt_tp_group: dist.ProcessGroup | None = None,
+        fsdp_group_ag: OptionalGroup = None,
+        fsdp_group_rs: OptionalGroup = None,
+        expt_fsdp_group: OptionalGroup = None,
+        expt_fsdp_group_ag: OptionalGroup = None,
+        expt_fsdp_group_rs: OptionalGroup = None,
+        outer_fsdp_group: OptionalGroup = None,
+        dp_group: OptionalGroup = None,
+        expt_dp_group: OptionalGroup = None,
+        tp_group: OptionalGroup = None,
+        expt_tp_group: OptionalGroup = None,
         hsdp_outer_dp_shard: bool = False,
     ) -> None:
         self.hybrid_fsdp_group = outer_fsdp_group
@@ -75,8 +77,8 @@ class FSDPDistributedIndex:
         self,
         kind: str,
         group: dist.ProcessGroup,
-        gather: dist.ProcessGroup | None,
-        reduce: dist.ProcessGroup | None,
+        gather: OptionalGroup,
+        reduce: OptionalGroup,
         device_type: str,
         grad_scale: float,
     ) -> ShardDomain:
@@ -134,6 +136,6 @@ class FSDPDistributedIndex:
             return self.get_fsdp_group(is_expert_parallel)
         return everyone
 
-    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> OptionalGroup:
         """The outer data-parallel group, the same for all parameters; None without one."""
         return self.hybrid_fsdp_group

@@ -13,21 +13,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+MemberRanks = tuple[int, ...]
+
 
 def duplicate_group(
     group: dist.ProcessGroup | None, name: str, options: Any = None
 ) -> dist.ProcessGroup | None:
     """A new group with the ranks of `group`, or None for None; collective over the default group.
     `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
-    mine: tuple[int, ...] = ()
+    mine: MemberRanks = ()
     if group is not None:
         mine = tuple(dist.get_process_group_ranks(group))
     return duplicate_ranks(mine, name, options)
 
 
-def duplicate_ranks(
-    mine: tuple[int, ...], name: str, options: Any = None
-) -> dist.ProcessGroup | None:
+def duplicate_ranks(mine: MemberRanks, name: str, options: Any = None) -> dist.ProcessGroup | None:
     """A new group of the ranks `mine`, or None for no ranks; collective over the default group."""
     made = {}
     for ranks in everyones_groups(name, mine):
@@ -35,7 +35,7 @@ def duplicate_ranks(
     return made.get(tuple(sorted(mine)))
 
 
-def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
+def everyones_groups(attribute: str, mine: MemberRanks) -> list[MemberRanks]:
     """The groups of all ranks, from each rank's own, `mine` (() without one); collective.
 
     Ranks exchange digests: those with equal ones are in one group. Lists of ranks, on every rank as
@@ -53,20 +53,20 @@ def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, .
     is_whole = not mine or found[digest] == sorted(mine)
     dist.all_gather_object(fits, is_whole)
     if not all(fits):
-        everyone: list[tuple[int, ...]] = [()] * world
+        everyone: list[MemberRanks] = [()] * world
         dist.all_gather_object(everyone, mine)
         _check_members(attribute, everyone)
     return sorted(map(tuple, found.values()))
 
 
-def digest_of(ranks: tuple[int, ...]) -> str:
+def digest_of(ranks: MemberRanks) -> str:
     """A text that is the same for the same ranks in any order; empty for none."""
     if not ranks:
         return ""
     return hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()
 
 
-def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
+def _check_members(attribute: str, everyone: Sequence[MemberRanks]) -> None:
     """`everyone[r]` are the ranks of rank r's group, () without one."""
     for rank, ranks in enumerate(everyone):
         if ranks and rank not in ranks:

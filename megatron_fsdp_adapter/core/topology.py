@@ -8,7 +8,7 @@ groups that were made by hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -86,6 +86,10 @@ class ShardDomain:
     @property
     def outer_size(self) -> int:
         return 1 if self.outer is None else self.outer.size
+
+
+Domains = Mapping[str, ShardDomain]
+"""Domains by their names."""
 
 
 def mesh_over(axes: Sequence[Axis], device_type: str) -> DeviceMesh:

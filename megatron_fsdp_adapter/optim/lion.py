@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .local_shards import GroupOptions, LocalShards, UpdateRule
+from .local_shards import LocalShards, UpdateRule
+from .state import GroupOptions
 
 AVERAGE = "exp_avg"
 """The name of Lion's state, as NVIDIA's emerging_optimizers have it."""

@@ -20,6 +20,7 @@ from .fused_adam import FusedAdamStep
 from .residency import OFFLOAD_OPTION, LocalPair, Residency
 from .state import (
     COUNT,
+    GroupOptions,
     Shown,
     StateEntry,
     are_same,
@@ -30,9 +31,6 @@ from .state import (
     shown,
     taken_over,
 )
-
-GroupOptions = dict[str, Any]
-"""Options of a parameter group: all of it, or all but its parameters."""
 
 
 def options_of(group: GroupOptions) -> GroupOptions:

@@ -37,7 +37,7 @@ from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
 from ..core.engine.unit import DeferredUpdates, Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
-from .state import ADAM, is_like, make_state, moments_of
+from .state import ADAM, StateEntry, is_like, make_state, moments_of
 
 OFFLOAD_OPTION = "chunked_optimizer_state_offload"
 
@@ -136,7 +136,7 @@ class Residency:
         optimizer: Any,
         groups: Sequence[Sequence[LocalPair]],
         skip_empty: bool,
-        state: Mapping[torch.Tensor, dict[str, Any]],
+        state: Mapping[torch.Tensor, StateEntry],
     ) -> None:
         """Makes all state now, one unit at a time, and moves it to host memory.
 
@@ -167,7 +167,7 @@ class Residency:
             engine.gather.updates.join(self)
 
     def _moved(
-        self, pairs: Sequence[ParamPair], state: Mapping[torch.Tensor, dict[str, Any]]
+        self, pairs: Sequence[ParamPair], state: Mapping[torch.Tensor, StateEntry]
     ) -> Iterable[ShardedBuffer]:
         """Puts the state that has its parameter's shape into host memory: a buffer for each name of
         each of the engine's groups."""

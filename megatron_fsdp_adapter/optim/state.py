@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,11 @@ SGD = ("momentum_buffer",)
 FUSED = {"FusedAdam": ADAM, "FusedSGD": SGD}
 """Names of the classes of fused optimizers, as Transformer Engine and apex have them."""
 
+GroupOptions = dict[str, Any]
+"""Options of a parameter group: all of it, or all but its parameters."""
 
-def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
+
+def _init_torch_state(optimizer: Any, group: GroupOptions) -> None:
     """torch's own initialization of a group's state, which it runs at the start of a step. It
     skips parameters without a gradient, so each one stands in as its own for the moment. What it
     found goes into lists, of which each class wants its own number."""
@@ -58,7 +61,7 @@ def _lists_of(kind: type) -> int:
     raise AssertionError(f"{kind} has no _init_group that names its arguments")
 
 
-def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
+def _init_fused_state(optimizer: Any, group: GroupOptions) -> None:
     """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
     no such entry before the first step: a load asks for what is there, and would leave it out."""
     group.setdefault(COUNT, 0)
@@ -92,7 +95,7 @@ def is_known(optimizer: Any) -> bool:
     return is_torch_optimizer(optimizer) or bool(moments_of(optimizer))
 
 
-def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
+def _init_momentum(optimizer: Any, group: GroupOptions) -> None:
     """Zeros. torch's begins with the first gradient, which is what a step makes of zeros. Without
     a momentum torch's keeps nothing, the fused one a buffer all the same."""
     if group["momentum"] == 0 and is_torch_optimizer(optimizer):
@@ -113,7 +116,7 @@ def is_torch_optimizer(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def make_state(
-    optimizer: Any, leaves_out: Callable[[dict[str, Any]], Any] = lambda group: False
+    optimizer: Any, leaves_out: Callable[[GroupOptions], Any] = lambda group: False
 ) -> None:
     """State for the parameters that `optimizer` has now, without taking a step; not for those of
     groups that it `leaves_out`."""
@@ -137,7 +140,7 @@ Shown = tuple[StateEntry, StateEntry, StateEntry]
 optimizer had at that time."""
 
 
-def is_same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def is_same(entry: StateEntry, other: StateEntry) -> bool:
     """True if both have the same objects under the same names."""
     if entry.keys() != other.keys():
         return False
@@ -154,7 +157,7 @@ def is_unchanged(entry: StateEntry, known: Shown | None) -> bool:
     return entry is own and is_same(entry, before)
 
 
-def changed(entry: Mapping[str, Any], before: Mapping[str, Any]) -> StateEntry:
+def changed(entry: StateEntry, before: StateEntry) -> StateEntry:
     """The part of `entry` that is new, or another object than in `before`."""
     return {n: v for n, v in entry.items() if n not in before or before[n] is not v}
 
@@ -200,7 +203,7 @@ def _boxes(value: DTensor) -> Any:
     return None if found is None else found.boxes
 
 
-def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, StateEntry]) -> None:
+def load_values(optimizer: Any, groups: list[GroupOptions], state: dict[Any, StateEntry]) -> None:
     """Replaces the state of an optimizer on local shards by `state`, by the keys in `groups`; what
     is not in it goes. ValueError as `_sorted_out`, and as `write_pieces`."""
     shards = optimizer._fsdp_shards
@@ -293,7 +296,7 @@ def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
     return dtensor_like(param, own)
 
 
-def load_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+def load_options(group: GroupOptions, saved: GroupOptions) -> None:
     """Gives a group the saved options; what is a tensor is filled. A group that had counted no step
     when it was saved has counted none then."""
     if COUNT in group and COUNT not in saved:

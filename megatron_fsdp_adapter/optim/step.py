@@ -21,9 +21,17 @@ from typing import Any
 import torch
 
 from .fused_adam import install
-from .local_shards import INNER, GroupOptions, LocalShards, UpdateRule, options_of, set_options
+from .local_shards import INNER, LocalShards, UpdateRule, options_of, set_options
 from .residency import Part, Residency
-from .state import COUNT, is_torch_optimizer, load_options, load_values, make_state, moments_of
+from .state import (
+    COUNT,
+    GroupOptions,
+    is_torch_optimizer,
+    load_options,
+    load_values,
+    make_state,
+    moments_of,
+)
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""

@@ -68,6 +68,9 @@ PREFETCHED = torch.bfloat16.itemsize
 """Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""
 
 
+Bytes = dict[str, int]
+"""Bytes by kind."""
+
 Moments = tuple[Callable[[ParamSpec], bool], int]
 """The parameters whose moments the optimizer keeps in the main weights' dtype, and the number of
 moments."""
@@ -141,7 +144,7 @@ def group_bytes(
     precision: Precision,
     rank: int,
     whole: bool = False,
-) -> dict[str, int]:
+) -> Bytes:
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
 
     Between steps the sum over the `PERSISTENT` kinds is exactly what the rank holds, once the
@@ -190,13 +193,13 @@ def group_bytes(
 
 
 def _streamed(
-    held: Mapping[str, int],
+    held: Bytes,
     layout: GroupLayout,
     row: Strategy,
     numel: int,
     main: torch.dtype,
     state_bytes: int,
-) -> dict[str, int]:
+) -> Bytes:
     """`held` with the optimizer in host memory: main weights too, unless they have the compute
     dtype or quantized weights are made of them. Flat buffers of `numel` elements."""
     left = dict(held)
@@ -216,16 +219,16 @@ def unit_bytes(
     precision: Precision,
     rank: int,
     is_single_rank: Callable[[GroupLayout], bool] = lambda layout: False,
-) -> dict[str, int]:
+) -> Bytes:
     """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether one is of a domain
     of one rank."""
-    totals: dict[str, int] = {}
+    totals: Bytes = {}
     for layout in groups:
         _add(totals, group_bytes(layout, row, precision, rank, is_single_rank(layout)))
     return totals
 
 
-def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def model_bytes(root: Bytes, units: Sequence[Bytes]) -> Bytes:
     """Most bytes at one time by kind, from the `unit_bytes` of the root unit and all others.
 
     Of the kinds that a unit holds only while in use, the two largest units exist at once; of what
@@ -234,7 +237,7 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
     unit.
     """
     every = [root, *units]
-    totals: dict[str, int] = {}
+    totals: Bytes = {}
     for unit in every:
         _add(totals, unit)
     staged = [unit.get(STAGED, 0) for unit in every]
@@ -252,7 +255,7 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
 
 
 def with_slots(
-    held: Mapping[str, int],
+    held: Bytes,
     kinds: Sequence[str],
     units: Sequence[Sequence[GroupLayout]],
     strategy: Strategy,
@@ -262,7 +265,7 @@ def with_slots(
     weight_slots: bool,
     bucket_slots: bool,
     reduce_scatter: Reduce,
-) -> dict[str, int]:
+) -> Bytes:
     """`model_bytes` with slots in place of the transient buffers that are in them, and with what a
     reduction from slots needs.
 
@@ -313,11 +316,11 @@ def held_bytes(
     precision: Precision,
     ahead: int = 0,
     **slots: Any,
-) -> dict[str, int]:
+) -> Bytes:
     """Most bytes of each kind at one time, of all units, the root's last. kinds: class of each
     unit's module; rows: each unit's own strategy; ahead: elements that may be gathered ahead of the
     unit that computes, if that is more than the next unit; slots: as for `with_slots`."""
-    known: dict[tuple[int, int], dict[str, int]] = {}
+    known: dict[tuple[int, int], Bytes] = {}
     every = []
     shared = []
     for groups, row in zip(units, rows, strict=True):
@@ -333,9 +336,7 @@ def held_bytes(
     return with_slots(totals, kinds, shared, strategy, precision, rows, **slots)
 
 
-def _gathered_ahead(
-    root: Mapping[str, int], units: Sequence[Mapping[str, int]], numel: int
-) -> dict[str, int]:
+def _gathered_ahead(root: Bytes, units: Sequence[Bytes], numel: int) -> Bytes:
     """Bytes by kind of weights that are gathered at a time where `numel` elements may be gathered
     ahead: beside a unit that computes, as many of the next ones as that lasts, or the two largest
     units if those are more. Empty for 0, where it is one unit."""
@@ -359,12 +360,12 @@ def _until(following: Sequence[int], limit: int) -> int:
     return total
 
 
-def bytes_between_steps(held: Mapping[str, int]) -> int:
+def bytes_between_steps(held: Bytes) -> int:
     """Bytes of the kinds that exist between two steps, gradients zeroed."""
     return sum(count for kind, count in held.items() if LIFE[kind] == PERSISTENT)
 
 
-def most_bytes(held: Mapping[str, int]) -> int:
+def most_bytes(held: Bytes) -> int:
     """Most bytes on the device at one time. Units are updated between backward and the end of the
     next forward, so beside gathered weights, and not beside what a backward alone needs."""
     lives = dict.fromkeys(LIFE.values(), 0)
@@ -375,11 +376,11 @@ def most_bytes(held: Mapping[str, int]) -> int:
     return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(passes, updates)
 
 
-def _largest(kind: str, units: Iterable[Mapping[str, int]]) -> int:
+def _largest(kind: str, units: Iterable[Bytes]) -> int:
     sizes = sorted(unit.get(kind, 0) for unit in units)
     return sum(sizes[-UNITS_IN_USE:])
 
 
-def _add(totals: dict[str, int], part: Mapping[str, int]) -> None:
+def _add(totals: Bytes, part: Bytes) -> None:
     for kind, count in part.items():
         totals[kind] = totals.get(kind, 0) + count

@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from megatron_fsdp_adapter.core.kernels import kernel_or_warning
+from megatron_fsdp_adapter.core.layout.ranges import Shape
 
 from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, CastTable
 from .weights import QuantizedWeight
@@ -32,7 +33,7 @@ from .weights import QuantizedWeight
 class LocalRows:
     """This rank's part of one weight of `shape`: its elements from `start` on."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     # (n,) main weights, float32 or 16 bits, contiguous; n may be 0.
     main: torch.Tensor
@@ -72,7 +73,7 @@ class LocalRows:
         return slice(rows.start // BLOCK, (rows.stop - 1) // BLOCK + 1)
 
 
-def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+def scales_shape(shape: Shape) -> tuple[int, int]:
     """The shape of the scales of blocks of a matrix: rows, and columns padded to a multiple of
     4."""
     rows = -(-shape[0] // BLOCK)

@@ -23,7 +23,7 @@ from megatron_fsdp_adapter.core.layout.format import (
 from .checks import check_quantizer, check_recipe
 from .columns import mx_columns, padded, padded_shape
 from .quantizers import make_quantizers
-from .weights import QuantizedParams, QuantizedWeight, Quantizers
+from .weights import QuantizedParams, QuantizedWeight, Quantizers, Views
 
 HIGH_PRECISION = "_high_precision_init_val"
 OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
@@ -208,7 +208,7 @@ class TransformerEngineParams(QuantizedParams):
             param.__dict__.pop(name, None)
         return value
 
-    def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
+    def point(self, param: nn.Parameter, views: Views) -> None:
         kind = _kind(param)
         fields = {name: views[plane] for plane, name in kind.planes.items()}
         for name, view in fields.items():
@@ -222,7 +222,7 @@ class TransformerEngineParams(QuantizedParams):
         """Scales as TE reads them: where the shape wants padding, padded copies."""
         kind = _kind(param)
         self._mark_usages(param)
-        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
+        views: Views = param.__dict__.get(VIEWS, {})
         if not views:
             return
         for plane in kind.format.planes:
@@ -241,7 +241,7 @@ class TransformerEngineParams(QuantizedParams):
         param._quantizer.set_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
 
     def drop_derived(self, param: nn.Parameter) -> None:
-        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
+        views: Views = param.__dict__.get(VIEWS, {})
         for name, value in (*_kind(param).derived.items(), *views.items()):
             setattr(param, name, value)
 

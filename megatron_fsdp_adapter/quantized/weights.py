@@ -30,6 +30,9 @@ from ..core.engine.quantized import QuantizedWeights
 from ..core.layout.format import WeightFormat
 from ..core.runtime.device import COMPUTE, GATHER
 
+Views = Mapping[str, torch.Tensor]
+"""Tensors of a parameter by plane."""
+
 PlaneItems = Mapping[str, Sequence[torch.Tensor]]
 """Plane -> this rank's rows of each parameter of a group."""
 
@@ -56,7 +59,7 @@ class QuantizedWeight:
     # By name, the same rows of each plane, to be written: (rows / r, K / c) where one element
     # stands for r x c of the weight. Every rank that holds rows of the weight writes all planes of
     # these rows, and no others.
-    planes: Mapping[str, torch.Tensor]
+    planes: Views
 
 
 class Quantizer(Protocol):
@@ -126,7 +129,7 @@ class QuantizedParams(QuantizedWeights):
         planes stand for, `param.dequantize()`."""
 
     @abc.abstractmethod
-    def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
+    def point(self, param: nn.Parameter, views: Views) -> None:
         """Makes `views`, one for each plane, which hold what `fields` gave, the fields of `param`
         for life. Drops what is derived from fields."""
 
@@ -151,7 +154,7 @@ class QuantizedParams(QuantizedWeights):
         broadcast(value)
         return value
 
-    def move(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
+    def move(self, param: nn.Parameter, views: Views) -> None:
         fields = self.fields(param)
         copy_each(list(views.values()), [fields[name] for name in views])
         self.point(param, views)

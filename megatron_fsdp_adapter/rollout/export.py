@@ -25,6 +25,7 @@ from ..core.engine.group import ParamGroup
 from ..core.engine.params import ParamPair
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
 from ..core.layout.planner import divide_up
+from ..core.layout.ranges import Shape
 from ..core.problems import raise_problems
 from ..quantized import dequantized, scales_of
 from .export_source import Described, Source, sources
@@ -43,7 +44,7 @@ BLOCKS = {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32
 
 ExportedEntry = tuple[str, torch.Tensor]
 Named = Iterator[ExportedEntry]
-Listed = tuple[str, tuple[int, ...], torch.dtype]
+Listed = tuple[str, Shape, torch.dtype]
 """Name, shape and dtype of a tensor that a stage will send."""
 
 
@@ -54,8 +55,8 @@ class WeightShard:
 
     name: str
     tensor: torch.Tensor
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    offsets: Shape
+    shape: Shape
 
 
 def export_weights(
@@ -352,7 +353,7 @@ class _Chunk:
             yield from self._blocks(described, whole, 0, tuple(whole.shape))
 
     def _blocks(
-        self, described: Described, local: torch.Tensor, first: int, shape: tuple[int, ...]
+        self, described: Described, local: torch.Tensor, first: int, shape: Shape
     ) -> Iterator[WeightShard]:
         """local: rows from `first` on of this rank's part, of `shape`, of the whole tensor."""
         whole = _whole_shape(described, shape)
@@ -384,7 +385,7 @@ def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int
     return runs
 
 
-def _whole_shape(described: Described, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _whole_shape(described: Described, shape: Shape) -> Shape:
     if described.split is None:
         return shape
     whole = list(shape)
@@ -393,7 +394,7 @@ def _whole_shape(described: Described, shape: tuple[int, ...]) -> tuple[int, ...
 
 
 def _quantized_problems(
-    described: Described, shape: tuple[int, ...], format: WeightFormat | None
+    described: Described, shape: Shape, format: WeightFormat | None
 ) -> list[str]:
     """At most one line: for a weight whose blocks tensor parallelism cuts. None: not quantized."""
     if format is None or described.parts == 1:

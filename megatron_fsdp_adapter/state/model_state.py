@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.dtensor.parts import part_of
 from ..core.dtensor.uneven import Chunks, chunks_of, even_chunks, is_replicated, own_chunks
+from ..core.layout.ranges import Shape
 from .names import EXTRA_STATE, FP8_SCALING, GlobalNames, split_depth
 
 
@@ -33,6 +34,7 @@ class Place:
 
 
 Form = Mapping[str, Place]
+ModuleParams = Mapping[str, nn.Parameter]
 
 
 def module_form(own: Iterable[str]) -> Form:
@@ -97,7 +99,7 @@ def _own_key(key: str, form: Form) -> str:
     return key
 
 
-def values_of(form: Form, params: Mapping[str, nn.Parameter], plain: Mapping[str, Any]) -> dict:
+def values_of(form: Form, params: ModuleParams, plain: Mapping[str, Any]) -> dict:
     """The form's state dict. params: sharded parameters by the module's keys; plain: the
     module's own state dict, which has the other values. DTensors know their chunks."""
     state = {}
@@ -112,7 +114,7 @@ def values_of(form: Form, params: Mapping[str, nn.Parameter], plain: Mapping[str
 
 
 def load_problems(
-    form: Form, params: Mapping[str, nn.Parameter], values: Mapping[str, Any], strict: bool
+    form: Form, params: ModuleParams, values: Mapping[str, Any], strict: bool
 ) -> list[str]:
     """One line for each missing, unexpected (if `strict`) and mis-shaped value."""
     found = []
@@ -145,7 +147,7 @@ def shape_problems(key: str, param: nn.Parameter, place: Place, value: Any) -> l
     return [f"{key}: shape {shape}, expected {shapes}"]
 
 
-def _shapes_for(param: nn.Parameter, place: Place, value: torch.Tensor) -> list[tuple[int, ...]]:
+def _shapes_for(param: nn.Parameter, place: Place, value: torch.Tensor) -> list[Shape]:
     """The shapes that `value` may have: for a DTensor the whole tensor's, for a plain one that of
     the module's parameter, which tensor parallelism may have split."""
     ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
@@ -173,9 +175,7 @@ def incompatible_keys(form: Form, given: Mapping[str, str], result: Any) -> Any:
     )
 
 
-def copy_values(
-    form: Form, params: Mapping[str, nn.Parameter], values: Mapping[str, Any]
-) -> dict[str, Any]:
+def copy_values(form: Form, params: ModuleParams, values: Mapping[str, Any]) -> dict[str, Any]:
     """Writes what is for parameters into this rank's rows; returns the rest, by module's keys, and
     with it the parameters that were written in all of their pieces, which are their own values.
 

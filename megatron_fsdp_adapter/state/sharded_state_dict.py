@@ -16,6 +16,7 @@ from ..core.problems import raise_problems
 from ..quantized import dequantized
 from ..quantized.scaling import Scaling, scaling_of, scalings_of
 from .model_state import (
+    ModuleParams,
     checkpoint_form,
     chosen_form,
     copy_values,
@@ -98,7 +99,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         own = [*super().state_dict(), *self._scalings(params)]
         return frozenset(checkpoint_form(own, self._checkpoint_names(params)))
 
-    def _checkpoint_names(self, params: Mapping[str, nn.Parameter]) -> GlobalNames:
+    def _checkpoint_names(self, params: ModuleParams) -> GlobalNames:
         names = global_names(self)
         mixed = []
         for name, param in params.items():
@@ -118,7 +119,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         entries = super().state_dict(keep_vars=True)
         return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
 
-    def _scalings(self, params: Mapping[str, nn.Parameter]) -> dict[str, Scaling]:
+    def _scalings(self, params: ModuleParams) -> dict[str, Scaling]:
         """Key of a record beside the weight's -> the state of delayed scaling."""
         pairs = {id(pair.sharded): pair for pair in self.engine.pairs}
         found = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
 from megatron_fsdp_adapter.checkpoint.digests import Progress, silent
 from megatron_fsdp_adapter.checkpoint.record import TOPOLOGY_OPTIONS, read_record
+from megatron_fsdp_adapter.core.layout.ranges import Shape
 from megatron_fsdp_adapter.state.names import FP8_SCALING
 
 TOPOLOGY = (
@@ -147,7 +148,7 @@ def diff(
     return found
 
 
-def _arguments(folder: DcpFolder) -> dict[str, Any]:
+def _arguments(folder: DcpFolder) -> Values:
     if "args" in folder.object_keys:
         return {"args": folder.object("args")}
     if has_common(folder):
@@ -158,7 +159,7 @@ def _arguments(folder: DcpFolder) -> dict[str, Any]:
     return with_arguments({"args": found}, folder.folder)
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _record(folder: Path) -> Values:
     """The values of the save's record, flat; empty without a record."""
     values = read_record(folder) or {}
     plain = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
@@ -166,7 +167,7 @@ def _record(folder: Path) -> dict[str, Any]:
     return {**plain, **topology, **values.get("versions", {})}
 
 
-def _known(rest: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _known(rest: Values, names: Sequence[str]) -> Values:
     found = {name: argument_of(rest, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -188,7 +189,7 @@ def _described(
     key: str,
     part: str,
     nbytes: int,
-    shape: tuple[int, ...] | None = None,
+    shape: Shape | None = None,
     dtype: str | None = None,
     pieces: int = 1,
 ) -> Values:

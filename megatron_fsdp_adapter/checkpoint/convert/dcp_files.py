@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fsdp_adapter.checkpoint import folders
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, _slices, blocks
 from megatron_fsdp_adapter.checkpoint.digests import Progress
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
 from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 from megatron_fsdp_adapter.core.dtensor.chunks import tile
-from megatron_fsdp_adapter.core.layout.ranges import Box
+from megatron_fsdp_adapter.core.layout.ranges import Box, Shape
 
 KeyPath = tuple[str | int, ...]
 FSDP_DTENSOR = "fsdp_dtensor"

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_fsdp_adapter.core.layout.ranges import Box
-
-Shape = tuple[int, ...]
+from megatron_fsdp_adapter.core.layout.ranges import Box, Shape
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint.convert.lazy import Shape
 from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingState, is_expert
+from megatron_fsdp_adapter.core.layout.ranges import Shape
 
 _STEP = "step"
 _MEMBERS = "params"

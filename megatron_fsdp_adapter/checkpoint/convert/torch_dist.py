@@ -38,7 +38,13 @@ from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
     DcpFolder,
     KeyPath,
 )
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Tensors, cast, select, stack
+from megatron_fsdp_adapter.checkpoint.convert.lazy import (
+    LazyTensor,
+    Tensors,
+    cast,
+    select,
+    stack,
+)
 from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
     from_optimizer_state,
     to_optimizer_state,
@@ -56,6 +62,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     moe_layers,
     turned,
 )
+from megatron_fsdp_adapter.core.layout.ranges import Shape
 from megatron_fsdp_adapter.state.names import split_depth
 
 SHARDING_TYPE = "fully_reshardable"
@@ -183,10 +190,10 @@ class _Keys:
         per_layer = len(different) > 1 or isinstance(frequency, (list, tuple)) or frequency > 1
         return cls(style, moe_layers(state.weights), len(layers), experts, per_layer)
 
-    def place(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    def place(self, name: str) -> tuple[str, Shape, Shape]:
         """(key, place in the stack, size of the stack) of a parameter."""
-        at: tuple[int, ...] = ()
-        sizes: tuple[int, ...] = ()
+        at: Shape = ()
+        sizes: Shape = ()
         if match := _COMMON_EXPERT.fullmatch(name):
             name = f"{match[1]}.experts.{match[3]}"
             at = (int(match[2]),)
@@ -205,8 +212,8 @@ class _Keys:
 
     def stacked(self, tensors: Tensors) -> Tensors:
         """Key -> tensor. Raises ValueError if a stack has gaps."""
-        parts: dict[str, dict[tuple[int, ...], LazyTensor]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        parts: dict[str, dict[Shape, LazyTensor]] = {}
+        shapes: dict[str, Shape] = {}
         for name, tensor in tensors.items():
             key, at, sizes = self.place(name)
             parts.setdefault(key, {})[at] = tensor
@@ -232,9 +239,7 @@ class _Keys:
                 yield f"{owner}._extra_state/shard_{place}_{whole}"
 
 
-def _stack(
-    key: str, parts: Mapping[tuple[int, ...], LazyTensor], sizes: tuple[int, ...]
-) -> LazyTensor:
+def _stack(key: str, parts: Mapping[Shape, LazyTensor], sizes: Shape) -> LazyTensor:
     if not sizes:
         return parts[()]
     inner = []

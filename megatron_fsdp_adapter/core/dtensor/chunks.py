@@ -28,7 +28,13 @@ from megatron_fsdp_adapter.core.dtensor.uneven import (
     own_chunks,
 )
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
-from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes, shift_box
+from megatron_fsdp_adapter.core.layout.ranges import (
+    Box,
+    FlatRange,
+    Shape,
+    flat_range_to_boxes,
+    shift_box,
+)
 
 _WRITE_ITEMS = "__create_write_items__"
 _TENSOR_SHARD = "__get_tensor_shard__"
@@ -73,7 +79,7 @@ class LayoutRef:
     tp_offset: tuple[int, ...] | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the tensor-parallel slice; (1,) for a 0-D parameter."""
         return self.layout.specs[self.index].layout_shape
 

@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.core.dtensor.chunks import LayoutRef, dtensor_like
 from megatron_fsdp_adapter.core.dtensor.uneven import Chunks, UnevenDTensor, own_chunks
-from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes, shift_box
+from megatron_fsdp_adapter.core.layout.ranges import (
+    Box,
+    FlatRange,
+    Shape,
+    flat_range_to_boxes,
+    shift_box,
+)
 
 
 def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
@@ -70,9 +76,7 @@ def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
     return _row_major(value, local, (total, *row), Chunks(tuple(boxes)))
 
 
-def _row_major(
-    value: DTensor, local: torch.Tensor, shape: tuple[int, ...], chunks: Chunks
-) -> UnevenDTensor:
+def _row_major(value: DTensor, local: torch.Tensor, shape: Shape, chunks: Chunks) -> UnevenDTensor:
     """A DTensor of global `shape`, contiguous as a whole, on the mesh of `value`."""
     stride = torch.empty(shape, device="meta").stride()
     return UnevenDTensor.over(
@@ -107,9 +111,7 @@ def same_storage(a: DTensor, b: DTensor) -> bool:
     return one.numel() == 0 or one.data_ptr() == other.data_ptr()
 
 
-def _tensor_parallel_place(
-    ref: LayoutRef, whole: Sequence[int], piece: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _tensor_parallel_place(ref: LayoutRef, whole: Sequence[int], piece: Shape) -> Box:
     """The shape of the whole piece, of a parameter of shape `whole`, and the offset of this rank's
     piece in it. Each rank's piece is the same fraction of its slice of the parameter."""
     shape = []

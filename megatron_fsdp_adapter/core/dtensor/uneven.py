@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..layout.ranges import Box
+from ..layout.ranges import Box, Shape
 from .operators import (
     OperatorKind,
     aligned,
@@ -60,7 +60,7 @@ class Chunks:
     boxes: tuple[Box, ...]
     cut: Any = None
 
-    def check(self, shape: tuple[int, ...], local: torch.Tensor) -> None:
+    def check(self, shape: Shape, local: torch.Tensor) -> None:
         """ValueError unless every block is inside `shape` and together they are as large as
         `local`."""
         numel = 0

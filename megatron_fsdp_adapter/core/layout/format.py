@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ranges import FlatRange
+from .ranges import FlatRange, Shape
 
 PLANE_ALIGNMENT = 16
 """Bytes that the start of each shard of each plane is a multiple of."""
@@ -56,7 +56,7 @@ class Plane:
         """The range in the plane's buffer of a range in the weight's flat buffer."""
         return FlatRange(self.numel(extent.start), self.numel(extent.stop))
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, shape: Shape) -> Shape:
         """The shape of the plane of a weight of `shape`, or of some of its rows; ValueError unless
         blocks divide it."""
         rows, columns = self.block
@@ -121,7 +121,7 @@ class WeightFormat:
         """Bytes of all planes for so many elements of a flat buffer."""
         return sum(plane.nbytes(elements) for plane in self.planes)
 
-    def granularity(self, shape: tuple[int, ...]) -> int:
+    def granularity(self, shape: Shape) -> int:
         """Elements of one granule of a weight of `shape`: `rows` rows of dim 0. All of it where
         those do not divide dim 0: such a weight lies whole on one shard, which is right for every
         format. ValueError if the format cannot represent such a weight at all."""
@@ -131,7 +131,7 @@ class WeightFormat:
             return math.prod(shape)
         return self.rows * math.prod(shape[1:])
 
-    def cuts(self, shape: tuple[int, ...]) -> bool:
+    def cuts(self, shape: Shape) -> bool:
         """True if shard boundaries may lie inside a weight of `shape`."""
         rows = shape[0] if shape else 1
         return rows % self.rows == 0

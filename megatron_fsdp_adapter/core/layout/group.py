@@ -22,10 +22,10 @@ from functools import cached_property
 import torch
 
 from .format import WeightFormat, plain
-from .ranges import EMPTY, FlatRange, split_evenly
+from .ranges import EMPTY, FlatRange, Shape, split_evenly
 
 
-def row_granularity(shape: tuple[int, ...]) -> int:
+def row_granularity(shape: Shape) -> int:
     """Elements in one row of dim 0: product(shape[1:]), and 1 for 0-D and 1-D shapes."""
     return math.prod(shape[1:])
 
@@ -45,7 +45,7 @@ class ParamSpec:
 
     index: int
     fqns: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     requires_grad: bool
     granularity: int
@@ -84,7 +84,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
-    def layout_shape(self) -> tuple[int, ...]:
+    def layout_shape(self) -> Shape:
         """`shape`, with a 0-D parameter seen as one row of one element."""
         return self.shape or (1,)
 
@@ -238,7 +238,7 @@ class GroupLayout:
         held = extent.intersect(self._shard(self.placements[index].segment, rank))
         return EMPTY if held.empty else held.shift(-extent.start)
 
-    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+    def local_shape(self, index: int, rank: int) -> Shape:
         """Shape of the piece of item `index` on `rank`: (rows, *shape[1:]), (0, ...) if none.
 
         An item whose granules are not whole rows has 1-D pieces (n,).
@@ -310,7 +310,7 @@ class ShardSpec:
         """The elements of parameter `index`, counted from its start; FlatRange(0, 0) if none."""
         return self.layout.shard_range(index, self.rank)
 
-    def shape(self, index: int) -> tuple[int, ...]:
+    def shape(self, index: int) -> Shape:
         """Shape of that piece, as of `GroupLayout.local_shape`."""
         return self.layout.local_shape(index, self.rank)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Shape = tuple[int, ...]
+
+Box = tuple[Shape, Shape]
 """(offsets, sizes): a rectangular block of a tensor, one number per dimension."""
 
 
@@ -48,7 +50,7 @@ class FlatRange:
 EMPTY = FlatRange(0, 0)
 
 
-def shift_box(box: Box, by: tuple[int, ...]) -> Box:
+def shift_box(box: Box, by: Shape) -> Box:
     """The block `by` elements further on, along each dimension."""
     offsets, sizes = box
     return tuple(at + n for at, n in zip(offsets, by, strict=True)), sizes
@@ -81,7 +83,7 @@ def nested_shard_rank(inner_rank: int, outer_rank: int, outer_size: int) -> int:
     return inner_rank * outer_size + outer_rank
 
 
-def flat_range_to_boxes(part: FlatRange, shape: tuple[int, ...]) -> tuple[Box, ...]:
+def flat_range_to_boxes(part: FlatRange, shape: Shape) -> tuple[Box, ...]:
     """The blocks of a row-major tensor of `shape` that hold exactly the elements of `part`.
 
     Blocks come in flat order and each is contiguous in memory; for d dimensions there are at
@@ -94,7 +96,7 @@ def flat_range_to_boxes(part: FlatRange, shape: tuple[int, ...]) -> tuple[Box, .
     return tuple(_boxes(part.start, part.stop, shape))
 
 
-def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+def _boxes(start: int, stop: int, shape: Shape) -> list[Box]:
     if start >= stop:
         return []
     row = math.prod(shape[1:])
@@ -114,6 +116,6 @@ def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
     return boxes
 
 
-def _in_row(index: int, start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+def _in_row(index: int, start: int, stop: int, shape: Shape) -> list[Box]:
     inner = _boxes(start, stop, shape[1:])
     return [((index, *offsets), (1, *sizes)) for offsets, sizes in inner]

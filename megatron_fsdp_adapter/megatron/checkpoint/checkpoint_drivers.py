@@ -31,7 +31,14 @@ from typing import Any
 from ...checkpoint import folders
 from ...checkpoint.coordination import coordination
 from ...checkpoint.fitting import fit, taken_over
-from ...checkpoint.state import compare, flatten, from_stored, to_stored
+from ...checkpoint.state import (
+    StateDict,
+    StateMapping,
+    compare,
+    flatten,
+    from_stored,
+    to_stored,
+)
 from ...checkpoint.training import OPTIMIZER, merged
 from ...state.names import MODEL
 from ...state.sharded_state_dict import ShardedStateDict
@@ -78,7 +85,7 @@ def _of_bridge(call: Mapping[str, Any]) -> _Asked:
     )
 
 
-def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
+def merged_chunks(state: StateMapping) -> StateDict:
     """`state` with what it has under "model0", "model1", ... under "model" instead.
 
     Raises ValueError if two chunks have a key in common: they were not made by our wrapper.
@@ -162,7 +169,7 @@ load_of_megatron_lm = functools.partial(_load, _of_megatron_lm)
 load_of_bridge = functools.partial(_load, _of_bridge)
 
 
-def _as_asked(state: Mapping[str, Any], wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _as_asked(state: StateMapping, wanted: StateMapping, rank: int) -> StateDict:
     """The values that were read, with the model's dicts and the tensors that the caller gave."""
     result = {key: value for key, value in state.items() if key != MODEL}
     for key in wanted:
@@ -176,8 +183,8 @@ def _as_asked(state: Mapping[str, Any], wanted: Mapping[str, Any], rank: int) ->
 
 
 def _prepared(
-    wanted: Mapping[str, Any], folder: Path, strict: bool, vocab_size: int | None, rank: int
-) -> tuple[dict[str, Any], _Found]:
+    wanted: StateMapping, folder: Path, strict: bool, vocab_size: int | None, rank: int
+) -> tuple[StateDict, _Found]:
     """The state to read in place of `wanted`, with containers of its own. ValueError lists what
     does not fit."""
     metadata = folders.read_metadata(folder.parent, folder)

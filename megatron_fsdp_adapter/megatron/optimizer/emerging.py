@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
-from ...optim.local_shards import GroupOptions, UpdateRule
+from ...optim.local_shards import UpdateRule
+from ...optim.state import GroupOptions
 from ..compat.patches import Original
 from ..inner_module import ModelChunks, ours_among
 from ..options.support import EMERGING, LION, MUON

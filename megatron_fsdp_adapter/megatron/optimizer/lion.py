@@ -12,7 +12,8 @@ from typing import Any
 
 from ...core.engine.params import ParamPair
 from ...optim.lion import lion as lion_rule
-from ...optim.local_shards import GroupOptions, UpdateRule
+from ...optim.local_shards import UpdateRule
+from ...optim.state import GroupOptions
 from ..compat import core_api
 from ..inner_module import ModelChunks
 from ..options.support import LION

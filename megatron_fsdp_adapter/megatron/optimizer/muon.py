@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from ...core.engine.params import ParamPair
-from ...optim.local_shards import GroupOptions, UpdateRule
+from ...optim.local_shards import UpdateRule
 from ...optim.muon.exchange import exchange_groups
 from ...optim.muon.matrices import row_blocks
 from ...optim.muon.newton_schulz import EPS, coefficients_of
 from ...optim.muon.shards import MuonOptions, tensor_split
 from ...optim.muon.shards import muon as muon_rule
+from ...optim.state import GroupOptions
 from ..inner_module import ModelChunks
 from ..options.rules import is_on
 from ..options.support import HALF, SCALES

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...plan.unsharded_budget import AUTO
 from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
-from .rules import Rule, above_one, is_on, off, within
+from .rules import Rule, Rules, above_one, is_on, off, within
 from .staging_options import slots_wanted
 from .table import ITERATION, LAYERS, excluded, read, strategy_of
 
@@ -87,7 +87,7 @@ _NO_GPU = Rule(
 )
 _ON_HOOKS = "a replay calls no saved-tensor hooks. Switch it off"
 
-GRAPH_RULES: tuple[Rule, ...] = (
+GRAPH_RULES: Rules = (
     *within(
         captures_iteration,
         ITERATION,

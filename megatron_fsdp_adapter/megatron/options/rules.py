@@ -46,6 +46,9 @@ class Rule:
         return f"{self.option}={value!r}{beside}: {self.message}"
 
 
+Rules = tuple[Rule, ...]
+
+
 def problems(config: Any, rules: Iterable[Rule]) -> list[str]:
     """One line for each broken rule: option, value, reason and remedy."""
     return [rule.problem(config) for rule in rules if rule.broken(config)]
@@ -71,7 +74,7 @@ def unset(option: str, message: str) -> Rule:
     return Rule(option, lambda config: getattr(config, option, None) is not None, message)
 
 
-def within(when: Callable[[Any], bool], beside: str, *rules: Rule) -> tuple[Rule, ...]:
+def within(when: Callable[[Any], bool], beside: str, *rules: Rule) -> Rules:
     """The rules, restricted to configs for which `when` is true, which `beside` describes."""
 
     def restricted(rule: Rule) -> Rule:

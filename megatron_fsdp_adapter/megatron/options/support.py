@@ -11,7 +11,7 @@ import torch
 
 from ...optim.muon.newton_schulz import COEFFICIENTS
 from .cuda_graphs import captures_iteration, captures_layers
-from .rules import Rule, above_one, is_on, off, unset, within
+from .rules import Rule, Rules, above_one, is_on, off, unset, within
 from .staging_options import slots_wanted
 from .table import (
     DELAY,
@@ -60,7 +60,7 @@ def _offloads_what_core_cannot(config: Any) -> bool:
     return recomputes or above_one(config, "pipeline_model_parallel_size")
 
 
-MODEL_CONFIG_RULES: tuple[Rule, ...] = (
+MODEL_CONFIG_RULES: Rules = (
     _other_recipe("fp8", FP8_RECIPES),
     _other_recipe("fp4", FP4_RECIPES),
     off("fp4_param", NO_FP4_WEIGHTS),
@@ -166,7 +166,7 @@ def _splits_routers(config: Any) -> bool:
     return is_on(config, "flextron") and above_one(config, "pipeline_model_parallel_size")
 
 
-LATER_MODEL_RULES: tuple[Rule, ...] = (
+LATER_MODEL_RULES: Rules = (
     off(
         "overlap_dispatch_backward_with_experts_wgrad",
         "weight gradients of experts come after the experts' backward, on another stream, which "
@@ -212,7 +212,7 @@ def _with_parts_of_layers(broken: Callable[[Any], Any], message: str, beside: st
     return Rule(PARTS_OF_LAYERS, both, message, beside)
 
 
-SCHEDULE_RULES: tuple[Rule, ...] = (
+SCHEDULE_RULES: Rules = (
     Rule(
         DELAY,
         lambda config: is_on(config, DELAY) and not is_on(config, PARTS_OF_LAYERS),
@@ -303,7 +303,7 @@ def _one_of(name: str, known: tuple[str, ...]) -> Rule:
     )
 
 
-MUON_RULES: tuple[Rule, ...] = within(
+MUON_RULES: Rules = within(
     lambda config: config.optimizer == MUON,
     "optimizer={0.optimizer!r}",
     *(_one_of(name, known) for name, known in MUON_CHOICES.items()),
@@ -329,7 +329,7 @@ def _only_adam(option: str, message: str, beside: str = "") -> Rule:
     return Rule("optimizer", broken, message, beside)
 
 
-OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
+OPTIMIZER_CONFIG_RULES: Rules = (
     Rule(
         "optimizer",
         lambda config: config.optimizer not in OPTIMIZERS,

@@ -21,7 +21,7 @@ from ...core.config import OUTER_STRATEGIES, STRATEGIES, Strategy
 from ...optim.residency import OFFLOAD_OPTION as OFFLOAD
 from ...plan.unsharded_budget import AUTO, can_keep
 from ...plan.unsharded_budget import BUDGET_OPTION as BUDGET
-from .rules import Rule, is_on, off
+from .rules import Rule, Rules, is_on, off
 
 STRATEGY = "data_parallel_sharding_strategy"
 INSTANCES = "num_distributed_optimizer_instances"
@@ -452,7 +452,7 @@ OPTIONS: tuple[Option, ...] = (
 
 _DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in OPTIONS}
 
-DDP_CONFIG_RULES: tuple[Rule, ...] = tuple(rule for option in OPTIONS for rule in option.rules())
+DDP_CONFIG_RULES: Rules = tuple(rule for option in OPTIONS for rule in option.rules())
 
 
 def read(config: Any, option: str) -> Any:

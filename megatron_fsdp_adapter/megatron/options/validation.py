@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .cuda_graphs import GRAPH_RULES
-from .rules import Joined, Rule, is_on, off, problems, unset
+from .rules import Joined, Rule, Rules, is_on, off, problems, unset
 from .settings import CKPT_FORMAT
 from .support import (
     EMERGING,
@@ -86,7 +86,7 @@ def _async_save_at_address(options: Any) -> bool:
     return is_on(options, "async_save") and "://" in str(options.save)
 
 
-LAUNCH_RULES: tuple[Rule, ...] = (
+LAUNCH_RULES: Rules = (
     Rule(
         "optimizer",
         lambda args: args.optimizer in EMERGING and not hasattr(args, MAKES_EMERGING),
@@ -186,7 +186,7 @@ def _loads_base_weights_on_meta(cfg: Any) -> bool:
     return _has_adapters(cfg) and is_on(cfg.model, "init_model_with_meta_device")
 
 
-BRIDGE_RULES: tuple[Rule, ...] = (
+BRIDGE_RULES: Rules = (
     Rule(
         "optimizer.optimizer",
         lambda cfg: cfg.optimizer.optimizer in EMERGING,
@@ -261,7 +261,7 @@ BRIDGE_RULES: tuple[Rule, ...] = (
 
 
 _OF_OVERLAP = ("defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step")
-OVERLAP_RULES: tuple[Rule, ...] = tuple(
+OVERLAP_RULES: Rules = tuple(
     rule for rule in (*MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES) if rule.option in _OF_OVERLAP
 )
 """Options that Megatron-Bridge copies from `comm_overlap` to other configs when training starts."""
@@ -363,7 +363,7 @@ def wrapper_problems(config: Any, ddp_config: Any, device: Any, asks_tokens: boo
     )
 
 
-def _below(path: str, config: Any, rules: tuple[Rule, ...]) -> list[str]:
+def _below(path: str, config: Any, rules: Rules) -> list[str]:
     return [f"{path}.{line}" for line in problems(config, rules)]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...build.building import with_single_rank_domains
 from ...core.config import EngineConfig
 from ...core.distributed_index import FSDPDistributedIndex
 from ...core.engine.partition import UnitPlan
-from ...core.topology import ShardDomain
+from ...core.topology import Domains
 from ...plan.unit_grouping import group_layers, layer_numels
 from ...plan.unsharded_budget import UnshardedUnits
 from ..options import ddp_options
@@ -35,7 +35,7 @@ class ModelPlan:
 
     units: Sequence[UnitPlan]
     config: EngineConfig
-    domains: Mapping[str, ShardDomain]
+    domains: Domains
     classes: Sequence[str]
     kept: UnshardedUnits
     budget: int | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from ...core.engine.partition import (
     partition,
     unit_modules,
 )
-from ...core.topology import ShardDomain
+from ...core.topology import Domains
 from ...plan.unit_classes import classes_of
 from ...plan.unsharded_budget import UnshardedUnits, policy_precision, unsharded_units
 from ...quantized import format_of
@@ -44,6 +44,9 @@ from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 LOOK_UPS = {LanguageModelEmbedding, VocabParallelEmbedding, nn.Embedding, nn.Dropout}
 """Classes whose backward reads no weights."""
+
+Modules = dict[str, nn.Module]
+"""Modules by their names."""
 
 
 def _has_tied_weight(module: nn.Module) -> bool:
@@ -66,7 +69,7 @@ def _is_read_from_outside(module: nn.Module) -> bool:
     return is_on(getattr(module, "config", None), "mtp_detach_heads")
 
 
-def _default_units(module: nn.Module) -> dict[str, nn.Module]:
+def _default_units(module: nn.Module) -> Modules:
     """Transformer and Mamba layers, and embedding and output layer unless their weights are tied
     or read by other modules: such a weight belongs to the root unit, which stays gathered."""
     if _has_tied_weight(module) or _is_read_from_outside(module):
@@ -91,7 +94,7 @@ def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
     return [child for child in experts.children() if next(child.parameters(), None) is not None]
 
 
-def _with_parts_of_layers(module: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _with_parts_of_layers(module: nn.Module, units: Modules) -> Modules:
     """`units` and parts of experts, in module order."""
     wanted = set(map(id, units.values()))
     for layer in module.modules():
@@ -102,7 +105,7 @@ def _with_parts_of_layers(module: nn.Module, units: dict[str, nn.Module]) -> dic
 
 def chosen_units(
     module: nn.Module, unit_classes: Sequence[type[nn.Module] | str] | None, parts: bool = False
-) -> dict[str, nn.Module]:
+) -> Modules:
     """The units, by default or of the classes the user names. parts: by default parts of experts
     too, inside their layers."""
     if unit_classes is None:
@@ -112,9 +115,7 @@ def chosen_units(
     return unit_modules(module, lambda child: isinstance(child, named))
 
 
-def plan_units(
-    given: Arguments, units: dict[str, nn.Module], engine_config: EngineConfig
-) -> list[UnitPlan]:
+def plan_units(given: Arguments, units: Modules, engine_config: EngineConfig) -> list[UnitPlan]:
     """Plans the unit and group of each parameter, and how its gradient is written. Parameters are
     marked with how tensor parallelism cuts them.
 
@@ -140,7 +141,7 @@ def with_unsharded_units(
     plans: Sequence[UnitPlan],
     given: Arguments,
     engine_config: EngineConfig,
-    domains: Mapping[str, ShardDomain],
+    domains: Domains,
     budget: int,
 ) -> tuple[list[UnitPlan], UnshardedUnits]:
     """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those

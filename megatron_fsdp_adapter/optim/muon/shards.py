@@ -22,7 +22,8 @@ from ...core.engine.engine import FsdpEngine
 from ...core.engine.group import ParamGroup
 from ...core.engine.params import ParamPair
 from ...core.topology import TP_DIM, ShardDomain
-from ..local_shards import GroupOptions, LocalShards, UpdateRule
+from ..local_shards import LocalShards, UpdateRule
+from ..state import GroupOptions
 from . import newton_schulz
 from .exchange import Parties, RankGroups, StageExchange, parties_in
 from .matrices import MuonParam

@@ -11,7 +11,8 @@ import torch
 
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.params import ParamPair
-from ..local_shards import GroupOptions, UpdateRule
+from ..local_shards import UpdateRule
+from ..state import GroupOptions
 from .exchange import exchange_groups, wanted_groups
 from .shards import MuonOptions, muon
 

@@ -21,13 +21,16 @@ LAYERS = "decoder.layers."
 DENSE = "dense"
 EXPERT = "expert"
 
-Row = tuple[str, str, tuple[int, ...], str]
+FullShape = tuple[int, ...]
+"""Of a whole parameter."""
+
+Row = tuple[str, str, FullShape, str]
 """Unit, fully qualified name, shape and domain of a parameter."""
 
 Options = Mapping[str, Any]
 """Options by Megatron's names."""
 
-Shapes = list[tuple[str, tuple[int, ...]]]
+Shapes = list[tuple[str, FullShape]]
 
 _TYPES: Mapping[str, tuple[type, str]] = {
     "int": (int, "an integer above 0"),
@@ -344,7 +347,7 @@ def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list
     vocabulary = spec.embedding_rows
     hidden = spec.hidden_size
     embedding = ROOT if tied else EMBEDDING
-    found: list[tuple[str, str, tuple[int, ...]]] = []
+    found: list[tuple[str, str, FullShape]] = []
     if stage == 0:
         tables = {"word": vocabulary}
         if spec.position_embedding_type == "learned_absolute":
@@ -371,7 +374,7 @@ def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list
     return rows_of_rank
 
 
-def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
+def _split(fqn: str, full: FullShape, tensor: int) -> FullShape:
     """The shape of a tensor-parallel rank's part: columns of matrices that end a block, rows of
     those that begin one."""
     if tensor == 1 or len(full) == 1 or fqn.endswith((*EVERY_RANK_HAS, "router.weight")):

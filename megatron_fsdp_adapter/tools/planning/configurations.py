@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron_fsdp_adapter.plan.memory import (
     PERSISTENT,
     REDUCE_BUCKET,
     UNIT_IN_USE,
+    Bytes,
     Precision,
 )
 from megatron_fsdp_adapter.plan.unsharded_budget import GIB
@@ -164,9 +164,7 @@ def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedMo
     return PlannedModel(units, chosen.slots)
 
 
-def memory(
-    spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int
-) -> dict[str, int]:
+def memory(spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int) -> Bytes:
     """Bytes by kind on the first rank of the stage that needs most. The kinds are those of
     `estimate`; with `outer_optim` main weights and state are sharded again."""
     stages = sorted({0, chosen.parallel.pipeline - 1})
@@ -174,13 +172,13 @@ def memory(
     return max(needed, key=_total)
 
 
-def _total(kinds: Mapping[str, int]) -> int:
+def _total(kinds: Bytes) -> int:
     return sum(kinds.values())
 
 
 def _stage_memory(
     spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int, stage: int
-) -> dict[str, int]:
+) -> Bytes:
     model = planned(spec, chosen, stage)
     strategy = STRATEGIES[chosen.strategy]
     held = model.bytes_held(strategy, Precision(), 0)
@@ -197,13 +195,13 @@ def _stage_memory(
     return at_its_most(held, activations, microbatches > 1)
 
 
-def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
+def at_its_most(held: Bytes, activations: int, again: bool) -> Bytes:
     """Bytes by kind at the event with the highest total.
 
     The events are the end of a forward (with all activations), the end of a backward (with
     gradients and buckets), and the begin of a forward. again: True if gradients of earlier
     microbatches exist in a forward."""
-    of_life: dict[str, dict[str, int]] = defaultdict(dict)
+    of_life: dict[str, Bytes] = defaultdict(dict)
     for kind, nbytes in held.items():
         of_life[LIFE.get(kind, PERSISTENT)][kind] = nbytes
     kept = of_life[PERSISTENT]

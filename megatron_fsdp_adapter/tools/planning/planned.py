@@ -19,8 +19,10 @@ from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
+from megatron_fsdp_adapter.core.layout.ranges import Shape
 from megatron_fsdp_adapter.plan.memory import (
     QUANTIZED_COPIES,
+    Bytes,
     Precision,
     held_by_rank,
     held_bytes,
@@ -42,7 +44,7 @@ from megatron_fsdp_adapter.tools.models.spec import (
     number_of,
 )
 
-PlannedRow = tuple[str, str, tuple[int, ...], int]
+PlannedRow = tuple[str, str, Shape, int]
 """Unit, name, shape and number of shards of a parameter."""
 
 
@@ -125,7 +127,7 @@ class PlannedModel:
         layouts = [[one for one in unit.layouts if not whole(one)] for unit in self.units]
         return unsharded_units(layouts, strategy, precision, self.budget, forward_only)
 
-    def bytes_held(self, strategy: Strategy, precision: Precision, rank: int) -> dict[str, int]:
+    def bytes_held(self, strategy: Strategy, precision: Precision, rank: int) -> Bytes:
         """Bytes by kind on `rank`."""
         whole = self.is_single_rank(strategy)
         placed = {}  # units with the same layouts share one list
@@ -203,7 +205,7 @@ def layer_numels(spec: ModelSpec, split: Parallel = WHOLE, stage: int = 0) -> tu
 
 
 def _spec(
-    index: int, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, form: WeightFormat | None
+    index: int, fqn: str, shape: Shape, dtype: torch.dtype, form: WeightFormat | None
 ) -> ParamSpec:
     try:
         granularity = (form or plain(dtype)).granularity(shape)

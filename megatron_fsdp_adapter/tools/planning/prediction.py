@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_fsdp_adapter.plan.memory import Bytes
 from megatron_fsdp_adapter.tools.models.spec import ModelSpec, is_layer, layers_of
 
 from .configurations import Configuration, groups, memory, planned, unit_numel
@@ -35,7 +36,7 @@ class Prediction:
     tokens: float
     flops: float
     spent: Mapping[str, float]
-    memory: Mapping[str, int]
+    memory: Bytes
     peak_tflops: float
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from megatron_fsdp_adapter.core.layout.ranges import Shape
 from megatron_fsdp_adapter.tools.models.spec import (
     EXPERT,
     ROOT,
@@ -59,7 +60,7 @@ def units(spec: ModelSpec, parallel: Parallel, microbatch: int, stage: int = 0) 
 
     The weights of a rank's experts are one parameter with the same layout, which is faster to
     plan."""
-    params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+    params: dict[str, list[tuple[str, Shape, str]]] = {}
     rows = sorted(listing(spec, parallel, stage), key=lambda row: _order(row[0]))
     for unit, fqn, full, domain in _joined(rows):
         params.setdefault(unit, []).append((fqn, full, domain))

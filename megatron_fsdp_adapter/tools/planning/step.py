@@ -3,7 +3,7 @@ with modules that record their work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,14 @@ from megatron_fsdp_adapter.core.comm.all_to_all_sum import launch
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
-from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
+from megatron_fsdp_adapter.core.topology import (
+    OUTER_DIM,
+    SHARD_DIM,
+    Axis,
+    Domains,
+    ShardDomain,
+    mesh_over,
+)
 from megatron_fsdp_adapter.plan.unit_grouping import group_layers
 
 from .configurations import Configuration
@@ -165,7 +172,7 @@ def _build(
     units: Sequence[UnitWork],
     chosen: Configuration,
     runtime: TimedRuntime,
-    domains: Mapping[str, ShardDomain],
+    domains: Domains,
     unit_numel: int,
 ) -> tuple[nn.Module, FsdpEngine]:
     model = unit_model(units, runtime, DTYPE)
@@ -214,7 +221,7 @@ def _build(
 
 
 def _communicators(
-    chosen: Configuration, runtime: TimedRuntime, domains: Mapping[str, ShardDomain]
+    chosen: Configuration, runtime: TimedRuntime, domains: Domains
 ) -> Callable[[Any, torch.device], TimedCommunicator]:
     """A function that makes the communicators of an engine: each group has its axis and channel."""
     apart = chosen.separate_gathers or chosen.copies

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.layout.ranges import Shape
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 from megatron_fsdp_adapter.tools.models.spec import is_layer
 
@@ -32,7 +33,7 @@ class UnitWork:
     """
 
     name: str
-    params: tuple[tuple[str, tuple[int, ...], str], ...]
+    params: tuple[tuple[str, Shape, str], ...]
     forward: tuple[Operation, ...] = ()
     backward: tuple[Operation, ...] = ()
     host: float = 0.0

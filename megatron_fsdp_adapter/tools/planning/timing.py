@@ -22,6 +22,9 @@ IDLE = "idle"
 HOST = "waits for the host"
 
 
+NetworkGroups = Mapping[str, Group]
+"""The groups of collectives, by name."""
+
 Window = tuple[float, dict[str, float]]
 """Seconds of a part of a program, and seconds by purpose: parts of compute, "exposed <collective>",
 idle, host."""
@@ -56,7 +59,7 @@ STEP = ("step", 1)
 def time_windows(
     program: Program,
     machine: Machine,
-    groups: Mapping[str, Group],
+    groups: NetworkGroups,
     windows: Sequence[tuple[str, int]],
 ) -> list[Window]:
     """Times windows of one run: name and number of the mark at which measuring begins; it ends at
@@ -77,7 +80,7 @@ Interval = tuple[float, float, tuple[int, ...], bool]
 
 
 def simulate(
-    program: Program, machine: Machine, groups: Mapping[str, Group]
+    program: Program, machine: Machine, groups: NetworkGroups
 ) -> tuple[State, list[Interval]]:
     """Runs a program; returns the times of its operations, and what ran when."""
     state = _prepare(program, machine, groups)
@@ -113,7 +116,7 @@ def simulate(
     return state, intervals
 
 
-def _prepare(program: Program, machine: Machine, groups: Mapping[str, Group]) -> State:
+def _prepare(program: Program, machine: Machine, groups: NetworkGroups) -> State:
     alone: list[float] = []
     last: dict[str, int] = {}
     state = State(program, alone, [math.inf] * len(program.operations), [])
@@ -140,7 +143,7 @@ def _launch(state: State, begin: int, now: float, host: float) -> None:
             break
 
 
-def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group]) -> float:
+def _alone(one: Operation, machine: Machine, groups: NetworkGroups) -> float:
     if one.kind in COLLECTIVES:
         group = groups[one.group]
         network = machine.network
