@@ -135,11 +135,13 @@ def test_rules_of_the_configs_apply_to_arguments(changed: dict[str, Any], named:
 
 
 def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000005").mkdir()
-    assert validation.launch_problems(_complete(load=str(tmp_path)), {}) == []
-    (tmp_path / "iter_0000005" / "metadata.json").write_text("{}")
-    [problem] = validation.launch_problems(_complete(load=str(tmp_path)), {})
-    assert problem.startswith(f"load={str(tmp_path)!r}: iter_0000005 ")
+    root = str(tmp_path)
+    folder = tmp_path / "iter_0000005"
+    folder.mkdir()
+    assert validation.launch_problems(_complete(load=root), {}) == []
+    (folder / "metadata.json").write_text("{}")
+    [problem] = validation.launch_problems(_complete(load=root), {})
+    assert problem.startswith(f"load={root!r}: iter_0000005 ")
 
 
 def test_asynchronous_saves_are_kept_and_need_no_package() -> None:
@@ -197,7 +199,10 @@ def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
     made then has them."""
 
     def validate_args(args: Any, defaults: Any) -> Any:
-        assert args.optimizer == ("adam" if use_megatron_fsdp else "muon")
+        if use_megatron_fsdp:
+            assert args.optimizer == "adam"
+        else:
+            assert args.optimizer == "muon"
         if defaults == "wrong":
             raise ValueError(defaults)
         return args

@@ -213,20 +213,15 @@ def test_gradients_of_several_backwards_are_summed_over_replicas(rank: int) -> N
 
 def _cut_by_hand(made: Any, optimizer: Any, moments: Any, options: StateDictOptions) -> None:
     """Loads unsharded moments as torch's FSDP2 tutorial does: by `distribute_tensor`."""
-    optimizer.load_state_dict(
-        {
-            "param_groups": optimizer.state_dict()["param_groups"],
-            "state": {
-                number: {
-                    key: value
-                    if key == "step"
-                    else distribute_tensor(value, param.device_mesh, param.placements)
-                    for key, value in moments["state"][name].items()
-                }
-                for number, (name, param) in enumerate(made.named_parameters())
-            },
-        }
-    )
+    state = {}
+    for number, (name, param) in enumerate(made.named_parameters()):
+        state[number] = {}
+        for key, value in moments["state"][name].items():
+            if key != "step":
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            state[number][key] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"param_groups": groups, "state": state})
 
 
 @on_ranks(2)

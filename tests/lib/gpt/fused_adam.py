@@ -85,7 +85,9 @@ class FusedAdam(torch.optim.Optimizer):
     def get_unscaled_state(self, param: Any, name: str) -> torch.Tensor:
         value = self.state[param][name]
         assert value.dtype == self.name_to_dtype_map[name]
-        return value if value.dtype == torch.float32 else value.float()
+        if value.dtype == torch.float32:
+            return value
+        return value.float()
 
     def state_dict(self) -> dict[str, Any]:
         """In place of the state float32 of it: copies of what has another dtype."""
@@ -120,7 +122,8 @@ class FusedAdam(torch.optim.Optimizer):
             assert param.numel() > 0, "an empty tensor ends the list for the kernel"
             if len(self.state[param]) == 0:
                 self.initialize_state(param, self.store_param_remainders)
-            grad = getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
+            kind = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            grad = getattr(param, kind, None)
             if grad is None:
                 continue
             assert not self.master_weights, "the adapter has main weights of its own"
@@ -196,7 +199,9 @@ class HostKernel:
         self.updates.append(update)
         grads = []
         for g in lists[0]:
-            grads.append(g if update.clip is None else g * update.clip.to(g.dtype))
+            if update.clip is not None:
+                g = g * update.clip.to(g.dtype)
+            grads.append(g)
         _adam(
             [grads, *lists[1:]],
             update.lr,

@@ -74,12 +74,16 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "microbatches": (1, 4),
     "world": (1, 2, 4),
 }
+
+
+def _cannot_hold(params: torch.dtype, main_params: torch.dtype | None) -> bool:
+    if main_params is None:
+        return False
+    return torch.promote_types(main_params, params) != main_params
+
+
 NARROW = Rule(
-    "main weights",
-    "they cannot hold what the parameters do, which is refused",
-    lambda params, main_params: (
-        main_params is not None and torch.promote_types(main_params, params) != main_params
-    ),
+    "main weights", "they cannot hold what the parameters do, which is refused", _cannot_hold
 )
 SPACE = Space(FACTORS, (NARROW,), {})
 
@@ -89,11 +93,12 @@ def pairwise() -> list[Cell]:
     return [Cell(**row) for row in covering_array(SPACE)]  # type: ignore[arg-type]
 
 
-WITH_FP32_ACCUMULATION = [
-    Cell(strategy, BF16, FP32, None, BF16, microbatches, world, True)
-    for strategy in list(STRATEGIES)[1:]
-    for microbatches, world in ((4, 1), (1, 2), (4, 4))
-]
+WITH_FP32_ACCUMULATION = []
+for _strategy in list(STRATEGIES)[1:]:
+    for _microbatches, _world in ((4, 1), (1, 2), (4, 4)):
+        WITH_FP32_ACCUMULATION.append(
+            Cell(_strategy, BF16, FP32, None, BF16, _microbatches, _world, True)
+        )
 OVER_TWO_AXES = [
     Cell("no_shard", BF16, FP32, BF16, FP32, 4, 4, outer=2),
     Cell("optim", BF16, FP32, None, BF16, 4, 4, outer=2, shard_outer=True),
@@ -155,7 +160,8 @@ def allowed_relative(cell: Cell) -> float:
     over_ranks = gamma(inner, comm)
     if cell.fp32_accumulation:
         over_ranks = (1 + gamma(1, comm)) * (1 + gamma(inner, UNIT[FP32])) - 1
-    return (1 + over_ranks) * (1 + gamma(cell.microbatches + 1 + cell.outer, grads)) - 1
+    in_grads = gamma(cell.microbatches + 1 + cell.outer, grads)
+    return (1 + over_ranks) * (1 + in_grads) - 1
 
 
 def check_gradients(model: Any, cell: Cell, exact: Any, absolute: Any) -> float:

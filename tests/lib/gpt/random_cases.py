@@ -11,7 +11,9 @@ from .gpt import Case
 def fresh_seed() -> int:
     """Another number in each call, or the one in the environment variable FSDP_TEST_SEED."""
     given = os.environ.get("FSDP_TEST_SEED")
-    return int(given) if given else random.SystemRandom().randrange(1 << 24)
+    if given:
+        return int(given)
+    return random.SystemRandom().randrange(1 << 24)
 
 
 def random_case(seed: int) -> Case:

@@ -52,7 +52,9 @@ def views_are_saved() -> Iterator[None]:
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **rest: Any
     ) -> torch.Tensor:
         y = input @ weight.t() * weight.view(-1)[:: weight.shape[1]]
-        return y if bias is None else y + bias
+        if bias is None:
+            return y
+        return y + bias
 
     name = "linear_with_grad_accumulation_and_async_allreduce"
     with mock.patch.object(layers, name, product), core_offloads_on_the_host(COPIED):
@@ -70,30 +72,35 @@ def no_weight_was_copied(ours: Any, reference: Any, strategy: str) -> None:
     assert not COPIED.found, (COPIED.count, COPIED.found)
 
 
-ROWS = tuple(
-    Variant(
-        f"{name}, {world} ranks, {' '.join(strategies)}",
-        strategies,
-        world,
-        case={**SIZES, **case, "fields": offloading(modules)},
-        around=views_are_saved,
-        drive=watched,
-        expect=no_weight_was_copied,
-        full=full,
-        compare="bits" if modules is CONTIGUOUS else "loosely",
-        reference={"strategy": "own", "case": {"fields": {}}},
-    )
-    for strategies, world, full in (
-        ((ZERO_3,), 2, False),
-        (STRATEGIES[:3], 2, True),
-        (STRATEGIES, 1, True),
-    )
-    for name, case, modules in (
-        ("bf16", {"microbatches": 1, "bf16": True}, CONTIGUOUS),
-        ("tied", {"tied": True}, CONTIGUOUS),
-        ("all modules", {}, MODULES),
-    )
+WHERE = (
+    # strategies, ranks, whether only in full runs
+    ((ZERO_3,), 2, False),
+    (STRATEGIES[:3], 2, True),
+    (STRATEGIES, 1, True),
 )
+WHAT = (
+    # name, changes of the case, modules whose activations are offloaded
+    ("bf16", {"microbatches": 1, "bf16": True}, CONTIGUOUS),
+    ("tied", {"tied": True}, CONTIGUOUS),
+    ("all modules", {}, MODULES),
+)
+ROWS = []
+for _strategies, _world, _full in WHERE:
+    for _name, _case, _modules in WHAT:
+        ROWS.append(
+            Variant(
+                f"{_name}, {_world} ranks, {' '.join(_strategies)}",
+                _strategies,
+                _world,
+                case={**SIZES, **_case, "fields": offloading(_modules)},
+                around=views_are_saved,
+                drive=watched,
+                expect=no_weight_was_copied,
+                full=_full,
+                compare="bits" if _modules is CONTIGUOUS else "loosely",
+                reference={"strategy": "own", "case": {"fields": {}}},
+            )
+        )
 
 
 @pytest.mark.parametrize("row", marked(ROWS))

@@ -100,7 +100,8 @@ def test_replays_train_to_the_bits_of_eager_steps(one_rank: torch.device, name: 
     case = CASE.but(**change)
     patches.install(FUSED_WGRAD)
     try:
-        (trainer, fake), plain = graphed(case, strategy, parts), eager(case, strategy)
+        trainer, fake = graphed(case, strategy, parts)
+        plain = eager(case, strategy)
         expected, weights = numbers(plain)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # that something runs eagerly
@@ -129,9 +130,12 @@ def run(one_rank: torch.device) -> Iterator[Any]:
     seen.table = layers[0].mlp.table = torch.ones(3)
     for layer in layers:
         layer.mlp.register_forward_hook(lambda *unused: seen.mlps.append(len(seen.places)))
-    fake.around = lambda: seen.ready.append(
-        {unit.name for unit in engine.units if unit.phase is Phase.READY}
-    )
+
+    def note_ready() -> None:
+        ready = {unit.name for unit in engine.units if unit.phase is Phase.READY}
+        seen.ready.append(ready)
+
+    fake.around = note_ready
 
     def watched(kind: str, method: Any) -> Any:
         def watching(*given: Any, **options: Any) -> Any:
@@ -142,13 +146,17 @@ def run(one_rank: torch.device) -> Iterator[Any]:
 
     engine.gather.launch = watched("gather", engine.gather.launch)
     engine.reduce.backward_done = watched("reduce", engine.reduce.backward_done)
+
+    def note_left(grad: torch.Tensor) -> None:
+        seen.left.append((grad, grad.clone()))
+
+    def watch_output(module: Any, given: Any, out: torch.Tensor) -> None:
+        out.register_hook(note_left)
+
     embedding = next(m for name, m in model.named_modules() if name.endswith("embedding"))
-    embedding.register_forward_hook(
-        lambda module, given, out: (
-            out.register_hook(lambda grad: seen.left.append((grad, grad.clone()))) and None
-        )
-    )
-    seen.gathered, buffer = torch.ones(5), get_global_memory_buffer().buffer
+    embedding.register_forward_hook(watch_output)
+    seen.gathered = torch.ones(5)
+    buffer = get_global_memory_buffer().buffer
     with mock.patch.dict(buffer, {("of a test", torch.bfloat16): seen.gathered}):
         for step in range(3):
             train_step(trainer, data(step))
@@ -165,9 +173,8 @@ def test_a_replay_runs_no_python_of_its_layer_and_finds_its_weights_in_their_pla
     assert run.mlps == [0] * eager_calls + [1] * CASE.num_layers  # the captured microbatch's
     assert run.places[1] == run.places[2]
     assert len(run.ready) == len(run.fake.replays) == 2 * CASE.microbatches * A_PASS
-    in_order = []
-    for i in (*range(CASE.num_layers), *range(CASE.num_layers)[::-1]):
-        in_order.append(f"layers.{i}")
+    layers = [f"layers.{i}" for i in range(CASE.num_layers)]
+    in_order = [*layers, *layers[::-1]]
     for wanted, names in zip(in_order, run.ready[-A_PASS:], strict=True):
         assert any(wanted in name for name in names)
 
@@ -277,11 +284,14 @@ def test_passes_in_flight_have_pools_of_their_own_and_other_lengths_run_eagerly(
     """Each pool keeps its order. What runs eagerly is logged once, and printed with what was
     captured when nothing more is."""
     row = PASSES[name]
-    plain, (trainer, fake), pools = eager(), graphed(parts=row.parts), []
+    plain = eager()
+    trainer, fake = graphed(parts=row.parts)
+    pools = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step, lengths in enumerate(row.lengths):
-            found, expected = (row.take(one, step, lengths) for one in (trainer, plain))
+            found = row.take(trainer, step, lengths)
+            expected = row.take(plain, step, lengths)
             assert found == expected, step
             pools.append(fake.captures / A_PASS)
     check_same_bits(full_weights(trainer), full_weights(plain), name)
@@ -290,8 +300,10 @@ def test_passes_in_flight_have_pools_of_their_own_and_other_lengths_run_eagerly(
     for pool in range(1, fake.pools + 1):
         order = [number for where, number in fake.replays if where == pool]
         assert order == list(range(1, A_PASS + 1)) * (len(order) // A_PASS), pool
-    assert sum("without its CUDA graph" in str(one.message) for one in said) == row.reasons
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("CUDA graphs")]
+    reasons = [one for one in said if "without its CUDA graph" in str(one.message)]
+    assert len(reasons) == row.reasons
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = [one for one in printed if one.startswith("CUDA graphs")]
     assert re.search(row.printed, line), line
 
 
@@ -302,12 +314,8 @@ def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.
         train_step(one, data(0))
         one.wrapper.zero_grad_buffer()
         tokens = data(9)[0]
-        one.wrapper(  # and no backward
-            tokens[:, :-1],
-            torch.arange(CASE.seq).expand(CASE.batch, -1),
-            None,
-            labels=tokens[:, 1:],
-        )
+        positions = torch.arange(CASE.seq).expand(CASE.batch, -1)
+        one.wrapper(tokens[:, :-1], positions, None, labels=tokens[:, 1:])  # and no backward
     assert fake.captures == CASE.num_layers
     for step in (1, 2):
         assert train_step(trainer, data(step)) == train_step(plain, data(step))

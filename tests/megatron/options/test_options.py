@@ -147,25 +147,36 @@ def test_what_goes_together_breaks_no_rule(
     "rule", [*LAUNCH_RULES, *OF_WRAPPER, *OPTIMIZER_CONFIG_RULES], ids=identity
 )
 def test_a_command_line_is_refused_for_each_rule(rule: Rule) -> None:
-    args = asked(**breaking(rule), device=torch.device("cuda"))
+    chosen = breaking(rule)
+    args = asked(**chosen, device=torch.device("cuda"))
     if not rule.broken(args):
         return  # of a wrapper on the CPU
     with mock.patch.object(megatron_lm, "launch_options", lambda args: args):
         found = megatron_lm.problems_of_run(args, {}, None)
-    assert rule.problem(args) in found or "number of tokens on the host" in rule.message
-    assert rule.problem(args).startswith(f"{rule.option}={breaking(rule)[rule.option]!r}")
+    expected = rule.problem(args)
+    assert expected in found or "number of tokens on the host" in rule.message
+    assert expected.startswith(f"{rule.option}={chosen[rule.option]!r}")
 
 
-@pytest.mark.parametrize(
-    ("section", "rule"),
-    [(name, rule) for name, rules in OF_RECIPES.items() for rule in rules],
-    ids=lambda one: identity(one) if isinstance(one, Rule) else one,
-)
+def _id(one: str | Rule) -> str:
+    if isinstance(one, Rule):
+        return identity(one)
+    return one
+
+
+OF_SECTIONS = []
+for _section, _rules in OF_RECIPES.items():
+    for _rule in _rules:
+        OF_SECTIONS.append((_section, _rule))
+
+
+@pytest.mark.parametrize(("section", "rule"), OF_SECTIONS, ids=_id)
 def test_a_recipe_is_refused_for_each_rule(section: str, rule: Rule) -> None:
     cfg = recipe()
+    chosen = breaking(rule)
     put(vars(asked()), cfg.ddp)
-    put({"device": torch.device("cpu"), **breaking(rule)}, cfg.ddp, cfg.model, cfg.optimizer)
-    expected = rule.problem(asked(**breaking(rule)))
+    put({"device": torch.device("cpu"), **chosen}, cfg.ddp, cfg.model, cfg.optimizer)
+    expected = rule.problem(asked(**chosen))
     assert f"{section}.{expected}" in validation.bridge_problems(cfg, {})
 
 
@@ -175,10 +186,12 @@ def test_the_wrapper_refuses_each_rule_before_anything_is_made(
 ) -> None:
     model = build_model(CASE, one_rank)
     ddp = ddp_config(CASE, "optim_grads_params")
-    put(breaking(rule), ddp, model.config)
+    chosen = breaking(rule)
+    put(chosen, ddp, model.config)
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(model.config, ddp, model)
-    assert f"  - {rule.problem(asked(**breaking(rule)))}" in str(caught.value).splitlines()
+    expected = rule.problem(asked(**chosen))
+    assert f"  - {expected}" in str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize("rule", OPTIMIZER_CONFIG_RULES, ids=identity)
@@ -235,6 +248,16 @@ def test_what_follows_is_set_and_told_once(setting: settings.Setting) -> None:
 # Fields and flags.
 
 
+WORDS: dict[Any, tuple[list[str], Any]] = {
+    bool: ([], True),
+    int: (["3"], 3),
+    float: (["1.5"], 1.5),
+    str: (["a"], "a"),
+    table.Gib: (["1.5"], 1.5),
+}
+"""What stands behind a flag, and what becomes of it, by the type of its option."""
+
+
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_each_option_is_a_field_and_a_flag_with_its_default(option: Option) -> None:
     config = DistributedDataParallelConfig()
@@ -245,22 +268,19 @@ def test_each_option_is_a_field_and_a_flag_with_its_default(option: Option) -> N
         assert not hasattr(args, option.name)
         return
     assert getattr(args, option.name) == option.default
-    given, expected = {
-        bool: ([], True),
-        int: (["3"], 3),
-        float: (["1.5"], 1.5),
-        str: (["a"], "a"),
-        table.Gib: (["1.5"], 1.5),
-    }.get(option.type, (["bf16"], torch.bfloat16))
-    assert getattr(parser.parse_args([option.flag, *given]), option.name) == expected
+    given, expected = WORDS.get(option.type, (["bf16"], torch.bfloat16))
+    args = parser.parse_args([option.flag, *given])
+    assert getattr(args, option.name) == expected
     if expected is torch.bfloat16 or option.type == table.Gib:
         automatic = None if expected is torch.bfloat16 else "auto"
-        assert getattr(parser.parse_args([f"{option.flag}=auto"]), option.name) == automatic
+        args = parser.parse_args([f"{option.flag}=auto"])
+        assert getattr(args, option.name) == automatic
         with pytest.raises(SystemExit):
             parser.parse_args([option.flag, "int8"])
     own = argparse.ArgumentParser()
     own.add_argument(option.flag, default="its own")
-    assert getattr(megatron_lm.add_missing_flags(own).parse_args([]), option.name) == "its own"
+    args = megatron_lm.add_missing_flags(own).parse_args([])
+    assert getattr(args, option.name) == "its own"
 
 
 def test_a_default_of_the_class_asks_for_nothing(one_rank: torch.device) -> None:

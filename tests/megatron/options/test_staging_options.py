@@ -30,19 +30,20 @@ def config(strategy: str = ZERO_3, **options: Any) -> Any:
     return ddp_config(CASE, strategy, options)
 
 
-@pytest.mark.parametrize(
-    ("options", "slots"),
-    [
-        ({}, (False, False)),
-        ({"fsdp_double_buffer": True}, (True, True)),
-        ({"nccl_ub": True}, (True, True)),
-        ({"megatron_fsdp_max_pool_double_buffer": True}, (True, True)),
-        ({CE: True}, (True, False)),
-        ({CE: True, "nccl_ub": True}, (True, True)),
-        ({CE_RS: True}, (False, True)),
-        ({CE: True, CE_RS: True}, (True, True)),
-    ],
-)
+SLOTS: list[Any] = [
+    ({}, (False, False)),
+    ({"fsdp_double_buffer": True}, (True, True)),
+    ({"nccl_ub": True}, (True, True)),
+    ({"megatron_fsdp_max_pool_double_buffer": True}, (True, True)),
+    ({CE: True}, (True, False)),
+    ({CE: True, "nccl_ub": True}, (True, True)),
+    ({CE_RS: True}, (False, True)),
+    ({CE: True, CE_RS: True}, (True, True)),
+]
+"""Options, and whether weights and buckets are in slots."""
+
+
+@pytest.mark.parametrize(("options", "slots"), SLOTS)
 def test_which_buffers_are_in_slots(options, slots):
     found = engine_config(config(**options))
     assert (found.weight_slots, found.bucket_slots) == slots

@@ -73,7 +73,8 @@ def test_each_element_counts_once_in_the_norm_and_among_zeros(rank: int, strateg
     zero gradients."""
     trainer, params = _behind_backwards(CASE.but(microbatches=1), strategy, rank)
     grads = full_all({name: param.grad for name, param in params.items()})
-    exact = torch.stack([grad.double().norm() for grad in grads.values()]).norm().item()
+    norms = [grad.double().norm() for grad in grads.values()]
+    exact = torch.stack(norms).norm().item()
     zeros = sum(int((grad == 0).sum()) for grad in grads.values())
     assert trainer.optimizer.count_zeros() == zeros > 0
     distributed_optimizer(trainer).config.log_num_zeros_in_grad = True
@@ -104,15 +105,12 @@ def test_empty_shards_never_reach_a_multi_tensor_kernel(rank: int, seed: int) ->
     drop a list of tensors that ends in an empty one. The stand-ins of core, which are there without
     TE, are made to behave like it."""
     case = {"num_layers": 1, "hidden": 6, "heads": 1, "ffn": 10, "vocab": 11, "clip": 0.01}
-    compare(
-        Variant(
-            "",
-            STRATEGIES[1:],
-            case=case,
-            around=_strict_kernels,
-            steps=2,
-            expect=_some_shards_are_empty,
-        ),
-        rank,
-        seed,
+    row = Variant(
+        "",
+        STRATEGIES[1:],
+        case=case,
+        around=_strict_kernels,
+        steps=2,
+        expect=_some_shards_are_empty,
     )
+    compare(row, rank, seed)

@@ -91,7 +91,8 @@ def biases(named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
 def same_biases(ours: TopologyTrainer, reference: TopologyTrainer, strategy: str) -> None:
     """Bit for bit: core moves them by a fixed step, up or down. An export of what changed has
     them."""
-    mine, theirs = (biases(one.chunks[0].module.named_buffers()) for one in (ours, reference))
+    mine = biases(ours.chunks[0].module.named_buffers())
+    theirs = biases(reference.chunks[0].module.named_buffers())
     assert mine.any()
     assert torch.equal(mine, theirs)
     assert torch.equal(mine, biases(export_weights(ours.chunks, which="changed")))
@@ -206,6 +207,12 @@ def run_by_core_again(trainer: Any) -> None:
     )
 
 
+def by_the_runner(trainer: Any, number: int, rank: int) -> Step:
+    """A step by core's runner where there is one; the reference has none."""
+    runner = getattr(trainer, "runner", None)
+    return topology_step(trainer, number, runner)
+
+
 def each_step_ran_twice(ours: Any, reference: Any, strategy: str) -> None:
     assert ours.counted.call_count == 2 * 2
 
@@ -223,9 +230,7 @@ RERUN = _option(
     "a step that core runs again",
     around=exact_budgets,
     begin=run_by_core_again,
-    drive=lambda trainer, number, rank: topology_step(
-        trainer, number, getattr(trainer, "runner", None)
-    ),
+    drive=by_the_runner,
     expect=each_step_ran_twice,
     compare="loosely",
 )
@@ -287,21 +292,20 @@ def _rounded(ours: Step, reference: Step, label: str) -> None:
 
 def _overlapped(name: str, fields: Any = None, delays: bool = False, **more: Any) -> Variant:
     both = {**OVERLAP, **(fields or {})}
-    late = {
-        "fields": {**both, **DELAY},
-        "change": delay_all,
-        "expect": gradients_came_late,
-        "ddp": {**more.pop("ddp", {}), **DELAY_OF_DDP},
-    }
     options = {
         "topology": EP2,
         "fields": both,
         "case": {"bf16": True},
         "begin": note_calls,
         "expect": parts_are_called,
-        **(late if delays else {}),
-        **more,
     }
+    ddp = more.pop("ddp", {})
+    if delays:
+        options["fields"] = {**both, **DELAY}
+        options["change"] = delay_all
+        options["expect"] = gradients_came_late
+        options["ddp"] = {**ddp, **DELAY_OF_DDP}
+    options.update(more)
     return Variant(
         name, around=host_tensors, reference={"fields": both, "change": unchanged}, **options
     )
