@@ -34,6 +34,7 @@ other_python() {
 main_python=${PYTHON:-python3}
 python=$(bash scripts/setup_env.sh train test | tail -n 1)
 "$python" -m ruff check .
+"$python" -m ruff format --check --quiet .
 "$python" -m mypy
 
 other=

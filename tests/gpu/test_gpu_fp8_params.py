@@ -42,15 +42,9 @@ BOUND = 2e-2
 """Relative, of losses whose gradients were added up in another order."""
 
 
-
-
 def trainer_of(case: Case, recipe: str, strategy: str | None, device: torch.device) -> Trainer:
     """A GPT whose weights are quantized from the start."""
     return te_trainer(case, strategy, device, fp8(recipe, fp8_param=True))
-
-
-
-
 
 
 def compare(ours: Trainer, theirs: Trainer, label: str, count: int = 4 * CASE.num_layers) -> int:

@@ -50,16 +50,6 @@ WIDE = Case(
 )
 
 
-
-
-
-
-
-
-
-
-
-
 def held_bytes(rank: int, world: int, strategy: str) -> str:
     """Between two steps the allocator holds what the formula says, and nothing after deletion."""
     device = init_megatron()
@@ -181,10 +171,6 @@ def _within_peaks(trainer: Trainer, rank: int, tally: Tally, peak: int, activati
     bound = activations + gather_bound + bucket_bound + shards + grads
     assert peak <= bound, f"{text}: more than {bound}"
     return text
-
-
-
-
 
 
 def flat_memory(rank: int, world: int, strategy: str) -> str:

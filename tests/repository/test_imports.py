@@ -62,18 +62,18 @@ MAX_FILE = 500
 MAX_FUNCTION = 60
 BUDGETS = {
     "build": 4_700,
-    "checkpoint": 17_100,
-    "core": 33_200,
-    "graphs": 3_700,
+    "checkpoint": 16_900,
+    "core": 33_500,
+    "graphs": 3_800,
     "launch": 2_600,
     "megatron": 32_600,
-    "optim": 14_100,
-    "plain": 9_600,
+    "optim": 14_300,
+    "plain": 9_900,
     "plan": 4_300,
-    "quantized": 9_700,
+    "quantized": 9_800,
     "rollout": 4_400,
     "state": 4_500,
-    "tools": 32_300,
+    "tools": 32_900,
 }
 """Nodes of the syntax tree that each package may have: as many as when this was last set, and 15%
 more, so that growth is decided and not drifted into. Nodes, because lines that are packed have as
