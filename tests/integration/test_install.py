@@ -52,7 +52,7 @@ HELPERS = {
 
 SERVES = """
 import sys, torch
-from tests.integration import warm_start
+from tests.lib.integration import warm_start
 sys.exit(warm_start.serve(lambda words: exec(words[0], globals())))
 """
 Start = Callable[..., Callable[[], None]]
