@@ -241,7 +241,8 @@ BODIES = {
         assert kept[0] is FullyShardedDataParallel and kept[0].__init__ is constructor
     """,
     "importing submodules does not hide the functions": """
-        import megatron_fsdp_adapter.launch.installation, megatron_fsdp_adapter.megatron.adapter
+        import megatron_fsdp_adapter.launch.installation
+        import megatron_fsdp_adapter.megatron.wrapper.adapter
         from megatron_fsdp_adapter import install, uninstall, FullyShardedDataParallel
         install()
         uninstall()
