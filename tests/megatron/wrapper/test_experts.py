@@ -299,8 +299,8 @@ def _overlapped(name: str, fields: Any = None, delays: bool = False, **more: Any
         "begin": note_calls,
         "expect": parts_are_called,
     }
-    ddp = more.pop("ddp", {})
     if delays:
+        ddp = more.pop("ddp", {})
         options["fields"] = {**both, **DELAY}
         options["change"] = delay_all
         options["expect"] = gradients_came_late
