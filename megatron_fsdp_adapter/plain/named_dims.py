@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.distributed_index import FSDPDistributedIndex as Index
-
-OptionalGroup = dist.ProcessGroup | None
+from ..core.distributed_index import OptionalGroup
 
 OF_EXPERTS = (
     "experts cannot be sharded over ranks of their own. Leave it out, or use Megatron's wrapper, "

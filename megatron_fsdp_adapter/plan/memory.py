@@ -14,6 +14,7 @@ import torch
 from ..core.comm.communicator import Reduce
 from ..core.config import STRATEGIES, Strategy
 from ..core.engine.buffer import bucket_bytes, buckets_in_slot, plan_slots, weights_in_slot
+from ..core.engine.reduce import MAX_BUCKETS
 from ..core.layout.format import WeightFormat
 from ..core.layout.group import GroupLayout, ParamSpec
 
@@ -61,8 +62,8 @@ LIFE: Mapping[str, str] = {
 }
 """Kind -> its lifetime. Between steps, gradients zeroed, only the persistent kinds exist."""
 
-UNITS_IN_USE = 2
-"""One unit computes while its neighbor is gathered or reduced."""
+UNITS_GATHERED = 2
+"""Units that have gathered weights at once: one that computes, and its neighbor."""
 
 PREFETCHED = torch.bfloat16.itemsize
 """Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""
@@ -377,8 +378,10 @@ def most_bytes(held: Bytes) -> int:
 
 
 def _largest(kind: str, units: Iterable[Bytes]) -> int:
+    """Bytes of a kind in the largest of the units that have it at once."""
+    count = MAX_BUCKETS if kind == REDUCE_BUCKET else UNITS_GATHERED
     sizes = sorted(unit.get(kind, 0) for unit in units)
-    return sum(sizes[-UNITS_IN_USE:])
+    return sum(sizes[-count:])
 
 
 def _add(totals: Bytes, part: Bytes) -> None:

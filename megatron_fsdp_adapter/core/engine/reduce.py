@@ -34,7 +34,8 @@ from .reduction import DomainReduce, Reduction, scale_each
 from .unit import Unit
 
 MAX_BUCKETS = 2
-"""Units whose buckets may exist at once: one that backward fills, one that is being reduced."""
+"""Units whose buckets may exist at once: one that backward fills, one that is being reduced. The
+memory formula (`plan/memory.py`) reads it."""
 
 REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
 FINISHED_STATES = (GradState.FINISHED,)

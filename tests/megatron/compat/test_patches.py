@@ -13,7 +13,7 @@ import torch
 
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.patches import NOTHING, Patch, stands
-from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LATE
+from megatron_fsdp_adapter.megatron.compat.table import ALL, BRIDGE, LATE
 
 CHECKS = ("megatron/compat/patches.py", "megatron/compat/table.py")
 
@@ -51,6 +51,16 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
     asked = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(async_save=True))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", asked)
     return made
+
+
+def test_what_is_put_in_place_is_there():
+    """Rows name it by "module:name" of this package, in every table."""
+    names = [row.ours for row in ALL if isinstance(row.ours, str) and ":" in row.ours]
+    assert len(names) > 50
+    for name in names:
+        assert patches._looked_up(name) is not None, name
+    with pytest.raises(AttributeError):
+        patches._looked_up("megatron.wrapper.adapter:Gone")
 
 
 def _held(modules: Modules) -> list[tuple[str, dict[str, Any]]]:
