@@ -376,7 +376,7 @@ def test_a_run_is_resumed_bit_for_bit_and_read_elsewhere(
 ) -> None:
     """other: how many ranks read the checkpoints. Replicas of a shard are saved once, parts of a
     shard each in its place, and each rank has each key, though it holds nothing."""
-    if "lion" in names and not core_api.MAKES_EMERGING:
+    if "lion" in names and not core_api.HAS_EMERGING_FUNCTION:
         pytest.skip("this core makes Lion of all weights")
     ranks = run_ranks(check_runs, size, str(tmp_path), names, instances, timeout=600)
     for folder, (keys, _) in ranks[0].items():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
-from megatron_fsdp_adapter.megatron.optimizer.muon import has as rule_of
+from megatron_fsdp_adapter.megatron.optimizer.muon import updates as rule_of
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
 from tests.lib.gpt.checks import NORM, check_number, check_same_bits
 from tests.lib.gpt.gather_full import plain_name

@@ -105,8 +105,8 @@ def marks_whole_weights(linear: type) -> bool:
     return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
 
 
-MAKES_EMERGING = hasattr(optimizer_package, "_get_megatron_emerging_optimizer")
-"""True if core has one function for all optimizers but Adam and SGD (0.18)."""
+HAS_EMERGING_FUNCTION = hasattr(optimizer_package, "_get_megatron_emerging_optimizer")
+"""True if core makes all optimizers but Adam and SGD by one function of their own (from 0.18)."""
 
 
 def config_fields() -> set[str]:

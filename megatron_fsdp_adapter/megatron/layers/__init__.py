@@ -1,1 +1,1 @@
-"""Layers of Megatron-Core: graphs, schedules that call their parts, fused weight gradients."""
+"""Layers of Megatron-Core: CUDA graphs, schedules that call their parts, fused weight gradients."""

@@ -1,5 +1,7 @@
-"""Core's gradient norm, count of zeros and clipping, on local tensors; the clip where the
-optimizer's step reads gradients anyway, if it can be there."""
+"""Core's gradient norm, count of zeros and clipping, on local tensors.
+
+Where possible gradients are not clipped at once: the optimizer's step multiplies them when it reads
+them anyway."""
 
 from __future__ import annotations
 
@@ -40,14 +42,15 @@ def grad_stats_group(original: Original, self: Any) -> Any:
 
 
 def _counting_ranks(ours: ModelChunks, instance: Any) -> Any:
-    """The ranks over which each element is counted once: core's, of an optimizer `instance`, or all
-    of them where they split the shards again, which core does not know."""
+    """The ranks over which each gradient element is counted once.
+
+    These are core's ranks of one optimizer `instance`; or all ranks if instances split the shards
+    again, which core does not know. ValueError if those instances are not the whole world."""
     first = ours[0]
     groups = first.optimizer_groups
     if groups is not None and not first.engine.config.strategy.shard_main:
-        # With 'no_shard' 0.18 gives its optimizer the model-parallel ranks, over which gradients
-        # that one data-parallel rank counts are missing from the others' norm, and which miss
-        # experts of other expert-parallel ranks.
+        # With 'no_shard' core of 0.18 adds up over the model-parallel ranks. These do not contain
+        # the one data-parallel rank that counts an element, nor the other experts' ranks.
         instance = groups["intra_dist_opt_group"]
     if not first.megatron_fsdp_dist_index.hsdp_outer_dp_shard:
         return instance
@@ -70,11 +73,15 @@ def _counted(engine: FsdpEngine) -> list[ParamPair]:
 
 
 def _is_counted(pair: ParamPair, shards_main: bool) -> bool:
-    """True if this rank counts the gradient of a parameter: without sharding every rank of a domain
-    holds the whole gradient, and the first one counts it; what tensor-parallel ranks hold alike,
-    the first of them, in the mesh of the parameter's own kind. Core of 0.16.1 takes the dense ranks
-    for that of experts too, and misses some where the sizes differ. Core's mark decides whether a
-    parameter is split, and this package's where core has none."""
+    """True if this rank counts the gradient of a parameter.
+
+    - Without sharding every rank of a domain holds the whole gradient. The first one counts it.
+    - Where tensor-parallel ranks hold the same gradient, the first of them counts it. The ranks are
+      those of the parameter's own mesh: core of 0.16.1 takes the dense ranks for experts too, and
+      misses some gradients where the sizes differ.
+
+    Core's mark tells if tensor parallelism splits the parameter, or this package's if there is
+    none."""
     domain = pair.group.domain
     if not shards_main and domain.axis.rank != 0:
         return False
@@ -88,16 +95,18 @@ def _is_counted(pair: ParamPair, shards_main: bool) -> bool:
 
 @for_ours
 def norm_grads(ours: ModelChunks, self: Any, grad_norm_group: str | None = None) -> Any:
-    """Gradients for the norm: each element on one rank of the group that core adds up over, as
-    stock DDP's shards are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the
-    model-parallel group was rejected, as expert and dense parameters have different ones.
+    """The gradients that this rank adds to the norm of the group: local tensors, none empty.
 
-    Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
-    tensor, so the norm came out too small and nothing was clipped."""
+    Each element is on one rank of those that core adds up over, as with stock DDP's shards. Core of
+    0.16.1 adds up replicated gradients as well, so its norm is too large by sqrt(dp). Adding up
+    over the model-parallel ranks was rejected: those of expert and dense parameters differ.
+
+    Empty shards are left out because TE's multi-tensor kernels drop a whole list that ends in an
+    empty tensor: the norm would be too small, and nothing would be clipped."""
     counted = set()
     for chunk in ours:
         engine = chunk.engine
-        engine.gather.updates.order_compute()  # of a step before, on the same gradients
+        engine.gather.updates.order_compute()  # behind updates of an earlier step
         counted |= {id(pair.sharded) for pair in _counted(engine)}
     grads = [
         param.grad._local_tensor
@@ -111,16 +120,16 @@ def norm_grads(ours: ModelChunks, self: Any, grad_norm_group: str | None = None)
 
 
 def gradients(optimizer: Any, group: str | None) -> list[torch.Tensor]:
-    """The gradients that a norm counts on this rank: the model's, or that of a group."""
-    found = getattr(optimizer, core_api.NORM_GRADIENTS)
-    if group is None:
-        return found()
-    return found(group)
+    """The gradients that this rank adds to the norm of a group; None for the model's norm."""
+    norm_gradients = getattr(optimizer, core_api.NORM_GRADIENTS)
+    if group is None:  # releases without groups have no such parameter
+        return norm_gradients()
+    return norm_gradients(group)
 
 
 def norm_of(optimizer: Any, group: str | None) -> Any:
-    """The norm of the model's gradients (None), or of those of a group: a number, or float32 (1,)
-    on the device. Collective over the optimizer's ranks."""
+    """The gradient norm of a group; None for the model's norm. The result is a number, or a float32
+    tensor of shape (1,) on the device. Collective over the optimizer's ranks."""
     return get_grad_norm_fp32(
         gradients(optimizer, group),
         grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group(),
@@ -129,7 +138,8 @@ def norm_of(optimizer: Any, group: str | None) -> Any:
 
 @for_ours
 def count_zeros(ours: ModelChunks, self: Any) -> Any:
-    """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
+    """Number of zeros among the elements that the norms count; core of 0.16.1 counts replicas too.
+    Collective over the optimizer's ranks."""
     shards = getattr(getattr(self, "optimizer", None), "_fsdp_shards", None)
     if shards is not None:
         shards.clip_now()  # gradients are read before the step clips them
@@ -143,8 +153,10 @@ def count_zeros(ours: ModelChunks, self: Any) -> Any:
 
 
 def params_norm(original: Original, model: Any, *args: Any, **kwargs: Any) -> float:
-    """The norm of the main weights of the whole model. Megatron's own adds up the shards of each
-    DTensor over its mesh, and misses what other pipeline stages and expert-parallel ranks have."""
+    """The norm of the main weights of the whole model. Collective.
+
+    Megatron's own function adds up the shards of each DTensor over its mesh: it misses the weights
+    of other pipeline stages and expert-parallel ranks."""
     ours = ours_among(model if isinstance(model, list) else [model])
     if not ours or ours[0].optimizer_groups is None:
         return original(model, *args, **kwargs)
@@ -160,14 +172,14 @@ def params_norm(original: Original, model: Any, *args: Any, **kwargs: Any) -> fl
     return squares.item() ** 0.5
 
 
-# The clip, and the step behind it.
+# Clipping, and the step after it.
 
 
 def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) -> Clip:
-    """Clips gradients by the norm of their group to `largest`.
+    """A clip of each group's gradients to the norm `largest`.
 
-    norms: of the model's gradients (None), and of groups that have norms of their own: numbers, or
-    tensors on the device. decoupled: gradients are where FusedAdam reads those of other dtypes.
+    norms: by group, None for the model's; numbers, or tensors on the device. decoupled: gradients
+    are in `decoupled_grad`, where FusedAdam reads those of other dtypes.
     """
 
     def apply(pairs: list[LocalPair]) -> None:
@@ -181,22 +193,25 @@ def clip_by(norms: Mapping[str | None, Any], largest: float, decoupled: bool) ->
                 clip_grad_by_total_norm_fp32(held, largest, norm, use_decoupled_grad=decoupled)
 
     def factor(device: torch.device) -> torch.Tensor | None:
-        """The factor, computed as core does."""
-        found = largest / (norms[None] + EPS)
-        if isinstance(found, torch.Tensor):
-            return found.clamp_max(1.0)
-        if found >= 1.0:
+        """The number that multiplies all gradients, computed as core does; None for 1."""
+        ratio = largest / (norms[None] + EPS)
+        if isinstance(ratio, torch.Tensor):
+            return ratio.clamp_max(1.0)
+        if ratio >= 1.0:
             return None
-        return torch.full((), found, device=device)
+        return torch.full((), ratio, device=device)
 
-    if len(norms) > 1:
+    if len(norms) > 1:  # no single factor for all gradients
         return apply, None
     return apply, factor
 
 
 def clip(original: Original, self: Any, clip_grad: float) -> Any:
-    """Core's own norm and clipping, given local tensors: none is empty (`norm_grads`), and none
-    pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
+    """Computes the gradient norms and leaves the clip to the shards, which may apply it in the
+    optimizer's step; returns the model's norm.
+
+    Norm and clipping are core's own functions on local tensors. Parameters of a group with a norm
+    of its own are clipped by that norm."""
     if not our_chunks(self) or self.is_stub_optimizer:
         return original(self, clip_grad)
     groups = (None, *core_api.present_norm_groups(self))
@@ -210,13 +225,17 @@ def clip(original: Original, self: Any, clip_grad: float) -> Any:
 
 
 def step(original: Original, self: Any) -> Any:
-    """A step returns what a step of stock DDP does, whose optimizers are in a chain: the norm
-    without clipping too, and no number of zeros where none is asked for. Ours is in a chain only
-    where there are several model chunks.
+    """A step that returns what it returns under stock DDP: whether weights were updated, the norm
+    also without clipping, and the number of zeros, or None if it is not asked for.
 
-    Inside, gradients between clipping and the inner optimizer's step are read only by code that
-    reports it. A step that is left out leaves clipped ones, as without this."""
-    if not our_chunks(self) or self.is_stub_optimizer:  # a stub on every rank: all is frozen
+    Stock DDP's optimizers are in a chain, which returns these. Ours is in a chain only if there are
+    several model chunks.
+
+    During the step the clip may wait until the inner optimizer reads the gradients
+    (`step_follows`). Code that reads them earlier calls `clip_now` first, as `count_zeros` does.
+    `clip_now` at the end is for a step that was left out: gradients are clipped then too."""
+    # An optimizer is a stub if every parameter is frozen, on every rank.
+    if not our_chunks(self) or self.is_stub_optimizer:
         return original(self)
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.step_follows = True
@@ -226,7 +245,7 @@ def step(original: Original, self: Any) -> Any:
     finally:
         self.in_own_step = False
         shards.clip_now()
-    if norm is None:  # of gradients that are not finite
+    if norm is None:  # gradients are not finite
         return updated, None, None
     if not self.config.log_num_zeros_in_grad:
         zeros = None
@@ -234,8 +253,11 @@ def step(original: Original, self: Any) -> Any:
 
 
 def step_with_norm(original: Original, self: Any) -> bool:
-    """Computes the norm that clipping has not, and leaves the step out, on all ranks, where it is
-    above `grad_norm_skip_threshold`. A chain of core's optimizers does both itself."""
+    """Takes the step, unless the norm is above `grad_norm_skip_threshold`; returns whether it did.
+
+    Without clipping the norm is computed here. All ranks have the same norm and decide alike. A
+    chain of core's optimizers does both itself: it does not call `step`, which sets
+    `in_own_step`."""
     if not getattr(self, "in_own_step", False):
         return original(self)
     if self.config.clip_grad <= 0.0:

@@ -1,9 +1,10 @@
-"""Optimizers that core calls emerging, Muon and Lion: how core is led to one optimizer that holds
-their weights and Adam's.
+"""Muon and Lion, which core calls emerging optimizers. Core is made to create a single optimizer
+for their weights and Adam's.
 
-Core makes two optimizers of its own for that, the first on whole weights, and refuses sharded ones.
-Here it makes what it makes for Adam, with parameter groups split in two; the shards of that
-optimizer update the groups that are marked by a rule (`optim/local_shards.py`).
+Core's own code makes two optimizers: one for Muon or Lion, which needs whole weights and refuses
+sharded ones, and one for Adam. Here core makes what it makes for Adam, and each parameter group is
+split in two. The shards of that optimizer update the marked groups by a rule of their own
+(`optim/local_shards.py`).
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ OptimizerGroups = Sequence[dict[str, Any]]
 """Parameter groups."""
 
 MARK = "optimizer"
-"""Key of a parameter group's mark: the optimizer that it belongs to, as core marks groups of its
-own."""
-_ASKED = "emerging_config"
-"""Key in a config that core gets in place of another one: the other one."""
+"""Key of a parameter group's mark. The value names the optimizer that updates the group, as in
+groups that core marks."""
+_USERS_CONFIG = "emerging_config"
+"""Attribute of a config made by `as_adam`: the user's config, which it replaces for core."""
 
 
 KINDS: Mapping[str, Any] = {MUON: muon, LION: lion}
-"""`optimizer` -> the module that defines how one is made of sharded weights. has: whether a weight
-is its, and not Adam's. make_groups: process groups for model chunks; collective, called on all
-ranks. rule_of: how parameter groups are updated, from model chunks, the config and the mark. table:
-what rank 0 prints, from model chunks and the config.
+"""`optimizer` -> its module, with these functions:
+
+- updates(pair) -> bool: True if the optimizer updates a weight, and Adam does not.
+- make_groups(chunks): makes the process groups that its steps need. Collective over all ranks.
+- rule_of(chunks, config, has_mark) -> UpdateRule: the rule that updates the groups for which
+  `has_mark(group)` is true.
+- summary(chunks, config) -> str: the text that rank 0 prints.
 """
 
 
 def asked_for(config: Any) -> Any | None:
-    """The optimizer config that asks for one of them, if this is one or stands in for one; else
-    None."""
+    """The user's optimizer config, if it asks for one of `KINDS`; else None. `config` is that one,
+    or what `as_adam` made of it."""
     asked = given(config)
     if asked.optimizer not in KINDS:
         return None
@@ -50,39 +54,41 @@ def asked_for(config: Any) -> Any | None:
 
 
 def given(config: Any) -> Any:
-    """The optimizer config that this one stands in for, or itself."""
-    return getattr(config, _ASKED, config)
+    """The user's optimizer config: `config`, or that of which `as_adam` made it."""
+    return getattr(config, _USERS_CONFIG, config)
 
 
 def as_adam(config: Any) -> Any:
-    """A config of which core makes Adam, and that says for which it stands in."""
+    """A copy of the config that makes core create Adam, and that holds the original."""
     changed = copy.copy(config)
     changed.optimizer = "adam"
-    setattr(changed, _ASKED, config)
+    setattr(changed, _USERS_CONFIG, config)
     return changed
 
 
 def prepared(groups: OptimizerGroups, chunks: ModelChunks, asked: Any) -> list[dict[str, Any]]:
-    """Core's parameter groups, each split in two, of Adam's parameters and of the others, on every
-    rank alike: also where one of them is empty here, as it need not be on another pipeline stage.
-    Collective over the default group, as core asks for parameter groups, also those of experts, on
-    every rank."""
+    """Core's parameter groups, each split in two: first the parameters that Adam updates, then the
+    others, with a mark.
+
+    An empty half is kept, because it need not be empty on another pipeline stage, and all ranks
+    have the same groups. Collective over the default group. Every rank calls it: core asks for
+    parameter groups on every rank, and for those of experts too."""
     kind = KINDS[asked.optimizer]
     kind.make_groups(chunks)
     if dist.get_rank() == 0:
-        print(kind.table(chunks, asked), flush=True)
-    own = {id(p.sharded) for chunk in chunks for p in chunk.engine.pairs if kind.has(p)}
+        print(kind.summary(chunks, asked), flush=True)
+    updated = {id(p.sharded) for chunk in chunks for p in chunk.engine.pairs if kind.updates(p)}
     split = []
     for group in groups:
-        others = [param for param in group["params"] if id(param) not in own]
-        marked = [param for param in group["params"] if id(param) in own]
+        others = [param for param in group["params"] if id(param) not in updated]
+        marked = [param for param in group["params"] if id(param) in updated]
         split.append({**group, "params": others})
         split.append({**group, "params": marked, MARK: asked.optimizer})
     return split
 
 
 def rule_of(chunks: ModelChunks, asked: Any) -> UpdateRule:
-    """The update rule of an optimizer whose groups are those of `prepared`."""
+    """The update rule of an optimizer whose groups `prepared` has made."""
     name = asked.optimizer
 
     def has_mark(group: GroupOptions) -> bool:
@@ -101,7 +107,8 @@ def _make_as_adam(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Core makes the inner optimizer of the groups, and wraps it."""
+    """Calls core's function that makes the inner optimizer of the groups, with a config that asks
+    for Adam."""
     if ours_among(model_chunks) and config.optimizer in EMERGING:
         config = as_adam(config)
     return original(config, model_chunks, *args, **kwargs)
@@ -114,9 +121,10 @@ def _make_emerging(
     config_overrides: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Makes the optimizer. From 0.18 on core turns off here for all but Adam and SGD; with sharded
-    weights it does not, but goes on as for Adam until it makes the inner optimizer. Its groups on
-    the host are for checkpoints of another format."""
+    """Makes the optimizer as core makes Adam's. From 0.18 on core calls this function for all
+    optimizers but Adam and SGD.
+
+    Core's gloo groups are not asked for: only checkpoints of other formats use them."""
     if not ours_among(model_chunks) or config.optimizer not in EMERGING:
         return original(config, model_chunks, config_overrides, pg_collection)
     return core_optimizer.get_megatron_optimizer(

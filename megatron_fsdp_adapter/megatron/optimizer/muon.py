@@ -1,6 +1,7 @@
-"""`optimizer` `muon`: which weights are Muon's, and of which matrices they are made. How core is
-led to one optimizer for all of them is in `emerging.py`; its shards step the groups that are marked
-(`optim/muon/shards.py`).
+"""`optimizer` `muon`: which weights Muon updates, and of which matrices each of them is made.
+
+`emerging.py` makes core create one optimizer for Muon's and Adam's weights. Its shards update the
+groups that are marked as Muon's (`optim/muon/shards.py`).
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ from ..options.support import HALF, SCALES
 
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 ROUTERS = ("Router",)
-"""Classes, by name, whose weights are Adam's."""
+"""Classes, by name, whose weights Adam updates."""
 ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "shared_embedding")
-"""Core's marks of weights that are Adam's: embeddings, their copies on other stages, output."""
+"""Core's marks of weights that Adam updates: embeddings, their copies on other stages, output."""
 
 
 # Which weights, and of which matrices they are made.
 
 
-def has(pair: ParamPair) -> bool:
-    """The one place that decides: a trained matrix of more than one row and column that is no
-    embedding, output layer or router, nor excluded by `use_muon` False on it."""
+def updates(pair: ParamPair) -> bool:
+    """True if Muon updates a weight, and not Adam. Nothing else decides this.
+
+    Muon's are trained matrices of more than one row and more than one column, except embeddings,
+    output layers, routers, and weights with an attribute `use_muon` that is False."""
     raw = pair.unsharded
     if not pair.group.key.requires_grad or not getattr(raw, "use_muon", True):
         return False
@@ -55,8 +58,11 @@ def has(pair: ParamPair) -> bool:
 
 
 def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, ...]:
-    """The parts of rows that repeat in a parameter of `module` (`MuonParam.heights`), by the names
-    that core gives its fused layers and the config of the module around them."""
+    """The heights of the matrices that a parameter of `module` consists of (`MuonParam.heights`).
+
+    They repeat until all rows are covered. They follow from the name of a fused layer in core, and
+    from the config of the module around it. A weight that is not fused is one matrix. ValueError if
+    the rows are not such a repetition."""
     shape = pair.spec.layout_shape
     fqn = pair.managed.fqns[0]
     names = fqn.split(".")
@@ -80,17 +86,18 @@ def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, .
 
 
 def _config_around(module: nn.Module, path: Sequence[str]) -> Any:
-    """The config of the module at `path`, or of the nearest around it that has one."""
+    """The config of the module at `path` inside `module`, or of the nearest one around it that has
+    a config."""
     found = getattr(module, "config", None)
-    at = module
+    child = module
     for name in path:
-        at = getattr(at, name)
-        found = getattr(at, "config", found)
+        child = getattr(child, name)
+        found = getattr(child, "config", found)
     return found
 
 
 def _qkv(config: Any) -> tuple[int, ...]:
-    """Heights of the parts of each group of queries: its heads, as many rows of their gates, keys,
+    """The numbers of rows in one group of queries: queries, their gates if there are any, keys,
     values."""
     queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
     keys_and_values = (config.kv_channels, config.kv_channels)
@@ -106,8 +113,9 @@ FUSED: Mapping[str, Callable[[Any], tuple[int, ...]]] = {
     "linear_kv_down_proj": attrgetter("kv_lora_rank", "qk_pos_emb_head_dim"),
     "linear_qkv_down_proj": attrgetter("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"),
 }
-"""Fused layers of attention by name, and of what rows they are: grouped and gated attention, cross
-attention, and latent attention, whose keys have a part of their own for positions."""
+"""Fused layer of attention -> the heights of its matrices, from the config. The layers are those
+of grouped and gated attention, of cross attention, and of latent attention, whose keys have a
+separate part for positions."""
 
 
 # Core's optimizer.
@@ -116,8 +124,8 @@ attention, and latent attention, whose keys have a part of their own for positio
 def rule_of(
     chunks: ModelChunks, config: Any, has_mark: Callable[[GroupOptions], bool]
 ) -> UpdateRule:
-    """The update rule of an optimizer of which Muon has the groups that are marked."""
-    around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
+    """The update rule of an optimizer whose marked groups Muon updates."""
+    model_of = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options = _options(config)
     made = {}
     for chunk in chunks:
@@ -127,14 +135,16 @@ def rule_of(
         return options if has_mark(group) else None
 
     def heights_of(pair: ParamPair) -> tuple[int, ...]:
-        return heights(around[id(pair.sharded)], config.muon_split_qkv, pair)
+        return heights(model_of[id(pair.sharded)], config.muon_split_qkv, pair)
 
     return muon_rule([chunk.engine for chunk in chunks], made, options_of, heights_of)
 
 
 def make_groups(chunks: ModelChunks) -> None:
-    """The process groups of exchanges, once for these chunks; collective over the default group, as
-    core asks for parameter groups, also those of experts, on every rank."""
+    """Makes the process groups of Muon's exchanges, once for these chunks.
+
+    Collective over the default group. Every rank calls it: core asks for parameter groups on every
+    rank, and for those of experts too."""
     if any(chunk.muon_groups is None for chunk in chunks):
         made = exchange_groups([chunk.engine for chunk in chunks])
         for chunk in chunks:
@@ -142,7 +152,8 @@ def make_groups(chunks: ModelChunks) -> None:
 
 
 def _options(config: Any) -> MuonOptions:
-    # Its name was another one before 0.18, and before 0.17 there was one set of coefficients.
+    # Before 0.18 the field was named `muon_use_nesterov`. Before 0.17 there was only one set of
+    # coefficients.
     nesterov = getattr(config, "muon_nesterov", getattr(config, "muon_use_nesterov", False))
     coefficients = getattr(config, "muon_coefficient_type", "quintic")
     factor = config.muon_extra_scale_factor
@@ -157,9 +168,9 @@ def _options(config: Any) -> MuonOptions:
     )
 
 
-def table(chunks: ModelChunks, config: Any) -> str:
-    """A table of Muon's weights, with the shapes of their matrices, and of Adam's; layers of a kind
-    in a row."""
+def summary(chunks: ModelChunks, config: Any) -> str:
+    """A table of the trained weights: the matrices of Muon's weights, and which are Adam's. Weights
+    of the same name in several layers or experts share a row."""
     rows: Counter[tuple[str, str]] = Counter()
     for chunk in chunks:
         for pair in chunk.engine.pairs:
@@ -175,16 +186,16 @@ def table(chunks: ModelChunks, config: Any) -> str:
 
 
 def _described(chunk: Any, pair: ParamPair, config: Any) -> str:
-    if not has(pair):
+    if not updates(pair):
         return "Adam"
     parts = heights(chunk.module.module, config.muon_split_qkv, pair)
     rows, columns = _whole_shape(pair)
-    times = rows // sum(parts)
+    times = rows // sum(parts)  # `parts` repeat until all rows are covered
     return "Muon: " + ", ".join(f"{times * height} x {columns}" for height in parts)
 
 
 def _whole_shape(pair: ParamPair) -> tuple[int, int]:
-    """Before tensor parallelism."""
+    """The shape of a matrix before tensor parallelism splits it."""
     shape = list(pair.spec.layout_shape)
     split, parts = tensor_split(pair)
     if split is not None:

@@ -1,7 +1,7 @@
-"""The seam to Megatron's optimizer: the one place that adapts it, while no file of it is edited.
+"""Replacements for methods of core's `DistributedOptimizer` and for functions that make optimizers.
 
-`install()` replaces a few methods of core's `DistributedOptimizer` by versions that act only when
-the model chunks are ours, and hand over to the original otherwise. The inner optimizer (torch
+`compat/table.py` lists them; `install()`, or a wrapper's constructor, puts them in place. They act
+only when the model chunks are ours, and otherwise call the original. The inner optimizer (torch
 AdamW, TE or apex FusedAdam) is made to step on local tensors (`optim/step.py`).
 """
 
@@ -36,8 +36,11 @@ from . import emerging, lion, optimizer_state
 def _param_groups(
     original: Original, model_chunks: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The first thing that core does for an optimizer of any kind. An unsupported option is refused
-    here: the inner optimizer is made next, and some options fail there, in ways that do not name
+    """Core's parameter groups, after the config was checked and completed. For Muon and Lion each
+    group is split in two.
+
+    Core calls this first for every kind of optimizer. ValueError lists unsupported options. The
+    inner optimizer is made next: there some of them would fail with errors that do not name
     them."""
     ours = ours_among(model_chunks)
     if not ours:
@@ -49,7 +52,8 @@ def _param_groups(
         _problems(emerging.given(config), ours),
     )
     _complete(config)
-    # Overrides go by names. Those under DDP are the inner wrapper's, one "module." shorter.
+    # Core matches overrides against parameter names. Those of the inner wrapper are the same as
+    # under Megatron's DDP; those of the outer one have one "module." more.
     named = [chunk.module if chunk in ours else chunk for chunk in model_chunks]
     groups = original(named, *args, **kwargs)
     if asked is None:
@@ -58,7 +62,7 @@ def _param_groups(
 
 
 def _problems(config: Any, ours: ModelChunks) -> list[str]:
-    """Problems of an optimizer's config, with each of the model chunks."""
+    """Problems of an optimizer's config with any of the model chunks."""
     found: list[str] = []
     for chunk in ours:
         found += problems(Joined(chunk.ddp_config, config), OPTIMIZER_CONFIG_RULES)
@@ -71,7 +75,7 @@ def _problems(config: Any, ours: ModelChunks) -> list[str]:
 
 
 def _complete(config: Any) -> None:
-    """Sets in an optimizer config what must be so and is not, and prints it."""
+    """Sets options of an optimizer config that must have a certain value; rank 0 prints them."""
     changes = settle(OPTIMIZER, {"optimizer": config})
     if changes and dist.get_rank() == 0:
         text = ", ".join(f"{change.option}={change.after}" for change in changes)
@@ -82,7 +86,8 @@ def _complete(config: Any) -> None:
 
 
 def _offload_problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
-    """Problems of offload: the place of main weights is decided when a model is wrapped."""
+    """A problem if core's offload is on, but the model was wrapped without offload. The place of
+    main weights is decided when a model is wrapped."""
     if not is_on(config, CORES_OFFLOAD) or all(engine.config.offload for engine in engines):
         return []
     return [
@@ -135,7 +140,8 @@ def _precision_problems(config: Any, chunks: ModelChunks) -> list[str]:
 def _refuse_whole_matrices(
     original: Original, model_chunks: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Core's Muon asks for parameter groups by a name of its own, and would be made on shards."""
+    """ValueError for sharded models. Before 0.18 core's own function for Muon asks for parameter
+    groups under this name; it would then make Muon of shards."""
     if ours_among(model_chunks):
         raise ValueError(
             "optimizer='muon' with FullyShardedDataParallel: get_megatron_muon_optimizer needs "
@@ -146,7 +152,9 @@ def _refuse_whole_matrices(
 
 @for_ours
 def _offload_state(ours: ModelChunks, self: Any) -> None:
-    """Main weights, which core moves as well, stay: gathers read them, also for generation."""
+    """Moves the optimizer's state to the host.
+
+    Core moves main weights as well. Here they stay: gathers read them, also for generation."""
     runtime = ours[0].engine.runtime
     for shards in local_shards(self):
         park_state(shards, runtime)
@@ -155,6 +163,7 @@ def _offload_state(ours: ModelChunks, self: Any) -> None:
 
 @for_ours
 def _restore_state(ours: ModelChunks, self: Any) -> None:
+    """Moves the optimizer's state back to the device."""
     for shards in local_shards(self):
         take_state(shards)
 
@@ -172,8 +181,8 @@ def _init(
     if not ours or optimizer is None or config.optimizer == "adam":
         original(self, optimizer, config, *args, **kwargs)
     else:
-        # Core asserts that it is Adam, for checkpoints of its own buffers, and does nothing more
-        # with it when weights are sharded.
+        # Core asserts that the inner optimizer is Adam, for checkpoints of core's own buffers. When
+        # weights are sharded, the constructor does nothing else with it: so it is set afterwards.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*there is no optimizer")
             original(self, None, config, *args, **kwargs)
@@ -202,31 +211,35 @@ def _remember_groups(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Core is about to make an optimizer, and has looked up the groups for it. All chunks are there
-    now, so that copies of an embedding on other pipeline stages can get its values: core copies
-    none that starts on the meta device."""
+    """Looks up core's process groups for an optimizer, and remembers them in the chunks.
+
+    It also gives copies of an embedding on other pipeline stages the first stage's values, because
+    core does not copy an embedding that starts on the meta device. Core calls this just before it
+    makes the optimizer: no earlier call sees all model chunks."""
     groups = original(pg_collection, model_chunks, *args, **kwargs)
     for chunk in ours_among(model_chunks):
         chunk.optimizer_groups = groups
         shared = shared_embeddings([chunk.engine])
         if shared and chunk.config.init_model_with_meta_device:
-            stages = (own.embd_group for own in chunk.modules() if hasattr(own, "embd_group"))
-            copy_from_first_stage(shared, next(stages))
+            groups_of_stages = (m.embd_group for m in chunk.modules() if hasattr(m, "embd_group"))
+            copy_from_first_stage(shared, next(groups_of_stages))
             chunk.engine.main_weights_changed(loaded=True)
     return groups
 
 
 @for_ours
 def _init_states(ours: ModelChunks, self: Any) -> None:
-    """0.16.1 takes a step with zero gradients, which decays weights and advances Adam's count."""
+    """Makes the optimizer's state without a step. Core of 0.16.1 takes a step with zero gradients,
+    which decays weights and advances Adam's count."""
     initialize_state(self.optimizer)
 
 
 @for_ours
 def _unscaling_data(ours: ModelChunks, self: Any) -> Any:
-    """Local tensors: the inf check is one fused kernel over plain tensors. It writes them."""
+    """The gradients' local tensors. Core's check for inf is one fused kernel over plain tensors,
+    and unscales them in place."""
     for chunk in ours:
-        chunk.engine.gather.updates.order_compute()
+        chunk.engine.gather.updates.order_compute()  # behind updates of an earlier step
     return [
         param.grad._local_tensor
         for group in self.optimizer.param_groups
@@ -237,8 +250,8 @@ def _unscaling_data(ours: ModelChunks, self: Any) -> Any:
 
 @for_ours
 def _param_name(ours: ModelChunks, self: Any, param: Any) -> Any:
-    """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
-    model chunks of a rank have the same names."""
+    """The parameter's name in the whole model. Core of 0.16.1 numbers layers from the stage's
+    first, and fails where two model chunks of a rank have the same names."""
     _look_up_names(ours, self)
     return self.param_to_name[param]
 
@@ -249,7 +262,7 @@ def _look_up_names(ours: ModelChunks, self: Any) -> None:
 
 
 def _params_by_name(self: Any) -> dict[str, Any]:
-    _look_up_names(our_chunks(self), self)  # core asks for no name on a stage that is frozen
+    _look_up_names(our_chunks(self), self)  # core asks for no name on a frozen stage
     params = [param for group in self.optimizer.param_groups for param in group["params"]]
     return {self._param_name(param): param for param in params}
 
@@ -257,17 +270,20 @@ def _params_by_name(self: Any) -> dict[str, Any]:
 def _sharded_state(
     original: Original, self: Any, *args: Any, metadata: Any = None, **kwargs: Any
 ) -> Any:
-    """The sharded state, in the one form that there is for sharded weights. Megatron-LM names it
-    only if its argument `use_distributed_optimizer` is set, which a script that wraps the model
-    itself may leave out."""
+    """The sharded state in the form `fsdp_dtensor`, the only one for sharded weights.
+
+    Megatron-LM asks for this form only if `use_distributed_optimizer` is set, which a script that
+    wraps the model itself may leave out."""
     if our_chunks(self):
         metadata = {"distrib_optim_sharding_type": "fsdp_dtensor", **(metadata or {})}
     return original(self, *args, metadata=metadata, **kwargs)
 
 
 def _save_state(original: Original, self: Any, is_loading: bool = False) -> Any:
-    """Every rank emits the same keys for the same parameters: state exists for each of them, steps
-    or no steps."""
+    """The optimizer's state and group options by parameter name, with halves split.
+
+    State is made for every parameter, also before the first step, so that all ranks emit the same
+    keys for the same parameters."""
     if not our_chunks(self):
         return original(self, is_loading)
     initialize_state(self.optimizer)
@@ -275,19 +291,20 @@ def _save_state(original: Original, self: Any, is_loading: bool = False) -> Any:
         chunk.engine.to_sharded()
     params = _params_by_name(self)
     state = original(self, is_loading)
-    cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)
+    cut = optimizer_state.split_halves(state[optimizer_state.STATE], params, self.halved_names)
     return {**state, optimizer_state.STATE: cut}
 
 
 def _load_state(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Loads what `_save_state` returned, or a load of it, with values sharded as they are here."""
+    """Loads what `_save_state` returned, or what was read into it: values sharded as they are here.
+    A dict without group options goes to core's method unchanged."""
     if not our_chunks(self) or optimizer_state.META not in state_dict:
         original(self, state_dict)
         return
     initialize_state(self.optimizer)
     params = _params_by_name(self)
     own = {name: self.optimizer.state[param] for name, param in params.items()}
-    state = optimizer_state.joined(
+    state = optimizer_state.join_halves(
         state_dict[optimizer_state.STATE], own, params, self.halved_names
     )
     meta = optimizer_state.with_own_split(
@@ -300,5 +317,5 @@ def _load_state(original: Original, self: Any, state_dict: dict[str, Any]) -> No
 
 @for_ours
 def _reload(ours: ModelChunks, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Main weights should follow the model's, which were loaded without the optimizer. Here a load
-    writes the main weights themselves; 0.18 refuses to reload under FSDP."""
+    """Does nothing. Core copies model weights to main weights after a load without the optimizer;
+    here a load writes the main weights themselves. Core of 0.18 refuses to reload under FSDP."""

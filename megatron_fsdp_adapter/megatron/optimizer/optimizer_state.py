@@ -1,10 +1,9 @@
 """Optimizer state under a checkpoint's names, and back.
 
-Megatron's `DistributedOptimizer` emits, for `fsdp_dtensor`, a dict "state" by parameter name and a
-dict "param_to_group_meta" of the options of each parameter's group. The names given to it here
-are those of the whole model; what the optimizer keeps for a parameter that is saved in halves is
-cut like the parameter. The step count is no tensor of the parameter's geometry, and both halves
-have it.
+For `fsdp_dtensor` Megatron's `DistributedOptimizer` emits two dicts by parameter name: "state", and
+"param_to_group_meta" with the options of the parameter's group. Here the names are those of the
+whole model. Where a parameter is saved in halves, its optimizer state is cut in the same way. The
+step count has not the parameter's geometry and is not cut: both halves have it.
 """
 
 from __future__ import annotations
@@ -28,15 +27,17 @@ ByName = Mapping[str, Mapping[str, Any]]
 """State or options of each parameter, by the parameter's name."""
 
 OF_THIS_SPLIT = ("is_expert_parallel",)
-"""Options of a parameter group that describe how this run splits the model. A load leaves them
-alone: expert parameters are marked so only under expert parallelism, and one that is loaded into a
-run with another kind would be in a group that is not its own."""
+"""Options of a parameter group that describe how a run splits the model. A load does not take them
+from the checkpoint: expert parameters have this mark only under expert parallelism, so the saved
+mark would put a parameter into another group than this run's."""
 
 
 def parameter_names(chunks: ModelChunks) -> tuple[dict[Any, str], frozenset[str]]:
-    """Names of all sharded parameters of the model chunks, as in the whole model, and those of them
-    whose parameters are saved in halves. Two chunks with one name are found where their weights are
-    merged (`checkpoint.training`)."""
+    """The names that the chunks' sharded parameters have in the whole model, and the set of those
+    names whose parameters are saved in halves.
+
+    A name that two chunks share is an error elsewhere: where their weights are merged
+    (`checkpoint.training`)."""
     named: dict[Any, str] = {}
     halved: set[str] = set()
     for chunk in chunks:
@@ -50,10 +51,11 @@ def parameter_names(chunks: ModelChunks) -> tuple[dict[Any, str], frozenset[str]
     return named, frozenset(halved)
 
 
-def in_pieces(state: ByName, params: Mapping[str, Any], halved: frozenset[str]) -> ByName:
+def split_halves(state: ByName, params: Mapping[str, Any], halved: frozenset[str]) -> ByName:
     """State by name, with two entries where the parameter is saved in halves.
 
-    params: the sharded parameters by name. Pieces are views of the optimizer's own tensors.
+    params: the sharded parameters by name. halved: the names of those saved in halves. Halves of a
+    tensor are views of it.
     """
     cut: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():
@@ -64,23 +66,28 @@ def in_pieces(state: ByName, params: Mapping[str, Any], halved: frozenset[str]) 
         for number, suffix in enumerate(HALVES):
             half = {}
             for field, value in entry.items():
-                if isinstance(value, DTensor):
+                if isinstance(value, DTensor):  # else the step count, which both halves have
                     value = part_of(value, ref, number, len(HALVES))
                 half[field] = value
             cut[name + suffix] = half
     return cut
 
 
-def joined(
+def join_halves(
     state: ByName,
     own: ByName,
     params: Mapping[str, Any],
     halved: frozenset[str],
 ) -> ByName:
-    """Joins what `in_pieces` made, or a load of it, by name again. own: the optimizer's state by
-    name; its tensors are taken where the pieces are views of them, so that nothing is copied.
+    """State by name, joined from what `split_halves` returned or from a load of it.
 
-    Raises ValueError naming what has only one of its halves, or one that is no DTensor.
+    own: the optimizer's present state by name. It tells which fields have the parameter's geometry
+    and how they are sharded. Where both halves are views of its tensor, that tensor is the result,
+    and nothing is copied.
+
+    Raises:
+        ValueError: a parameter has only one half; in place of a sharded tensor a half is no
+            DTensor, or its shard has another shape than here.
     """
     whole = {name: dict(entry) for name, entry in state.items() if not _is_half(name, halved)}
     for name in halved:
@@ -90,7 +97,7 @@ def joined(
         if first is None or second is None:
             raise ValueError(f"optimizer state of {name}: one of {HALVES} is missing")
         whole[name] = {
-            field: _joined_value(name, field, (value, second[field]), own[name], params[name])
+            field: _join_field(name, field, (value, second[field]), own[name], params[name])
             for field, value in first.items()
         }
     return whole
@@ -100,11 +107,11 @@ def _is_half(name: str, halved: frozenset[str]) -> bool:
     return any(name.endswith(suffix) and name.removesuffix(suffix) in halved for suffix in HALVES)
 
 
-def _joined_value(
+def _join_field(
     name: str, field: str, parts: tuple[Any, Any], own: Mapping[str, Any], param: Any
 ) -> Any:
     target = own.get(field)
-    if not isinstance(target, DTensor):
+    if not isinstance(target, DTensor):  # the step count, of which both halves have a copy
         return parts[0]
     if not all(isinstance(part, DTensor) for part in parts):
         raise ValueError(
@@ -115,11 +122,11 @@ def _joined_value(
 
 
 def with_one_count(meta: ByName) -> ByName:
-    """Group options by parameter name, with the largest count of steps for all that have one.
+    """Group options by parameter name, where all step counts are the largest one.
 
-    All groups of one of Megatron's optimizers take every step. Checkpoints in which their counts
-    differ exist: with a fused Adam that counts no step of a group without parameters, ranks that
-    hold nothing of a group save that it has taken none."""
+    All groups of an optimizer of Megatron take every step, but there are checkpoints with different
+    counts. A fused Adam does not count steps of a group without parameters, so a rank that holds
+    none of a group's parameters saved a count of 0. Rank 0 prints a line about different counts."""
     result = {name: dict(options) for name, options in meta.items()}
     counts = {int(options[COUNT]) for options in result.values() if COUNT in options}
     if len(counts) < 2:
@@ -142,7 +149,9 @@ def with_own_split(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
 ) -> ByName:
-    """Group options by parameter name, with `OF_THIS_SPLIT` as the optimizer's groups have it."""
+    """Group options by parameter name, with `OF_THIS_SPLIT` taken from the optimizer's `groups`.
+
+    names: of the parameters. Parameters that `meta` lacks are skipped."""
     result = {name: dict(options) for name, options in meta.items()}
     for group in groups:
         for param in group["params"]:

@@ -11,8 +11,8 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.optimizer.emerging import KINDS
-from megatron_fsdp_adapter.megatron.optimizer.muon import FUSED, table
-from megatron_fsdp_adapter.megatron.optimizer.muon import has as is_muons
+from megatron_fsdp_adapter.megatron.optimizer.muon import FUSED, summary
+from megatron_fsdp_adapter.megatron.optimizer.muon import updates as is_muons
 from megatron_fsdp_adapter.optim.muon.matrices import row_blocks
 from megatron_fsdp_adapter.optim.muon.newton_schulz import coefficients_of, orthogonalized
 from megatron_fsdp_adapter.plan.memory import OPTIMIZER_STATE, Precision, group_bytes
@@ -65,7 +65,7 @@ def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.de
         else:
             expected = {"step", "exp_avg", "exp_avg_sq"}
         assert set(state[pair.sharded]) == expected, name
-    text = table([trainer.wrapper], optimizer_config(CASE, **MUON))
+    text = summary([trainer.wrapper], optimizer_config(CASE, **MUON))
     rows = [" ".join(line.split()) for line in text.splitlines()]
     attention = "decoder.layers.*.self_attention"
     assert f"{attention}.linear_qkv.weight 2 Muon: 24 x 24, 24 x 24, 24 x 24" in rows
@@ -78,7 +78,7 @@ def test_state_is_as_large_as_the_formula_says(
     one_rank: torch.device, strategy: str, kind: str
 ) -> None:
     """`estimate` goes by names, and comes to the same weights."""
-    if kind != "muon" and not core_api.MAKES_EMERGING:
+    if kind != "muon" and not core_api.HAS_EMERGING_FUNCTION:
         pytest.skip("this core has no such optimizer, or makes it of all weights")
     trainer = build_trainer(CASE, strategy, one_rank, optimizer={"optimizer": kind})
     train_step(trainer, batches(CASE, 0, 0, one_rank))
@@ -92,7 +92,7 @@ def test_state_is_as_large_as_the_formula_says(
     groups = trainer.wrapper.engine.groups
     row = trainer.wrapper.engine.config.strategy
     moments = precision_options.MOMENTS[kind]
-    decides = KINDS[kind].has
+    decides = KINDS[kind].updates
     precision = Precision(moments=moments)
     expected = [group_bytes(g.layout, row, precision, 0)[OPTIMIZER_STATE] for g in groups]
     assert found == sum(expected)
